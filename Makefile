@@ -1,0 +1,60 @@
+# Everything a developer or CI does, by name. `make demo` and `make test` need Python 3.11+ and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python -P
+STAMP := $(VENV)/.ready
+PROTOS := $(shell find protos -name '*.proto')
+STUBS := protos/.stubs
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup stubs demo test lint types docs format wheel clean
+
+help: ## This list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+setup: $(STAMP) $(STUBS) ## The virtual environment in .venv with everything locked in requirements/dev.txt
+
+$(STAMP): requirements/dev.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tokenpod needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: try make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete here: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing the locked dependencies (the first time takes a minute or two)"
+	@$(BIN)/python -m pip install -qq --requirement requirements/dev.txt
+	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
+	@touch $(STAMP) $(STUBS)
+
+$(STUBS): $(PROTOS) tools/stubs.py | $(STAMP)
+	@$(PY) tools/stubs.py
+	@touch $(STUBS)
+
+stubs: ## Make the protobuf stubs again
+	@rm -f $(STUBS)
+	@$(MAKE) --no-print-directory $(STUBS)
+
+demo: setup ## Start the server on the embedded model and stream a completion
+	@$(PY) tools/demo.py
+
+test: setup ## The whole test suite (make test ARGS='tests/scheduler -x' for a part)
+	@$(PY) -m pytest $(ARGS)
+
+lint: setup ## Style, stale stubs, stale documentation, protos
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(PY) tools/stubs.py --check
+
+format: setup ## Rewrite the code in the project's style
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format --quiet .
+
+types: setup ## mypy --strict
+	@$(PY) tools/typecheck.py
+
+wheel: setup ## dist/*.whl
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## Remove what the build made
+	@rm -rf $(VENV) build dist *.egg-info $(STUBS) .mypy_cache .ruff_cache .pytest_cache
+	@find protos -name '*_pb2*' -delete

@@ -1,0 +1,1 @@
+"""Reference operations in torch: the specification, and what runs on a CPU."""

@@ -1,0 +1,1 @@
+"""The native decoder and the families it serves."""

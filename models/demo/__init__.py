@@ -1,0 +1,1 @@
+"""The embedded model: data files; see README.md beside this file."""

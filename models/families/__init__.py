@@ -1,0 +1,1 @@
+"""One small file a family: its config map and its weight table."""

@@ -1,0 +1,1 @@
+"""Wire formats: generated modules of the .proto files in this folder."""

@@ -1,0 +1,1 @@
+"""TGI's shard protocol in its three wire generations."""

@@ -1,0 +1,1 @@
+"""The gRPC face: server, client, command line. Imports no torch."""

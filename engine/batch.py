@@ -1,0 +1,50 @@
+"""One step's input to the model: views of tensors that live as long as the executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: A run of adjacent KV slots: [first, end).
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T tokens of B rows, ragged: row b owns tokens `b_start[b]` to `b_start[b + 1]`.
+
+    Rows that process one token come first (`single_rows` of them: decode), so that both kinds of
+    attention find their rows as a slice.
+    """
+
+    #: [T] int64: token ids.
+    t_token: torch.Tensor
+    #: [T] int64: positions in their sequences, from 0.
+    t_position: torch.Tensor
+    #: [T] int64: the KV slot that each token's key and value are written to.
+    t_slot: torch.Tensor
+    #: B + 1 offsets into the tokens.
+    b_start: list[int]
+    #: Tokens of KV per row after this step, these tokens included.
+    b_context: list[int]
+    #: Per row: where its KV lies, in order of position; the lengths add up to `b_context`.
+    b_runs: list[list[Run]]
+    #: Per row: its row of `row_table`.
+    b_row: list[int]
+    #: [rows, max_positions] int32: the slot of (row, position), for kernels that gather by pointer.
+    row_table: torch.Tensor
+    #: Leading rows with one token.
+    single_rows: int
+    #: [n] int64: the tokens whose logits are wanted.
+    logit_index: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.b_start[-1]
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.b_context)

@@ -1,0 +1,237 @@
+"""What crosses the boundary between the service and the engine: plain structs, sent as msgpack.
+
+The service turns protobuf into a `Request` and hears of it in `StepOutputs`, one message a step for
+all sequences together. A *sequence* is one sample of a request; the service names sequences with
+ids that it never uses twice. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a
+machine share.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of everything that travels: immutable, encoded as an array that begins with its type."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How a sequence's next token is chosen. Every default is neutral.
+
+    Applied in this order: watermark, repetition penalty, presence and frequency penalty, logit
+    bias, temperature, top_k, top_p, min_p, typical_p, softmax, draw. The draw is a function of
+    (seed, stream, position) alone.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    #: CTRL's: divides positive and multiplies negative logits of tokens in prompt or output.
+    repetition_penalty: float = 1.0
+    #: Subtracted once from tokens of the output.
+    presence_penalty: float = 0.0
+    #: Subtracted for each occurrence in the output (OpenAI's definition).
+    frequency_penalty: float = 0.0
+    #: TGI's frequency penalty: times count / length over prompt and output, subtracted.
+    relative_frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    watermark: bool = False
+    seed: int = 0
+
+
+class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
+    """When a sequence ends, as far as tokens tell. Stop strings are the detokeniser's business."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    #: End-of-text tokens; empty when they are to be ignored. Not sampled before `min_new_tokens`.
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    #: TGI's order: the last allowed token finishes with LENGTH even if it is an end-of-text token.
+    length_first: bool = False
+    #: Finish with TIME_LIMIT once this moment has passed.
+    time_limit_at: int | None = None
+
+
+class Request(Message, frozen=True, array_like=True, tag=True):
+    """One prompt and its samples. The samples share the keys and values of the prompt."""
+
+    #: One id a sample; sample i draws from stream i of the seed.
+    sequence_ids: list[int]
+    prompt: list[int]
+    sampling: SamplingParams
+    stopping: StoppingParams
+    #: Report the log probability of each token.
+    logprobs: bool = False
+    #: Report so many most likely tokens at each position.
+    top_n_tokens: int = 0
+    #: Report the log probability of each prompt token; such a prompt skips the prefix cache.
+    prompt_logprobs: bool = False
+    #: Higher first.
+    priority: int = 0
+    arrived_at: int = 0
+    #: Drop the request once this moment has passed.
+    deadline_at: int | None = None
+    #: Requests share cached prefixes only within one salt (adapter, tenant).
+    salt: str = ""
+
+
+class Abort(Message, frozen=True, array_like=True, tag=True):
+    """Forget these sequences and free what they hold. Unknown ids are fine."""
+
+    sequence_ids: list[int]
+
+
+class Advance(Message, frozen=True, array_like=True, tag=True):
+    """A router's step: sample one token for each sequence named, then answer with `Advanced`.
+
+    `start` are new requests (one sequence each) whose whole bound (prompt + max_new_tokens) is
+    reserved before anything runs, or the call fails with RESOURCE_EXHAUSTED and none of them
+    exists. A sequence whose prompt is not complete processes the next chunk of it instead, and
+    yields a token only when the chunk ends the prompt.
+    """
+
+    op: int
+    start: list[Request]
+    #: Prompt tokens to process in this call, parallel to `start`; 0 means the whole prompt.
+    chunks: list[int]
+    #: Sequences started by an earlier call.
+    resume: list[int]
+    #: Prompt tokens that a resumed, incomplete prompt may take in this call; 0 means all.
+    resume_chunk: int = 0
+
+
+class FailureCode(IntEnum):
+    """Why the engine gave up on a sequence or an `Advance`; each maps to one gRPC status."""
+
+    RESOURCE_EXHAUSTED = 1
+    DEADLINE_EXCEEDED = 2
+    DATA_LOSS = 3
+    UNAVAILABLE = 4
+    INVALID_ARGUMENT = 5
+
+
+class FinishCode(IntEnum):
+    """How a sequence ended. RUNNING: it has not."""
+
+    RUNNING = 0
+    LENGTH = 1
+    EOS = 2
+    STOP_TOKEN = 3
+    TIME_LIMIT = 4
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence's prompt is complete; comes with its first token."""
+
+    sequence_id: int
+    #: Prompt tokens found in the prefix cache.
+    cached_tokens: int
+    #: When its first chunk was launched.
+    began_at: int
+    #: Log probabilities of prompt tokens 1 to n-1, where asked for.
+    prompt_logprobs: list[float] | None = None
+
+
+class Top(msgspec.Struct, frozen=True, array_like=True):
+    """The most likely tokens at one position, most likely first. Ties at the end are all there."""
+
+    #: Index into the parallel arrays of `StepOutputs`.
+    at: int
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """The engine gave up on this sequence."""
+
+    sequence_id: int
+    code: FailureCode
+    message: str
+
+
+class Advanced(msgspec.Struct, frozen=True, array_like=True):
+    """An `Advance` is complete; its tokens came in this and earlier messages."""
+
+    op: int
+    #: Nanoseconds in the model, in choosing tokens, and in all.
+    forward_ns: int = 0
+    decode_ns: int = 0
+    total_ns: int = 0
+    failure: Failure | None = None
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine holds after a step."""
+
+    running: int
+    waiting: int
+    #: Waiting prompt tokens.
+    waiting_tokens: int
+    #: KV slots: in all, free, and in the prefix tree without a user (evictable).
+    slots: int
+    free_slots: int
+    evictable_slots: int
+    preemptions: int = 0
+
+
+class StepOutputs(Message, frozen=True, array_like=True, tag=True):
+    """Everything one step brought.
+
+    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token. A
+    sequence that ends without a token (its time limit passed in the queue) has token id -1.
+    """
+
+    step: int
+    #: When the step settled.
+    at: int
+    sequence_ids: list[int]
+    token_ids: list[int]
+    #: 0.0 where not asked for.
+    logprobs: list[float]
+    finishes: list[int]
+    load: Load
+    started: list[Started] = []
+    tops: list[Top] = []
+    failures: list[Failure] = []
+    advanced: list[Advanced] = []
+
+
+class Loading(Message, frozen=True, array_like=True, tag=True):
+    """Progress of loading: bytes of weights read so far, of how many."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class Ready(Message, frozen=True, array_like=True, tag=True):
+    """The model is warm and can generate."""
+
+    dtype: str
+    device_type: str
+    attention: str
+    window_size: int | None
+    vocab_size: int
+    #: Positions the model can address.
+    max_positions: int
+    #: KV slots: what `max_batch_total_tokens` can be at most.
+    slots: int
+    parameters: int
+    weight_bytes: int
+    load_seconds: float
+    warmup_seconds: float
+
+
+class Broken(Message, frozen=True, array_like=True, tag=True):
+    """The engine cannot go on; one line for the operator. Its process exits after it."""
+
+    message: str
+
+
+ToEngine = Request | Abort | Advance
+FromEngine = StepOutputs | Loading | Ready | Broken

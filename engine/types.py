@@ -233,5 +233,23 @@ class Broken(Message, frozen=True, array_like=True, tag=True):
     message: str
 
 
-ToEngine = Request | Abort | Advance
+class EngineOptions(Message, frozen=True, array_like=True, tag=True):
+    """The first message to a new engine process."""
+
+    model_folder: str
+    #: "float32", "bfloat16", "float16"; None: the checkpoint's own.
+    dtype: str | None
+    device: str
+    #: CPU threads; 0: one a core.
+    threads: int
+    max_batch_size: int
+    max_batch_prefill_tokens: int
+    #: Tokens of one sequence, prompt and output; None: as many as the model can address.
+    max_total_tokens: int | None = None
+    #: KV slots; None: as many as fit into `memory_fraction` of the free memory.
+    max_batch_total_tokens: int | None = None
+    memory_fraction: float = 0.9
+
+
+ToEngine = Request | Abort | Advance | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken

@@ -1,0 +1,93 @@
+"""The wire between service and engine: msgpack messages over a private pair of unix sockets.
+
+The pair has no name in any file system, so there is nothing to clean up and nobody else to connect;
+each side sees the other's death as the end of its stream.
+
+    frame = length of the body (4 bytes, little endian) + body (msgpack)
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from typing import Generic, TypeVar
+
+import msgspec
+
+_LENGTH = struct.Struct("<I")
+_CHUNK = 1 << 18
+
+T = TypeVar("T")
+
+
+class LinkClosed(Exception):
+    """The other side is gone."""
+
+
+def encode_frame(encoder: msgspec.msgpack.Encoder, message: msgspec.Struct) -> bytearray:
+    """A frame that holds `message`."""
+    frame = bytearray(_LENGTH.size)
+    encoder.encode_into(message, frame, _LENGTH.size)
+    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
+    return frame
+
+
+class FrameDecoder(Generic[T]):
+    """Cuts a byte stream into messages of the union `kind`."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> list[T]:
+        """The messages that `data` completes, in order."""
+        self._buffer += data
+        messages: list[T] = []
+        at = 0
+        while len(self._buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, at)
+            end = at + _LENGTH.size + length
+            if end > len(self._buffer):
+                break
+            with memoryview(self._buffer) as view:
+                messages.append(self._decoder.decode(view[at + _LENGTH.size : end]))
+            at = end
+        del self._buffer[:at]
+        return messages
+
+
+class Link(Generic[T]):
+    """The engine's end: blocking sends, and receives that wait only when there is no work."""
+
+    def __init__(self, endpoint: socket.socket, kind: type[T]) -> None:
+        endpoint.setblocking(True)
+        self._socket = endpoint
+        self._encoder = msgspec.msgpack.Encoder()
+        self._frames = FrameDecoder[T](kind)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one message; raises LinkClosed."""
+        try:
+            self._socket.sendall(encode_frame(self._encoder, message))
+        except OSError as error:
+            raise LinkClosed from error
+
+    def receive(self, wait: float | None = 0.0) -> list[T]:
+        """Messages that have arrived; waits up to `wait` seconds (None: for ever) for the first.
+
+        Raises LinkClosed when the other side is gone.
+        """
+        messages: list[T] = []
+        while select.select([self._socket], [], [], wait)[0]:
+            try:
+                data = self._socket.recv(_CHUNK)
+            except OSError as error:
+                raise LinkClosed from error
+            if not data:
+                raise LinkClosed
+            messages += self._frames.feed(data)
+            if messages:
+                # Whatever else is there already; a part of a frame alone is worth waiting for.
+                wait = 0.0
+        return messages

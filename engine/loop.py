@@ -1,0 +1,214 @@
+"""The step loop: the engine's heart beat.
+
+    each turn:
+      take messages          requests, aborts, router steps; wait only when there is nothing to do
+      plan the next step     needs lengths, not the token values of the step in flight
+      launch it
+      settle the last one    append tokens, find what has ended, publish one message
+
+With `overlap` the device computes step n + 1 while step n is settled here; a CPU has nobody to
+overlap with, so the same turn settles at once.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from tokenpod.engine.executor import Executor, Launched, StepResult
+from tokenpod.engine.link import Link
+from tokenpod.engine.plan import NewRow, RowWork, StepPlan
+from tokenpod.engine.types import (
+    Abort,
+    Advance,
+    Advanced,
+    EngineOptions,
+    Request,
+    Started,
+    StepOutputs,
+    ToEngine,
+    Top,
+)
+from tokenpod.scheduler.scheduler import Scheduler, Settled, Step, Work
+from tokenpod.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _OpTimes:
+    began: int
+    forward_ns: int = 0
+    sample_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    step: Step
+    launched: Launched
+
+
+@dataclass(slots=True)
+class EngineLoop:
+    """Turns messages into steps, and steps into messages, until the link closes."""
+
+    link: Link[ToEngine]
+    scheduler: Scheduler
+    executor: Executor
+    overlap: bool = False
+    _steps: int = 0
+    _flying: _InFlight | None = None
+    _ops: dict[int, _OpTimes] = field(default_factory=dict)
+    #: Log probabilities of prompts under way, by sequence id.
+    _scored: dict[int, list[float]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Turn until the other side closes the link (raises LinkClosed)."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """One turn; waits for messages if there is nothing else to do."""
+        idle = self._flying is None and not self.scheduler.busy
+        # A short nap when something waits for time alone (a deadline in the queue).
+        for message in self.link.receive(None if idle else 0.0):
+            self._take(message)
+        step = self.scheduler.plan(time.monotonic_ns())
+        previous, self._flying = self._flying, None
+        if step is not None:
+            self._flying = _InFlight(step, self.executor.launch(self._plan(step)))
+        if previous is not None:
+            self._settle(previous)
+        if self._flying is not None and not self.overlap:
+            flying, self._flying = self._flying, None
+            self._settle(flying)
+        self._publish_events()
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def _take(self, message: ToEngine) -> None:
+        match message:
+            case Request():
+                self.scheduler.submit(message)
+            case Abort():
+                self.scheduler.abort(message.sequence_ids)
+                for sequence_id in message.sequence_ids:
+                    self._scored.pop(sequence_id, None)
+            case Advance():
+                self._advance(message)
+            case EngineOptions():
+                raise ValueError("EngineOptions is the first message only")
+
+    def _advance(self, op: Advance) -> None:
+        now = time.monotonic_ns()
+        failure = self.scheduler.advance(op, now)
+        if failure is None:
+            self._ops[op.op] = _OpTimes(began=now)
+        else:
+            self._publish(Settled(), advanced=[Advanced(op.op, failure=failure)])
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def _plan(self, step: Step) -> StepPlan:
+        self._steps += 1
+        return StepPlan(
+            step=self._steps,
+            freed=step.freed,
+            fresh=[self._new_row(sequence) for sequence in step.fresh],
+            works=[_row_work(work) for work in step.works],
+        )
+
+    def _new_row(self, sequence: Sequence) -> NewRow:
+        request = sequence.request
+        return NewRow(
+            row=sequence.row,
+            prefix_slots=self.scheduler.kv.prefix_slots(sequence),
+            prompt=request.prompt,
+            sampling=request.sampling,
+            stream=sequence.stream,
+            min_new_tokens=request.stopping.min_new_tokens,
+            eos_token_ids=request.stopping.eos_token_ids,
+            stop_token_ids=request.stopping.stop_token_ids,
+            logprobs=request.logprobs,
+            top_n_tokens=request.top_n_tokens,
+        )
+
+    def _settle(self, flying: _InFlight) -> None:
+        result = flying.launched.wait()
+        for times in self._ops.values():
+            times.forward_ns += result.forward_ns
+            times.sample_ns += result.sample_ns
+        for at, logprobs in result.prompt_logprobs.items():
+            self._scored.setdefault(flying.step.works[at].sequence.id, []).extend(logprobs)
+        settled = self.scheduler.settle(flying.step, result.tokens, time.monotonic_ns())
+        self._publish(settled, flying.step, result)
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def _publish_events(self) -> None:
+        """What happened without a step: refusals, deadlines and time limits in the queue."""
+        events = self.scheduler.drain_events()
+        if events.sequence_ids or events.failures or events.advanced:
+            self._publish(events)
+
+    def _publish(
+        self,
+        settled: Settled,
+        step: Step | None = None,
+        result: StepResult | None = None,
+        advanced: list[Advanced] | None = None,
+    ) -> None:
+        now = time.monotonic_ns()
+        logprobs = [0.0] * len(settled.sequence_ids)
+        tops: list[Top] = []
+        if step is not None and result is not None:
+            # A surplus token, sampled after its sequence had ended, is in `result` only.
+            sampled = [w.sequence.id for w in step.works if w.needs_logits]
+            where = {sequence_id: at for at, sequence_id in enumerate(settled.sequence_ids)}
+            for sequence_id, logprob in zip(sampled, result.logprobs, strict=True):
+                if (at := where.get(sequence_id)) is not None:
+                    logprobs[at] = logprob
+            for index, ids, top_logprobs in result.tops:
+                if (at := where.get(sampled[index])) is not None:
+                    tops.append(Top(at, ids, top_logprobs))
+        finished = [
+            Advanced(op, times.forward_ns, times.sample_ns, now - times.began)
+            for op in settled.advanced
+            if (times := self._ops.pop(op, None))
+        ]
+        self.link.send(
+            StepOutputs(
+                step=self._steps,
+                at=now,
+                sequence_ids=settled.sequence_ids,
+                token_ids=settled.token_ids,
+                logprobs=logprobs,
+                finishes=[int(finish) for finish in settled.finishes],
+                load=self.scheduler.load(),
+                started=[self._with_scores(started) for started in settled.started],
+                tops=tops,
+                failures=settled.failures,
+                advanced=finished + (advanced or []),
+            )
+        )
+
+    def _with_scores(self, started: Started) -> Started:
+        scores = self._scored.pop(started.sequence_id, None)
+        if scores is None:
+            return started
+        return Started(started.sequence_id, started.cached_tokens, started.began_at, scores)
+
+
+def _row_work(work: Work) -> RowWork:
+    sequence, end = work.sequence, work.start + work.n_tokens
+    prompt = sequence.request.prompt
+    in_prompt = work.start < len(prompt)
+    scored = in_prompt and sequence.request.prompt_logprobs and sequence.stream == 0
+    return RowWork(
+        row=sequence.row,
+        start=work.start,
+        slots=work.slots,
+        tokens=prompt[work.start : end] if in_prompt else None,
+        samples=work.needs_logits,
+        # `launched` counts this step's token already.
+        output_index=sequence.launched - 1,
+        next_tokens=prompt[work.start + 1 : end + 1] if scored else None,
+    )

@@ -1,0 +1,57 @@
+"""How many KV slots fit."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+
+def choose_slots(
+    *,
+    slot_bytes: int,
+    wanted: int | None,
+    most_useful: int,
+    fraction: float,
+    device: torch.device,
+) -> int | None:
+    """KV slots to make.
+
+    Args:
+        slot_bytes: memory of one slot in all layers.
+        wanted: what the operator asked for; None: as many as fit, up to `most_useful`.
+        most_useful: more than every row at full length can never be used.
+        fraction: share of the free memory that the pool may take.
+
+    Returns:
+        The number, or None if `wanted` does not fit.
+    """
+    fits = int(free_bytes(device) * fraction) // slot_bytes
+    if wanted is not None:
+        return wanted if wanted <= fits else None
+    return max(min(fits, most_useful), 1)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated; on a CPU the container's limit counts too."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    return min([available, *_cgroup_headroom()])
+
+
+def _cgroup_headroom() -> list[int]:
+    """Bytes left under this container's memory limit, if it has one (cgroup v2)."""
+    try:
+        with (
+            open("/sys/fs/cgroup/memory.max") as limit,
+            open("/sys/fs/cgroup/memory.current") as used,
+        ):
+            return [int(limit.read()) - int(used.read())]
+    except (OSError, ValueError):  # no cgroup v2 here, or "max"
+        return []

@@ -1,0 +1,192 @@
+"""What clients ask for, as plain values: protobuf on one side of `convert`, these on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """`generate.v3.SamplingOptions`: raw values, 0 or None where not set."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    typical_p: float = 0.0
+    repetition_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    watermark: bool = False
+    n: int = 0
+    best_of: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """`generate.v3.StoppingOptions`."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    stop_sequences: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_sequence: bool = False
+    time_limit_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """`generate.v3.OutputOptions`."""
+
+    stream: bool = True
+    logprobs: bool = False
+    top_n_tokens: int = 0
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages as (role, content)."""
+
+    messages: Sequence[tuple[str, str]]
+    add_generation_prompt: bool = True
+
+
+#: Text, token ids or a chat; None: the client set none.
+Prompt = str | Sequence[int] | ChatPrompt | None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """`generate.v3.GenerateRequest`."""
+
+    prompt: Prompt
+    sampling: Sampling
+    stopping: Stopping
+    output: Output
+    truncate: int = 0
+    request_id: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokensCall:
+    """`generate.v3.TokensRequest`."""
+
+    prompt: str | ChatPrompt
+    add_special_tokens: bool = True
+    return_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRequest:
+    """A router's `Request`, of any wire generation; fields that one lacks have their defaults."""
+
+    id: int
+    inputs: str
+    has_image: bool
+    truncate: int
+    add_special_tokens: bool
+    prefill_logprobs: bool
+    top_n_tokens: int
+    max_new_tokens: int
+    stop_sequences: Sequence[str]
+    ignore_eos: bool
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    typical_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    seed: int
+    watermark: bool
+    grammar: str
+    grammar_type: int
+    adapter_id: str | None
+    #: Prompt tokens to process in this call; None: all.
+    chunk_len: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBatch:
+    """A router's `Batch`."""
+
+    id: int
+    requests: Sequence[ShardRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBatch:
+    """What a router is told of a batch that it can go on with."""
+
+    id: int
+    request_ids: Sequence[int]
+    max_tokens: int
+    current_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenList:
+    """Parallel: tokens with their texts."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    texts: Sequence[str]
+    special: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardText:
+    """How a router's request ended. `finish_reason` is TGI's number."""
+
+    text: str
+    generated_tokens: int
+    finish_reason: int
+    seed: int | None
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGeneration:
+    """One request's part of a router's step: always exactly one token."""
+
+    request_id: int
+    token: TokenList
+    prefill: TokenList | None = None
+    top: TokenList | None = None
+    text: ShardText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStep:
+    """The answer to Prefill and Decode. Times in nanoseconds."""
+
+    generations: Sequence[ShardGeneration]
+    batch: CachedBatch | None
+    forward_ns: int
+    decode_ns: int
+    total_ns: int
+    concat_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCall:
+    """A router's Prefill."""
+
+    batch: ShardBatch
+    cached_batch_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupCall:
+    """A router's Warmup: only the limits matter."""
+
+    max_input_tokens: int | None
+    max_prefill_tokens: int
+    max_total_tokens: int | None

@@ -1,0 +1,264 @@
+"""The asyncio side of the engine link: who waits for which sequence.
+
+One message a step arrives for all sequences together; it is taken apart here and handed to a `Sink`
+a request. Nothing waits on a slow client: a sink only notes what has come, and is woken once a
+message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from tokenpod.engine.link import FrameDecoder, encode_frame
+from tokenpod.engine.types import (
+    Abort,
+    Advance,
+    Advanced,
+    Broken,
+    EngineOptions,
+    Failure,
+    FailureCode,
+    FinishCode,
+    FromEngine,
+    Load,
+    Loading,
+    Ready,
+    Request,
+    Started,
+    StepOutputs,
+    Top,
+)
+
+_NO_LOAD = Load(0, 0, 0, 0, 0, 0)
+#: Weight of the newest step in the usual step time.
+_SMOOTHING = 0.05
+
+
+class Sink(Protocol):
+    """Who hears of a request's sequences. Called on the event loop; must not block."""
+
+    def on_started(self, started: Started) -> None:
+        """The prompt is complete; the first token follows in the same message."""
+
+    def on_token(
+        self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
+    ) -> None:
+        """One token; or none (-1), where the sequence ends without."""
+
+    def on_failure(self, failure: Failure) -> None:
+        """The engine gave up on a sequence; nothing follows."""
+
+    def wake(self) -> None:
+        """Everything that this message brought has been handed over."""
+
+
+class EngineLost(Exception):
+    """The engine is gone; the text is for the operator."""
+
+
+class EngineClient(asyncio.Protocol):
+    """Speaks to one engine process.
+
+    Args:
+        on_loading: hears of progress while weights are read.
+        now: nanoseconds of the clock that all processes share.
+    """
+
+    def __init__(
+        self, *, on_loading: Callable[[Loading], None], now: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self.load = _NO_LOAD
+        #: Seconds that a step usually takes, and when (CLOCK_MONOTONIC, ns) the last one settled.
+        self.usual_step = 0.0
+        self.last_step_at = now()
+        #: When the step now being handed over settled.
+        self.step_at = 0
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        #: Done, with EngineLost as its result, once the engine is gone.
+        self.lost: asyncio.Future[EngineLost] = asyncio.get_running_loop().create_future()
+        self._on_loading = on_loading
+        self._now = now
+        self._encoder = msgspec.msgpack.Encoder()
+        self._frames = FrameDecoder[FromEngine](FromEngine)  # type: ignore[arg-type]
+        self._transport: asyncio.Transport | None = None
+        self._sinks: dict[int, Sink] = {}
+        self._ops: dict[int, asyncio.Future[Advanced]] = {}
+        self._next_op = 0
+        self._next_sequence = 0
+        self._closing = False
+
+    @classmethod
+    async def connect(
+        cls, endpoint: socket.socket, options: EngineOptions, on_loading: Callable[[Loading], None]
+    ) -> EngineClient:
+        """Take over `endpoint` and tell the engine what to load."""
+        loop = asyncio.get_running_loop()
+        _, client = await loop.create_connection(lambda: cls(on_loading=on_loading), sock=endpoint)
+        client._send(options)
+        return client
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine owes somebody a step."""
+        return bool(self._sinks) or bool(self._ops)
+
+    def new_sequence_ids(self, n: int) -> list[int]:
+        """Ids that nobody has."""
+        first = self._next_sequence
+        self._next_sequence += n
+        return list(range(first, first + n))
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a request; `sink` hears of its sequences until each has finished or failed."""
+        self._expect_step()
+        self._watch(request.sequence_ids, sink)
+        self._send(request)
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """Stop and forget sequences; their sink hears no more. Unknown ids are fine."""
+        ids = [sequence_id for sequence_id in sequence_ids]
+        for sequence_id in ids:
+            self._sinks.pop(sequence_id, None)
+        if ids:
+            self._send(Abort(ids))
+
+    async def advance(
+        self,
+        *,
+        start: list[Request],
+        chunks: list[int],
+        resume: list[int],
+        resume_chunk: int,
+        sink: Sink,
+    ) -> Advanced:
+        """One router step; `sink` hears of its tokens before this returns."""
+        self._expect_step()
+        self._next_op += 1
+        op = self._next_op
+        done: asyncio.Future[Advanced] = asyncio.get_running_loop().create_future()
+        self._ops[op] = done
+        sequence_ids = [request.sequence_ids[0] for request in start] + resume
+        self._watch(sequence_ids, sink)
+        self._send(Advance(op, start, chunks, resume, resume_chunk))
+        try:
+            return await done
+        finally:
+            self._ops.pop(op, None)
+            for sequence_id in sequence_ids:
+                self._sinks.pop(sequence_id, None)
+
+    def close(self) -> None:
+        """Hang up: the engine process ends by itself."""
+        self._closing = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def _expect_step(self) -> None:
+        if self.lost.done():
+            raise self.lost.result()
+        if not self.pending:
+            # The clock of "no step for so long" begins with the work, not with the last step.
+            self.last_step_at = self._now()
+
+    def _watch(self, sequence_ids: Iterable[int], sink: Sink) -> None:
+        for sequence_id in sequence_ids:
+            self._sinks[sequence_id] = sink
+
+    # -- asyncio.Protocol ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
+        for message in self._frames.feed(data):
+            match message:
+                case StepOutputs():
+                    self._step(message)
+                case Loading():
+                    self._on_loading(message)
+                case Ready():
+                    self.last_step_at = self._now()
+                    self.ready.set_result(message)
+                case Broken():
+                    self._lose(message.message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio."""
+        self._lose("the engine process ended")
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._transport is not None and not self.lost.done():
+            self._transport.write(encode_frame(self._encoder, message))
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _step(self, outputs: StepOutputs) -> None:
+        self.load = outputs.load
+        self.step_at = outputs.at
+        if outputs.sequence_ids:
+            took = (outputs.at - self.last_step_at) / 1e9
+            self.usual_step += _SMOOTHING * (took - self.usual_step) if self.usual_step else took
+        self.last_step_at = outputs.at
+        touched: dict[int, Sink] = {}
+        for started in outputs.started:
+            if sink := self._sinks.get(started.sequence_id):
+                sink.on_started(started)
+        tops = {top.at: top for top in outputs.tops}
+        entries = zip(
+            outputs.sequence_ids,
+            outputs.token_ids,
+            outputs.logprobs,
+            outputs.finishes,
+            strict=True,
+        )
+        for at, (sequence_id, token_id, logprob, finish) in enumerate(entries):
+            sink = self._sinks.get(sequence_id)
+            if sink is None:
+                continue
+            touched[id(sink)] = sink
+            if finish:
+                del self._sinks[sequence_id]
+            top = tops.get(at) if tops else None
+            sink.on_token(sequence_id, token_id, logprob, FinishCode(finish), top)
+        for failure in outputs.failures:
+            if sink := self._sinks.pop(failure.sequence_id, None):
+                touched[id(sink)] = sink
+                sink.on_failure(failure)
+        for sink in touched.values():
+            sink.wake()
+        for advanced in outputs.advanced:
+            done = self._ops.get(advanced.op)
+            if done is not None and not done.done():
+                done.set_result(advanced)
+
+    def _lose(self, why: str) -> None:
+        if self.lost.done():
+            return
+        error = EngineLost(why)
+        self.lost.set_result(error)
+        if not self.ready.done():
+            self.ready.cancel()
+        sinks, self._sinks = self._sinks, {}
+        for sequence_id, sink in sinks.items():
+            message = "the model's engine was lost; retry"
+            sink.on_failure(Failure(sequence_id, FailureCode.UNAVAILABLE, message))
+        for sink in {id(sink): sink for sink in sinks.values()}.values():
+            sink.wake()
+        for done in self._ops.values():
+            if not done.done():
+                message = "the model's engine was lost; retry"
+                failure = Failure(-1, FailureCode.UNAVAILABLE, message)
+                done.set_result(Advanced(0, failure=failure))
+
+

@@ -1,0 +1,68 @@
+"""The engine as a child process: started with one end of a socket pair, ended by closing the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+from tokenpod.engine.types import EngineOptions, Loading, Ready
+from tokenpod.service.client import EngineClient, EngineLost
+
+#: Seconds that an engine gets to leave after its link is closed.
+_LEAVE_SECONDS = 5.0
+
+
+class EngineProcess:
+    """One engine and the link to it. Make it with `start`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], client: EngineClient) -> None:
+        self.client = client
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, options: EngineOptions, on_loading: Callable[[Loading], None]
+    ) -> EngineProcess:
+        """Start the process and connect; the model is not loaded yet (await `ready`)."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P: nothing is imported from the working directory.
+            command = [sys.executable, "-P", "-m", "tokenpod.engine.process", str(theirs.fileno())]
+            process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            )
+        return cls(process, await EngineClient.connect(ours, options, on_loading))
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id."""
+        return self._process.pid
+
+    async def ready(self) -> Ready:
+        """Wait until the model is warm. Raises EngineLost with one line that says why not."""
+        await asyncio.wait([self.client.ready, self.client.lost], return_when="FIRST_COMPLETED")
+        if self.client.lost.done():
+            raise self.client.lost.result()
+        return self.client.ready.result()
+
+    async def stop(self) -> None:
+        """Hang up and wait; kill what does not leave."""
+        self.client.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_SECONDS):
+                while self._process.poll() is None:
+                    await asyncio.sleep(0.01)
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+
+__all__ = ["EngineLost", "EngineProcess"]

@@ -1,0 +1,165 @@
+"""The events of a `Generate` stream: what a client is told, when, in which words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tokenpod.engine.types import FinishCode
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.calls import GenerateCall
+from tokenpod.service.generation import Delta, Generation, Sample
+from tokenpod.service.tokenizer import Tokenizer
+
+_FINISH = {
+    FinishCode.LENGTH: pb.FINISH_LENGTH,
+    FinishCode.EOS: pb.FINISH_EOS_TOKEN,
+    FinishCode.STOP_TOKEN: pb.FINISH_STOP_SEQUENCE,
+    FinishCode.TIME_LIMIT: pb.FINISH_TIME_LIMIT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a whole call."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+
+
+class EventWriter:
+    """Turns what a generation brings into events, in the order the protocol promises.
+
+    Args:
+        call: what the client asked for.
+        generation: where tokens arrive.
+        tokenizer: names tokens.
+    """
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        *,
+        model_id: str,
+        request_id: str,
+    ) -> None:
+        self._call = call
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._model_id = model_id
+        self._request_id = request_id
+        self._opened = False
+        self._closed: set[int] = set()
+
+    @property
+    def done(self) -> bool:
+        """Whether every event has been handed out."""
+        return len(self._closed) == (self._call.sampling.n or 1)
+
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        generation = self._generation
+        return Usage(
+            prompt_tokens=len(generation.request.prompt),
+            cached_tokens=generation.started.cached_tokens if generation.started else 0,
+            generated_tokens=sum(sample.generated for sample in generation.samples),
+        )
+
+    def events(self) -> Iterator[pb.GenerateResponse]:
+        """What there is to tell now."""
+        generation = self._generation
+        if not self._opened and (generation.started or generation.finished):
+            self._opened = True
+            yield pb.GenerateResponse(started=self._started())
+        if self._call.output.stream:
+            for sample in generation.samples:
+                yield from self._sample(sample, sample.index)
+        elif generation.finished:
+            for index, sample in enumerate(self._best()):
+                yield from self._sample(sample, index)
+
+    def _best(self) -> list[Sample]:
+        """The n samples of highest mean log probability; all of them, in order, where n is all."""
+        samples = list(self._generation.samples)
+        n = self._call.sampling.n or 1
+        if len(samples) > n:
+            samples.sort(key=lambda sample: -sample.mean_logprob)
+        return samples[:n]
+
+    def _sample(self, sample: Sample, index: int) -> Iterator[pb.GenerateResponse]:
+        if index in self._closed:
+            return
+        if sample.has_news:
+            yield pb.GenerateResponse(tokens=self._delta(sample.take(), index))
+        if sample.ending is not None:
+            self._closed.add(index)
+            yield pb.GenerateResponse(finished=self._finished(sample, index))
+
+    def _started(self) -> pb.Started:
+        usage, started = self.usage(), self._generation.started
+        message = pb.Started(
+            request_id=self._request_id,
+            model_id=self._model_id,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+        )
+        if started is not None and self._call.output.prompt_logprobs:
+            ids = self._generation.request.prompt
+            message.prompt.ids.extend(ids)
+            message.prompt.logprobs.extend([math.nan, *(started.prompt_logprobs or [])])
+            message.prompt.texts.extend(self._texts(ids))
+        return message
+
+    def _delta(self, delta: Delta, index: int) -> pb.TokenDelta:
+        message = pb.TokenDelta(index=index, text=delta.text, token_ids=delta.token_ids)
+        message.special.extend(self._tokenizer.is_special(token) for token in delta.token_ids)
+        if self._call.output.logprobs:
+            message.logprobs.extend(delta.logprobs)
+        if self._call.output.top_n_tokens:
+            for top in delta.tops:
+                ids = top.token_ids if top else []
+                logprobs = top.logprobs if top else []
+                message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self._texts(ids))
+        return message
+
+    def _finished(self, sample: Sample, index: int) -> pb.Finished:
+        ending, request, usage = sample.ending, self._generation.request, self.usage()
+        assert ending is not None
+        message = pb.Finished(
+            index=index,
+            text=sample.text,
+            reason=_FINISH[ending.reason],
+            cumulative_logprob=sample.cumulative_logprob,
+            usage=pb.Usage(
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                generated_tokens=sample.generated,
+            ),
+            timings=self._timings(sample),
+        )
+        if ending.stop_sequence is not None:
+            message.stop_sequence = ending.stop_sequence
+        elif ending.stop_token_id is not None:
+            message.stop_token_id = ending.stop_token_id
+        if request.sampling.do_sample:
+            message.seed = request.sampling.seed
+        return message
+
+    def _timings(self, sample: Sample) -> pb.Timings:
+        arrived, started = self._generation.request.arrived_at, self._generation.started
+        if started is None or not sample.first_token_at:
+            return pb.Timings()
+        return pb.Timings(
+            queue_ns=max(started.began_at - arrived, 0),
+            prefill_ns=max(sample.first_token_at - started.began_at, 0),
+            decode_ns=sample.last_token_at - sample.first_token_at,
+            time_to_first_token_ns=max(sample.first_token_at - arrived, 0),
+            total_ns=max(sample.last_token_at - arrived, 0),
+        )
+
+    def _texts(self, ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.token_text(token) for token in ids]

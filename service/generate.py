@@ -1,0 +1,238 @@
+"""`Generate` and `Tokens`: from a checked request to a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from tokenpod.engine.types import Request, StoppingParams
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service import convert, validate
+from tokenpod.service.admission import Admission, Place
+from tokenpod.service.calls import ChatPrompt, GenerateCall, Prompt, TokensCall
+from tokenpod.service.client import EngineClient
+from tokenpod.service.errors import InvalidArgument
+from tokenpod.service.events import EventWriter
+from tokenpod.service.generation import Generation, Sample
+from tokenpod.service.stops import StopMatcher
+from tokenpod.service.telemetry import Telemetry
+from tokenpod.service.tokenizer import ChatTemplateError, Tokenizer
+
+log = logging.getLogger("tokenpod.generate")
+
+#: Characters from which on a text is tokenised on a thread: the event loop must stay free.
+_LONG_TEXT = 2_000
+_REQUEST_ID_KEY = "x-request-id"
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What is known once the model is ready."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    limits: validate.RequestLimits
+    model_id: str
+
+
+class Encoder:
+    """Prompts to token ids, off the event loop where they are long."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+        """Raises InvalidArgument if the model's chat template refuses the messages."""
+        if isinstance(prompt, str):
+            return await self._encode_text(prompt, special)
+        if isinstance(prompt, ChatPrompt):
+            try:
+                # Templates are the model's code: a slow one must not hold up the event loop.
+                return await asyncio.to_thread(
+                    self._tokenizer.encode_chat,
+                    prompt.messages,
+                    add_generation_prompt=prompt.add_generation_prompt,
+                )
+            except ChatTemplateError as error:
+                raise InvalidArgument("chat", str(error)) from error
+        return list(prompt or ())
+
+    async def _encode_text(self, text: str, special: bool) -> list[int]:
+        if len(text) < _LONG_TEXT:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
+
+
+class GenerateService:
+    """The rpcs for applications.
+
+    Args:
+        admission: the bounded queue.
+        telemetry: where spans and metrics go.
+    """
+
+    def __init__(self, admission: Admission, telemetry: Telemetry) -> None:
+        self._admission = admission
+        self._telemetry = telemetry
+        self._serving: Serving | None = None
+
+    def start(self, serving: Serving) -> None:
+        """The model is ready."""
+        self._serving = serving
+
+    async def generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """The stream of one `Generate` call."""
+        arrived_at = time.monotonic_ns()
+        with self._admission.enter() as place:
+            serving = self._ready()
+            call = convert.generate_call(request)
+            validate.check_generate(call, serving.limits)
+            request_id = _request_id(call, context)
+            await context.send_initial_metadata(((_REQUEST_ID_KEY, request_id),))
+            generation = await self._submit(serving, call, context, place, arrived_at)
+            writer = EventWriter(
+                call,
+                generation,
+                serving.tokenizer,
+                model_id=serving.model_id,
+                request_id=request_id,
+            )
+            try:
+                while not writer.done:
+                    await generation.news()
+                    for event in writer.events():
+                        yield event
+            finally:
+                generation.cancel()
+                self._report(request_id, generation, writer)
+
+    async def tokens(self, call: TokensCall) -> list[int]:
+        """The token ids of a text or chat."""
+        self._admission.check_open()
+        serving = self._ready()
+        return await Encoder(serving.tokenizer).encode(
+            call.prompt, special=call.add_special_tokens
+        )
+
+    def _ready(self) -> Serving:
+        self._admission.check_open()
+        assert self._serving is not None, "admission opens once the model is ready"
+        return self._serving
+
+    async def _submit(
+        self,
+        serving: Serving,
+        call: GenerateCall,
+        context: grpc.aio.ServicerContext[Any, Any],
+        place: Place,
+        arrived_at: int,
+    ) -> Generation:
+        prompt = await Encoder(serving.tokenizer).encode(call.prompt)
+        if call.truncate:
+            prompt = prompt[-call.truncate :]
+        new_tokens = validate.max_new_tokens(
+            len(prompt), call.stopping.max_new_tokens, serving.limits
+        )
+        samples = call.sampling.best_of or call.sampling.n or 1
+        validate.check_group(len(prompt), new_tokens, samples, serving.limits)
+        place.queue(len(prompt))
+        remaining = context.time_remaining()
+        deadline_at = None if remaining is None else time.monotonic_ns() + int(remaining * 1e9)
+        request = self._engine_request(
+            serving, call, prompt, new_tokens, samples, arrived_at, deadline_at
+        )
+        generation = Generation(
+            request,
+            _samples(serving.tokenizer, call, request),
+            step_at=lambda: serving.client.step_at,
+            abort=serving.client.abort,
+            on_begin=place.leave_queue,
+        )
+        serving.client.submit(request, generation)
+        return generation
+
+    def _engine_request(
+        self,
+        serving: Serving,
+        call: GenerateCall,
+        prompt: list[int],
+        new_tokens: int,
+        samples: int,
+        arrived_at: int,
+        deadline_at: int | None,
+    ) -> Request:
+        seed = call.sampling.seed
+        stopping = call.stopping
+        limit = stopping.time_limit_ms
+        eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
+        return Request(
+            sequence_ids=serving.client.new_sequence_ids(samples),
+            prompt=prompt,
+            sampling=validate.sampling_params(
+                call.sampling, secrets.randbits(64) if seed is None else seed
+            ),
+            stopping=StoppingParams(
+                max_new_tokens=new_tokens,
+                min_new_tokens=min(stopping.min_new_tokens, new_tokens),
+                eos_token_ids=eos,
+                stop_token_ids=frozenset(stopping.stop_token_ids),
+                time_limit_at=arrived_at + limit * 1_000_000 if limit else None,
+            ),
+            logprobs=call.output.logprobs or samples > 1,
+            top_n_tokens=call.output.top_n_tokens,
+            prompt_logprobs=call.output.prompt_logprobs,
+            priority=call.priority,
+            arrived_at=arrived_at,
+            deadline_at=deadline_at,
+        )
+
+    def _report(self, request_id: str, generation: Generation, writer: EventWriter) -> None:
+        """One line and the spans of a call; never its text."""
+        usage = writer.usage()
+        log.info(
+            "generate",
+            extra={
+                "request_id": request_id,
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "generated_tokens": usage.generated_tokens,
+                "finished": generation.finished,
+            },
+        )
+        writer.record(self._telemetry)
+
+
+def _request_id(call: GenerateCall, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The field, else the metadata, else a new one."""
+    if call.request_id:
+        return call.request_id
+    for key, value in context.invocation_metadata() or ():
+        if key == _REQUEST_ID_KEY and value:
+            named = value if isinstance(value, str) else value.decode("ascii", "replace")
+            validate.check_request_id(named)
+            return named
+    return uuid.uuid4().hex
+
+
+def _samples(tokenizer: Tokenizer, call: GenerateCall, request: Request) -> Sequence[Sample]:
+    stopping = call.stopping
+    return [
+        Sample(
+            index=index,
+            sequence_id=sequence_id,
+            detokenizer=tokenizer.detokenizer(request.prompt),
+            stops=StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence),
+            min_new_tokens=stopping.min_new_tokens,
+        )
+        for index, sequence_id in enumerate(request.sequence_ids)
+    ]

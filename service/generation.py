@@ -1,0 +1,205 @@
+"""One `Generate` call from its first byte to its last: samples, their texts, their events.
+
+A `Generation` is the engine client's sink for a request. It takes tokens as they come (detokenises
+them, looks for stop sequences) and keeps what the stream has not sent yet, so a slow reader costs
+memory in proportion to the text it lags behind, and a stop sequence ends a sample at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tokenpod.engine.types import (
+    Failure,
+    FinishCode,
+    Request,
+    Started,
+    Top,
+)
+from tokenpod.service.detokenizer import Detokenizer
+from tokenpod.service.errors import ServiceError, engine_failure
+from tokenpod.service.stops import StopMatcher
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a sample brought since it was last asked; parallel lists, one entry a token."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[Top | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a sample ended."""
+
+    reason: FinishCode
+    stop_sequence: str | None = None
+    stop_token_id: int | None = None
+
+
+class Sample:
+    """One sequence's text and tokens.
+
+    Args:
+        index: which sample of the request.
+        sequence_id: its name in the engine.
+        detokenizer: fresh, with the prompt's end as context.
+        stops: fresh, with the request's stop sequences.
+        min_new_tokens: stop sequences count from this many tokens on.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        sequence_id: int,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        min_new_tokens: int,
+    ) -> None:
+        self.index = index
+        self.sequence_id = sequence_id
+        self.generated = 0
+        self.cumulative_logprob = 0.0
+        self.ending: Ending | None = None
+        self.first_token_at = 0
+        self.last_token_at = 0
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._min_new_tokens = min_new_tokens
+        self._texts: list[str] = []
+        self._delta = Delta()
+
+    @property
+    def text(self) -> str:
+        """All text that is safe to send."""
+        return "".join(self._texts)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log probability of the tokens: what `best_of` ranks by."""
+        return self.cumulative_logprob / max(self.generated, 1)
+
+    def push(
+        self, token_id: int, logprob: float, finish: FinishCode, top: Top | None, at: int
+    ) -> None:
+        """Take one token, or none (-1). Sets `ending` when the sample is over."""
+        if token_id >= 0:
+            self._note(token_id, logprob, top, at)
+        if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
+            active = self.generated >= self._min_new_tokens
+            self._emit(self._stops.push(self._detokenizer.push(token_id), active=active))
+        if finish and self._stops.matched is None:
+            self._emit(self._stops.push(self._detokenizer.finish()))
+        if self._stops.matched is not None:
+            self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched)
+        elif finish:
+            self._emit(self._stops.finish())
+            stop_token = token_id if finish is FinishCode.STOP_TOKEN else None
+            self.ending = Ending(finish, stop_token_id=stop_token)
+
+    def take(self) -> Delta:
+        """What has come since the last call."""
+        delta, self._delta = self._delta, Delta()
+        return delta
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would bring anything."""
+        return bool(self._delta.token_ids or self._delta.text)
+
+    def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
+        self.generated += 1
+        self.cumulative_logprob += logprob
+        self.first_token_at = self.first_token_at or at
+        self.last_token_at = at
+        self._delta.token_ids.append(token_id)
+        self._delta.logprobs.append(logprob)
+        self._delta.tops.append(top)
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._texts.append(text)
+            self._delta.text += text
+
+
+class Generation:
+    """All samples of one request, as the engine brings them.
+
+    Args:
+        request: what the engine was asked.
+        samples: one a sequence id of the request, in order.
+        step_at: tells when the step being handed over settled.
+        abort: stops sequences in the engine.
+        on_begin: called once, when the prompt has been computed.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        samples: Sequence[Sample],
+        *,
+        step_at: Callable[[], int],
+        abort: Callable[[list[int]], None],
+        on_begin: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self.samples = samples
+        self.started: Started | None = None
+        self.failure: ServiceError | None = None
+        self._step_at = step_at
+        self._abort = abort
+        self._on_begin = on_begin
+        self._news = asyncio.Event()
+        self._by_id = {sample.sequence_id: sample for sample in samples}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.ending for sample in self.samples)
+
+    async def news(self) -> None:
+        """Wait until something has come; raises the failure, if that is what came."""
+        await self._news.wait()
+        self._news.clear()
+        if self.failure is not None:
+            raise self.failure
+
+    def cancel(self) -> None:
+        """Stop what still runs."""
+        running = [sample.sequence_id for sample in self.samples if sample.ending is None]
+        if running:
+            self._abort(running)
+
+    # -- Sink ----------------------------------------------------------------------------------
+
+    def on_started(self, started: Started) -> None:
+        """The first sample to start stands for the prompt."""
+        if self.started is None:
+            self.started = started
+            self._on_begin()
+
+    def on_token(
+        self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
+    ) -> None:
+        """One token of one sample."""
+        sample = self._by_id[sequence_id]
+        if sample.ending is not None:
+            return
+        sample.push(token_id, logprob, finish, top, self._step_at())
+        if sample.ending is not None and not finish:
+            # A stop sequence: the engine does not know yet.
+            self._abort([sequence_id])
+
+    def on_failure(self, failure: Failure) -> None:
+        """A failure of one sample is the call's: there is no partial answer to a request."""
+        self.failure = engine_failure(failure)
+
+    def wake(self) -> None:
+        """Let the stream look."""
+        self._news.set()

@@ -1,0 +1,174 @@
+"""The generated servicer classes, one a wire generation, over the same two services."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from tokenpod.engine.types import Ready
+from tokenpod.protos.generate.v1 import generate_pb2_grpc as v1_grpc
+from tokenpod.protos.generate.v2 import generate_pb2_grpc as v2_grpc
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as v3_grpc
+from tokenpod.service import convert
+from tokenpod.service.admission import Admission
+from tokenpod.service.convert import ShardCodec
+from tokenpod.service.errors import Unavailable
+from tokenpod.service.generate import GenerateService
+from tokenpod.service.shard import ShardService
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Rpcs:
+    """What the servicers share: the services behind them, and whether these are there yet.
+
+    Args:
+        admission: says no while the server starts or drains.
+        generate: the rpcs for applications.
+        healthy: whether the engine moves.
+    """
+
+    def __init__(
+        self, admission: Admission, generate: GenerateService, healthy: Callable[[], bool]
+    ) -> None:
+        self.admission = admission
+        self.generate = generate
+        self.healthy = healthy
+        self._shard: ShardService | None = None
+        self._ready: Ready | None = None
+
+    def start(self, ready: Ready, shard: ShardService) -> None:
+        """The model is ready."""
+        self._ready = ready
+        self._shard = shard
+
+    @property
+    def shard(self) -> ShardService:
+        """Raises Unavailable until the model is ready."""
+        if self._shard is None:
+            self.admission.check_open()
+            raise Unavailable("the model is not loaded yet", retry_after=1.0)
+        return self._shard
+
+    @property
+    def ready(self) -> Ready:
+        """Raises Unavailable until the model is ready."""
+        _ = self.shard
+        assert self._ready is not None
+        return self._ready
+
+
+class ShardServicer:
+    """The rpcs that every wire generation has.
+
+    Args:
+        rpcs: what is behind them.
+        codec: this generation's messages.
+    """
+
+    def __init__(self, rpcs: Rpcs, codec: ShardCodec) -> None:
+        self.rpcs = rpcs
+        self.codec = codec
+
+    async def Health(self, request: Any, context: Context) -> Any:
+        """OK while the engine moves."""
+        _ = self.rpcs.shard
+        if not self.rpcs.healthy():
+            raise Unavailable("the engine makes no progress", retry_after=1.0)
+        return self.codec.pb.HealthResponse()
+
+    async def Info(self, request: Any, context: Context) -> Any:
+        """What a router must know about the model."""
+        ready = self.rpcs.ready
+        fields = self.codec.pb.InfoResponse.DESCRIPTOR.fields_by_name
+        # window_size stays unset: keys and values beyond a window are kept, so it saves no budget.
+        values = {
+            "requires_padding": False,
+            "dtype": f"torch.{ready.dtype}",
+            "device_type": ready.device_type,
+            "speculate": 0,
+            "support_chunking": True,
+            # Routers would count shared prefixes in their own way; the engine does it by itself.
+            "use_prefix_caching": False,
+            "attention_impl": "paged",
+            "block_size": 1,
+        }
+        return self.codec.pb.InfoResponse(**{k: v for k, v in values.items() if k in fields})
+
+    async def ServiceDiscovery(self, request: Any, context: Context) -> Any:
+        """The leader alone: it speaks for every rank."""
+        return self.codec.pb.ServiceDiscoveryResponse(urls=self.rpcs.shard.urls)
+
+    async def ClearCache(self, request: Any, context: Context) -> Any:
+        """Forget one batch, or all."""
+        await self.rpcs.shard.clear(request.id if request.HasField("id") else None)
+        return self.codec.pb.ClearCacheResponse()
+
+    async def FilterBatch(self, request: Any, context: Context) -> Any:
+        """Drop what is not named."""
+        batch = self.rpcs.shard.filter(request.batch_id, list(request.request_ids))
+        response = self.codec.pb.FilterBatchResponse()
+        if batch is not None:
+            response.batch.CopyFrom(self.codec.cached_batch(batch))
+        return response
+
+    async def Warmup(self, request: Any, context: Context) -> Any:
+        """The true token budget."""
+        slots, most_in, total = self.rpcs.shard.warmup(self.codec.warmup(request))
+        response = self.codec.pb.WarmupResponse(max_supported_total_tokens=slots)
+        if "max_input_tokens" in response.DESCRIPTOR.fields_by_name:
+            response.max_input_tokens = most_in
+            response.max_total_tokens = total
+        return response
+
+    async def Prefill(self, request: Any, context: Context) -> Any:
+        """New prompts."""
+        self.rpcs.admission.check_open()
+        step = await self.rpcs.shard.prefill(self.codec.prefill(request))
+        return self.codec.step(self.codec.pb.PrefillResponse(), step)
+
+    async def Decode(self, request: Any, context: Context) -> Any:
+        """One more token for each."""
+        step = await self.rpcs.shard.decode([batch.id for batch in request.batches])
+        return self.codec.step(self.codec.pb.DecodeResponse(), step)
+
+
+class ServicerV1(ShardServicer, v1_grpc.TextGenerationServiceServicer):
+    """`generate.v1`, with the LightLLM fork's Tokens."""
+
+    async def Tokens(self, request: Any, context: Context) -> Any:
+        """Count a text's tokens."""
+        ids = await self.rpcs.generate.tokens(convert.tokens_call(request))
+        return self.codec.pb.TokensResponse(ntokens=len(ids))
+
+
+class ServicerV2(ShardServicer, v2_grpc.TextGenerationServiceServicer):
+    """`generate.v2`."""
+
+
+class ServicerV3(ShardServicer, v3_grpc.TextGenerationServiceServicer):
+    """`generate.v3`, with Tokenpod's own Generate and Tokens."""
+
+    async def Tokens(self, request: Any, context: Context) -> Any:
+        """Count, or list, the tokens of a text or chat."""
+        call = convert.tokens_call(request)
+        ids = await self.rpcs.generate.tokens(call)
+        listed = ids if call.return_ids else ()
+        return self.codec.pb.TokensResponse(ntokens=len(ids), ids=listed)
+
+    async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
+        """Stream a generation."""
+        async for event in self.rpcs.generate.generate(request, context):
+            yield event
+
+
+def add_servicers(rpcs: Rpcs, server: grpc.aio.Server) -> list[str]:
+    """Serve every wire generation; returns the services' full names."""
+    v1, v2, v3 = convert.codecs()
+    v1_grpc.add_TextGenerationServiceServicer_to_server(ServicerV1(rpcs, v1), server)
+    v2_grpc.add_TextGenerationServiceServicer_to_server(ServicerV2(rpcs, v2), server)
+    v3_grpc.add_TextGenerationServiceServicer_to_server(ServicerV3(rpcs, v3), server)
+    services = (codec.pb.DESCRIPTOR.services_by_name for codec in (v1, v2, v3))
+    return [service["TextGenerationService"].full_name for service in services]

@@ -1,0 +1,274 @@
+"""TGI's shard protocol: what a router asks, answered by the engine's `Advance` and `Abort`.
+
+A router numbers batches; the engine knows sequences only. The batches live here: which sequences a
+batch holds, what text each has so far, which have stopped. A batch that an rpc is working on is out
+of the table, so a second rpc with its id does not find it, as in TGI's own shards.
+
+    Prefill   new sequences (+ one step of a cached batch) -> batch in the table, unless all stopped
+    Decode    batches out of the table -> one step -> one batch, under the first one's id
+    Filter    drops sequences from a batch; ClearCache drops batches
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import TypeVar
+
+from tokenpod.engine.types import (
+    Failure,
+    FinishCode,
+    Request,
+    Started,
+    StoppingParams,
+    Top,
+)
+from tokenpod.service import validate
+from tokenpod.service.calls import (
+    CachedBatch,
+    PrefillCall,
+    ShardBatch,
+    ShardGeneration,
+    ShardRequest,
+    ShardStep,
+    WarmupCall,
+)
+from tokenpod.service.errors import InvalidArgument, NotFound, ServiceError, engine_failure
+from tokenpod.service.generate import Encoder, Serving
+from tokenpod.service.held import HeldSequence
+
+T = TypeVar("T")
+
+
+class StepSink:
+    """Gathers one step's tokens for the sequences of a batch."""
+
+    def __init__(self, sequences: Iterable[HeldSequence]) -> None:
+        self.generations: list[ShardGeneration] = []
+        self.failure: ServiceError | None = None
+        self._by_id = {sequence.sequence_id: sequence for sequence in sequences}
+        self._started: dict[int, Started] = {}
+
+    def on_started(self, started: Started) -> None:
+        """A prompt is complete."""
+        self._started[started.sequence_id] = started
+
+    def on_token(
+        self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
+    ) -> None:
+        """The one token of a sequence in this step."""
+        sequence = self._by_id[sequence_id]
+        started = self._started.get(sequence_id)
+        self.generations.append(sequence.push(token_id, logprob, finish, top, started))
+
+    def on_failure(self, failure: Failure) -> None:
+        """The protocol has no failure of one request: the rpc fails."""
+        self.failure = engine_failure(failure)
+
+    def wake(self) -> None:
+        """Nothing waits between messages: the rpc waits for the whole step."""
+
+
+class ShardService:
+    """The shard rpcs, the same for every wire generation. Make it when the model is ready.
+
+    Args:
+        serving: engine, tokenizer and limits.
+        urls: the addresses of all shards, this one included.
+        prefill_tokens: prompt tokens that one step takes.
+    """
+
+    def __init__(self, serving: Serving, *, urls: Sequence[str], prefill_tokens: int) -> None:
+        self.urls = urls
+        self._serving = serving
+        self._encoder = Encoder(serving.tokenizer)
+        self._prefill_tokens = prefill_tokens
+        self._batches: dict[int, list[HeldSequence]] = {}
+        self._working: set[asyncio.Task[object]] = set()
+
+    # -- rpcs ----------------------------------------------------------------------------------
+
+    async def prefill(self, call: PrefillCall) -> ShardStep:
+        """Process new prompts, and one step of a cached batch that they join."""
+        validate.check_shard_batch(call.batch, self._serving.limits)
+        requests, sequences = await self._open(call.batch)
+        cached: list[HeldSequence] = []
+        joined_id = call.batch.id
+        if call.cached_batch_id is not None:
+            cached = self._take(call.cached_batch_id)
+            joined_id = call.cached_batch_id
+        self._drop(self._batches.pop(call.batch.id, []))
+        return await self._finish(self._step(joined_id, cached, sequences, requests))
+
+    async def decode(self, batch_ids: Sequence[int]) -> ShardStep:
+        """One step for one or several batches, which become one."""
+        if not batch_ids:
+            raise InvalidArgument("batches", "Must provide at least one batch")
+        began = time.monotonic_ns()
+        for batch_id in batch_ids:
+            self._expect(batch_id)
+        if len(set(batch_ids)) < len(batch_ids):
+            raise InvalidArgument("batches", "two batches have the same id")
+        sequences = [sequence for batch_id in batch_ids for sequence in self._take(batch_id)]
+        concat_ns = time.monotonic_ns() - began if len(batch_ids) > 1 else None
+        return await self._finish(self._step(batch_ids[0], sequences, concat_ns=concat_ns))
+
+    def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch | None:
+        """Keep only these requests of a batch. None: nothing of it is left."""
+        self._expect(batch_id)
+        if not request_ids:
+            raise InvalidArgument("request_ids", "is empty; ClearCache drops a whole batch")
+        keep = set(request_ids)
+        batch = self._batches[batch_id]
+        self._drop(sequence for sequence in batch if sequence.request_id not in keep)
+        return self._put(batch_id, [s for s in batch if s.request_id in keep])
+
+    async def clear(self, batch_id: int | None) -> None:
+        """Forget a batch, or all of them, those that an rpc is working on included."""
+        if batch_id is not None:
+            self._drop(self._batches.pop(batch_id, []))
+            return
+        for batch in self._batches.values():
+            self._drop(batch)
+        self._batches.clear()
+        for task in self._working:
+            task.cancel()
+
+    def warmup(self, call: WarmupCall) -> tuple[int, int, int]:
+        """(tokens that fit in all, max_input_tokens, max_total_tokens).
+
+        The model is warm already. A router with limits of its own insists on hearing them again.
+        """
+        limits = self._serving.limits
+        total = call.max_total_tokens or limits.max_total_tokens
+        if total > limits.max_total_tokens:
+            raise InvalidArgument(
+                "max_total_tokens",
+                f"is {total}; this server allows at most {limits.max_total_tokens}"
+                " (--max-total-tokens)",
+            )
+        most_in = call.max_input_tokens or min(limits.max_input_tokens, total - 1)
+        if most_in > limits.max_input_tokens:
+            raise InvalidArgument(
+                "max_input_tokens",
+                f"is {most_in}; this server allows at most {limits.max_input_tokens}"
+                " (--max-input-tokens)",
+            )
+        return limits.slots, most_in, total
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def _expect(self, batch_id: int) -> None:
+        if batch_id not in self._batches:
+            raise NotFound("batch", str(batch_id), f"Batch ID {batch_id} not found in cache.")
+
+    def _take(self, batch_id: int) -> list[HeldSequence]:
+        self._expect(batch_id)
+        return self._batches.pop(batch_id)
+
+    def _put(self, batch_id: int, batch: list[HeldSequence]) -> CachedBatch | None:
+        """Keep a batch unless all of it has stopped; what the router is told of it."""
+        live = [sequence for sequence in batch if not sequence.stopped]
+        if not live:
+            return None
+        self._drop(self._batches.pop(batch_id, []))
+        self._batches[batch_id] = batch
+        return CachedBatch(
+            id=batch_id,
+            request_ids=[sequence.request_id for sequence in batch],
+            max_tokens=sum(sequence.bound for sequence in live),
+            current_tokens=sum(sequence.next_tokens for sequence in live),
+        )
+
+    def _drop(self, sequences: Iterable[HeldSequence]) -> None:
+        ids = [sequence.sequence_id for sequence in sequences if not sequence.stopped]
+        self._serving.client.abort(ids)
+
+    async def _open(self, batch: ShardBatch) -> tuple[list[Request], list[HeldSequence]]:
+        """Tokenise a batch's prompts; nothing exists in the engine yet."""
+        requests: list[Request] = []
+        sequences: list[HeldSequence] = []
+        for at, asked in enumerate(batch.requests):
+            prompt = await self._encoder.encode(asked.inputs, special=asked.add_special_tokens)
+            if asked.truncate:
+                prompt = prompt[-asked.truncate :]
+            validate.check_shard_length(asked, at, len(prompt), self._serving.limits)
+            request = self._request(asked, prompt)
+            requests.append(request)
+            sequences.append(HeldSequence(asked, request, self._serving.tokenizer))
+        return requests, sequences
+
+    def _request(self, asked: ShardRequest, prompt: list[int]) -> Request:
+        eos = self._serving.tokenizer.eos_token_ids
+        return Request(
+            sequence_ids=self._serving.client.new_sequence_ids(1),
+            prompt=prompt,
+            sampling=validate.shard_sampling_params(asked),
+            stopping=StoppingParams(
+                max_new_tokens=asked.max_new_tokens,
+                eos_token_ids=frozenset() if asked.ignore_eos else eos,
+                length_first=True,
+            ),
+            logprobs=True,
+            top_n_tokens=asked.top_n_tokens,
+            prompt_logprobs=asked.prefill_logprobs,
+            arrived_at=time.monotonic_ns(),
+        )
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    async def _finish(self, step: Coroutine[object, object, ShardStep]) -> ShardStep:
+        """Run a step to its end even if the router hangs up: its batch must not get lost."""
+        task = asyncio.create_task(step)
+        self._working.add(task)  # type: ignore[arg-type]
+        task.add_done_callback(self._working.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                # ClearCache took the batch away under this very call.
+                raise NotFound("batch", "", "the batch was cleared while it was in use") from None
+            raise
+
+    async def _step(
+        self,
+        batch_id: int,
+        resumed: list[HeldSequence],
+        fresh: Sequence[HeldSequence] = (),
+        requests: Sequence[Request] = (),
+        concat_ns: int | None = None,
+    ) -> ShardStep:
+        batch = [*resumed, *fresh]
+        live = [sequence for sequence in resumed if not sequence.stopped]
+        sink = StepSink(batch)
+        chunks = [sequence.begin_chunk() for sequence in fresh]
+        for sequence in live:
+            sequence.resume_chunk(self._prefill_tokens)
+        try:
+            advanced = await self._serving.client.advance(
+                start=list(requests),
+                chunks=chunks,
+                resume=[sequence.sequence_id for sequence in live],
+                resume_chunk=self._prefill_tokens,
+                sink=sink,
+            )
+        except asyncio.CancelledError:
+            self._drop(batch)
+            raise
+        failure = engine_failure(advanced.failure) if advanced.failure else sink.failure
+        if failure is not None:
+            self._drop(batch)
+            raise failure
+        # A stop sequence is the text's business: the engine has yet to hear of it.
+        self._serving.client.abort(s.sequence_id for s in batch if s.stopped_by_text)
+        if fresh and resumed and concat_ns is None:
+            concat_ns = 0
+        return ShardStep(
+            generations=sink.generations,
+            batch=self._put(batch_id, batch),
+            forward_ns=advanced.forward_ns,
+            decode_ns=advanced.decode_ns,
+            total_ns=advanced.total_ns,
+            concat_ns=concat_ns,
+        )

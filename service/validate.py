@@ -1,0 +1,314 @@
+"""Every limit on what clients send, in one place.
+
+Each check names the field, its value and the limit, and raises InvalidArgument. Zero is neutral: a
+proto3 client cannot tell 0 from "not set", so both mean the same wherever a field is not `optional`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tokenpod.engine.types import SamplingParams
+from tokenpod.service.calls import (
+    ChatPrompt,
+    GenerateCall,
+    Sampling,
+    ShardBatch,
+    ShardRequest,
+    Stopping,
+)
+from tokenpod.service.errors import InvalidArgument
+
+#: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
+SHARD_STOP_SEQUENCES = 256
+#: Most likely tokens that the sampler can report.
+MOST_TOP_TOKENS = 64
+MOST_PRIORITY = 100
+MOST_REQUEST_ID_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one request may ask for."""
+
+    vocab_size: int
+    max_input_tokens: int
+    max_total_tokens: int
+    max_samples: int
+    max_stop_sequences: int
+    max_stop_sequence_bytes: int
+    max_top_n_tokens: int
+    max_logit_bias: int
+    #: KV slots: n samples of a request must fit at once.
+    slots: int
+    #: Sequences that can run at once.
+    rows: int
+
+
+def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
+    """Everything that can be said before the prompt is tokenised."""
+    _check_prompt(call, limits)
+    _check_sampling(call.sampling, limits)
+    _check_samples(call, limits)
+    _check_stopping(call.stopping, limits)
+    top_n, most = call.output.top_n_tokens, min(limits.max_top_n_tokens, limits.vocab_size)
+    _at_most("output.top_n_tokens", top_n, most, "--max-top-n-tokens")
+    if abs(call.priority) > MOST_PRIORITY:
+        _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
+    check_request_id(call.request_id)
+
+
+def check_request_id(request_id: str) -> None:
+    """At most 256 bytes of printable ASCII."""
+    if len(request_id) > MOST_REQUEST_ID_BYTES:
+        problem = f"has {len(request_id)} bytes; at most {MOST_REQUEST_ID_BYTES} are allowed"
+        raise InvalidArgument("request_id", problem)
+    if not (request_id.isascii() and (request_id.isprintable())):
+        raise InvalidArgument("request_id", "must be printable ASCII")
+
+
+def max_new_tokens(prompt_tokens: int, wanted: int | None, limits: RequestLimits) -> int:
+    """How many tokens a sequence may generate; checks prompt and output together."""
+    if prompt_tokens == 0:
+        raise InvalidArgument("prompt", "has no tokens; at least 1 is needed")
+    if prompt_tokens > limits.max_input_tokens:
+        raise InvalidArgument(
+            "prompt",
+            f"has {prompt_tokens} tokens; this server allows at most {limits.max_input_tokens}"
+            " (--max-input-tokens); set `truncate` to keep the last ones only",
+        )
+    room = limits.max_total_tokens - prompt_tokens
+    if wanted is None:
+        return room
+    if wanted > room:
+        raise InvalidArgument(
+            "stopping.max_new_tokens",
+            f"is {wanted}; with {prompt_tokens} prompt tokens at most {room} are possible"
+            f" (--max-total-tokens {limits.max_total_tokens})",
+        )
+    return wanted
+
+
+def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:
+    """All samples of a request hold their keys and values at the same time."""
+    # Each sample computes the last prompt token for itself.
+    need = prompt_tokens + samples * new_tokens + (samples if samples > 1 else 0)
+    if need > limits.slots:
+        raise InvalidArgument(
+            "sampling.n",
+            f"{samples} samples of up to {new_tokens} new tokens need {need} tokens of KV cache;"
+            f" this server has {limits.slots} (--max-batch-total-tokens)",
+        )
+
+
+def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+    """`sampling` with every "not set" made neutral. Expects checked values."""
+    temperature = 1.0 if sampling.temperature is None else sampling.temperature
+    top_p, typical_p = sampling.top_p or 1.0, sampling.typical_p or 1.0
+    chosen = sampling.do_sample
+    if chosen is None:
+        tuned = (temperature != 1.0, sampling.top_k, top_p < 1, sampling.min_p, typical_p < 1)
+        chosen = temperature != 0.0 and any(tuned)
+    return SamplingParams(
+        do_sample=chosen,
+        temperature=temperature or 1.0,
+        top_k=sampling.top_k,
+        top_p=top_p,
+        min_p=sampling.min_p,
+        typical_p=typical_p,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        watermark=sampling.watermark,
+        seed=seed,
+    )
+
+
+# -- Generate ----------------------------------------------------------------------------------
+
+
+def _check_prompt(call: GenerateCall, limits: RequestLimits) -> None:
+    prompt = call.prompt
+    if prompt is None:
+        raise InvalidArgument("prompt", "one of text, token_ids and chat must be set")
+    if isinstance(prompt, ChatPrompt):
+        if not prompt.messages:
+            raise InvalidArgument("chat.messages", "is empty; at least one message is needed")
+    elif not isinstance(prompt, str):
+        if not prompt:
+            raise InvalidArgument("token_ids.ids", "is empty; at least one token is needed")
+        for at, token in enumerate(prompt):
+            if token >= limits.vocab_size:
+                _refuse_token(f"token_ids.ids[{at}]", token, limits)
+    elif not prompt:
+        raise InvalidArgument("text", "is empty; at least one character is needed")
+
+
+def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
+    if sampling.temperature is not None:
+        _within("sampling.temperature", sampling.temperature, 0, 100)
+        if sampling.temperature == 0 and sampling.do_sample:
+            raise InvalidArgument(
+                "sampling.temperature", "is 0 (greedy) while sampling.do_sample is true"
+            )
+    _within("sampling.top_p", sampling.top_p, 0, 1)
+    _within("sampling.min_p", sampling.min_p, 0, 1)
+    _within("sampling.typical_p", sampling.typical_p, 0, 1)
+    _within("sampling.repetition_penalty", sampling.repetition_penalty, 0, 100)
+    _within("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
+    _within("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
+    if len(sampling.logit_bias) > limits.max_logit_bias:
+        problem = f"names {len(sampling.logit_bias)} tokens; at most {limits.max_logit_bias}"
+        raise InvalidArgument("sampling.logit_bias", f"{problem} are allowed (--max-logit-bias)")
+    for token, bias in sampling.logit_bias.items():
+        if token >= limits.vocab_size:
+            _refuse_token("sampling.logit_bias", token, limits)
+        _within(f"sampling.logit_bias[{token}]", bias, -100, 100)
+
+
+def _check_samples(call: GenerateCall, limits: RequestLimits) -> None:
+    n = call.sampling.n or 1
+    best_of = call.sampling.best_of or n
+    most = min(limits.max_samples, limits.rows)
+    _at_most("sampling.n", n, most, "--max-best-of")
+    _at_most("sampling.best_of", best_of, most, "--max-best-of")
+    if best_of < n:
+        _refuse("sampling.best_of", best_of, f"must be at least sampling.n, {n}")
+    if best_of > n and call.output.stream:
+        _refuse(
+            "sampling.best_of",
+            best_of,
+            f"more than sampling.n ({n}) can only be compared at the end: set output.stream false",
+        )
+
+
+def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
+    if stopping.max_new_tokens == 0:
+        raise InvalidArgument("stopping.max_new_tokens", "is 0; at least 1 is needed")
+    most_new = stopping.max_new_tokens or limits.max_total_tokens
+    if stopping.min_new_tokens > most_new:
+        _refuse("stopping.min_new_tokens", stopping.min_new_tokens, f"must be at most {most_new}")
+    _check_stops("stopping.stop_sequences", stopping.stop_sequences, limits)
+    _at_most("stopping.stop_token_ids", len(stopping.stop_token_ids), limits.max_logit_bias, None)
+    for at, token in enumerate(stopping.stop_token_ids):
+        if token >= limits.vocab_size:
+            _refuse_token(f"stopping.stop_token_ids[{at}]", token, limits)
+
+
+def _check_stops(
+    field: str, stops: tuple[str, ...] | list[str] | object, limits: RequestLimits
+) -> None:
+    assert isinstance(stops, tuple)
+    if len(stops) > limits.max_stop_sequences:
+        problem = f"has {len(stops)} entries; this server allows {limits.max_stop_sequences}"
+        raise InvalidArgument(field, f"{problem} (--max-stop-sequences)")
+    for at, stop in enumerate(stops):
+        size = len(stop.encode())
+        if size == 0:
+            raise InvalidArgument(f"{field}[{at}]", "is empty")
+        if size > limits.max_stop_sequence_bytes:
+            raise InvalidArgument(
+                f"{field}[{at}]",
+                f"has {size} bytes; this server allows {limits.max_stop_sequence_bytes}"
+                " (--max-stop-sequence-bytes)",
+            )
+
+
+# -- the shard protocol ------------------------------------------------------------------------
+
+
+def check_shard_batch(batch: ShardBatch, limits: RequestLimits) -> None:
+    """A Prefill's batch, before its prompts are tokenised."""
+    if not batch.requests:
+        raise InvalidArgument("batch.requests", "is empty; at least one request is needed")
+    if len({request.id for request in batch.requests}) < len(batch.requests):
+        raise InvalidArgument("batch.requests", "two requests have the same id")
+    for at, request in enumerate(batch.requests):
+        _check_shard_request(f"batch.requests[{at}]", request, limits)
+
+
+def _check_shard_request(field: str, request: ShardRequest, limits: RequestLimits) -> None:
+    if request.grammar or request.grammar_type:
+        raise InvalidArgument(f"{field}.parameters.grammar", "is not supported by this server")
+    if request.adapter_id:
+        problem = f"names {request.adapter_id[:100]!r}; this server has no adapters"
+        raise InvalidArgument(f"{field}.adapter_id", problem)
+    if request.has_image:
+        problem = "holds an image; this server's model reads text only"
+        raise InvalidArgument(f"{field}.input_chunks", problem)
+    if not request.inputs:
+        raise InvalidArgument(f"{field}.inputs", "is empty")
+    parameters = f"{field}.parameters"
+    _within(f"{parameters}.temperature", request.temperature, 0, math.inf)
+    _within(f"{parameters}.top_p", request.top_p, 0, 1)
+    _within(f"{parameters}.typical_p", request.typical_p, 0, 1)
+    _within(f"{parameters}.repetition_penalty", request.repetition_penalty, 0, math.inf)
+    _within(f"{parameters}.frequency_penalty", request.frequency_penalty, -2, 2)
+    if request.max_new_tokens == 0:
+        problem = "is 0; at least 1 is needed"
+        raise InvalidArgument(f"{field}.stopping_parameters.max_new_tokens", problem)
+    stops = f"{field}.stopping_parameters.stop_sequences"
+    _at_most(stops, len(request.stop_sequences), SHARD_STOP_SEQUENCES, None)
+    _at_most(f"{field}.top_n_tokens", request.top_n_tokens, MOST_TOP_TOKENS, None)
+    if request.chunk_len == 0:
+        raise InvalidArgument(f"{field}.chunk_len", "is 0; at least 1 is needed")
+
+
+def check_shard_length(
+    request: ShardRequest, at: int, prompt_tokens: int, limits: RequestLimits
+) -> None:
+    """A tokenised prompt and its bound."""
+    field = f"batch.requests[{at}]"
+    if prompt_tokens == 0:
+        raise InvalidArgument(f"{field}.inputs", "has no tokens; at least 1 is needed")
+    total = prompt_tokens + request.max_new_tokens
+    if total > limits.max_total_tokens:
+        raise InvalidArgument(
+            f"{field}.stopping_parameters.max_new_tokens",
+            f"is {request.max_new_tokens}; with {prompt_tokens} prompt tokens at most"
+            f" {max(limits.max_total_tokens - prompt_tokens, 0)} are possible"
+            f" (--max-total-tokens {limits.max_total_tokens})",
+        )
+
+
+def shard_sampling_params(request: ShardRequest) -> SamplingParams:
+    """TGI's rules: sampling if asked for, or if any knob is off its neutral value."""
+    temperature, top_p = request.temperature or 1.0, request.top_p or 1.0
+    typical_p = request.typical_p or 1.0
+    tuned = (temperature != 1.0, request.top_k, top_p < 1.0, typical_p < 1.0)
+    return SamplingParams(
+        do_sample=request.do_sample or any(tuned),
+        temperature=temperature,
+        top_k=request.top_k,
+        top_p=top_p,
+        typical_p=typical_p,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        relative_frequency_penalty=request.frequency_penalty,
+        watermark=request.watermark,
+        seed=request.seed,
+    )
+
+
+# -- shared ------------------------------------------------------------------------------------
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        bounds = f"from {low} to {high}" if math.isfinite(high) else f"finite and at least {low}"
+        _refuse(field, value, f"must be {bounds}")
+
+
+def _at_most(field: str, value: int, most: int, flag: str | None) -> None:
+    if value > most:
+        source = f" ({flag})" if flag else ""
+        raise InvalidArgument(field, f"is {value}; this server allows at most {most}{source}")
+
+
+def _refuse(field: str, value: object, problem: str) -> None:
+    raise InvalidArgument(field, f"is {value}; {problem}")
+
+
+def _refuse_token(field: str, token: int, limits: RequestLimits) -> None:
+    _refuse(field, token, f"token ids of this model are below {limits.vocab_size}")

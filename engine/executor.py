@@ -1,8 +1,8 @@
 """Runs step plans: one rank's model, KV pool and sampler.
 
-An executor does as it is told: it owns tensors and no policy. What a step needs of earlier ones (the
-last sampled token of each row, penalties' token histories) stays on the device, so that a step can
-be launched before the host has seen the tokens of the one before.
+An executor does as it is told: it owns tensors and no policy. What a step needs of earlier ones
+(the last sampled token of each row, penalties' token histories) stays on the device, so that a step
+can be launched before the host has seen the tokens of the one before.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ It is started by the service, talks over the inherited socket FD alone, and ends
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -59,10 +60,8 @@ def main() -> int:
         return 0
     except BaseException as error:
         traceback.print_exc()
-        try:
+        with contextlib.suppress(LinkClosed):
             link.send(Broken(f"the engine failed: {type(error).__name__}"))
-        except LinkClosed:
-            pass
         return 1
     return 0
 

@@ -124,7 +124,7 @@ class EngineClient(asyncio.Protocol):
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """Stop and forget sequences; their sink hears no more. Unknown ids are fine."""
-        ids = [sequence_id for sequence_id in sequence_ids]
+        ids = list(sequence_ids)
         for sequence_id in ids:
             self._sinks.pop(sequence_id, None)
         if ids:
@@ -260,5 +260,3 @@ class EngineClient(asyncio.Protocol):
                 message = "the model's engine was lost; retry"
                 failure = Failure(-1, FailureCode.UNAVAILABLE, message)
                 done.set_result(Advanced(0, failure=failure))
-
-

@@ -1,10 +1,8 @@
-"""The engine as a child process: started with one end of a socket pair, ended by closing the other."""
+"""The engine as a child process: it has one end of a socket pair, and ends when ours closes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -33,11 +31,9 @@ class EngineProcess:
         with theirs:
             # -P: nothing is imported from the working directory.
             command = [sys.executable, "-P", "-m", "tokenpod.engine.process", str(theirs.fileno())]
-            process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
+            # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
+            process = subprocess.Popen(  # noqa: ASYNC220
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
         return cls(process, await EngineClient.connect(ours, options, on_loading))
 
@@ -56,13 +52,11 @@ class EngineProcess:
     async def stop(self) -> None:
         """Hang up and wait; kill what does not leave."""
         self.client.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVE_SECONDS):
-                while self._process.poll() is None:
-                    await asyncio.sleep(0.01)
-        if self._process.poll() is None:
+        try:
+            await asyncio.to_thread(self._process.wait, _LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        self._process.wait()
+            self._process.wait()
 
 
 __all__ = ["EngineLost", "EngineProcess"]

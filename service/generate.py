@@ -120,9 +120,7 @@ class GenerateService:
         """The token ids of a text or chat."""
         self._admission.check_open()
         serving = self._ready()
-        return await Encoder(serving.tokenizer).encode(
-            call.prompt, special=call.add_special_tokens
-        )
+        return await Encoder(serving.tokenizer).encode(call.prompt, special=call.add_special_tokens)
 
     def _ready(self) -> Serving:
         self._admission.check_open()

@@ -18,12 +18,15 @@ import contextlib
 import logging
 import os
 import signal
+import socket
+import stat
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import uvloop
 
 from tokenpod.config import ServerSettings
 from tokenpod.engine.types import EngineOptions, Ready
@@ -49,9 +52,18 @@ class StartError(Exception):
     """The server cannot start; the text is one line for the operator."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """The bound server, and what it can be reached by."""
+
+    server: grpc.aio.Server
+    address: str
+    shard_url: str
+
+
+@dataclass(frozen=True, slots=True)
 class Server:
-    """A running pod's front end. `run` does everything; the parts are for reading.
+    """A pod's front end.
 
     Args:
         settings: the operator's.
@@ -71,34 +83,283 @@ class Server:
         )
         board = HealthBoard()
         generate = GenerateService(admission, telemetry)
-        rpcs = Rpcs(admission, generate, board.is_serving)
+        rpcs = Rpcs(admission, generate, healthy=board.is_serving)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(telemetry.shutdown)
+            stopping = _signals()
             listener = await self._listen(rpcs, telemetry, board, stack)
-            tokenizer, engine, ready = await self._load(stack)
-            limits = request_limits(settings, ready)
-            serving = Serving(engine.client, tokenizer, limits, settings.model_id)
-            generate.start(serving)
-            rpcs.start(
-                ready,
-                ShardService(
-                    serving,
-                    urls=[listener.shard_url],
-                    prefill_tokens=settings.resolved_prefill_tokens(),
-                ),
-            )
-            await board.watch(lambda: progress_of(engine))
+            engine = await self._start_engine(stack)
+            loading = asyncio.create_task(self._load(engine))
+            await asyncio.wait([loading, stopping.task()], return_when="FIRST_COMPLETED")
+            if not loading.done():
+                loading.cancel()
+                return 0
+            tokenizer, ready = loading.result()
+            self._open(engine, tokenizer, ready, listener, generate, rpcs)
+            board.watch(engine.client)
             admission.closed = None
             board.set_serving(True)
-            log.info(
-                "serving",
-                extra={
-                    "model_id": settings.model_id,
-                    "address": listener.address,
-                    "dtype": ready.dtype,
-                    "device": ready.device_type,
-                    "kv_slots": ready.slots,
-                    "load_seconds": round(ready.load_seconds, 2),
-                },
-            )
-            return await self._serve(listener.server, engine, admission, board)
+            log.info("serving", extra=_summary(settings, ready, listener))
+            return await self._serve(listener.server, engine, admission, board, stopping)
+
+    async def _listen(
+        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
+    ) -> Listener:
+        settings = self.settings
+        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors()]
+        interceptors.append(ErrorInterceptor())
+        if settings.auth_token_file is not None:
+            interceptors.append(AuthInterceptor(settings.auth_token_file))
+        server = grpc.aio.server(interceptors=interceptors, options=_channel_options(settings))
+        names = add_servicers(rpcs, server)
+        board.add_to(server, names)
+        enable_reflection([*names, board.service_name], server)
+        address = f"{settings.hostname}:{settings.port}"
+        port = _bind(server, address, _credentials(settings))
+        shard_url = f"{settings.hostname}:{port}"
+        if settings.uds_path is not None:
+            path = f"{settings.uds_path}-0"
+            _free_socket(path)
+            _bind(server, f"unix:{path}", None)
+            stack.callback(_remove, path)
+            shard_url = f"unix://{path}"
+        if settings.health_port:
+            health_address = f"{settings.hostname}:{settings.health_port}"
+            try:
+                health, _ = await serve_health(health_address, board)
+            except (OSError, RuntimeError) as error:
+                raise StartError(f"cannot listen on {health_address}: {_reason(error)}") from error
+            stack.push_async_callback(health.stop, None)
+        await server.start()
+        return Listener(server, f"{settings.hostname}:{port}", shard_url)
+
+    async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineProcess:
+        settings = self.settings
+        bar = LoadingBar(settings.model_id)
+        stack.callback(bar.close)
+        options = EngineOptions(
+            model_folder=str(self.model_folder),
+            dtype=settings.resolved_dtype,
+            device=settings.resolved_device,
+            threads=settings.threads,
+            max_batch_size=settings.resolved_batch_size,
+            max_batch_prefill_tokens=settings.resolved_prefill_tokens,
+            max_total_tokens=settings.max_total_tokens,
+            max_batch_total_tokens=settings.max_batch_total_tokens,
+            memory_fraction=settings.memory_fraction,
+        )
+        engine = await EngineProcess.start(options, bar.update)
+        stack.push_async_callback(engine.stop)
+        return engine
+
+    async def _load(self, engine: EngineProcess) -> tuple[Tokenizer, Ready]:
+        try:
+            async with asyncio.timeout(self.settings.start_timeout):
+                tokenizer = await asyncio.to_thread(Tokenizer.load, self.model_folder)
+                return tokenizer, await engine.ready()
+        except (TokenizerError, EngineLost) as error:
+            raise StartError(str(error)) from error
+        except TimeoutError as error:
+            seconds = self.settings.start_timeout
+            raise StartError(
+                f"the model was not ready within {seconds:g} s (--start-timeout)"
+            ) from error
+
+    def _open(
+        self,
+        engine: EngineProcess,
+        tokenizer: Tokenizer,
+        ready: Ready,
+        listener: Listener,
+        generate: GenerateService,
+        rpcs: Rpcs,
+    ) -> None:
+        """Put the services behind the rpcs."""
+        limits = request_limits(self.settings, ready)
+        serving = Serving(engine.client, tokenizer, limits, self.settings.model_id)
+        generate.start(serving)
+        shard = ShardService(
+            serving,
+            urls=[listener.shard_url],
+            prefill_tokens=self.settings.resolved_prefill_tokens,
+        )
+        rpcs.start(ready, shard)
+
+    async def _serve(
+        self,
+        server: grpc.aio.Server,
+        engine: EngineProcess,
+        admission: Admission,
+        board: HealthBoard,
+        stopping: Stopping,
+    ) -> int:
+        """Until a signal, or until the engine is lost."""
+        lost = engine.client.lost
+        await asyncio.wait([stopping.task(), lost], return_when="FIRST_COMPLETED")
+        if lost.done():
+            board.set_serving(False)
+            log.error("the engine was lost", extra={"reason": str(lost.result())})
+            # Its clients have been told already; a moment for the answers to leave.
+            await server.stop(1.0)
+            return 1
+        await self._drain(server, admission, board, stopping)
+        return 0
+
+    async def _drain(
+        self,
+        server: grpc.aio.Server,
+        admission: Admission,
+        board: HealthBoard,
+        stopping: Stopping,
+    ) -> None:
+        settings = self.settings
+        log.info("draining", extra={"lame_duck_seconds": settings.lame_duck_seconds})
+        board.drain()
+        # Endpoints take time to hear of it: until then clients still come, and are served.
+        await stopping.sleep(settings.lame_duck_seconds)
+        admission.closed = "the server is draining"
+        deadline = time.monotonic() + settings.graceful_termination_timeout
+        while admission.requests and time.monotonic() < deadline and not stopping.urgent:
+            await stopping.sleep(0.05)
+        # Closes the listener at once, so it comes last.
+        await server.stop(0.0 if stopping.urgent else 0.5)
+        log.info("stopped", extra={"cut_off": admission.requests})
+
+
+class Stopping:
+    """SIGTERM or SIGINT: the first asks to stop, the second to stop at once."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._task: asyncio.Task[object] | None = None
+
+    def signal(self) -> None:
+        """A signal has come."""
+        if self._asked.is_set():
+            self._urgent.set()
+        self._asked.set()
+
+    def task(self) -> asyncio.Task[object]:
+        """Done once asked to stop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._asked.wait())
+        return self._task
+
+    @property
+    def urgent(self) -> bool:
+        """Whether to stop at once."""
+        return self._urgent.is_set()
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleep, unless it becomes urgent."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._urgent.wait(), seconds)
+
+
+def run(settings: ServerSettings) -> int:
+    """Run a server in this process; its exit status. One line on standard error if it can't."""
+    configure_logging(level=settings.log_level, json_output=settings.json_output)
+    try:
+        folder = resolve_model(settings.model_id, settings.revision)
+        return uvloop.run(Server(settings, folder).run())
+    except (StartError, ModelNotFound) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def request_limits(settings: ServerSettings, ready: Ready) -> RequestLimits:
+    """What one request may ask for, by the operator's word and the model's."""
+    total = min(settings.max_total_tokens or ready.max_positions, ready.max_positions, ready.slots)
+    return RequestLimits(
+        vocab_size=ready.vocab_size,
+        max_input_tokens=min(settings.max_input_tokens or total - 1, total - 1),
+        max_total_tokens=total,
+        max_samples=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_stop_sequence_bytes=settings.max_stop_sequence_bytes,
+        max_top_n_tokens=settings.max_top_n_tokens,
+        max_logit_bias=settings.max_logit_bias,
+        slots=ready.slots,
+        rows=settings.resolved_batch_size,
+    )
+
+
+def _signals() -> Stopping:
+    stopping = Stopping()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.signal)
+    return stopping
+
+
+def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict[str, object]:
+    return {
+        "model_id": settings.model_id,
+        "address": listener.address,
+        "dtype": ready.dtype,
+        "device": ready.device_type,
+        "parameters": ready.parameters,
+        "kv_slots": ready.slots,
+        "load_seconds": round(ready.load_seconds, 2),
+        "warmup_seconds": round(ready.warmup_seconds, 2),
+    }
+
+
+def _channel_options(settings: ServerSettings) -> list[tuple[str, int]]:
+    return [
+        # A second server on the port must fail to bind, not share it.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_seconds * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.max_connection_age_ms", int(settings.max_connection_age_seconds * 1000)),
+        ("grpc.max_connection_age_grace_ms", 600_000),
+    ]
+
+
+def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    try:
+        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
+        client_ca = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
+    except OSError as error:
+        raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
+    return grpc.ssl_server_credentials([pair], client_ca, client_ca is not None)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except (OSError, RuntimeError) as error:
+        raise StartError(f"cannot listen on {address}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return "the address is in use" if "in use" in text or "Failed to bind" in text else text
+
+
+def _free_socket(path: str) -> None:
+    """Remove a socket that a dead server left; raises StartError if one answers on it."""
+    if not os.path.exists(path):
+        return
+    if not stat.S_ISSOCK(os.stat(path).st_mode):
+        raise StartError(f"--uds-path: {path} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            os.unlink(path)
+            return
+    raise StartError(f"--uds-path: another server listens on {path}")
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

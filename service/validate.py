@@ -1,12 +1,13 @@
 """Every limit on what clients send, in one place.
 
 Each check names the field, its value and the limit, and raises InvalidArgument. Zero is neutral: a
-proto3 client cannot tell 0 from "not set", so both mean the same wherever a field is not `optional`.
+proto3 client cannot tell 0 from "not set", so both mean the same where a field is not `optional`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenpod.engine.types import SamplingParams
@@ -197,10 +198,7 @@ def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
             _refuse_token(f"stopping.stop_token_ids[{at}]", token, limits)
 
 
-def _check_stops(
-    field: str, stops: tuple[str, ...] | list[str] | object, limits: RequestLimits
-) -> None:
-    assert isinstance(stops, tuple)
+def _check_stops(field: str, stops: Sequence[str], limits: RequestLimits) -> None:
     if len(stops) > limits.max_stop_sequences:
         problem = f"has {len(stops)} entries; this server allows {limits.max_stop_sequences}"
         raise InvalidArgument(field, f"{problem} (--max-stop-sequences)")

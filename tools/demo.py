@@ -27,12 +27,9 @@ def server() -> Iterator[str]:
     """A server on free ports; its address, once it is SERVING."""
     port, health_port = free_ports()
     began = time.monotonic()
-    process = subprocess.Popen(
-        [*TOKENPOD, "serve", "--hostname", "127.0.0.1", "--port", str(port)]
-        + ["--health-port", str(health_port), "--lame-duck-seconds", "0"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    network = ["--hostname", "127.0.0.1", "--port", str(port), "--health-port", str(health_port)]
+    command = [*TOKENPOD, "serve", *network, "--lame-duck-seconds", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         wait_until_serving(process, f"127.0.0.1:{health_port}")
         print(f"$ tokenpod serve    # SERVING after {time.monotonic() - began:.1f} s\n")

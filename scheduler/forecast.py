@@ -1,0 +1,86 @@
+"""What the sequences in the house will need at most: the input of `admission.peak_tokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenpod.scheduler.admission import FOREVER, peak_tokens
+from tokenpod.scheduler.radix import Node
+from tokenpod.scheduler.sequence import Sequence
+
+#: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
+_SLACK = 1
+
+
+class Forecast:
+    """Gathers sequences, then tells their peak.
+
+    Args:
+        quantum: prompt tokens that every step surely processes.
+    """
+
+    def __init__(self, quantum: int) -> None:
+        self._quantum = quantum
+        self._held: list[int] = []
+        self._left: list[int] = []
+        self._delay: list[int] = []
+        self._locks: list[tuple[int, Node]] = []
+        self._prompt_tokens = 0
+
+    def decoding(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences that grow by one a step from now on."""
+        for sequence in sequences:
+            self._add(sequence, sequence.held, sequence.bound - sequence.computed, 0)
+
+    def prefilling(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences whose prompts are computed one after the other, in this order.
+
+        A sample that waits for its sibling's prompt holds that prompt no second time, but keeps it
+        for as long as it lives.
+        """
+        for sequence in sequences:
+            need = sequence.prompt_length - sequence.computed
+            if sequence.node is None:
+                need = 1 if sequence.stream else need
+            self._prompt_tokens += need
+            # Two steps more: a sibling waits until the prompt is settled.
+            delay = -(-self._prompt_tokens // self._quantum) + 2
+            new_tokens = sequence.request.stopping.max_new_tokens
+            self._add(sequence, sequence.held + need, new_tokens, delay)
+            if len(sequence.request.sequence_ids) > 1 and sequence.stream == 0:
+                # Its prompt outlives it by as much as its last sibling does.
+                samples = len(sequence.request.sequence_ids)
+                self._held.append(sequence.prompt_length)
+                self._left.append(0)
+                self._delay.append(delay + samples + 2 + new_tokens + _SLACK)
+
+    def frozen(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences that somebody else advances, if ever."""
+        for sequence in sequences:
+            self._add(sequence, sequence.bound - sequence.shared, 0, FOREVER)
+
+    def peak(self) -> int:
+        """The most slots that these sequences will ever hold at once."""
+        held, left, delay = self._held[:], self._left[:], self._delay[:]
+        seen: set[int] = set()
+        # The longest lasting first: it is the one that keeps a shared node.
+        for last, node in sorted(self._locks, key=lambda lock: -lock[0]):
+            tokens = 0
+            at: Node | None = node
+            while at is not None and at.parent is not None and id(at) not in seen:
+                seen.add(id(at))
+                tokens += len(at.tokens)
+                at = at.parent
+            if tokens:
+                held.append(tokens)
+                left.append(0)
+                delay.append(last)
+        return peak_tokens(held, left, delay)
+
+    def _add(self, sequence: Sequence, held: int, left: int, delay: int) -> None:
+        self._held.append(held)
+        self._left.append(left)
+        self._delay.append(delay + _SLACK if delay < FOREVER else FOREVER)
+        if sequence.node is not None:
+            last = FOREVER if delay >= FOREVER else delay + left + _SLACK
+            self._locks.append((last, sequence.node))

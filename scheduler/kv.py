@@ -1,0 +1,178 @@
+"""Where keys and values live: private slots of sequences, shared slots of the prefix tree.
+
+At any time every slot is free, in the tree, or private to one sequence:
+
+    free + tree + private == total
+
+A sequence begins with the tree's longest prefix of its prompt, locked. What it computes goes to
+slots of its own. Once its prompt has been computed, those slots move to the tree, where siblings
+and later requests find them; when it ends, its outputs follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from tokenpod.scheduler.radix import RadixTree, Slots
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.slots import Extent, SlotAllocator
+
+_NO_SLOTS: Slots = np.empty(0, np.int64)
+
+
+class KV:
+    """The KV pool's bookkeeping."""
+
+    def __init__(self, slots: int) -> None:
+        self.total = slots
+        self.tree = RadixTree()
+        self._allocator = SlotAllocator(slots)
+
+    @property
+    def free(self) -> int:
+        """Slots with nothing in them."""
+        return self._allocator.free
+
+    @property
+    def available(self) -> int:
+        """Slots that can be had: free ones, and the tree's that nobody uses."""
+        return self._allocator.free + self.tree.evictable
+
+    def begin(self, sequence: Sequence) -> None:
+        """Find and lock the longest cached prefix of a sequence's prompt.
+
+        The last prompt token is always computed: its logits are wanted. A prompt whose tokens are
+        to be scored is computed whole, by its first sample.
+        """
+        request = sequence.request
+        whole = request.prompt_logprobs and sequence.stream == 0
+        usable = 0 if whole else sequence.prompt_length - 1
+        node, length = self.tree.match(sequence.prompt[:usable], request.salt)
+        self.tree.lock(node)
+        sequence.node = node
+        sequence.shared = sequence.cached = sequence.computed = length
+
+    def prefix_slots(self, sequence: Sequence) -> Slots:
+        """[cached] the slots of the cached prefix."""
+        assert sequence.node is not None
+        return self.tree.slots(sequence.node) if sequence.cached else _NO_SLOTS
+
+    def extend(self, sequence: Sequence, n: int) -> Slots:
+        """[n] slots for the next `n` positions; raises OutOfSlots."""
+        if n > self._allocator.free:
+            self._evict(n - self._allocator.free)
+        position = sequence.computed
+        room = max(sequence.bound - position - n, 0)
+        extents = sequence.extents
+        if not extents:
+            extents += self._allocator.allocate(n, position=position, room=room)
+            return _slots_from(extents, position, n)
+        last = extents[-1]
+        if n == 1 and last.room > 1:
+            # The common case, a decode step, without ceremony.
+            last.used += 1
+            last.room -= 1
+            self._allocator.free -= 1
+            return np.array((last.end - 1,), np.int64)
+        extents += self._allocator.grow(last, n, room)
+        return _slots_from(extents, position, n)
+
+    def share_prompt(self, sequence: Sequence) -> None:
+        """Move a computed prompt's slots to the tree, as far as it is not there already."""
+        node, known = self.tree.match(sequence.prompt, sequence.request.salt)
+        if known < sequence.prompt_length:
+            slots = self._hand_over(sequence, known, sequence.prompt_length)
+            node = self.tree.append(node, sequence.prompt[known:], slots)
+        self.tree.lock(node)
+        assert sequence.node is not None
+        self.tree.unlock(sequence.node)
+        sequence.node = node
+        sequence.shared = sequence.prompt_length
+
+    def release(self, sequence: Sequence) -> None:
+        """Take a sequence's slots: what it computed goes to the tree, the rest is free."""
+        if sequence.node is None:
+            return
+        computed = min(sequence.computed, sequence.length)
+        if sequence.keep and computed > sequence.shared:
+            tokens = sequence.all_tokens(computed)
+            node, known = self.tree.match(tokens, sequence.request.salt)
+            if known < computed and _covers(sequence, known):
+                self.tree.append(node, tokens[known:], self._hand_over(sequence, known, computed))
+        for extent in sequence.extents:
+            self._allocator.release(extent)
+        sequence.extents = []
+        self.tree.unlock(sequence.node)
+        sequence.node = None
+
+    def forget_unused(self) -> None:
+        """Empty the tree of what nobody uses."""
+        self._evict(self.tree.evictable)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every slot is in exactly one place."""
+        owner = np.zeros(self.total, np.int64)
+        private = 0
+        for sequence in sequences:
+            for extent in sequence.extents:
+                owner[extent.first : extent.end] += 1
+                private += extent.used
+        tree = 0
+        for node in self.tree.nodes():
+            owner[node.slots] += 1
+            tree += len(node.slots)
+        for first, length in self._allocator.free_runs():
+            owner[first : first + length] += 1
+        assert (owner == 1).all(), f"slots in no or two places: {np.flatnonzero(owner != 1)[:8]}"
+        assert tree == self.tree.tokens, (tree, self.tree.tokens)
+        assert self.free + tree + private == self.total, (self.free, tree, private, self.total)
+        locked = sum(len(node.tokens) for node in self.tree.nodes() if node.locks)
+        assert locked == self.tree.locked_tokens, (locked, self.tree.locked_tokens)
+
+    def _evict(self, n: int) -> None:
+        for slots in self.tree.evict(n):
+            breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+            for run in np.split(slots, breaks):
+                self._allocator.release_run(int(run[0]), len(run))
+
+    def _hand_over(self, sequence: Sequence, start: int, end: int) -> Slots:
+        """Take the slots of positions `start` to `end` from a sequence's private ones.
+
+        `start` may lie within an extent: what is before it is a duplicate of what the tree holds
+        and stays private.
+        """
+        slots = _slots_from(sequence.extents, start, end - start)
+        rest = []
+        for extent in sequence.extents:
+            stop = extent.position + extent.used
+            if stop <= start or extent.position >= end:
+                rest.append(extent)
+                continue
+            before = start - extent.position
+            if before > 0:
+                rest.append(self._allocator.split_front(extent, before))
+            self._allocator.trim_front(extent, min(end, stop) - extent.position)
+            rest.append(extent)
+        sequence.extents = [e for e in rest if e.used or e.room]
+        return slots
+
+
+def _covers(sequence: Sequence, position: int) -> bool:
+    """Whether `position` is in a private slot."""
+    return any(e.position <= position < e.position + e.used for e in sequence.extents)
+
+
+def _slots_from(extents: list[Extent], position: int, n: int) -> Slots:
+    """[n] the private slots of positions from `position` on."""
+    runs = []
+    for extent in extents:
+        low = max(position, extent.position)
+        high = min(position + n, extent.position + extent.used)
+        if low < high:
+            first = extent.first - extent.position
+            runs.append(np.arange(first + low, first + high, dtype=np.int64))
+    slots = np.concatenate(runs) if len(runs) != 1 else runs[0]
+    assert len(slots) == n, "a position without a slot"
+    return slots

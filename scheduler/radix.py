@@ -1,0 +1,159 @@
+"""The prefix tree: keys and values of token prefixes that sequences share.
+
+A node owns the slots of a run of tokens; the path from its root spells a prefix. A sequence that
+uses a path locks it. A shared slot is never written, so nothing is ever copied; what no sequence
+locks is a cache, and its least recently used leaves are evicted when slots are needed. Each salt
+(an adapter, a tenant) has a root of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Slots = npt.NDArray[np.int64]
+
+_NO_TOKENS = np.empty(0, np.int32)
+_NO_SLOTS = np.empty(0, np.int64)
+
+
+class Node:
+    """A run of tokens and their slots; `tokens` and `slots` are parallel."""
+
+    __slots__ = ("children", "locks", "parent", "slots", "tokens", "used_at")
+
+    def __init__(self, tokens: Tokens, slots: Slots, parent: Node | None) -> None:
+        self.tokens = tokens
+        self.slots = slots
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        #: Sequences that use this node or one below it.
+        self.locks = 0
+        self.used_at = 0
+
+
+class RadixTree:
+    """Prefixes by salt."""
+
+    def __init__(self) -> None:
+        #: Tokens in all nodes, and in locked ones.
+        self.tokens = 0
+        self.locked_tokens = 0
+        self._roots: dict[str, Node] = {}
+        self._clock = 0
+
+    @property
+    def evictable(self) -> int:
+        """Tokens that nobody uses."""
+        return self.tokens - self.locked_tokens
+
+    def match(self, tokens: Tokens, salt: str = "") -> tuple[Node, int]:
+        """The node that ends the longest known prefix of `tokens`, and that prefix's length."""
+        self._clock += 1
+        node = self._roots.get(salt)
+        if node is None:
+            node = self._roots[salt] = Node(_NO_TOKENS, _NO_SLOTS, None)
+        at = 0
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                break
+            common = _common_prefix(child.tokens, tokens[at:])
+            if common < len(child.tokens):
+                child = self._split(child, common)
+            child.used_at = self._clock
+            node = child
+            at += common
+        return node, at
+
+    def append(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
+        """Hang `tokens` below `node`; no child there may begin with the same token."""
+        if not len(tokens):
+            return node
+        assert int(tokens[0]) not in node.children, "the tree has this prefix already"
+        child = Node(tokens.copy(), slots.copy(), node)
+        child.used_at = self._clock
+        node.children[int(tokens[0])] = child
+        self.tokens += len(tokens)
+        return child
+
+    def lock(self, node: Node) -> None:
+        """Protect the path to `node`."""
+        for each in _path(node):
+            if each.locks == 0:
+                self.locked_tokens += len(each.tokens)
+            each.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        """Undo one `lock`."""
+        for each in _path(node):
+            each.locks -= 1
+            assert each.locks >= 0, "unlocked more often than locked"
+            if each.locks == 0:
+                self.locked_tokens -= len(each.tokens)
+
+    def slots(self, node: Node) -> Slots:
+        """The slots of the path to `node`, by position."""
+        runs = [each.slots for each in _path(node)]
+        return np.concatenate(runs[::-1]) if runs else _NO_SLOTS
+
+    def evict(self, n: int) -> list[Slots]:
+        """Forget at least `n` tokens, or all that nobody uses; their slots."""
+        leaves = [(node.used_at, id(node), node) for node in self._leaves() if not node.locks]
+        heapq.heapify(leaves)
+        freed: list[Slots] = []
+        while leaves and n > 0:
+            _, _, leaf = heapq.heappop(leaves)
+            parent = leaf.parent
+            if parent is None:
+                continue
+            keep = max(len(leaf.tokens) - n, 0)
+            freed.append(leaf.slots[keep:])
+            n -= len(leaf.tokens) - keep
+            self.tokens -= len(leaf.tokens) - keep
+            if keep:
+                leaf.tokens, leaf.slots = leaf.tokens[:keep].copy(), leaf.slots[:keep].copy()
+                break
+            del parent.children[int(leaf.tokens[0])]
+            if not parent.children and not parent.locks:
+                heapq.heappush(leaves, (parent.used_at, id(parent), parent))
+        return freed
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node that holds tokens."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _leaves(self) -> Iterator[Node]:
+        return (node for node in self.nodes() if not node.children)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node` in two; the new upper part. `node` itself, as lockers know it, is the end."""
+        assert node.parent is not None
+        upper = Node(node.tokens[:at], node.slots[:at], node.parent)
+        upper.locks, upper.used_at = node.locks, node.used_at
+        node.parent.children[int(node.tokens[0])] = upper
+        node.tokens, node.slots = node.tokens[at:], node.slots[at:]
+        node.parent = upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+
+def _path(node: Node) -> Iterator[Node]:
+    """From `node` up to, but without, its root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _common_prefix(a: Tokens, b: Tokens) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n

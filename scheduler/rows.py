@@ -1,0 +1,51 @@
+"""The executor's rows: who has which."""
+
+from __future__ import annotations
+
+from tokenpod.scheduler.sequence import Sequence
+
+
+class Rows:
+    """Rows 0 to total - 1, the lowest free one first."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._free = list(range(total - 1, -1, -1))
+        self._fresh: list[Sequence] = []
+        self._freed: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """Rows that nobody has."""
+        return len(self._free)
+
+    @property
+    def in_use(self) -> int:
+        """Rows that somebody has."""
+        return self._total - len(self._free)
+
+    def give(self, sequence: Sequence) -> None:
+        """Give a sequence a row."""
+        sequence.row = self._free.pop()
+        self._fresh.append(sequence)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Take a sequence's row back, if it has one."""
+        if sequence.row < 0:
+            return
+        if sequence in self._fresh:
+            self._fresh.remove(sequence)
+        else:
+            self._freed.append(sequence.row)
+        self._free.append(sequence.row)
+        sequence.row = -1
+
+    def take_fresh(self) -> list[Sequence]:
+        """Sequences that got a row since the last call."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def take_freed(self) -> list[int]:
+        """Rows that were given back since the last call."""
+        freed, self._freed = self._freed, []
+        return freed

@@ -1,0 +1,248 @@
+"""Two planners, one step: the in-pod batcher's sequences and a router's run side by side.
+
+The scheduler decides what the next step holds and what its outcome means; it knows lengths, slots
+and limits, and nothing of tensors or wires. A caller may plan step n + 1 before it settles step n:
+a plan needs to know how long sequences are, not which tokens they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenpod.engine.types import (
+    Advance,
+    Failure,
+    FailureCode,
+    FinishCode,
+    Load,
+    Request,
+    Started,
+)
+from tokenpod.scheduler.batcher import Batcher
+from tokenpod.scheduler.held import HeldSequences
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.rows import Rows
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.work import Limits, Settled, Step, Work
+
+__all__ = ["Limits", "Scheduler", "Settled", "Step", "Work"]
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """Who runs next, and where its keys and values live."""
+
+    limits: Limits
+    kv: KV = field(init=False)
+    _rows: Rows = field(init=False)
+    _batcher: Batcher = field(init=False)
+    _held: HeldSequences = field(init=False)
+    #: Every sequence that exists, by id.
+    _sequences: dict[int, Sequence] = field(default_factory=dict)
+    _events: Settled = field(default_factory=Settled)
+    _steps_in_flight: int = 0
+
+    def __post_init__(self) -> None:
+        self.kv = KV(self.limits.slots)
+        self._rows = Rows(self.limits.max_rows)
+        self._batcher = Batcher(self.limits, self.kv, self._rows)
+        self._held = HeldSequences(self.limits, self.kv, self._rows)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. One that can never fit fails at once (see `drain_events`)."""
+        problem = self._never_fits(request)
+        if problem:
+            for sequence_id in request.sequence_ids:
+                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
+                self._events.failures.append(failure)
+            return
+        samples = self._make(request)
+        self._batcher.queue(samples)
+
+    def advance(self, op: Advance, now: int) -> Failure | None:
+        """Queue a router's step. A failure means that nothing of it exists."""
+        for request in op.start:
+            if problem := self._never_fits(request):
+                return Failure(request.sequence_ids[0], FailureCode.INVALID_ARGUMENT, problem)
+        for sequence_id in op.resume:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is None or not self._held.has(sequence):
+                problem = f"sequence {sequence_id} is not held by a router"
+                return Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
+        fresh = [sequence for request in op.start for sequence in self._make(request)]
+        problem = self._held.reserve(fresh, self._batcher.forecast(), now)
+        if problem:
+            for sequence in fresh:
+                del self._sequences[sequence.id]
+            return Failure(-1, FailureCode.RESOURCE_EXHAUSTED, problem)
+        resumed = [self._sequences[sequence_id] for sequence_id in op.resume]
+        self._held.begin(op, fresh, resumed)
+        return None
+
+    def abort(self, sequence_ids: Iterable[int]) -> None:
+        """Forget sequences: their slots are free at once, or when the step in flight settles."""
+        for sequence_id in sequence_ids:
+            if sequence := self._sequences.get(sequence_id):
+                self._end(sequence)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def plan(self, now: int) -> Step | None:
+        """The next step, or None if nothing can run."""
+        self._drop_late(now)
+        works = self._held.plan(now, share=self._batcher.has_prompts)
+        prompt_tokens = sum(work.n_tokens for work in works if not work.decodes)
+        works += self._batcher.plan(
+            now,
+            prefill_tokens=self.limits.prefill_tokens - prompt_tokens,
+            frozen=self._held.sequences,
+        )
+        if not works:
+            return None
+        for work in works:
+            work.sequence.in_flight += 1
+        singles = [work for work in works if work.n_tokens == 1]
+        if len(singles) < len(works):
+            works = singles + [work for work in works if work.n_tokens > 1]
+        self._steps_in_flight += 1
+        return Step(works, fresh=self._rows.take_fresh(), freed=self._rows.take_freed())
+
+    def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
+        """Take a step's outcome.
+
+        Args:
+            step: as planned; steps settle in the order in which they were planned.
+            tokens: one for each work that needs logits, in order; -1: its logits held NaN or Inf.
+        """
+        settled = Settled()
+        token = iter(tokens)
+        for work in step.works:
+            sequence = work.sequence
+            sequence.in_flight -= 1
+            if work.needs_logits:
+                self._take(sequence, next(token), now, settled)
+            if sequence.dead and not sequence.in_flight:
+                self._free(sequence)
+        settled.advanced += self._held.settle(step)
+        self._steps_in_flight -= 1
+        return settled
+
+    def drain_events(self) -> Settled:
+        """What has happened without a step since the last call."""
+        events, self._events = self._events, Settled()
+        events.advanced += self._held.settle(None)
+        return events
+
+    # -- state ---------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether requests are queued."""
+        return self._batcher.waiting_requests > 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any sequence could be advanced."""
+        return bool(self._batcher.running or self._batcher.waiting_requests or self._held.ops)
+
+    @property
+    def stalls(self) -> int:
+        """Times that a decoding sequence had to pause for want of a slot: 0, by admission."""
+        return self._batcher.stalls
+
+    def load(self) -> Load:
+        """What the engine holds."""
+        return Load(
+            running=self._batcher.running + len(self._held.sequences),
+            waiting=self._batcher.waiting_requests,
+            waiting_tokens=self._batcher.waiting_tokens,
+            slots=self.limits.slots,
+            free_slots=self.kv.free,
+            evictable_slots=self.kv.tree.evictable,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        self.kv.check(self._sequences.values())
+        assert self._rows.in_use == sum(s.row >= 0 for s in self._sequences.values())
+        assert self._rows.in_use + self._rows.free == self.limits.max_rows
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _make(self, request: Request) -> list[Sequence]:
+        prompt = np.asarray(request.prompt, dtype=np.int32)
+        samples = [Sequence(request, i, prompt) for i in range(len(request.sequence_ids))]
+        self._sequences |= {sequence.id: sequence for sequence in samples}
+        return samples
+
+    def _never_fits(self, request: Request) -> str | None:
+        samples, limits = len(request.sequence_ids), self.limits
+        bound = len(request.prompt) + request.stopping.max_new_tokens
+        if not request.prompt or request.stopping.max_new_tokens < 1:
+            return "a request needs at least one prompt token and one new token"
+        if bound > limits.max_positions:
+            return f"prompt and new tokens are {bound}; at most {limits.max_positions} are possible"
+        need = bound + (samples - 1) * (request.stopping.max_new_tokens + 1)
+        # What the forecast says of it alone: a shared prompt is there twice while it moves.
+        alone = need + (len(request.prompt) if samples > 1 else 0)
+        if alone > limits.slots:
+            return f"the request needs {alone} tokens of KV cache; there are {limits.slots}"
+        if samples > limits.max_rows:
+            return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
+        return None
+
+    def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
+        if sequence.dead:
+            # Sampled after its end, before that was seen.
+            return
+        if token < 0:
+            problem = "the model computed NaN or Inf for this sequence"
+            settled.failures.append(Failure(sequence.id, FailureCode.DATA_LOSS, problem))
+            sequence.keep = False
+            self._end(sequence)
+            return
+        finish = sequence.append(token, now)
+        if len(sequence.outputs) == 1:
+            settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
+            self.kv.share_prompt(sequence)
+            self._batcher.prompt_settled(sequence)
+        settled.sequence_ids.append(sequence.id)
+        settled.token_ids.append(token)
+        settled.finishes.append(finish)
+        if finish:
+            self._end(sequence)
+
+    def _drop_late(self, now: int) -> None:
+        """End what has run out of time."""
+        for sequence in self._batcher.late(now):
+            limit = sequence.request.stopping.time_limit_at
+            if limit is not None and now >= limit:
+                self._events.sequence_ids.append(sequence.id)
+                self._events.token_ids.append(-1)
+                self._events.finishes.append(FinishCode.TIME_LIMIT)
+            else:
+                problem = "the deadline passed"
+                failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
+                self._events.failures.append(failure)
+            self._end(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.dead:
+            return
+        sequence.dead = True
+        self._batcher.remove(sequence)
+        if not sequence.in_flight:
+            self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
+        self.kv.release(sequence)
+        self._rows.give_back(sequence)
+        self._held.remove(sequence)
+        self._batcher.released()
+        del self._sequences[sequence.id]

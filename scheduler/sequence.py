@@ -1,0 +1,121 @@
+"""One sample of a request: how far it has come."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenpod.engine.types import FinishCode, Request
+from tokenpod.scheduler.radix import Node, Tokens
+from tokenpod.scheduler.slots import Extent
+
+
+class Sequence:
+    """One sample's tokens, and the keys and values it holds.
+
+    Its positions are prompt, then outputs. `computed` of them have their keys and values written or
+    under way; `launched` outputs have been sampled or are being sampled.
+    """
+
+    __slots__ = (
+        "began_at",
+        "cached",
+        "computed",
+        "dead",
+        "extents",
+        "finish",
+        "id",
+        "in_flight",
+        "keep",
+        "launched",
+        "node",
+        "outputs",
+        "prompt",
+        "request",
+        "row",
+        "shared",
+        "stream",
+    )
+
+    def __init__(self, request: Request, stream: int, prompt: Tokens) -> None:
+        self.id = request.sequence_ids[stream]
+        self.request = request
+        self.stream = stream
+        self.prompt = prompt
+        #: The executor's row; -1: none.
+        self.row = -1
+        self.computed = 0
+        self.launched = 0
+        self.outputs: list[int] = []
+        #: Steps launched and not settled.
+        self.in_flight = 0
+        #: Prompt tokens that were found in the tree.
+        self.cached = 0
+        self.began_at = 0
+        self.finish = FinishCode.RUNNING
+        #: Ended, aborted or failed: nothing more is planned, and what comes back is dropped.
+        self.dead = False
+        #: Whether what it computed is fit for the tree.
+        self.keep = True
+        #: The locked tree node that ends its shared prefix, of `shared` tokens.
+        self.node: Node | None = None
+        self.shared = 0
+        #: Private slots, by position.
+        self.extents: list[Extent] = []
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens known to exist: prompt and settled outputs."""
+        return len(self.prompt) + len(self.outputs)
+
+    @property
+    def bound(self) -> int:
+        """Tokens it may grow to."""
+        return len(self.prompt) + self.request.stopping.max_new_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether part of the prompt has yet to be launched."""
+        return self.computed < len(self.prompt)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether its last allowed token has been launched."""
+        return self.launched >= self.request.stopping.max_new_tokens
+
+    @property
+    def held(self) -> int:
+        """Private slots."""
+        return sum(extent.used for extent in self.extents)
+
+    def all_tokens(self, n: int) -> Tokens:
+        """The first `n` tokens of prompt and outputs."""
+        outputs = np.asarray(self.outputs, dtype=np.int32)
+        return np.concatenate((self.prompt, outputs))[:n]
+
+    def append(self, token: int, now: int) -> FinishCode:
+        """Note a sampled token; whether it ends the sequence, and why."""
+        self.outputs.append(token)
+        self.finish = self._finish(token, now)
+        return self.finish
+
+    def _finish(self, token: int, now: int) -> FinishCode:
+        stopping = self.request.stopping
+        count = len(self.outputs)
+        last = count >= stopping.max_new_tokens
+        if last and stopping.length_first:
+            return FinishCode.LENGTH
+        if count > stopping.min_new_tokens or last:
+            if token in stopping.eos_token_ids:
+                return FinishCode.EOS
+            if token in stopping.stop_token_ids:
+                return FinishCode.STOP_TOKEN
+        if last:
+            return FinishCode.LENGTH
+        if stopping.time_limit_at is not None and now >= stopping.time_limit_at:
+            return FinishCode.TIME_LIMIT
+        return FinishCode.RUNNING

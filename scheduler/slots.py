@@ -1,0 +1,206 @@
+"""KV slots, contiguous first.
+
+A slot holds the keys and values of one token. Sequences grow by a slot a step, and attention over
+one run of adjacent slots is several times cheaper than over scattered ones, so an allocation takes
+*room*: adjacent slots that are set aside for its growth. Room is a wish, not a claim: it counts as
+free, and the largest rooms are halved when others need the space.
+
+    |  prompt  | grown | room ... |  prompt  | grown | room .......... |   free   |
+    first      ----used-->        first
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+
+class OutOfSlots(Exception):
+    """More slots were asked for than are free. Admission makes this impossible."""
+
+
+class Extent:
+    """A run of slots that hold positions `position` to `position + used` of one sequence."""
+
+    __slots__ = ("first", "position", "room", "used")
+
+    def __init__(self, position: int, first: int, used: int, room: int) -> None:
+        self.position = position
+        self.first = first
+        self.used = used
+        #: Slots after the used ones that are set aside.
+        self.room = room
+
+    @property
+    def end(self) -> int:
+        """One past the last used slot."""
+        return self.first + self.used
+
+    def __repr__(self) -> str:
+        return f"Extent({self.position}: [{self.first}, {self.end}) + {self.room})"
+
+
+class SlotAllocator:
+    """Hands out slots 0 to total - 1."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        #: Slots that can be had: unused ones, rooms included.
+        self.free = total
+        self._starts = [0] if total else []
+        self._length = {0: total} if total else {}
+        self._roomy: dict[int, Extent] = {}
+
+    def allocate(self, n: int, *, position: int, room: int) -> list[Extent]:
+        """`n` slots for positions from `position` on: one run if there is one, else several.
+
+        Raises OutOfSlots, with nothing taken, if fewer than `n` are free.
+        """
+        if n > self.free:
+            raise OutOfSlots(f"{n} slots are wanted, {self.free} of {self.total} are free")
+        start = self._fit(n, room)
+        while start is None and self._halve_a_room(n):
+            start = self._fit(n, room)
+        if start is None:
+            self._give_up_rooms()
+            start = self._fit(n, room)
+        if start is not None:
+            return [self._claim(start, n, room, position)]
+        return self._scatter(n, position)
+
+    def grow(self, extent: Extent, n: int, room: int) -> list[Extent]:
+        """`n` more slots after `extent`; returns the new extents beyond it, if any were needed.
+
+        Args:
+            extent: the last one of its sequence; takes what it can.
+            n: slots.
+            room: room for what cannot adjoin.
+        """
+        if n > self.free:
+            raise OutOfSlots(f"{n} slots are wanted, {self.free} of {self.total} are free")
+        taken = min(n, extent.room)
+        if taken:
+            extent.used += taken
+            extent.room -= taken
+            self.free -= taken
+            if not extent.room:
+                del self._roomy[id(extent)]
+        if taken < n and extent.end in self._length:
+            # The neighbour was set free again meanwhile.
+            length = self._cut(extent.end, n - taken + room)
+            more = min(n - taken, length)
+            extent.used += more
+            self.free -= more
+            taken += more
+            self._give_room(extent, length - more)
+        if taken == n:
+            return []
+        return self.allocate(n - taken, position=extent.position + extent.used, room=room)
+
+    def release(self, extent: Extent) -> None:
+        """Free an extent whole."""
+        self.free += extent.used
+        self._roomy.pop(id(extent), None)
+        self._insert(extent.first, extent.used + extent.room)
+        extent.used = extent.room = 0
+
+    def release_run(self, first: int, n: int) -> None:
+        """Free `n` slots that no extent has any more."""
+        self.free += n
+        self._insert(first, n)
+
+    def trim_front(self, extent: Extent, n: int) -> None:
+        """Another owner takes the first `n` slots of `extent`."""
+        extent.first += n
+        extent.position += n
+        extent.used -= n
+
+    def split_front(self, extent: Extent, n: int) -> Extent:
+        """Cut the first `n` slots of `extent` off as an extent of their own."""
+        front = Extent(extent.position, extent.first, n, 0)
+        self.trim_front(extent, n)
+        return front
+
+    def free_runs(self) -> list[tuple[int, int]]:
+        """(first, length) of what is free, rooms included, for checks."""
+        rooms = [(extent.end, extent.room) for extent in self._roomy.values()]
+        return sorted([*self._length.items(), *rooms])
+
+    # -- free intervals ------------------------------------------------------------------------
+
+    def _fit(self, n: int, room: int) -> int | None:
+        """The smallest interval with room, else the largest without."""
+        best: int | None = None
+        best_length = 0
+        for start in self._starts:
+            length = self._length[start]
+            if length >= n + room:
+                if best_length < n + room or length < best_length:
+                    best, best_length = start, length
+            elif n <= length and best_length < n + room and length > best_length:
+                best, best_length = start, length
+        return best
+
+    def _claim(self, start: int, n: int, room: int, position: int) -> Extent:
+        length = self._cut(start, n + room)
+        extent = Extent(position, start, n, 0)
+        self.free -= n
+        self._give_room(extent, length - n)
+        return extent
+
+    def _scatter(self, n: int, position: int) -> list[Extent]:
+        extents = []
+        while n:
+            start = max(self._starts, key=self._length.__getitem__)
+            extent = self._claim(start, min(n, self._length[start]), 0, position)
+            extents.append(extent)
+            position += extent.used
+            n -= extent.used
+        return extents
+
+    def _cut(self, start: int, most: int) -> int:
+        """Take up to `most` slots from the front of an interval; how many."""
+        length = self._length.pop(start)
+        at = bisect_left(self._starts, start)
+        if length <= most:
+            del self._starts[at]
+            return length
+        self._starts[at] = start + most
+        self._length[start + most] = length - most
+        return most
+
+    def _insert(self, first: int, n: int) -> None:
+        if not n:
+            return
+        at = bisect_left(self._starts, first)
+        if at < len(self._starts) and self._starts[at] == first + n:
+            n += self._length.pop(self._starts.pop(at))
+        if at and self._starts[at - 1] + self._length[self._starts[at - 1]] == first:
+            self._length[self._starts[at - 1]] += n
+        else:
+            insort(self._starts, first)
+            self._length[first] = n
+
+    # -- rooms ---------------------------------------------------------------------------------
+
+    def _give_room(self, extent: Extent, room: int) -> None:
+        extent.room = room
+        if room:
+            self._roomy[id(extent)] = extent
+
+    def _halve_a_room(self, n: int) -> bool:
+        """Free the far half of the largest room, if `n` slots fit into it."""
+        if not self._roomy:
+            return False
+        extent = max(self._roomy.values(), key=lambda e: e.room)
+        half = extent.room // 2
+        if half < n:
+            return False
+        extent.room -= half
+        self._insert(extent.end + extent.room, half)
+        return True
+
+    def _give_up_rooms(self) -> None:
+        for extent in self._roomy.values():
+            self._insert(extent.end, extent.room)
+            extent.room = 0
+        self._roomy.clear()

@@ -1,0 +1,69 @@
+"""What a step is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tokenpod.engine.types import Failure, FinishCode, Started
+from tokenpod.scheduler.radix import Slots
+from tokenpod.scheduler.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engine has."""
+
+    #: KV slots.
+    slots: int
+    #: Sequences that can hold a row of the executor at once.
+    max_rows: int
+    #: Longest sequence, prompt and output.
+    max_positions: int
+    #: Prompt tokens that one step takes.
+    prefill_tokens: int
+
+
+class Work:
+    """Tokens of one sequence in one step."""
+
+    __slots__ = ("n_tokens", "needs_logits", "sequence", "slots", "start")
+
+    def __init__(
+        self, sequence: Sequence, start: int, n_tokens: int, slots: Slots, needs_logits: bool
+    ) -> None:
+        self.sequence = sequence
+        #: Position of the first token.
+        self.start = start
+        self.n_tokens = n_tokens
+        #: [n_tokens] where their keys and values go.
+        self.slots = slots
+        #: A token is sampled after the last one.
+        self.needs_logits = needs_logits
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its token is one that was sampled."""
+        return self.start >= len(self.sequence.prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: works with a single token first."""
+
+    works: list[Work]
+    #: Sequences that got a row since the last step, and rows that were given back.
+    fresh: list[Sequence]
+    freed: list[int]
+
+
+@dataclass(slots=True)
+class Settled:
+    """What a step brought, or what happened without one. The first three lists are parallel."""
+
+    sequence_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finishes: list[FinishCode] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    #: Router steps that are complete.
+    advanced: list[int] = field(default_factory=list)

@@ -117,7 +117,7 @@ class StopMatcher:
     def _child(self, node: _Node, char: str, *, fallback: _Node) -> _Node | None:
         depth = node.depth
         # A stop that ends at this node sorts first, and has no character here.
-        low = node.low + (node.low < node.high and len(self._stops[node.low]) == depth)
+        low = node.low + (len(self._stops[node.low]) == depth)
 
         def char_here(stop: str) -> str:
             return stop[depth]

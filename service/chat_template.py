@@ -1,0 +1,141 @@
+"""Chat messages to a prompt, by the Jinja template that came with the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_RENDERED_CHARS = 16 * 2**20
+MAX_RANGE_STEPS = 1_000_000
+
+
+class ChatTemplateError(ValueError):
+    """The messages can't become a prompt. The text is for the client (INVALID_ARGUMENT)."""
+
+
+class ChatTemplate:
+    """A compiled template in Jinja's immutable sandbox, with what templates of models expect.
+
+    `special_tokens` are variables of the template (`bos_token`, `eos_token`, ...).
+
+    ChatTemplateError: `source` isn't a template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"the model's chat template is broken: line {error.lineno}: {error.message}"
+            ) from error
+
+    def render(
+        self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return the prompt for `messages`, pairs of role and content.
+
+        A template is code that came with the model: what it can run is bounded by Jinja's
+        sandbox, the steps of its `range` loops and the size of its output.
+
+        ChatTemplateError: the template refuses the messages, or fails.
+        """
+        variables: dict[str, Any] = {
+            **self._special_tokens,
+            "messages": [{"role": role, "content": content} for role, content in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            "range": _BoundedRange(),
+        }
+        try:
+            return self._render_bounded(variables)
+        except ChatTemplateError:
+            raise
+        except TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template: {error.message}") from error
+        except Exception as error:
+            # Any expression of the template can fail, in any way: none of it is a bug of ours.
+            raise ChatTemplateError(
+                f"the model's chat template failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _render_bounded(self, variables: dict[str, Any]) -> str:
+        parts = []
+        size = 0
+        for part in self._template.generate(variables):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_RENDERED_CHARS:
+                raise ChatTemplateError(
+                    f"the model's chat template wrote over {MAX_RENDERED_CHARS} characters"
+                )
+        return "".join(parts)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %} ... {% endgeneration %}`: marks for training, plain text for a server."""
+
+    tags = {"generation"}  # noqa: RUF012 - the type that Jinja declares
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the nodes inside the tag."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _BoundedRange:
+    """`range` with a budget of steps for one rendering, since loops nest."""
+
+    def __init__(self) -> None:
+        self._left = MAX_RANGE_STEPS
+
+    def __call__(self, *bounds: int) -> range:
+        steps = range(*bounds)
+        # Not len(): that overflows on a range which no budget allows.
+        if max(abs(steps.stop - steps.start) // abs(steps.step), 1) > self._left:
+            raise ChatTemplateError(
+                f"the model's chat template loops over more than {MAX_RANGE_STEPS} steps"
+            )
+        self._left -= max(len(steps), 1)
+        return steps
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as models saw it in training: Jinja's own filter escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

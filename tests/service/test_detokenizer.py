@@ -1,0 +1,195 @@
+import random
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from tokenpod.service.tokenizer import Tokenizer
+
+SEQUENCES = 1200
+RECOGNISED = [
+    "byte_level",
+    "byte_fallback",
+    "byte_fallback_unstripped",
+    "metaspace",
+    "metaspace_never",
+]
+WINDOWED = ["word_piece", "end_of_word"]
+
+
+def random_ids(rng: random.Random, tokenizer: Tokenizer, backend: Backend) -> list[int]:
+    """Ids as no model would give them: bytes and incomplete characters in runs, special tokens
+    between them, ids beyond the vocabulary; and some as a model would."""
+    size = tokenizer.vocab_size
+    fragments = [
+        token_id
+        for token_id in range(size)
+        if (token := backend.id_to_token(token_id)).startswith("<0x") or len(token) == 1
+    ]
+    ids: list[int] = []
+    for _ in range(rng.randrange(1, 6)):
+        kind = rng.randrange(4)
+        if kind == 0:
+            ids += rng.choices(range(size + 5), k=rng.randrange(8))
+        elif kind == 1:
+            ids += rng.choices(fragments, k=rng.randrange(9))
+        elif kind == 2:
+            text = "".join(rng.choices("好😀éж  \n.a字👩‍👧z", k=rng.randrange(1, 6)))
+            ids += backend.encode(text, add_special_tokens=False).ids
+        else:
+            ids += rng.choices(sorted(tokenizer.special_ids), k=rng.randrange(3))
+    return ids
+
+
+def streamed(tokenizer: Tokenizer, prompt: list[int], ids: list[int], **options: bool) -> str:
+    detokenizer = tokenizer.detokenizer(prompt, **options)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    return "".join(pieces) + detokenizer.finish()
+
+
+def known(backend: Backend, ids: list[int]) -> list[int]:
+    return [token_id for token_id in ids if backend.id_to_token(token_id) is not None]
+
+
+@pytest.mark.parametrize("kind", [*RECOGNISED, *WINDOWED])
+def test_streamed_text_is_the_full_decode_for_random_ids(backends, kind):
+    backend = backends[kind]
+    tokenizer = Tokenizer(backend)
+    rng = random.Random(kind)
+    for _ in range(SEQUENCES):
+        ids = random_ids(rng, tokenizer, backend)
+        text = streamed(tokenizer, [], ids)
+        assert text == tokenizer.decode(ids)
+        assert text == backend.decode(known(backend, ids), skip_special_tokens=True), ids
+        text.encode()
+
+
+@pytest.mark.parametrize("kind", [*RECOGNISED, *WINDOWED])
+def test_streamed_text_continues_the_prompts(backends, kind):
+    backend = backends[kind]
+    tokenizer = Tokenizer(backend)
+    rng = random.Random(kind)
+    for _ in range(SEQUENCES // 4):
+        # Whole characters: nothing of the prompt's text depends on what follows.
+        prompt = backend.encode(rng.choice(["fox jumps", "the", "and again"])).ids
+        ids = random_ids(rng, tokenizer, backend)
+        whole = backend.decode(known(backend, prompt + ids))
+        before = backend.decode(prompt)
+        assert before + streamed(tokenizer, prompt, ids) == whole, ids
+
+
+@pytest.mark.parametrize("kind", RECOGNISED)
+def test_only_whole_characters_are_pushed(backends, kind):
+    backend = backends[kind]
+    tokenizer = Tokenizer(backend)
+    text = "fox 👩‍👩‍👧‍👦好ж" + "é"
+    ids = backend.encode(text).ids
+    detokenizer = tokenizer.detokenizer([])
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    if not kind.startswith("metaspace"):
+        assert "".join(pieces) + detokenizer.finish() == backend.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def ids_of_bytes(backend: Backend, raw: bytes) -> list[int]:
+    return [backend.token_to_id(f"<0x{byte:02X}>") for byte in raw]
+
+
+def test_a_run_of_byte_tokens_is_judged_as_a_whole(backends):
+    backend = backends["byte_fallback"]
+    tokenizer = Tokenizer(backend)
+    ids = ids_of_bytes(backend, "好\n".encode() + b"\xff")
+    detokenizer = tokenizer.detokenizer([])
+    assert [detokenizer.push(token_id) for token_id in ids] == [""] * 5
+    assert detokenizer.finish() == "\ufffd" * 5
+
+
+def test_an_eager_detokenizer_gives_each_whole_character_at_once(backends):
+    backend = backends["byte_fallback"]
+    tokenizer = Tokenizer(backend)
+    ids = ids_of_bytes(backend, "\n好".encode() + b"\xff\xfe\xfd\xfc\xfb")
+    detokenizer = tokenizer.detokenizer([], eager=True)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    assert pieces == ["\n", "", "", "好", "", "", "", "", ""]
+    assert detokenizer.finish() == "\ufffd" * 5
+
+
+@pytest.mark.parametrize("kind", [*RECOGNISED, *WINDOWED])
+def test_eager_text_differs_only_in_invalid_bytes(backends, kind):
+    backend = backends[kind]
+    tokenizer = Tokenizer(backend)
+    rng = random.Random(kind)
+    compared = 0
+    for _ in range(SEQUENCES // 2):
+        ids = random_ids(rng, tokenizer, backend)
+        whole = tokenizer.decode(ids)
+        assert streamed(tokenizer, [], ids, eager=True) == tokenizer.decode(ids, eager=True)
+        if "\ufffd" not in whole:
+            assert tokenizer.decode(ids, eager=True) == whole
+            compared += 1
+    assert compared > SEQUENCES // 20
+
+
+def test_an_incomplete_character_at_the_end_becomes_a_replacement(backends):
+    backend = backends["byte_level"]
+    tokenizer = Tokenizer(backend)
+    first, *_ = backend.encode("€").ids
+    detokenizer = tokenizer.detokenizer([])
+    assert detokenizer.push(first) == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_a_special_token_does_not_split_a_character(backends):
+    for kind in ("byte_level", "byte_fallback"):
+        backend = backends[kind]
+        tokenizer = Tokenizer(backend)
+        special = backend.token_to_id("</s>")
+        ids = backend.encode("🏳", add_special_tokens=False).ids
+        between = [token_id for one in ids for token_id in (one, special)]
+        assert len(ids) > 1
+        assert tokenizer.decode(between) == backend.decode(ids)
+
+
+def test_a_leading_space_is_text_only_after_a_prompt_with_text(backends):
+    backend = backends["byte_fallback"]
+    tokenizer = Tokenizer(backend)
+    mark = backend.token_to_id("▁")
+    letter = backend.token_to_id("a")
+    bos = backend.token_to_id("<s>")
+    assert tokenizer.decode([mark, letter]) == "a"
+    assert tokenizer.decode([mark, letter], prompt_tail=[bos]) == "a"
+    assert tokenizer.decode([mark, letter], prompt_tail=[letter, bos]) == " a"
+
+
+def test_ids_outside_the_vocabulary_are_nothing(backends):
+    for backend in backends.values():
+        tokenizer = Tokenizer(backend)
+        assert tokenizer.decode([10**6, -1]) == ""
+        assert tokenizer.token_text(10**6) == ""
+        assert tokenizer.token_text(-1) == ""
+
+
+@pytest.mark.parametrize("kind", [*RECOGNISED, *WINDOWED])
+def test_one_token_alone_has_the_decoders_text_or_its_name(backends, kind):
+    backend = backends[kind]
+    tokenizer = Tokenizer(backend)
+    for token_id in range(tokenizer.vocab_size):
+        text = tokenizer.token_text(token_id)
+        if tokenizer.is_special(token_id):
+            assert text == backend.id_to_token(token_id)
+        elif kind not in ("byte_level", "metaspace_never", *WINDOWED):
+            # The space that the decoder strips from a text's beginning is this token's own.
+            alone = backend.decode([token_id])
+            assert text.lstrip(" ") == alone.lstrip(" ")
+        else:
+            assert text == backend.decode([token_id])
+
+
+def test_a_decoder_that_always_ends_in_replacements_is_not_held_for_ever():
+    backend = Backend(models.WordLevel({"\ufffd": 0, "a": 1}, unk_token="a"))
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer = Tokenizer(backend)
+    detokenizer = tokenizer.detokenizer([])
+    pieces = [detokenizer.push(0) for _ in range(100)]
+    assert sum(bool(piece) for piece in pieces) >= 5
+    assert "".join(pieces) + detokenizer.finish() == backend.decode([0] * 100)

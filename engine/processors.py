@@ -75,7 +75,8 @@ def penalise(scores: torch.Tensor, params: SamplingParams, history: History) -> 
     """
     out = history.output_counts
     if params.repetition_penalty != 1.0:
-        assert out is not None and history.prompt_counts is not None
+        assert out is not None
+        assert history.prompt_counts is not None
         seen = (out + history.prompt_counts) > 0
         penalty = params.repetition_penalty
         punished = torch.where(scores < 0, scores * penalty, scores / penalty)
@@ -87,7 +88,8 @@ def penalise(scores: torch.Tensor, params: SamplingParams, history: History) -> 
         assert out is not None
         scores -= out * params.frequency_penalty
     if params.relative_frequency_penalty:
-        assert out is not None and history.prompt_counts is not None
+        assert out is not None
+        assert history.prompt_counts is not None
         share = (out + history.prompt_counts) / max(history.length, 1)
         scores -= share * params.relative_frequency_penalty
     if params.logit_bias:
@@ -131,7 +133,7 @@ def truncate(scores: torch.Tensor, params: SamplingParams) -> Candidates:
         p = logp.exp()
         # 0 * -inf is 0 here: a banned token has no information.
         entropy = -(p * logp).nan_to_num(nan=0.0).sum()
-        distance, order = (-logp - entropy).abs().sort(stable=True)
+        _, order = (-logp - entropy).abs().sort(stable=True)
         count = int((p[order].cumsum(0) < params.typical_p).sum()) + 1
         kept = kept.keep(order[:count])
     return kept

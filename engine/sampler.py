@@ -35,7 +35,7 @@ class Samples:
     tokens: torch.Tensor
     #: [n] float32: log probability among the processed scores; 0 where no row asked.
     logprobs: torch.Tensor
-    #: (index, ids, log probabilities of the raw logits), most likely first, lowest id first in ties.
+    #: (index, ids, log probabilities of the raw logits): falling, the lowest id first in ties.
     tops: list[tuple[int, list[int], list[float]]] = field(default_factory=list)
 
 

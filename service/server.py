@@ -98,7 +98,7 @@ class Server:
             self._open(engine, tokenizer, ready, listener, generate, rpcs)
             board.watch(engine.client)
             admission.closed = None
-            board.set_serving(True)
+            await board.set_serving(True)
             log.info("serving", extra=_summary(settings, ready, listener))
             return await self._serve(listener.server, engine, admission, board, stopping)
 
@@ -112,7 +112,7 @@ class Server:
             interceptors.append(AuthInterceptor(settings.auth_token_file))
         server = grpc.aio.server(interceptors=interceptors, options=_channel_options(settings))
         names = add_servicers(rpcs, server)
-        board.add_to(server, names)
+        await board.add_to(server, names)
         enable_reflection([*names, board.service_name], server)
         address = f"{settings.hostname}:{settings.port}"
         port = _bind(server, address, _credentials(settings))
@@ -197,7 +197,7 @@ class Server:
         lost = engine.client.lost
         await asyncio.wait([stopping.task(), lost], return_when="FIRST_COMPLETED")
         if lost.done():
-            board.set_serving(False)
+            await board.set_serving(False)
             log.error("the engine was lost", extra={"reason": str(lost.result())})
             # Its clients have been told already; a moment for the answers to leave.
             await server.stop(1.0)
@@ -214,7 +214,7 @@ class Server:
     ) -> None:
         settings = self.settings
         log.info("draining", extra={"lame_duck_seconds": settings.lame_duck_seconds})
-        board.drain()
+        await board.drain()
         # Endpoints take time to hear of it: until then clients still come, and are served.
         await stopping.sleep(settings.lame_duck_seconds)
         admission.closed = "the server is draining"

@@ -1,0 +1,193 @@
+"""What goes wrong, in the words and codes that a client gets.
+
+Every exception here knows its gRPC status, its `google.rpc` details and, where trying again can
+help, after how long. docs/contract.md lists which code means what.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from tokenpod.engine.types import Failure, FailureCode
+
+#: `google.rpc.ErrorInfo.domain`.
+DOMAIN = "tokenpod"
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+
+Metadata = Sequence[tuple[str, str]]
+
+
+class ServiceError(Exception):
+    """A failure that the client is told.
+
+    Args:
+        message: for the person who reads it; never paths, addresses or prompts.
+        retry_after: seconds after which the same call may succeed; None: it will not by itself.
+        reason: `ErrorInfo.reason`, for programs.
+    """
+
+    code = grpc.StatusCode.UNKNOWN
+    reason = "UNKNOWN"
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after = retry_after
+
+    def details(self) -> list[Message]:
+        """The `google.rpc` messages that say more."""
+        found: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
+        if self.retry_after is not None:
+            delay = Duration()
+            delay.FromNanoseconds(int(self.retry_after * 1e9))
+            found.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        return found
+
+    def trailing_metadata(self) -> Metadata:
+        """gRPC clients' own retry policies obey the push-back."""
+        if self.retry_after is None:
+            return ()
+        return ((PUSHBACK_KEY, str(int(self.retry_after * 1000))),)
+
+    def status(self) -> status_pb2.Status:
+        """`google.rpc.Status`, what travels in `grpc-status-details-bin`."""
+        packed = []
+        for detail in self.details():
+            message = AnyMessage()
+            message.Pack(detail)
+            packed.append(message)
+        number = getattr(code_pb2, self.code.name)
+        return status_pb2.Status(code=number, message=self.message, details=packed)
+
+
+class InvalidArgument(ServiceError):
+    """A field is wrong: `google.rpc.BadRequest` names it."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_FIELD"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
+
+    def details(self) -> list[Message]:
+        """The violation first."""
+        bad = error_details_pb2.BadRequest()
+        bad.field_violations.add(field=self.field, description=self.problem)
+        return [bad, *super().details()]
+
+
+class ResourceExhausted(ServiceError):
+    """A queue is full or a batch does not fit; `limit` names which limit."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "LIMIT_REACHED"
+
+    def __init__(self, message: str, *, limit: str, retry_after: float | None = None) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.limit = limit
+
+    def details(self) -> list[Message]:
+        """The limit first."""
+        quota = error_details_pb2.QuotaFailure()
+        quota.violations.add(subject=self.limit, description=self.message)
+        return [quota, *super().details()]
+
+
+class Unavailable(ServiceError):
+    """Starting, draining, or a part is lost: safe to retry."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+
+
+class NotFound(ServiceError):
+    """No batch, adapter or model of that name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+    def __init__(self, kind: str, name: str, message: str | None = None) -> None:
+        super().__init__(message or f"there is no {kind} {name!r}")
+        self.kind = kind
+        self.name = name
+
+    def details(self) -> list[Message]:
+        """The resource first."""
+        resource = error_details_pb2.ResourceInfo(
+            resource_type=self.kind, resource_name=self.name, description=self.message
+        )
+        return [resource, *super().details()]
+
+
+class FailedPrecondition(ServiceError):
+    """The server is not in the state that the call needs: a follower, a feature that is off."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "FAILED_PRECONDITION"
+
+
+class DeadlineExceeded(ServiceError):
+    """The client's deadline has passed, or can't be met any more."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+
+
+class DataLoss(ServiceError):
+    """The model computed NaN or Inf for this request; others are not affected."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "NOT_A_NUMBER"
+
+
+class Unauthenticated(ServiceError):
+    """No token, or one that this server does not know."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    reason = "BAD_TOKEN"
+
+
+class PermissionDenied(ServiceError):
+    """The caller is known and not allowed."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    reason = "NOT_ALLOWED"
+
+
+class Internal(ServiceError):
+    """A fault of ours. The client gets an id and nothing else; the log has the rest under it."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+
+    def __init__(self) -> None:
+        self.error_id = secrets.token_hex(6)
+        super().__init__(f"internal error {self.error_id}; the server's log has the details")
+
+
+_FAILURES: dict[FailureCode, type[ServiceError]] = {
+    FailureCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    FailureCode.DATA_LOSS: DataLoss,
+}
+
+
+def engine_failure(failure: Failure) -> ServiceError:
+    """The engine's word as the client's."""
+    match failure.code:
+        case FailureCode.RESOURCE_EXHAUSTED:
+            limit = "max_batch_total_tokens"
+            return ResourceExhausted(failure.message, limit=limit, retry_after=1.0)
+        case FailureCode.UNAVAILABLE:
+            return Unavailable(failure.message, retry_after=1.0)
+        case FailureCode.INVALID_ARGUMENT:
+            return InvalidArgument("request", failure.message)
+    return _FAILURES[failure.code](failure.message)

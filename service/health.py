@@ -1,0 +1,118 @@
+"""`grpc.health.v1` for every service, and for the three kubelet probes.
+
+    ""  readiness  TextGenerationService...   can a request be served now?
+    startup                                   is the model loaded?
+    liveness                                  would a restart help?
+
+A probe must tell "busy" from "stuck". Readiness goes when work is pending and no step has settled
+for max(5 s, 20 times the usual step), and comes back with the next step. Liveness goes only after
+max(60 s, 200 times the usual step) without one: a long step, a full queue or a drain never restarts
+a good pod.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+_POLL_SECONDS = 0.25
+
+
+class Progress(Protocol):
+    """What the board watches: the engine's pulse."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether work is waiting for a step."""
+        ...
+
+    #: CLOCK_MONOTONIC nanoseconds of the last step, or of the work that began a wait.
+    last_step_at: int
+    #: Seconds that a step usually takes.
+    usual_step: float
+
+
+class HealthBoard:
+    """What probes and load balancers are told."""
+
+    service_name = "grpc.health.v1.Health"
+
+    def __init__(self) -> None:
+        self._servicer = health.aio.HealthServicer()
+        self._ready_names = {"", "readiness"}
+        self._serving = False
+        self._draining = False
+        self._moving = True
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def add_to(self, server: grpc.aio.Server, services: Sequence[str]) -> None:
+        """Answer on `server`, also for `services` by name."""
+        self._ready_names |= set(services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        await self._servicer.set("liveness", _SERVING)
+        await self._servicer.set("startup", _NOT_SERVING)
+        await self._tell()
+
+    def is_serving(self) -> bool:
+        """Whether the engine moves; draining does not count."""
+        return self._serving and self._moving
+
+    async def set_serving(self, serving: bool) -> None:
+        """The model can generate; or it cannot any more."""
+        self._serving = serving
+        if serving:
+            await self._servicer.set("startup", _SERVING)
+        await self._tell()
+
+    async def drain(self) -> None:
+        """No new work, please. `liveness` stays."""
+        self._draining = True
+        await self._tell()
+
+    def watch(self, progress: Progress) -> None:
+        """Take the engine's pulse from now on."""
+        self._watcher = asyncio.create_task(self._watch(progress))
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    async def _watch(self, progress: Progress) -> None:
+        alive = True
+        while True:
+            await asyncio.sleep(_POLL_SECONDS)
+            stuck = (time.monotonic_ns() - progress.last_step_at) / 1e9 if progress.pending else 0.0
+            moving = stuck < max(5.0, 20 * progress.usual_step)
+            if moving != self._moving:
+                self._moving = moving
+                await self._tell()
+            lives = stuck < max(60.0, 200 * progress.usual_step)
+            if lives != alive:
+                alive = lives
+                await self._servicer.set("liveness", _SERVING if alive else _NOT_SERVING)
+
+    async def _tell(self) -> None:
+        ready = self._serving and self._moving and not self._draining
+        for name in self._ready_names:
+            await self._servicer.set(name, _SERVING if ready else _NOT_SERVING)
+
+
+async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:
+    """A second server with health alone: plaintext and open, for kubelet's gRPC probes.
+
+    Raises RuntimeError if the address is taken.
+    """
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    await board.add_to(server, ())
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, port

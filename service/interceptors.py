@@ -1,0 +1,182 @@
+"""What wraps every rpc: exceptions become statuses, callers show a token.
+
+One wrapper serves all four arities and both ways to write a streaming handler: as an async
+generator, or as a coroutine that calls `context.write` (as grpcio's own Health/Watch does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+
+from tokenpod.service.errors import Internal, ServiceError, Unauthenticated
+
+log = logging.getLogger("tokenpod.rpc")
+
+Handler = grpc.RpcMethodHandler[Any, Any]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Turns what a handler raises into a status with details.
+
+    `context.abort` and cancellations pass untouched: they are answers already. Anything that is not
+    a ServiceError is a fault of ours: the client gets an error id, the log the traceback under it.
+    """
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called by grpc."""
+        handler = await continuation(handler_call_details)
+        return wrap_handler(handler, handler_call_details.method, _guard) if handler else handler
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets a call pass only with `authorization: Bearer TOKEN`.
+
+    A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can mend it with a
+    better one. Tokens are compared in constant time.
+
+    Args:
+        token_file: one token a line; read again when it changes, so that a mounted secret can be
+            rotated.
+        exempt: services that need no token: probes carry none.
+    """
+
+    def __init__(
+        self, token_file: Path, exempt: frozenset[str] = frozenset({"grpc.health.v1.Health"})
+    ) -> None:
+        self._file = token_file
+        self._exempt = exempt
+        self._read_at: tuple[int, int] | None = None
+        self._tokens: list[bytes] = []
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called by grpc."""
+        handler = await continuation(handler_call_details)
+        service = handler_call_details.method.split("/")[1]
+        if handler is None or service in self._exempt:
+            return handler
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        given = str(metadata.get("authorization", ""))
+        if self._knows(given):
+            return handler
+        problem = "the call carries a token that is not known" if given else "the call has no token"
+        return wrap_handler(handler, handler_call_details.method, _refusal(problem))
+
+    def _knows(self, authorization: str) -> bool:
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            return False
+        given = token.strip().encode()
+        # Every token is compared, so that time tells nothing about which one was near.
+        found = [hmac.compare_digest(given, known) for known in self._known()]
+        return any(found)
+
+    def _known(self) -> list[bytes]:
+        try:
+            status = self._file.stat()
+            seen = (status.st_mtime_ns, status.st_ino)
+            if seen != self._read_at:
+                lines = self._file.read_bytes().split(b"\n")
+                self._tokens = [line.strip() for line in lines if line.strip()]
+                self._read_at = seen
+        except OSError:
+            log.exception("cannot read the token file; nobody is let in")
+            self._tokens, self._read_at = [], None
+        return self._tokens
+
+
+# -- one wrapper for every kind of handler -----------------------------------------------------
+
+#: Runs a handler's awaitable: (awaitable, context, method) -> its result.
+Around = Callable[[Awaitable[Any], Context, str], Awaitable[Any]]
+
+
+def wrap_handler(handler: Handler, method: str, around: Around) -> Handler:
+    """`handler` with every await of it inside `around`."""
+    if handler.response_streaming:
+        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+        make = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_stream_rpc_method_handler
+        )
+        behaviour: Any = _streaming(inner, method, around)
+    else:
+        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+        make = (
+            grpc.stream_unary_rpc_method_handler
+            if handler.request_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+
+        async def behaviour(request: Any, context: Context) -> Any:
+            return await around(inner(request, context), context, method)
+
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+def _streaming(inner: Any, method: str, around: Around) -> Any:
+    if not inspect.isasyncgenfunction(inner):
+
+        async def writer(request: Any, context: Context) -> None:
+            await around(inner(request, context), context, method)
+
+        return writer
+
+    async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
+        stream = inner(request, context)
+        try:
+            while True:
+                try:
+                    message = await around(anext(stream), context, method)
+                except StopAsyncIteration:
+                    return
+                yield message
+        finally:
+            # A client that goes away leaves the generator in the middle: end it now.
+            await stream.aclose()
+
+    return generator
+
+
+async def _guard(awaitable: Awaitable[Any], context: Context, method: str) -> Any:
+    try:
+        return await awaitable
+    except (asyncio.CancelledError, grpc.aio.AbortError, StopAsyncIteration):
+        raise
+    except ServiceError as error:
+        await _abort(context, error)
+    except Exception:
+        error = Internal()
+        log.exception("internal error", extra={"error_id": error.error_id, "method": method})
+        await _abort(context, error)
+
+
+async def _abort(context: Context, error: ServiceError) -> None:
+    status = rpc_status.to_status(error.status())
+    metadata = (*(status.trailing_metadata or ()), *error.trailing_metadata())
+    context.set_trailing_metadata(metadata)
+    await context.abort(status.code, status.details, metadata)
+
+
+def _refusal(problem: str) -> Around:
+    async def refuse(awaitable: Awaitable[Any], context: Context, method: str) -> Any:
+        if inspect.iscoroutine(awaitable):
+            awaitable.close()
+        await _abort(context, Unauthenticated(f"{problem} (authorization: Bearer TOKEN)"))
+
+    return refuse

@@ -33,6 +33,9 @@ from tokenpod.scheduler.scheduler import Scheduler, Settled, Step, Work
 from tokenpod.scheduler.sequence import Sequence
 
 
+_NAP_SECONDS = 0.01
+
+
 @dataclass(slots=True)
 class _OpTimes:
     began: int
@@ -55,6 +58,8 @@ class EngineLoop:
     executor: Executor
     overlap: bool = False
     _steps: int = 0
+    #: The last plan was empty: nothing that is here can run.
+    _stuck: bool = False
     _flying: _InFlight | None = None
     _ops: dict[int, _OpTimes] = field(default_factory=dict)
     #: Log probabilities of prompts under way, by sequence id.
@@ -67,11 +72,10 @@ class EngineLoop:
 
     def turn(self) -> None:
         """One turn; waits for messages if there is nothing else to do."""
-        idle = self._flying is None and not self.scheduler.busy
-        # A short nap when something waits for time alone (a deadline in the queue).
-        for message in self.link.receive(None if idle else 0.0):
+        for message in self.link.receive(self._patience()):
             self._take(message)
         step = self.scheduler.plan(time.monotonic_ns())
+        self._stuck = step is None
         previous, self._flying = self._flying, None
         if step is not None:
             self._flying = _InFlight(step, self.executor.launch(self._plan(step)))
@@ -81,6 +85,13 @@ class EngineLoop:
             flying, self._flying = self._flying, None
             self._settle(flying)
         self._publish_events()
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for messages; None: for ever."""
+        if self._flying is not None or not (self._stuck or not self.scheduler.busy):
+            return 0.0
+        # What is queued and cannot run waits for a router to let go, or for its own deadline.
+        return _NAP_SECONDS if self.scheduler.busy else None
 
     # -- in ------------------------------------------------------------------------------------
 

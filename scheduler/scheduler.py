@@ -90,6 +90,7 @@ class Scheduler:
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
                 self._end(sequence)
+                self._free_if_idle(sequence)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -127,8 +128,8 @@ class Scheduler:
             sequence.in_flight -= 1
             if work.needs_logits:
                 self._take(sequence, next(token), now, settled)
-            if sequence.dead and not sequence.in_flight:
-                self._free(sequence)
+            if sequence.dead:
+                self._free_if_idle(sequence)
         settled.advanced += self._held.settle(step)
         self._steps_in_flight -= 1
         return settled
@@ -231,16 +232,16 @@ class Scheduler:
                 failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
                 self._events.failures.append(failure)
             self._end(sequence)
+            self._free_if_idle(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        if sequence.dead:
-            return
-        sequence.dead = True
-        self._batcher.remove(sequence)
-        if not sequence.in_flight:
-            self._free(sequence)
+        if not sequence.dead:
+            sequence.dead = True
+            self._batcher.remove(sequence)
 
-    def _free(self, sequence: Sequence) -> None:
+    def _free_if_idle(self, sequence: Sequence) -> None:
+        if sequence.in_flight:
+            return
         self.kv.release(sequence)
         self._rows.give_back(sequence)
         self._held.remove(sequence)

@@ -11,7 +11,7 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -176,8 +176,8 @@ class EngineClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by asyncio."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are asyncio's by behaviour, not by descent.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio."""

@@ -207,7 +207,6 @@ class GenerateService:
                 "finished": generation.finished,
             },
         )
-        writer.record(self._telemetry)
 
 
 def _request_id(call: GenerateCall, context: grpc.aio.ServicerContext[Any, Any]) -> str:

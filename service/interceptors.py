@@ -21,9 +21,10 @@ from tokenpod.service.errors import Internal, ServiceError, Unauthenticated
 
 log = logging.getLogger("tokenpod.rpc")
 
-Handler = grpc.RpcMethodHandler[Any, Any]
+#: grpc.RpcMethodHandler and grpc.aio.ServicerContext, which are generic in their stubs only.
+Handler = Any
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
-Context = grpc.aio.ServicerContext[Any, Any]
+Context = Any
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -41,7 +41,7 @@ from tokenpod.service.progress import LoadingBar
 from tokenpod.service.reflection import enable_reflection
 from tokenpod.service.servicers import Rpcs, add_servicers
 from tokenpod.service.shard import ShardService
-from tokenpod.service.telemetry import Telemetry
+from tokenpod.service.telemetry import Telemetry, TelemetrySettings
 from tokenpod.service.tokenizer import Tokenizer, TokenizerError
 from tokenpod.service.validate import RequestLimits
 
@@ -76,7 +76,11 @@ class Server:
     async def run(self) -> int:
         """Serve until a signal; the process's exit status. Raises StartError."""
         settings = self.settings
-        telemetry = Telemetry.start(settings.telemetry())
+        telemetry = Telemetry.start(
+            TelemetrySettings(
+                settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio
+            )
+        )
         admission = Admission(
             max_requests=settings.max_concurrent_requests,
             max_queue_tokens=settings.max_queue_tokens,

@@ -18,7 +18,8 @@ from tokenpod.service.errors import Unavailable
 from tokenpod.service.generate import GenerateService
 from tokenpod.service.shard import ShardService
 
-Context = grpc.aio.ServicerContext[Any, Any]
+#: grpc.aio.ServicerContext, which is generic in its stubs only.
+Context = Any
 
 
 class Rpcs:

@@ -25,7 +25,7 @@ from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-START_SECONDS = 120.0
+START_SECONDS = 60.0
 
 
 def free_port() -> int:

@@ -52,7 +52,7 @@ def split(modules: dict[str, bytes]) -> tuple[dict[str, bytes], dict[str, bytes]
 
 
 def shared_lines(train: dict[str, bytes], held_out: dict[str, bytes]) -> dict[str, float]:
-    """For each held-out module the share of its non-blank lines in five-line runs seen in training.
+    """For each held-out module the share of its runs of five non-blank lines seen in training.
 
     High values are near duplicates. They stay in the set; the model card counts them.
     """

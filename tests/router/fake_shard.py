@@ -17,7 +17,7 @@ from router import fake_model as model
 from tokenpod.protos.generate.v1 import generate_pb2 as v1_pb2
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 
-#: Called with (method, reply) before a reply leaves; may change it.
+#: Called with (method, reply) before a reply leaves; may change it or raise `Refused`.
 Tamper = Callable[[str, Any], None]
 
 #: TGI matches stop sequences in the last 200 characters once a text exceeds 300.
@@ -213,10 +213,10 @@ class FakeShard:
                     each.add_special_tokens = True
             try:
                 reply = call(request)
+                if self._tamper is not None:
+                    self._tamper(name, reply)
             except Refused as error:
                 await context.abort(error.code, str(error))
-            if self._tamper is not None:
-                self._tamper(name, reply)
             return reply
 
         return handle

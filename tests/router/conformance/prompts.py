@@ -19,11 +19,6 @@ async def test_truncate_keeps_the_last_tokens(shard: ShardClient) -> None:
         assert cut == whole[-length:]
 
 
-async def test_truncation_changes_what_the_model_reads(shard: ShardClient) -> None:
-    last = await prompt_ids(shard, PROMPTS[2], add_special_tokens=False, truncate=2)
-    assert len(last) == 2
-
-
 async def test_each_request_of_a_batch_has_its_own_truncation(any_shard: ShardClient) -> None:
     reply = await any_shard.prefill(
         batch_of(

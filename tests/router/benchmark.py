@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.client import ShardClient
-from router.records import Batch, CachedBatch, Request, StepReply
+from router.records import Batch, Request, StepReply
 
 
 class Benchmark:
@@ -44,9 +44,6 @@ class Benchmark:
         )
         total = self._size * (length + self._decode_length)
         return await self._shard.prefill(Batch(0, requests, max_tokens=total))
-
-    async def decode(self, batch: CachedBatch) -> StepReply:
-        return await self._shard.decode([batch])
 
 
 def _collect(reply: StepReply, tokens: dict[int, list[int]]) -> None:

@@ -87,6 +87,11 @@ class ShardClient:
         """How many tokens `text` has; v1's fork and v3 have this rpc, no router calls it."""
         return int((await self._call("Tokens", self.wire.pb.TokensRequest(text=text))).ntokens)
 
+    async def token_ids(self, text: str) -> tuple[int, ...]:
+        """The tokens of `text`; v3 only."""
+        request = self.wire.pb.TokensRequest(text=text, return_ids=True)
+        return tuple((await self._call("Tokens", request)).ids)
+
     async def _call(self, method: str, request: Any) -> Any:
         try:
             return await getattr(self._stub, method)(request)

@@ -23,7 +23,6 @@ from router.records import (
 from router.startup import Limits, RouterPanic, RouterSettings, agree_on_limits, connect
 from router.streams import (
     GenerationError,
-    IncompleteGeneration,
     Prompt,
     Result,
     Stream,
@@ -230,10 +229,8 @@ class Router:
                     break
             cached = await self._decode(batches, entries)
             waiting_tokens += 1
-        for entry in entries.values():
-            self._leave(entry)
-            if not entry.stream.over:
-                entry.stream.fail(IncompleteGeneration("the shard forgot the request"))
+        if entries:
+            raise RouterPanic(f"requests {list(entries)} were forgotten before they finished")
         return True
 
     def _newcomers(self, cached: CachedBatch, waiting_tokens: int) -> tuple[Entries, Batch] | None:
@@ -307,7 +304,7 @@ class Router:
                 # A receiver that hung up is filtered out before its next generation.
                 raise RouterPanic(f"request id {generation.request_id} not found in entries")
             if self._send(generation, entry):
-                self._leave(entries.pop(generation.request_id))
+                self.queue.release(entries.pop(generation.request_id))
         return None if reply.batch is None else await self._filter(reply.batch, entries)
 
     async def _filter(self, batch: CachedBatch, entries: Entries) -> CachedBatch | None:
@@ -339,13 +336,10 @@ class Router:
                 continue
             self._ledger.cleared(batch_id)
         for entry in entries.values():
-            self._leave(entry)
+            self.queue.release(entry)
             if not entry.stream.closed:
                 entry.stream.fail(GenerationError(error.message))
         entries.clear()
-
-    def _leave(self, entry: Entry) -> None:
-        self.queue.release(entry)
 
     def _send(self, generation: Generation, entry: Entry) -> bool:
         """Pass a generation on; True when the entry is over: finished, or nobody listens."""

@@ -136,6 +136,7 @@ class FakeShard:
         path: str,
         *,
         support_chunking: bool = False,
+        use_prefix_caching: bool = False,
         requires_padding: bool = False,
         block_size: int = 1,
         capacity: int = 20_000,
@@ -153,6 +154,7 @@ class FakeShard:
             dtype="torch.float32",
             device_type="cpu",
             support_chunking=support_chunking,
+            use_prefix_caching=use_prefix_caching,
             attention_impl="fake",
             block_size=block_size,
         )
@@ -188,7 +190,7 @@ class FakeShard:
             "Decode": (pb.DecodeRequest, self.decode),
             "Tokens": (
                 pb.TokensRequest,
-                lambda r: pb.TokensResponse(ntokens=len(model.encode(r.text, special=True))),
+                lambda r: _tokens(model.encode(r.text, special=True)),
             ),
         }
         return grpc.method_handlers_generic_handler(
@@ -331,6 +333,10 @@ def _refuse_unsupported(request: Any) -> None:
         raise invalid(f"adapter_id {request.adapter_id!r} is not supported")
     if any(chunk.HasField("image") for chunk in request.input_chunks.chunks):
         raise invalid("input_chunks has an image; this model takes text only")
+
+
+def _tokens(ids: list[int]) -> Any:
+    return pb.TokensResponse(ntokens=len(ids), ids=ids)
 
 
 def _without_images(request: Any) -> Any:

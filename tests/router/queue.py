@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from router.blocks import Allocation, BlockAllocator, round_up
 from router.records import Batch, Request, ShardInfo
 from router.startup import Limits
 from router.streams import Prompt, Stream
@@ -20,33 +21,9 @@ class Entry:
     input_length: int
     truncate: int
     stream: Stream
-    blocks: list[int] = field(default_factory=list)
+    allocation: Allocation = field(default_factory=Allocation)
     #: Given by the queue.
     request_id: int = -1
-
-
-class BlockAllocator:
-    """A v3 router's own book of KV blocks, for models without padding."""
-
-    def __init__(self, tokens: int, block_size: int) -> None:
-        self._block_size = block_size
-        self._free = list(range(tokens // block_size))
-
-    def allocate(self, tokens: int) -> list[int] | None:
-        """Blocks for `tokens` tokens, or None when there are too few."""
-        count = round_up(tokens, self._block_size) // self._block_size
-        if count > len(self._free):
-            return None
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
-
-    def release(self, blocks: list[int]) -> None:
-        self._free.extend(blocks)
-        blocks.clear()
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
 
 
 @dataclass
@@ -78,7 +55,13 @@ class Queue:
         self._v3 = wire.name == "v3"
         paged = self._v3 and not info.requires_padding
         self.allocator = (
-            BlockAllocator(limits.max_batch_total_tokens, info.block_size) if paged else None
+            BlockAllocator(
+                limits.max_batch_total_tokens,
+                info.block_size,
+                prefix_caching=info.use_prefix_caching,
+            )
+            if paged
+            else None
         )
 
     def __len__(self) -> int:
@@ -92,7 +75,8 @@ class Queue:
     def release(self, entry: Entry) -> None:
         """Give back the blocks of an entry that left its batch."""
         if self.allocator is not None:
-            self.allocator.release(entry.blocks)
+            self.allocator.release(entry.allocation)
+            entry.allocation = Allocation()
 
     def next_batch(
         self,
@@ -165,24 +149,22 @@ class Queue:
         self, draft: _Draft, entry: Entry, prefill_budget: int, allocator: BlockAllocator
     ) -> bool:
         new = entry.prompt.max_new_tokens
-        blocks = allocator.allocate(entry.input_length + new + self._info.speculate - 1)
-        if blocks is None:
+        # Log probabilities of the whole prompt need all of it computed.
+        ids = () if entry.prompt.prefill_logprobs else entry.prompt.ids[-entry.input_length :]
+        allocation = allocator.allocate(entry.input_length + new + self._info.speculate - 1, ids)
+        if allocation is None:
             return False
-        prefill = draft.prefill_tokens + entry.input_length
-        decode = draft.decode_tokens + new
+        prefill = draft.prefill_tokens + entry.input_length - allocation.cache_len
         chunk: int | None = None
         if prefill > prefill_budget:
-            if not self._info.support_chunking:
-                allocator.release(blocks)
-                return False
             chunk = prefill_budget - draft.prefill_tokens
-            if chunk == 0:
-                allocator.release(blocks)
+            if chunk == 0 or not self._info.support_chunking:
+                allocator.release(allocation)
                 return False
             prefill = prefill_budget
             draft.full = True
-        entry.blocks = blocks
-        draft.take(entry, prefill, decode, chunk)
+        entry.allocation = allocation
+        draft.take(entry, prefill, draft.decode_tokens + new, chunk)
         return True
 
     def _numbered(self, draft: _Draft) -> tuple[dict[int, Entry], Batch]:
@@ -195,13 +177,13 @@ class Queue:
             self._next_batch_id,
             tuple(requests),
             max_tokens=draft.prefill_tokens + draft.decode_tokens,
-            max_blocks=max(len(entry.blocks) for entry in entries.values()),
+            max_blocks=max(len(entry.allocation.blocks) for entry in entries.values()),
         )
         self._next_batch_id += 1
         return entries, batch
 
     def _request(self, entry: Entry, chunk: int | None) -> Request:
-        prompt, size = entry.prompt, self._info.block_size
+        prompt = entry.prompt
         return Request(
             id=entry.request_id,
             inputs=prompt.text,
@@ -212,12 +194,8 @@ class Queue:
             ignore_eos_token=prompt.ignore_eos_token,
             prefill_logprobs=prompt.prefill_logprobs,
             top_n_tokens=prompt.top_n_tokens,
-            blocks=tuple(entry.blocks),
-            slots=tuple(b * size + i for b in entry.blocks for i in range(size)),
+            blocks=entry.allocation.blocks,
+            slots=entry.allocation.slots,
+            cache_len=entry.allocation.cache_len,
             chunk_len=chunk,
         )
-
-
-def round_up(tokens: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `tokens`."""
-    return -(-tokens // multiple) * multiple

@@ -13,10 +13,6 @@ class GenerationError(Exception):
     """The step that this request was in failed (HTTP 424)."""
 
 
-class IncompleteGeneration(Exception):
-    """The shard forgot the request before it finished (HTTP 500)."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """What a user of the router asks for. `input_length` is in tokens, special ones included."""
@@ -24,6 +20,8 @@ class Prompt:
     text: str
     input_length: int
     max_new_tokens: int
+    #: The tokens themselves, where known: the router shares the blocks of equal beginnings.
+    ids: tuple[int, ...] = ()
     truncate: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     stop_sequences: tuple[str, ...] = ()
@@ -76,7 +74,6 @@ class Stream:
 
         Raises:
             GenerationError: a step failed.
-            IncompleteGeneration: the shard forgot the request.
             RouterPanic: the router died.
         """
         while True:

@@ -14,5 +14,5 @@ from router.fake_shard import FakeShard
 @pytest.fixture(params=[False, True], ids=["whole", "chunked"])
 async def shard_address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
     path = str(tmp_path / "shard-0")
-    async with FakeShard(path, support_chunking=request.param):
+    async with FakeShard(path, support_chunking=request.param, use_prefix_caching=request.param):
         yield path

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.queue import Entry, Queue, round_up
+from router.queue import Entry, Queue
 from router.records import Batch, ShardInfo
 from router.startup import Limits
 from router.streams import Prompt, Stream
@@ -64,10 +64,10 @@ def test_the_first_that_does_not_fit_blocks_the_rest() -> None:
 
 def test_fewer_than_min_size_are_put_back_in_order() -> None:
     queue = queue_of((50, 1), (40, 1), (60, 1), block_size=10)
-    free = queue.allocator.free
+    free = queue.allocator.available
     assert take(queue, min_size=4) is None
     assert take(queue, min_size=3, prefill_budget=100) is None
-    assert queue.allocator.free == free
+    assert queue.allocator.available == free
     assert ids(take(queue, min_size=2, prefill_budget=100)) == [0, 1]
 
 
@@ -122,7 +122,7 @@ def test_v3_allocates_blocks_for_all_but_the_last_token() -> None:
     (request,) = batch.requests
     assert len(request.blocks) == batch.max_blocks == 2
     assert len(request.slots) == 16
-    assert queue.allocator.free == 6
+    assert queue.allocator.available == 6
 
 
 def test_v3_waits_for_free_blocks() -> None:
@@ -151,5 +151,16 @@ def test_chunking_never_sends_an_empty_chunk() -> None:
     assert ids(take(queue)) == [1]
 
 
-def test_round_up() -> None:
-    assert [round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
+def test_cached_beginnings_cost_no_prefill() -> None:
+    queue = queue_of(block_size=4, use_prefix_caching=True, support_chunking=True)
+    for last in (7, 8):
+        prompt = Prompt(text="x", input_length=9, max_new_tokens=1, ids=(*range(8), last))
+        queue.append(Entry(prompt, 9, 9, Stream()))
+    taken = queue.next_batch(min_size=None, max_size=1, prefill_budget=12, token_budget=99)
+    assert taken is not None
+    queue.release(taken[0][0])
+    batch = take(queue)
+    assert batch is not None
+    (request,) = batch.requests
+    assert (request.cache_len, request.chunk_len) == (8, None)
+    assert batch.max_tokens == 1 + 1

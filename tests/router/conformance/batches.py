@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 from router.benchmark import Benchmark
+from router.blocks import round_up
 from router.client import ShardClient, ShardError
 from router.conformance.fixtures import (
     PROMPTS,
@@ -17,7 +18,6 @@ from router.conformance.fixtures import (
     prompt_ids,
     tell,
 )
-from router.queue import round_up
 
 
 async def test_prefill_brings_each_request_its_first_token(any_shard: ShardClient) -> None:

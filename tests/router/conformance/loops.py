@@ -17,12 +17,12 @@ from router.streams import Prompt, Stream
 from router.wire import V3, WIRES, Wire
 
 
-async def lengths(address: str) -> dict[str, int]:
-    """Tokens of each prompt, as the router's own tokenizer would count them."""
+async def tokenized(address: str) -> dict[str, tuple[int, ...]]:
+    """Each prompt's tokens, as the router's own tokenizer would make them."""
     client = ShardClient(address, V3())
-    counts = {text: await client.tokens(text) for text in PROMPTS}
+    ids = {text: await client.token_ids(text) for text in PROMPTS}
     await client.close()
-    return counts
+    return ids
 
 
 async def greedy(address: str, new: int) -> dict[str, list[int]]:
@@ -40,7 +40,7 @@ async def test_every_request_ends_once_with_its_tokens(
 ) -> None:
     """80 requests at a time of random lengths, a fifth of whose readers hang up."""
     rng = random.Random(seed)
-    counts, expected = await lengths(shard_address), await greedy(shard_address, 12)
+    ids, expected = await tokenized(shard_address), await greedy(shard_address, 12)
     settings = replace(
         SMALL,
         waiting_served_ratio=rng.choice([0.0, 0.3, 1.2]),
@@ -48,17 +48,20 @@ async def test_every_request_ends_once_with_its_tokens(
         max_batch_size=rng.choice([None, 5, 16]),
     )
     router = await Router.start(shard_address, wire=wire, settings=settings, seed=seed)
-    await asyncio.gather(*(_user(router, rng, counts, expected) for _ in range(80)))
+    await asyncio.gather(*(_user(router, rng, ids, expected) for _ in range(80)))
     assert await router.health()
-    free = router.queue.allocator
-    if free is not None:
+    blocks = router.queue.allocator
+    if blocks is not None:
         await router.idle()
-        assert free.free == router.limits.max_batch_total_tokens // router.info.block_size
+        assert blocks.available == router.limits.max_batch_total_tokens // router.info.block_size
     await router.stop()
 
 
 async def _user(
-    router: Router, rng: random.Random, counts: dict[str, int], expected: dict[str, list[int]]
+    router: Router,
+    rng: random.Random,
+    ids: dict[str, tuple[int, ...]],
+    expected: dict[str, list[int]],
 ) -> None:
     text, new, sampled = rng.choice(PROMPTS), rng.randint(1, 12), rng.random() < 0.5
     leaves_after = rng.randint(0, new) if rng.random() < 0.2 else None
@@ -67,7 +70,8 @@ async def _user(
     stream = router.submit(
         Prompt(
             text=text,
-            input_length=counts[text],
+            input_length=len(ids[text]),
+            ids=ids[text],
             max_new_tokens=new,
             sampling=sampling,
             ignore_eos_token=True,
@@ -100,10 +104,10 @@ async def _leave_after(stream: Stream, tokens: int) -> None:
 async def test_a_router_that_was_killed_is_replaced_without_a_trace(
     shard_address: str, wire: Wire
 ) -> None:
-    counts, expected = await lengths(shard_address), await greedy(shard_address, 12)
+    ids, expected = await tokenized(shard_address), await greedy(shard_address, 12)
     for tokens in (1, 4, 7):
         router = await Router.start(shard_address, wire=wire, settings=SMALL)
-        streams = [router.submit(_prompt(text, counts, 12)) for text in PROMPTS]
+        streams = [router.submit(_prompt(text, ids, 12)) for text in PROMPTS]
         seen = 0
         async for _ in streams[0]:
             seen += 1
@@ -111,7 +115,7 @@ async def test_a_router_that_was_killed_is_replaced_without_a_trace(
                 break
         await router.stop()
     router = await Router.start(shard_address, wire=wire, settings=SMALL)
-    results = await asyncio.gather(*(router.generate(_prompt(t, counts, 12)) for t in PROMPTS))
+    results = await asyncio.gather(*(router.generate(_prompt(t, ids, 12)) for t in PROMPTS))
     assert [list(result.ids) for result in results] == [expected[text] for text in PROMPTS]
     assert router.calls[0].batch_ids == (0,)
     await router.stop()
@@ -119,9 +123,9 @@ async def test_a_router_that_was_killed_is_replaced_without_a_trace(
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 async def test_liveness_is_true_while_the_loop_runs(shard_address: str, wire: Wire) -> None:
-    counts = await lengths(shard_address)
+    ids = await tokenized(shard_address)
     router = await Router.start(shard_address, wire=wire, settings=SMALL)
-    stream = router.submit(_prompt(PROMPTS[0], counts, 20))
+    stream = router.submit(_prompt(PROMPTS[0], ids, 20))
     for _ in range(4):
         router.healthy = False
         assert await router.health()
@@ -132,13 +136,19 @@ async def test_liveness_is_true_while_the_loop_runs(shard_address: str, wire: Wi
 
 
 async def test_default_limits_serve_requests_at_once(shard_address: str) -> None:
-    counts, expected = await lengths(shard_address), await greedy(shard_address, 12)
+    ids, expected = await tokenized(shard_address), await greedy(shard_address, 12)
     router = await Router.start(shard_address, settings=RouterSettings())
-    jobs = [router.generate(_prompt(text, counts, 12)) for text in PROMPTS * 4]
+    jobs = [router.generate(_prompt(text, ids, 12)) for text in PROMPTS * 4]
     results = await asyncio.gather(*jobs)
     assert [list(result.ids) for result in results] == [expected[text] for text in PROMPTS * 4]
     await router.stop()
 
 
-def _prompt(text: str, counts: dict[str, int], new: int) -> Prompt:
-    return Prompt(text=text, input_length=counts[text], max_new_tokens=new, ignore_eos_token=True)
+def _prompt(text: str, ids: dict[str, tuple[int, ...]], new: int) -> Prompt:
+    return Prompt(
+        text=text,
+        input_length=len(ids[text]),
+        ids=ids[text],
+        max_new_tokens=new,
+        ignore_eos_token=True,
+    )

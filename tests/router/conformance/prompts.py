@@ -52,6 +52,14 @@ async def test_special_tokens_are_added_only_where_asked_for(shard: ShardClient)
     )
 
 
+async def test_without_special_tokens_prompts_begin_and_end_as_their_texts(
+    shard: ShardClient,
+) -> None:
+    bare = [await prompt_ids(shard, text, add_special_tokens=False) for text in PROMPTS]
+    assert len({ids[0] for ids in bare}) > 1
+    assert len({ids[-1] for ids in bare}) > 1
+
+
 @pytest.mark.parametrize("wire", [V1(), V2()], ids=str)
 async def test_generations_before_v3_always_add_special_tokens(
     shard: ShardClient, shard_address: str, wire: Wire

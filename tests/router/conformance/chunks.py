@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.client import ShardClient
+from router.client import ShardClient, ShardError
 from router.conformance.fixtures import (
     PROMPTS,
     ask,
@@ -110,3 +110,14 @@ async def test_an_unknown_cached_batch_is_not_found(chunking_shard: ShardClient)
     await chunking_shard.clear_cache(3)
     with not_found(3):
         await chunking_shard.prefill(batch_of(4, ask(1)), gone)
+
+
+async def test_a_failed_prefill_takes_the_cached_batch_with_it(
+    chunking_shard: ShardClient,
+) -> None:
+    """Routers fail the running requests too, and never name their batch again."""
+    first = cached(await chunking_shard.prefill(batch_of(3, ask(0))))
+    with pytest.raises(ShardError):
+        await chunking_shard.prefill(batch_of(4, ask(1, adapter_id="tiny")), first)
+    with not_found(3):
+        await chunking_shard.filter_batch(3, [0])

@@ -18,17 +18,28 @@ class Allocation:
     blocks: tuple[int, ...] = ()
     slots: tuple[int, ...] = ()
     cache_len: int = 0
-    #: Token ids of the prompt, where its blocks may be shared.
+    #: Ids of the prompt's tokens, where its blocks may be shared.
     prompt: Prefix = ()
 
 
 class BlockAllocator:
     """Every block is free, in use by one request, or cached under the prefix that it ends."""
 
-    def __init__(self, tokens: int, block_size: int, *, prefix_caching: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = False,
+        window_size: int | None = None,
+    ) -> None:
         self._block_size = block_size
         self._prefix_caching = prefix_caching
-        self._free = list(range(tokens // block_size))
+        self._window_size = window_size
+        # Block 0 belongs to the liveness probe.
+        self._free = list(range(1, tokens // block_size))
+        #: Blocks in all.
+        self.size = len(self._free)
         self._cached: dict[Prefix, int] = {}
         self._users: dict[Prefix, int] = {}
 
@@ -42,11 +53,12 @@ class BlockAllocator:
 
         `prompt` is empty where the prompt's tokens are unknown or must all be computed.
         """
-        prompt = prompt if self._prefix_caching else ()
-        size = self._block_size
+        # A window's blocks are used again and again, so they can't be shared.
+        prompt = prompt if self._prefix_caching and self._window_size is None else ()
+        size, needed = self._block_size, min(tokens, self._window_size or tokens)
         shared = self._shared(prompt)
         self._use(shared, 1)
-        missing = round_up(tokens, size) // size - len(shared)
+        missing = round_up(needed, size) // size - len(shared)
         self._evict(missing)
         if missing > len(self._free):
             self._use(shared, -1)
@@ -55,7 +67,8 @@ class BlockAllocator:
         blocks = (*(self._cached[prefix] for prefix in shared), *taken)
         # At least one token must be left to compute.
         cache_len = min(len(shared) * size, max(len(prompt) - 1, 0))
-        slots = tuple(block * size + offset for block in blocks for offset in range(size))
+        once = [block * size + offset for block in blocks for offset in range(size)][:needed]
+        slots = tuple(once[position % needed] for position in range(tokens))
         return Allocation(blocks, slots, cache_len, prompt)
 
     def release(self, allocation: Allocation) -> None:

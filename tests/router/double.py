@@ -183,8 +183,9 @@ class Router:
             inputs="liveness",
             truncate=1 if self._wire.name == "v3" else 10,
             max_new_tokens=1,
+            add_special_tokens=False,
             blocks=(0,),
-            slots=tuple(range(16)),
+            slots=(0,),
         )
         return Batch(LIVENESS_ID, (request,), max_tokens=2, max_blocks=1)
 

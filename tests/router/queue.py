@@ -59,6 +59,7 @@ class Queue:
                 limits.max_batch_total_tokens,
                 info.block_size,
                 prefix_caching=info.use_prefix_caching,
+                window_size=info.window_size,
             )
             if paged
             else None
@@ -148,10 +149,14 @@ class Queue:
     def _add_paged(
         self, draft: _Draft, entry: Entry, prefill_budget: int, allocator: BlockAllocator
     ) -> bool:
-        new = entry.prompt.max_new_tokens
+        """v3's arithmetic: blocks are the budget, so that new tokens don't count in `max_tokens`.
+
+        Nor does a chunk: a batch of one chunk says that its max_tokens is 0.
+        """
         # Log probabilities of the whole prompt need all of it computed.
         ids = () if entry.prompt.prefill_logprobs else entry.prompt.ids[-entry.input_length :]
-        allocation = allocator.allocate(entry.input_length + new + self._info.speculate - 1, ids)
+        tokens = entry.input_length + entry.prompt.max_new_tokens + self._info.speculate - 1
+        allocation = allocator.allocate(tokens, ids)
         if allocation is None:
             return False
         prefill = draft.prefill_tokens + entry.input_length - allocation.cache_len
@@ -161,10 +166,10 @@ class Queue:
             if chunk == 0 or not self._info.support_chunking:
                 allocator.release(allocation)
                 return False
-            prefill = prefill_budget
+            prefill = draft.prefill_tokens
             draft.full = True
         entry.allocation = allocation
-        draft.take(entry, prefill, draft.decode_tokens + new, chunk)
+        draft.take(entry, prefill, 0, chunk)
         return True
 
     def _numbered(self, draft: _Draft) -> tuple[dict[int, Entry], Batch]:

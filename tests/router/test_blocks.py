@@ -43,7 +43,7 @@ def test_without_caching_nothing_is_shared() -> None:
 
 
 def test_cached_blocks_make_room() -> None:
-    allocator = BlockAllocator(16, 4, prefix_caching=True)
+    allocator = BlockAllocator(20, 4, prefix_caching=True)
     first = allocator.allocate(16, tuple(range(16)))
     assert first is not None
     assert allocator.allocate(1, (99,)) is None
@@ -66,4 +66,19 @@ def test_blocks_are_conserved_and_private_ones_never_shared() -> None:
         used = {block for each in held for block in each.blocks}
         private = [b for each in held for b in each.blocks[round_up(each.cache_len, 3) // 3 :]]
         assert len(private) == len(set(private))
-        assert allocator.available + len(used) == 20
+        assert allocator.available + len(used) == allocator.size == 19
+
+
+def test_block_0_is_kept_for_the_liveness_probe() -> None:
+    allocation = BlockAllocator(64, 4).allocate(60, ())
+    assert allocation is not None
+    assert 0 not in allocation.blocks
+    assert BlockAllocator(64, 4).allocate(61, ()) is None
+
+
+def test_a_window_uses_its_slots_again() -> None:
+    allocation = BlockAllocator(64, 4, window_size=6).allocate(10, ())
+    assert allocation is not None
+    assert len(allocation.blocks) == 2
+    assert len(allocation.slots) == 10
+    assert allocation.slots[6:] == allocation.slots[:4]

@@ -51,9 +51,18 @@ def test_batches_come_in_order_and_are_numbered_from_0() -> None:
 
 
 def test_max_tokens_is_prefill_and_decode() -> None:
-    batch = take(queue_of((5, 1), (7, 20)))
+    batch = take(queue_of((5, 1), (7, 20), requires_padding=True))
     assert batch is not None
-    assert batch.max_tokens == 5 + 7 + 1 + 20
+    assert batch.max_tokens == 7 + 7 + 1 + 20
+
+
+def test_v3_counts_only_whole_prompts_in_max_tokens() -> None:
+    queue = queue_of((30, 9), (60, 9), support_chunking=True)
+    whole = take(queue, max_size=1)
+    chunk = take(queue, prefill_budget=40)
+    assert whole is not None
+    assert chunk is not None
+    assert (whole.max_tokens, chunk.max_tokens) == (30, 0)
 
 
 def test_the_first_that_does_not_fit_blocks_the_rest() -> None:
@@ -122,11 +131,11 @@ def test_v3_allocates_blocks_for_all_but_the_last_token() -> None:
     (request,) = batch.requests
     assert len(request.blocks) == batch.max_blocks == 2
     assert len(request.slots) == 16
-    assert queue.allocator.available == 6
+    assert queue.allocator.available == 5
 
 
 def test_v3_waits_for_free_blocks() -> None:
-    queue = queue_of((10, 7), (10, 40), (1, 1), block_size=8, capacity=64)
+    queue = queue_of((10, 7), (10, 40), (1, 1), block_size=8, capacity=72)
     taken = queue.next_batch(min_size=None, max_size=None, prefill_budget=500, token_budget=1000)
     assert taken is not None
     entries, batch = taken
@@ -163,4 +172,4 @@ def test_cached_beginnings_cost_no_prefill() -> None:
     assert batch is not None
     (request,) = batch.requests
     assert (request.cache_len, request.chunk_len) == (8, None)
-    assert batch.max_tokens == 1 + 1
+    assert batch.max_tokens == 1

@@ -256,7 +256,16 @@ async def test_the_liveness_probe_disturbs_nothing(any_shard: ShardClient) -> No
     alone = await tell(any_shard, asked)
 
     async def probe() -> None:
-        live = ask(largest, "liveness", truncate=1, max_new_tokens=1, ignore_eos_token=False)
+        live = ask(
+            largest,
+            "liveness",
+            truncate=1,
+            max_new_tokens=1,
+            ignore_eos_token=False,
+            add_special_tokens=False,
+            blocks=(0,),
+            slots=(0,),
+        )
         for _ in range(5):
             reply = await any_shard.prefill(batch_of(largest, live))
             assert reply.batch is None

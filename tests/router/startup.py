@@ -108,7 +108,8 @@ def warmup_batch(wire: Wire, settings: RouterSettings) -> Batch:
         truncate = min(settings.max_input_tokens or left, left)
         requests.append(_warmup_request(wire, settings, truncate, first=not requests))
         left -= truncate
-    return Batch(0, tuple(requests), max_tokens=settings.max_input_tokens or 0)
+    max_tokens = settings.max_input_tokens or 0
+    return Batch(0, tuple(requests), max_tokens=max_tokens if wire.name == "v3" else 0)
 
 
 def _warmup_request(wire: Wire, settings: RouterSettings, truncate: int, *, first: bool) -> Request:

@@ -110,7 +110,7 @@ async def test_a_prefill_budget_below_the_input_limit_needs_chunking(path: str) 
 
 def test_the_v3_warm_up_is_hostile() -> None:
     batch = warmup_batch(V3(), EXPLICIT)
-    assert batch.id == 0
+    assert (batch.id, batch.max_tokens) == (0, 30)
     assert [each.id for each in batch.requests] == [0, 0, 0]
     assert [each.truncate for each in batch.requests] == [30, 30, 10]
     assert [each.max_new_tokens for each in batch.requests] == [20, 20, 40]
@@ -135,6 +135,7 @@ def test_older_warm_ups_repeat_the_text_to_the_input_limit() -> None:
         batch = warmup_batch(wire, EXPLICIT)
         assert [each.max_new_tokens for each in batch.requests] == new
         assert batch.requests[2].inputs == "_test " * 30
+        assert batch.max_tokens == 0
     assert "data:" in warmup_batch(V2(), EXPLICIT).requests[0].inputs
     assert "data:" not in warmup_batch(V1(), EXPLICIT).requests[0].inputs
 

@@ -98,12 +98,12 @@ class Advance(Message, frozen=True, array_like=True, tag=True):
 
     op: int
     start: list[Request]
-    #: Prompt tokens to process in this call, parallel to `start`; 0 means the whole prompt.
-    chunks: list[int]
+    #: Position up to which each prompt of `start` is processed in this call; 0 means to its end.
+    start_until: list[int]
     #: Sequences started by an earlier call.
     resume: list[int]
-    #: Prompt tokens that a resumed, incomplete prompt may take in this call; 0 means all.
-    resume_chunk: int = 0
+    #: The same for `resume`; 0 where the prompt is complete.
+    resume_until: list[int]
 
 
 class FailureCode(IntEnum):

@@ -73,13 +73,12 @@ class HeldSequences:
 
     def begin(self, op: Advance, fresh: list[Sequence], resumed: list[Sequence]) -> None:
         """Queue a step."""
-        owed = {}
-        for sequence, chunk in zip(fresh, op.chunks, strict=True):
-            owed[sequence.id] = _share(sequence, chunk)
-        for sequence in resumed:
-            owed[sequence.id] = _share(sequence, op.resume_chunk) if sequence.prefilling else 1
-        everyone = {sequence.id: sequence for sequence in (*fresh, *resumed)}
-        self.ops.append(_Op(op.op, owed, everyone))
+        everyone = [*fresh, *resumed]
+        until = [*op.start_until, *op.resume_until]
+        owed = {s.id: _owed(s, end) for s, end in zip(everyone, until, strict=True)}
+        # A piece of a prompt that the cache had already is owed nothing.
+        waiting = {sequence.id: sequence for sequence in everyone if owed[sequence.id]}
+        self.ops.append(_Op(op.op, owed, waiting))
 
     def plan(self, now: int, *, share: bool) -> list[Work]:
         """This step's works; with `share`, half of the prompt budget is the batcher's."""
@@ -136,7 +135,9 @@ class HeldSequences:
         return work
 
 
-def _share(sequence: Sequence, chunk: int) -> int:
-    """Prompt tokens that a step gives: `chunk`, or all where it is 0."""
-    left = sequence.prompt_length - sequence.computed
-    return min(chunk, left) if chunk else left
+def _owed(sequence: Sequence, until: int) -> int:
+    """Tokens that a step owes: the prompt up to `until` (0: its end), or a decoded one."""
+    if not sequence.prefilling:
+        return 1
+    end = min(until, sequence.prompt_length) if until else sequence.prompt_length
+    return max(end - sequence.computed, 0)

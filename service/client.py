@@ -134,9 +134,9 @@ class EngineClient(asyncio.Protocol):
         self,
         *,
         start: list[Request],
-        chunks: list[int],
+        start_until: list[int],
         resume: list[int],
-        resume_chunk: int,
+        resume_until: list[int],
         sink: Sink,
     ) -> Advanced:
         """One router step; `sink` hears of its tokens before this returns."""
@@ -147,7 +147,7 @@ class EngineClient(asyncio.Protocol):
         self._ops[op] = done
         sequence_ids = [request.sequence_ids[0] for request in start] + resume
         self._watch(sequence_ids, sink)
-        self._send(Advance(op, start, chunks, resume, resume_chunk))
+        self._send(Advance(op, start, start_until, resume, resume_until))
         try:
             return await done
         finally:

@@ -33,7 +33,7 @@ class HeldSequence:
         self._chunk_len = asked.chunk_len
         self._request = request
         self._tokenizer = tokenizer
-        self._prompt_left = len(request.prompt)
+        self._prompt_done = 0
         self._detokenizer = tokenizer.detokenizer(request.prompt)
         self._stops = TailStops(asked.stop_sequences)
         self._generated = 0
@@ -42,17 +42,20 @@ class HeldSequence:
     @property
     def next_tokens(self) -> int:
         """Tokens that the next step processes: one, or what is left of the prompt."""
-        return max(self._prompt_left, 1)
+        return max(len(self._request.prompt) - self._prompt_done, 1)
 
-    def begin_chunk(self) -> int:
-        """Prompt tokens that the first step takes; 0 means all."""
-        chunk = min(self._chunk_len or self._prompt_left, self._prompt_left)
-        self._prompt_left -= chunk
-        return chunk if self._prompt_left else 0
+    def begin(self) -> int:
+        """The position up to which the first step processes the prompt; 0: to its end."""
+        return self._process(self._chunk_len or len(self._request.prompt))
 
-    def resume_chunk(self, most: int) -> None:
-        """A later step takes up to `most` more prompt tokens."""
-        self._prompt_left -= min(self._prompt_left, most)
+    def resume(self, most: int) -> int:
+        """The same for a later step, which takes up to `most` prompt tokens."""
+        return self._process(most)
+
+    def _process(self, tokens: int) -> int:
+        length = len(self._request.prompt)
+        self._prompt_done = min(self._prompt_done + tokens, length)
+        return self._prompt_done if self._prompt_done < length else 0
 
     def push(
         self,

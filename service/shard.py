@@ -90,9 +90,18 @@ class ShardService:
     # -- rpcs ----------------------------------------------------------------------------------
 
     async def prefill(self, call: PrefillCall) -> ShardStep:
-        """Process new prompts, and one step of a cached batch that they join."""
-        validate.check_shard_batch(call.batch, self._serving.limits)
-        requests, sequences = await self._open(call.batch)
+        """Process new prompts, and one step of a cached batch that they join.
+
+        If it fails, the cached batch is gone too: routers give up its requests and never name it
+        again.
+        """
+        try:
+            validate.check_shard_batch(call.batch, self._serving.limits)
+            requests, sequences = await self._open(call.batch)
+        except ServiceError:
+            if call.cached_batch_id is not None:
+                self._drop(self._batches.pop(call.cached_batch_id, []))
+            raise
         cached: list[HeldSequence] = []
         joined_id = call.batch.id
         if call.cached_batch_id is not None:
@@ -120,9 +129,9 @@ class ShardService:
         if not request_ids:
             raise InvalidArgument("request_ids", "is empty; ClearCache drops a whole batch")
         keep = set(request_ids)
-        batch = self._batches[batch_id]
+        batch = self._batches.pop(batch_id)
         self._drop(sequence for sequence in batch if sequence.request_id not in keep)
-        return self._put(batch_id, [s for s in batch if s.request_id in keep])
+        return self._put(batch_id, [s for s in batch if s.request_id in keep], stopped_too=True)
 
     async def clear(self, batch_id: int | None) -> None:
         """Forget a batch, or all of them, those that an rpc is working on included."""
@@ -167,10 +176,12 @@ class ShardService:
         self._expect(batch_id)
         return self._batches.pop(batch_id)
 
-    def _put(self, batch_id: int, batch: list[HeldSequence]) -> CachedBatch | None:
+    def _put(
+        self, batch_id: int, batch: list[HeldSequence], *, stopped_too: bool = False
+    ) -> CachedBatch | None:
         """Keep a batch unless all of it has stopped; what the router is told of it."""
         live = [sequence for sequence in batch if not sequence.stopped]
-        if not live:
+        if not live and not (stopped_too and batch):
             return None
         self._drop(self._batches.pop(batch_id, []))
         self._batches[batch_id] = batch
@@ -242,15 +253,12 @@ class ShardService:
         batch = [*resumed, *fresh]
         live = [sequence for sequence in resumed if not sequence.stopped]
         sink = StepSink(batch)
-        chunks = [sequence.begin_chunk() for sequence in fresh]
-        for sequence in live:
-            sequence.resume_chunk(self._prefill_tokens)
         try:
             advanced = await self._serving.client.advance(
                 start=list(requests),
-                chunks=chunks,
+                start_until=[sequence.begin() for sequence in fresh],
                 resume=[sequence.sequence_id for sequence in live],
-                resume_chunk=self._prefill_tokens,
+                resume_until=[sequence.resume(self._prefill_tokens) for sequence in live],
                 sink=sink,
             )
         except asyncio.CancelledError:

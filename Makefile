@@ -44,10 +44,14 @@ lint: setup ## Style, stale stubs, stale documentation, protos
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(PY) tools/stubs.py --check
+	@$(PY) tools/settings_docs.py --check
 
 format: setup ## Rewrite the code in the project's style
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format --quiet .
+
+docs: setup ## The pages that are made from the code
+	@$(PY) tools/settings_docs.py
 
 types: setup ## mypy --strict
 	@$(PY) tools/typecheck.py

@@ -1,0 +1,339 @@
+"""The command line: `serve` starts a server, the other commands are clients of one.
+
+Exit status: 0 success, 1 a failure, 2 a usage error, 130 interrupted. What an operator gets wrong
+is told in lines that begin with `error:` on standard error, never as a traceback. grpc, protobuf
+and the settings model are imported by the commands that need them, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import tokenpod
+
+_UINT32 = 2**32 - 1
+
+Connection = "Connection"
+Sampling = "Sampling"
+Stopping = "Stopping"
+Output = "Output"
+
+
+class _Commands(TyperGroup):
+    """The commands, of which `serve` gets its many flags only once it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] == "serve":
+            from tokenpod.service.serve_flags import serve_app
+
+            self.commands["serve"] = typer.main.get_command(serve_app())
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="A gRPC-only text-generation server and its clients.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Address = Annotated[
+    str,
+    typer.Option(metavar="HOST:PORT|unix:PATH", help="The server.", rich_help_panel=Connection),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TOKENPOD_TOKEN",
+        show_envvar=True,
+        help="Bearer token; the variable keeps it out of the process list.",
+        rich_help_panel=Connection,
+    ),
+]
+Tls = Annotated[
+    bool,
+    typer.Option(
+        "--tls", help="Use TLS and trust the system's authorities.", rich_help_panel=Connection
+    ),
+]
+_PEM: dict[str, Any] = {"exists": True, "dir_okay": False, "rich_help_panel": Connection}
+TlsCa = Annotated[
+    Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).", **_PEM)
+]
+TlsCert = Annotated[Path | None, typer.Option(help="This client's certificate (PEM).", **_PEM)]
+TlsKey = Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).", **_PEM)]
+Deadline = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        metavar="SECONDS",
+        help="Give up after so long; the server stops working on it too.",
+        rich_help_panel=Connection,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line.")]
+
+
+def _count(text: str, panel: str, metavar: str = "N") -> Any:
+    return typer.Option(
+        min=0, max=_UINT32, metavar=metavar, help=text, rich_help_panel=panel, show_default=False
+    )
+
+
+def _number(text: str, panel: str) -> Any:
+    return typer.Option(metavar="X", help=text, rich_help_panel=panel, show_default=False)
+
+
+def _switch(names: str, text: str, panel: str) -> Any:
+    return typer.Option(names, help=text, rich_help_panel=panel, show_default=False)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"tokenpod {tokenpod.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_version
+        ),
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+@app.command("serve")
+def _serve() -> None:
+    """Start a server; without flags on the embedded model."""
+    raise AssertionError("replaced when it is called")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue; - reads standard input.")],
+    address: Address = "127.0.0.1:50051",
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
+    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
+    json_lines: Annotated[
+        bool, typer.Option("--json", help="Print events as JSON lines.", rich_help_panel=Output)
+    ] = False,
+    stream: Annotated[bool, _switch("--stream/--no-stream", "Text as it comes.", Output)] = True,
+    logprobs: Annotated[bool, _switch("--logprobs", "Log probabilities (--json).", Output)] = False,
+    top_n_tokens: Annotated[int, _count("Most likely tokens (--json).", Output)] = 0,
+    prompt_logprobs: Annotated[
+        bool, _switch("--prompt-logprobs", "The prompt's log probabilities (--json).", Output)
+    ] = False,
+    max_new_tokens: Annotated[int | None, _count("Tokens at most.", Stopping)] = None,
+    min_new_tokens: Annotated[int, _count("Tokens at least.", Stopping)] = 0,
+    stop_sequence: Annotated[
+        list[str] | None,
+        typer.Option(help="Stop at this text. Repeatable.", rich_help_panel=Stopping),
+    ] = None,
+    stop_token_id: Annotated[
+        list[int] | None, _count("Stop at this token. Repeatable.", Stopping, "ID")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, _switch("--ignore-eos", "Go on after an end-of-text token.", Stopping)
+    ] = False,
+    include_stop_sequence: Annotated[
+        bool, _switch("--include-stop-sequence", "Leave it in the text.", Stopping)
+    ] = False,
+    time_limit_ms: Annotated[
+        int, _count("Finish after so many milliseconds and keep the text.", Stopping, "MS")
+    ] = 0,
+    do_sample: Annotated[
+        bool | None,
+        _switch("--do-sample/--no-do-sample", "Sample, or take the most likely.", Sampling),
+    ] = None,
+    temperature: Annotated[float | None, _number("Divides the logits.", Sampling)] = None,
+    top_k: Annotated[int, _count("Only the k most likely tokens.", Sampling)] = 0,
+    top_p: Annotated[float, _number("Only the nucleus of this mass.", Sampling)] = 0.0,
+    min_p: Annotated[
+        float, _number("Only tokens this likely, relative to the most likely.", Sampling)
+    ] = 0.0,
+    typical_p: Annotated[float, _number("Locally typical mass.", Sampling)] = 0.0,
+    repetition_penalty: Annotated[float, _number("1 is none.", Sampling)] = 0.0,
+    presence_penalty: Annotated[float, _number("-2 to 2.", Sampling)] = 0.0,
+    frequency_penalty: Annotated[float, _number("-2 to 2.", Sampling)] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID=BIAS", help="Add to a token's logit. Repeatable.", rich_help_panel=Sampling
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=2**64 - 1, metavar="N", rich_help_panel=Sampling),
+    ] = None,
+    watermark: Annotated[bool, _switch("--watermark", "Mark the text.", Sampling)] = False,
+    n: Annotated[int, _count("Samples to return.", Sampling)] = 0,
+    best_of: Annotated[int, _count("Samples to choose from; needs --no-stream.", Sampling)] = 0,
+    truncate: Annotated[int, _count("Keep the prompt's last N tokens.", Stopping)] = 0,
+    request_id: Annotated[str, typer.Option(help="Name in logs and traces.")] = "",
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher runs first.")] = 0,
+    deadline: Deadline = None,
+    token: Token = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Continue a prompt and print the text as it comes."""
+    from tokenpod.service import commands
+
+    options = dict(locals())
+    del options["commands"]
+    if system is not None and not chat:
+        raise typer.BadParameter("needs --chat", param_hint="--system")
+    options["logit_bias"] = dict(map(_bias, logit_bias or ()))
+    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
+    request = commands.generate_request(_text(prompt), options)
+    commands.run(commands.generate(remote, request, json_lines=json_lines, deadline=deadline))
+
+
+@app.command()
+def health(
+    service: Annotated[
+        str, typer.Option(help="readiness, liveness, startup or a gRPC service; all if not given.")
+    ] = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Print every change.")] = False,
+    address: Address = "127.0.0.1:50052",
+    deadline: Deadline = None,
+    token: Token = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Ask for a server's health: exit status 0 if it is SERVING, else 1."""
+    from tokenpod.service import commands
+
+    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
+    healthy = commands.run(commands.health(remote, service, watch=watch, deadline=deadline))
+    raise typer.Exit(0 if healthy else 1)
+
+
+@app.command()
+def info(
+    address: Address = "127.0.0.1:50051",
+    json_output: Json = False,
+    deadline: Deadline = None,
+    token: Token = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Show what a server runs."""
+    from tokenpod.service import commands
+
+    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
+    commands.run(commands.info(remote, json_output=json_output, deadline=deadline))
+
+
+@app.command()
+def tokens(
+    text: Annotated[str, typer.Argument(help="What to count; - reads standard input.")],
+    chat: Annotated[bool, typer.Option("--chat", help="The text is a user's message.")] = False,
+    ids: Annotated[bool, typer.Option("--ids", help="Print the token ids too.")] = False,
+    special: Annotated[
+        bool, typer.Option("--special/--no-special", help="Count what Generate would add.")
+    ] = True,
+    address: Address = "127.0.0.1:50051",
+    json_output: Json = False,
+    deadline: Deadline = None,
+    token: Token = None,
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Count the tokens of a text."""
+    from tokenpod.service import commands
+
+    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
+    request = commands.tokens_request(_text(text), chat=chat, ids=ids, special=special)
+    commands.run(commands.tokens(remote, request, json_output=json_output, deadline=deadline))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit status."""
+    # grpc's core would add lines of its own to ours; who wants them sets the variable.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    try:
+        status = app(args=arguments, prog_name="tokenpod", standalone_mode=False)
+        sys.stdout.flush()
+        return int(status or 0)
+    except typer.Exit as leave:
+        return leave.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # Whoever read us has enough; the interpreter's own flush must not complain either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except typer.TyperException as error:
+        return _usage_error(error)
+
+
+def _usage_error(error: typer.TyperException) -> int:
+    message = getattr(error, "format_message", error.__str__)()
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return int(getattr(error, "exit_code", 2))
+
+
+def _remote(
+    address: str,
+    token: str | None,
+    tls: bool,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+) -> Any:
+    """How to reach the server. Raises BadParameter for what can't be an address."""
+    from tokenpod.service.remote import Remote
+
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    if not address.startswith(("unix:", "dns:")) and not (host and is_port):
+        problem = f"is {address!r}: write host:port or unix:/path"
+        raise typer.BadParameter(problem, param_hint="--address")
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise typer.BadParameter("must be printable ASCII", param_hint="--token")
+    if (cert is None) != (key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key go together", param_hint="--tls-cert")
+    return Remote(address, token, tls, ca, cert, key)
+
+
+def _text(argument: str) -> str:
+    """The argument, or standard input for `-`. Raises BadParameter if it isn't UTF-8."""
+    try:
+        if argument == "-":
+            return sys.stdin.buffer.read().decode()
+        argument.encode()
+    except UnicodeError as error:
+        raise typer.BadParameter("is not UTF-8", param_hint="PROMPT") from error
+    return argument
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        if 0 <= int(token) <= _UINT32:
+            return int(token), float(bias)
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"is {text!r}: write ID=BIAS, as 42=-1.5", param_hint="--logit-bias")

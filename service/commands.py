@@ -1,0 +1,160 @@
+"""What the client commands do once their arguments are read."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
+from tokenpod.service.remote import Remote, RemoteError
+from tokenpod.service.terminal import JsonLines, LiveText, Printer, json_line, table
+
+Result = TypeVar("Result")
+
+#: Initial metadata in which a server names its model.
+MODEL_ID_KEY = "tokenpod-model-id"
+#: Seconds that a health check may take where no deadline is given: no answer is one too.
+HEALTH_SECONDS = 5.0
+
+_SAMPLING = [
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "watermark",
+    "n",
+    "best_of",
+]
+_OUTPUT = ("stream", "logprobs", "top_n_tokens", "prompt_logprobs")
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run a command to its end; a RemoteError becomes lines on standard error and exit status 1."""
+    try:
+        return asyncio.run(work)
+    except RemoteError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def generate_request(prompt: str, options: Mapping[str, Any]) -> v3.GenerateRequest:
+    """The message of `generate`'s options, by their names. Expects checked ranges."""
+    request = v3.GenerateRequest(
+        sampling=v3.SamplingOptions(**{name: options[name] for name in _SAMPLING}),
+        stopping=v3.StoppingOptions(
+            max_new_tokens=options["max_new_tokens"],
+            min_new_tokens=options["min_new_tokens"],
+            stop_sequences=options["stop_sequence"] or (),
+            stop_token_ids=options["stop_token_id"] or (),
+            ignore_eos=options["ignore_eos"],
+            include_stop_sequence=options["include_stop_sequence"],
+            time_limit_ms=options["time_limit_ms"],
+        ),
+        output=v3.OutputOptions(**{name: options[name] for name in _OUTPUT}),
+        truncate=options["truncate"],
+        request_id=options["request_id"],
+        priority=options["priority"],
+    )
+    if options["chat"]:
+        request.chat.CopyFrom(_chat(prompt, options["system"]))
+    else:
+        request.text = prompt
+    return request
+
+
+async def generate(
+    remote: Remote, request: v3.GenerateRequest, *, json_lines: bool, deadline: float | None
+) -> None:
+    """Stream one request to the terminal. Raises RemoteError; cancelling it cancels the call."""
+    several = max(request.sampling.n, 1) > 1
+    printer: Printer = JsonLines() if json_lines else LiveText(several=several)
+    async with remote.channel() as channel:
+        stub = TextGenerationServiceStub(channel)
+        async for event in stub.Generate(request, timeout=deadline, metadata=remote.metadata):
+            printer.event(event)
+    printer.close()
+
+
+async def health(remote: Remote, service: str, *, watch: bool, deadline: float | None) -> bool:
+    """Print the state of one service, or with `watch` each change; whether the last is SERVING."""
+    request = health_pb2.HealthCheckRequest(service=service)
+    answer = health_pb2.HealthCheckResponse()
+    async with remote.channel() as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        if watch:
+            async for answer in stub.Watch(request, timeout=deadline, metadata=remote.metadata):
+                print(_state(answer), flush=True)
+        else:
+            timeout = deadline or HEALTH_SECONDS
+            answer = await stub.Check(request, timeout=timeout, metadata=remote.metadata)
+            print(_state(answer), flush=True)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def info(remote: Remote, *, json_output: bool, deadline: float | None) -> None:
+    """Print what the server tells of its model. Raises RemoteError."""
+    async with remote.channel() as channel:
+        stub = TextGenerationServiceStub(channel)
+        call = stub.Info(v3.InfoRequest(), timeout=deadline, metadata=remote.metadata)
+        metadata = await call.initial_metadata()
+        answer = await call
+    model_id = metadata.get(MODEL_ID_KEY) if metadata else None
+    if json_output:
+        print(json_line(answer, model_id=model_id))
+        return
+    rows: list[tuple[str, object]] = [("model", model_id)] if model_id else []
+    # A field that is not set, such as the window of a model without one, has no row.
+    present = {field.name: value for field, value in answer.ListFields()}
+    for field in answer.DESCRIPTOR.fields:
+        if field.name in present or not field.has_presence:
+            name = field.name.replace("_", " ")
+            rows.append((name, present.get(field.name, field.default_value)))
+    print(table(rows))
+
+
+def tokens_request(text: str, *, chat: bool, ids: bool, special: bool) -> v3.TokensRequest:
+    """The message of `tokens`."""
+    request = v3.TokensRequest(add_special_tokens=special, return_ids=ids)
+    if chat:
+        request.chat.CopyFrom(_chat(text, None))
+    else:
+        request.text = text
+    return request
+
+
+async def tokens(
+    remote: Remote, request: v3.TokensRequest, *, json_output: bool, deadline: float | None
+) -> None:
+    """Print how many tokens a text has. Raises RemoteError."""
+    async with remote.channel() as channel:
+        stub = TextGenerationServiceStub(channel)
+        answer = await stub.Tokens(request, timeout=deadline, metadata=remote.metadata)
+    if json_output:
+        print(json_line(answer))
+        return
+    print(answer.ntokens)
+    if request.return_ids:
+        print(*answer.ids)
+
+
+def _chat(message: str, system: str | None) -> v3.Chat:
+    first = [v3.ChatMessage(role="system", content=system)] if system is not None else []
+    return v3.Chat(messages=[*first, v3.ChatMessage(role="user", content=message)])
+
+
+def _state(answer: health_pb2.HealthCheckResponse) -> str:
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

@@ -1,0 +1,93 @@
+"""Where a model lies. Nothing is downloaded here: a pod that starts must not depend on a hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from tokenpod.config import hub_cache
+
+EMBEDDED = "demo"
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class ModelNotFound(Exception):
+    """There is no such model; the text is one line that says where it was looked for."""
+
+
+def resolve_model(model_id: str, revision: str | None = None) -> Path:
+    """The folder of a model: the embedded one, a local folder, or a snapshot in the hub's cache.
+
+    Args:
+        model_id: `demo`, a path, or a name as the hub has it (`org/name`).
+        revision: branch, tag or commit of a model in the cache; `main` if None.
+
+    Raises ModelNotFound, also for a folder without a config.json.
+    """
+    if model_id == EMBEDDED:
+        return _without_revision(_embedded(), model_id, revision)
+    folder = Path(model_id).expanduser()
+    if folder.is_dir():
+        return _without_revision(_checked(folder), model_id, revision)
+    if folder.is_file():
+        raise ModelNotFound(f"--model-id is {model_id}: that is a file; name the folder it is in")
+    if not _HUB_NAME.fullmatch(model_id) or model_id.startswith("."):
+        raise ModelNotFound(f"--model-id is {model_id}: there is no such folder")
+    return _cached(model_id, revision or "main")
+
+
+def _embedded() -> Path:
+    spec = find_spec("tokenpod.models.demo")
+    if spec is None or spec.origin is None:
+        raise ModelNotFound("--model-id is demo: this installation lacks the embedded model")
+    return Path(spec.origin).parent
+
+
+def _without_revision(folder: Path, model_id: str, revision: str | None) -> Path:
+    if revision is not None:
+        raise ModelNotFound(
+            f"--revision is {revision}: only models in the hub's cache have revisions,"
+            f" and --model-id is {model_id}"
+        )
+    return folder
+
+
+def _cached(model_id: str, revision: str) -> Path:
+    """The snapshot of `revision`, in the cache's layout: refs name commits, commits are folders."""
+    cache = hub_cache()
+    repository = cache / f"models--{model_id.replace('/', '--')}"
+    if not repository.is_dir():
+        raise ModelNotFound(
+            f"--model-id is {model_id}: there is no such folder, and the cache {cache} has no"
+            f" such model; get it with `hf download {model_id}`"
+        )
+    commit = _commit(repository, revision)
+    snapshot = repository / "snapshots" / (commit or "")
+    if not commit or not snapshot.is_dir():
+        there = sorted(os.listdir(repository / "refs")) if (repository / "refs").is_dir() else []
+        raise ModelNotFound(
+            f"--revision is {revision}: the cache has {', '.join(there) or 'no revision'} of"
+            f" {model_id}; get it with `hf download {model_id} --revision {revision}`"
+        )
+    return _checked(snapshot)
+
+
+def _commit(repository: Path, revision: str) -> str | None:
+    """The commit that a revision names in this cache; None if it names none."""
+    if _COMMIT.fullmatch(revision):
+        return revision
+    references = repository / "refs"
+    reference = references / revision
+    if ".." in reference.parts or not reference.is_file():
+        return None
+    return reference.read_text(encoding="utf-8").strip()
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(f"the model folder {folder} has no config.json")
+    return folder

@@ -1,0 +1,103 @@
+"""`tokenpod serve`: every setting as a flag, generated from the settings model."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Annotated, Any, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from tokenpod.config import (
+    ServerSettings,
+    SettingsError,
+    load_settings,
+    unknown_variables,
+    variable,
+)
+from tokenpod.config_rules import flag
+
+
+def serve_app() -> typer.Typer:
+    """An application of the one command `serve`."""
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    app.command("serve", help=SERVE_HELP)(_serve_command())
+    return app
+
+
+SERVE_HELP = (
+    "Start a server; without flags on the embedded model. Every flag is also a variable:"
+    " TOKENPOD_PORT is --port."
+)
+
+
+def default_text(field: FieldInfo) -> str:
+    """A setting's default as help and documentation show it; "" if it is just unset."""
+    about = field.json_schema_extra
+    derived = about["derived"] if isinstance(about, dict) else ""
+    if derived:
+        return str(derived)
+    if field.default is None:
+        return ""
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    if isinstance(field.default, float):
+        return f"{field.default:g}"
+    return str(field.default)
+
+
+def group_of(field: FieldInfo) -> str:
+    """What a setting is about."""
+    about = field.json_schema_extra
+    return str(about["group"]) if isinstance(about, dict) else ""
+
+
+def _serve_command() -> Any:
+    def serve(**given: object) -> None:
+        flags = {name: value for name, value in given.items() if value is not None}
+        raise typer.Exit(_run(flags))
+
+    parameters = [_parameter(name, f) for name, f in ServerSettings.model_fields.items()]
+    # Typer reads a command's options off its signature.
+    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    serve.__annotations__ = {p.name: p.annotation for p in parameters}
+    return serve
+
+
+def _run(flags: dict[str, object]) -> int:
+    try:
+        settings = load_settings(**flags)
+    except SettingsError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    for name in unknown_variables():
+        print(f"warning: {name} is set, but there is no such setting", file=sys.stderr)
+    # Only now: it is most of the start, and wrong flags should be told at once.
+    from tokenpod.service.server import run
+
+    return run(settings)
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The flag of one setting. Unset is None: then the variable or the default holds."""
+    kind: Any = field.annotation
+    options = [flag(name)]
+    if kind is bool:
+        options = [f"{flag(name)}/--no-{flag(name)[2:]}"]
+    elif type(None) in get_args(kind):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    option = typer.Option(
+        *options,
+        help=f"{field.description} [dim]\\[{variable(name)}][/dim]",
+        rich_help_panel=group_of(field),
+        show_default=default_text(field) or False,
+    )
+    if get_origin(kind) is Annotated:
+        # The settings model checks the file; here its type serves the shell's completion.
+        kind = get_args(kind)[0]
+    annotation = Annotated[kind | None, option]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )

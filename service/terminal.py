@@ -1,0 +1,152 @@
+"""What the client commands print: text as it comes, JSON lines, plain tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from typing import Protocol, TextIO
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+from tokenpod.protos.generate.v3 import generate_pb2 as v3
+
+
+class Printer(Protocol):
+    """Takes the events of one `Generate` stream in order."""
+
+    def event(self, event: v3.GenerateResponse) -> None:
+        """Print one event."""
+
+    def close(self) -> None:
+        """The stream has ended well."""
+
+
+class JsonLines:
+    """Every event as one line of JSON, in protobuf's mapping with the proto's field names."""
+
+    def __init__(self, out: TextIO = sys.stdout) -> None:
+        self._out = out
+
+    def event(self, event: v3.GenerateResponse) -> None:
+        """Print one event, by its name."""
+        print(json_line(event), file=self._out, flush=True)
+
+    def close(self) -> None:
+        """Nothing is left to say."""
+
+
+class LiveText:
+    """Text on `out` as it comes, one closing line on `notes`.
+
+    Several samples come interleaved: the first unfinished one is shown live and the others wait,
+    each below a line with its index.
+
+    Args:
+        out, notes: where text and closing line go.
+        several: whether samples are to be told apart.
+    """
+
+    def __init__(
+        self, *, several: bool, out: TextIO = sys.stdout, notes: TextIO = sys.stderr
+    ) -> None:
+        self._out, self._notes, self._several = out, notes, several
+        self._live: int | None = None
+        self._waiting: dict[int, str] = {}
+        self._finished: dict[int, v3.Finished] = {}
+        self._ends_line = True
+        self._began = time.monotonic()
+        self._first: float | None = None
+
+    def event(self, event: v3.GenerateResponse) -> None:
+        """Print what this event adds."""
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
+            self._first = self._first or time.monotonic()
+            self._text(event.tokens.index, event.tokens.text)
+        elif kind == "finished":
+            self._text(event.finished.index, "")
+            self._finished[event.finished.index] = event.finished
+            self._next()
+
+    def close(self) -> None:
+        """The closing line: tokens, tokens/s, time to first token, finish reason."""
+        self._end_line()
+        ended = time.monotonic()
+        samples = [self._finished[i] for i in sorted(self._finished)]
+        tokens = sum(s.usage.generated_tokens for s in samples)
+        parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
+        if self._first is not None:
+            # The first tokens came with the prompt's computation, which is not the rate's.
+            if tokens > len(samples) and ended > self._first:
+                parts.append(f"{(tokens - len(samples)) / (ended - self._first):.1f} tokens/s")
+            parts.append(f"first token after {self._first - self._began:.3f} s")
+        parts.append(", ".join(finish_text(s) for s in samples) or "no sample finished")
+        print(f"[{'; '.join(parts)}]", file=self._notes, flush=True)
+
+    def _text(self, index: int, text: str) -> None:
+        if self._live is None and index not in self._finished:
+            self._show(index)
+        if index == self._live:
+            self._write(text)
+        else:
+            self._waiting[index] = self._waiting.get(index, "") + text
+
+    def _next(self) -> None:
+        """Go on with the lowest waiting sample once the live one has finished."""
+        while self._live in self._finished:
+            self._live = None
+            if self._waiting:
+                index = min(self._waiting)
+                self._show(index)
+                self._write(self._waiting.pop(index))
+
+    def _show(self, index: int) -> None:
+        self._live = index
+        if self._several:
+            self._end_line()
+            self._write(f"--- sample {index} ---\n")
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._out.write(text)
+            self._out.flush()
+            self._ends_line = text.endswith("\n")
+
+    def _end_line(self) -> None:
+        if not self._ends_line:
+            self._write("\n")
+
+
+def finish_text(finished: v3.Finished) -> str:
+    """Why a sample ended, in lower case: `length`, `stop sequence '\\n\\n'`."""
+    reason = v3.Finish.Name(finished.reason).removeprefix("FINISH_").lower().replace("_", " ")
+    match finished.WhichOneof("stop"):
+        case "stop_sequence":
+            return f"{reason} {finished.stop_sequence!r}"
+        case "stop_token_id":
+            return f"{reason} (token {finished.stop_token_id})"
+    return reason
+
+
+def json_line(message: Message, **more: object) -> str:
+    """One line of JSON: `more`, then every field, so that readers need no defaults."""
+    fields = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return json.dumps({**more, **fields}, ensure_ascii=False)
+
+
+def table(rows: Iterable[tuple[str, object]]) -> str:
+    """Names and values in two columns."""
+    pairs = [(name, _plain(value)) for name, value in rows]
+    width = max((len(name) for name, _ in pairs), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in pairs)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value in (None, "") else str(value)

@@ -1,0 +1,175 @@
+"""Settings: where they come from, what they refuse, and that the documentation is about them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tokenpod.config import (
+    ServerSettings,
+    SettingsError,
+    load_settings,
+    unknown_variables,
+    variable,
+)
+from tokenpod.config_rules import flag
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("TOKENPOD_"):
+            monkeypatch.delenv(name)
+
+
+def fault(**flags: object) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(**flags)
+    return str(caught.value)
+
+
+def test_defaults_are_tgis_where_tgi_has_them():
+    s = load_settings()
+    limits = (s.max_concurrent_requests, s.max_best_of, s.max_stop_sequences, s.max_top_n_tokens)
+    assert limits == (128, 2, 4, 5)
+    assert (s.model_id, s.port, s.health_port) == ("demo", 50051, 50052)
+    assert s.graceful_termination_timeout == 90
+
+
+def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default(monkeypatch):
+    monkeypatch.setenv("TOKENPOD_MAX_BEST_OF", "7")
+    assert load_settings().max_best_of == 7
+    assert load_settings(max_best_of=3).max_best_of == 3
+
+
+def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
+    (tmp_path / "pem").write_text("x")
+    pem = str(tmp_path / "pem")
+    odd = dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"), pem)
+    odd |= {"dtype": "float16", "device": "cpu", "log_level": "error", "json_output": "true"}
+    odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}
+    odd |= {"max_message_bytes": "2048", "uds_path": str(tmp_path / "s"), "port": "11"}
+    odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
+    odd |= {"max_batch_prefill_tokens": "16", "max_queue_tokens": "20"}
+    given = {name: odd.get(name, "12") for name in ServerSettings.model_fields}
+    for name, value in given.items():
+        monkeypatch.setenv(variable(name), value)
+    settings, plain = load_settings(), ServerSettings.model_fields
+    same = [n for n in plain if getattr(settings, n) == plain[n].default]
+    assert same == []
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch):
+    monkeypatch.setenv("TOKENPOD_UDS_PATH", "")
+    monkeypatch.setenv("TOKENPOD_PORT", "")
+    assert (load_settings().uds_path, load_settings().port) == (None, 50051)
+
+
+def test_the_url_that_kubernetes_puts_under_our_name_is_ignored(monkeypatch):
+    monkeypatch.setenv("TOKENPOD_PORT", "tcp://10.0.0.7:50051")
+    monkeypatch.setenv("TOKENPOD_PORT_50051_TCP_ADDR", "10.0.0.7")
+    monkeypatch.setenv("TOKENPOD_SERVICE_HOST", "10.0.0.7")
+    assert load_settings().port == 50051
+    assert unknown_variables() == []
+
+
+def test_a_misspelt_variable_is_noticed(monkeypatch):
+    monkeypatch.setenv("TOKENPOD_MAX_BEST_OFF", "3")
+    monkeypatch.setenv("TOKENPOD_TOKEN", "secret")
+    assert unknown_variables() == ["TOKENPOD_MAX_BEST_OFF"]
+
+
+def test_settings_can_not_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        load_settings().port = 1
+
+
+def test_a_fault_names_the_flag_or_the_variable_its_value_and_the_limit(monkeypatch):
+    assert fault(max_best_of=0).startswith("--max-best-of is 0: it should be greater than")
+    monkeypatch.setenv("TOKENPOD_PORT", "70000")
+    assert fault().startswith("TOKENPOD_PORT is 70000: it should be less than or equal to 65535")
+
+
+def test_every_fault_is_told_on_a_line_of_its_own():
+    lines = fault(max_best_of=0, dtype="int3", otlp_endpoint="collector").splitlines()
+    assert [line.split()[0] for line in lines] == ["--dtype", "--max-best-of", "--otlp-endpoint"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            {"max_input_tokens": 9, "max_total_tokens": 9},
+            "--max-input-tokens is 9: it must be less",
+        ),
+        ({"max_total_tokens": 9, "max_batch_total_tokens": 8}, "--max-total-tokens is 9"),
+        (
+            {"max_input_tokens": 8, "max_batch_total_tokens": 8},
+            "less than --max-batch-total-tokens",
+        ),
+        (
+            {"max_batch_prefill_tokens": 9, "max_batch_total_tokens": 8},
+            "--max-batch-prefill-tokens",
+        ),
+        ({"max_input_tokens": 9, "max_queue_tokens": 8}, "at most --max-queue-tokens, which is 8"),
+        ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),
+        ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 105"),
+        ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),
+        ({"tls_cert": __file__}, "--tls-key is needed with it"),
+        ({"tls_key": __file__}, "--tls-cert is needed with it"),
+        ({"tls_client_ca": __file__}, "--tls-cert is needed with it"),
+        ({"tls_cert": "/no/cert", "tls_key": __file__}, "--tls-cert is /no/cert: there is no such"),
+        ({"auth_token_file": "/dev/null"}, "there is no such file"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(flags, expected):
+    assert expected in fault(**flags)
+
+
+def test_settings_at_the_edge_of_each_rule_are_fine(tmp_path):
+    load_settings(max_input_tokens=8, max_total_tokens=9, max_batch_total_tokens=9)
+    load_settings(max_batch_prefill_tokens=9, max_batch_total_tokens=9)
+    load_settings(port=0, health_port=0)
+
+
+def test_an_empty_token_file_is_refused(tmp_path):
+    (tmp_path / "tokens").touch()
+    assert "the file is empty" in fault(auth_token_file=tmp_path / "tokens")
+
+
+def test_what_is_derived_fits_what_is_given():
+    on_cpu = load_settings(device="cpu", max_batch_total_tokens=100)
+    assert (on_cpu.resolved_prefill_tokens, on_cpu.resolved_batch_size) == (100, 64)
+    assert on_cpu.resolved_dtype == "float32"
+    on_gpu = load_settings(device="cuda")
+    assert (on_gpu.resolved_prefill_tokens, on_gpu.resolved_batch_size) == (4096, 256)
+    assert on_gpu.resolved_dtype is None
+    assert load_settings(device="cuda", dtype="float16").resolved_dtype == "float16"
+
+
+def test_an_ipv6_address_is_bracketed():
+    settings = load_settings(hostname="::", port=5, health_port=0)
+    assert (settings.address, settings.health_address) == ("[::]:5", None)
+
+
+def test_every_setting_says_what_it_means_and_where_it_belongs():
+    for name, field in ServerSettings.model_fields.items():
+        assert re.search(r"[.]$", field.description or ""), name
+
+
+def test_the_documentation_is_current_and_has_every_setting():
+    check = [sys.executable, "-P", "tools/settings_docs.py", "--check"]
+    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert all(
+        f"| `{flag(name)}` | `{variable(name)}` |" in page for name in ServerSettings.model_fields
+    )

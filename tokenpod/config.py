@@ -1,0 +1,384 @@
+"""Every setting of the server, once: flags, variables, help and docs/settings.md come from here.
+
+A flag wins over its variable (`--max-best-of` over `TOKENPOD_MAX_BEST_OF`), a variable over the
+default. Names are those of TGI's launcher wherever both have the thing. This is the only module
+that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, FilePath, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from tokenpod.config_rules import contradictions, flag
+
+VARIABLE_PREFIX = "TOKENPOD_"
+#: Variables of the client commands, which are no settings of the server.
+CLIENT_VARIABLES = frozenset({"TOKENPOD_TOKEN"})
+
+#: Kubernetes sets variables in every pod for a Service named `tokenpod`: TOKENPOD_PORT is a URL.
+_SERVICE_LINK = re.compile(r"^(tcp|udp|sctp)://")
+_SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT(_\d+_(TCP|UDP|SCTP).*)?$")
+
+
+class SettingsError(ValueError):
+    """Settings that are wrong or don't go together; the text has a line for each fault."""
+
+
+class Group(StrEnum):
+    """What a setting is about: the panels of `--help`, the tables of docs/settings.md."""
+
+    MODEL = "Model"
+    NETWORK = "Network"
+    LIMITS = "Limits on requests"
+    MEMORY = "Batching and memory"
+    SECURITY = "Security"
+    TELEMETRY = "Telemetry and logs"
+    OPERATION = "Operation"
+
+
+def _setting(
+    default: object, group: Group, description: str, *, derived: str = "", **limits: Any
+) -> Any:
+    """A field; `derived` says what an unset one comes to."""
+    about: dict[str, Any] = {"group": group.value, "derived": derived}
+    return Field(default, description=description, json_schema_extra=about, **limits)
+
+
+class _Environment(EnvSettingsSource):
+    """The environment, less the addresses that Kubernetes puts there under our names."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        value, key, is_complex = super().get_field_value(field, field_name)
+        if isinstance(value, str) and _SERVICE_LINK.match(value):
+            return None, key, is_complex
+        return value, key, is_complex
+
+
+class ServerSettings(BaseSettings):
+    """How one server is run. Immutable; raises pydantic's ValidationError for what can't be."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=VARIABLE_PREFIX,
+        env_ignore_empty=True,
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        validate_default=False,
+    )
+
+    model_id: str = _setting(
+        "demo",
+        Group.MODEL,
+        "The model: `demo` (embedded in the package), a folder, or a name such as `org/name` that"
+        " is looked up in the local Hugging Face cache. Nothing is downloaded.",
+        min_length=1,
+    )
+    revision: str | None = _setting(
+        None,
+        Group.MODEL,
+        "Branch, tag or commit of a model in the cache.",
+        derived="main",
+        min_length=1,
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+        "auto",
+        Group.MODEL,
+        "Type of weights and KV cache. auto: the checkpoint's on a GPU, float32 on a CPU.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = _setting(
+        "auto", Group.MODEL, "Where the model runs. auto: a GPU if there is one."
+    )
+    threads: int = _setting(0, Group.MODEL, "CPU threads of the model. 0: one a core.", ge=0)
+
+    hostname: str = _setting(
+        "0.0.0.0",  # noqa: S104 (a server in a pod is there to be reached)
+        Group.NETWORK,
+        "Address to listen on.",
+        min_length=1,
+    )
+    port: int = _setting(
+        50051, Group.NETWORK, "Port of every gRPC service. 0: any free one.", ge=0, le=65535
+    )
+    health_port: int = _setting(
+        50052,
+        Group.NETWORK,
+        "Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none.",
+        ge=0,
+        le=65535,
+    )
+    uds_path: str | None = _setting(
+        None,
+        Group.NETWORK,
+        "Listen on the unix socket `<uds-path>-0` as well, without TLS. TGI's routers look for"
+        " `/tmp/text-generation-server`.",
+        min_length=1,
+    )
+    max_message_bytes: int = _setting(
+        4 * 1024 * 1024,
+        Group.NETWORK,
+        "Bytes of one request message.",
+        ge=1024,
+        le=2**31 - 1,
+    )
+    keepalive_seconds: float = _setting(
+        60.0,
+        Group.NETWORK,
+        "Ping a client that has been silent for so long, and drop it if it does not answer.",
+        ge=10,
+        le=86_400,
+    )
+    max_connection_age_seconds: float = _setting(
+        0.0,
+        Group.NETWORK,
+        "Ask clients to reconnect after so long, which spreads them over new replicas; running"
+        " calls go on. 0: never.",
+        ge=0,
+        le=2_000_000,
+    )
+
+    max_concurrent_requests: int = _setting(
+        128, Group.LIMITS, "Requests running and waiting; one more is refused.", ge=1
+    )
+    max_queue_tokens: int = _setting(
+        131_072, Group.LIMITS, "Prompt tokens waiting; a request beyond is refused.", ge=1
+    )
+    max_input_tokens: int | None = _setting(
+        None,
+        Group.LIMITS,
+        "Tokens of a prompt.",
+        derived="max-total-tokens less 1",
+        ge=1,
+    )
+    max_total_tokens: int | None = _setting(
+        None,
+        Group.LIMITS,
+        "Tokens of a prompt and its output together.",
+        derived="the model's context, as far as the KV cache holds it",
+        ge=2,
+    )
+    max_best_of: int = _setting(2, Group.LIMITS, "Samples of a request (n, best_of).", ge=1)
+    max_stop_sequences: int = _setting(4, Group.LIMITS, "Stop sequences of a request.", ge=0)
+    max_stop_sequence_bytes: int = _setting(
+        240, Group.LIMITS, "Bytes of one stop sequence, in UTF-8.", ge=1
+    )
+    max_top_n_tokens: int = _setting(
+        5, Group.LIMITS, "Most likely tokens that a request may ask for.", ge=0, le=64
+    )
+    max_logit_bias: int = _setting(
+        1024, Group.LIMITS, "Entries of logit_bias and of stop_token_ids.", ge=0
+    )
+
+    max_batch_size: int | None = _setting(
+        None,
+        Group.MEMORY,
+        "Sequences that run at once.",
+        derived="64 on a CPU, 256 on a GPU",
+        ge=1,
+        le=65_536,
+    )
+    max_batch_prefill_tokens: int | None = _setting(
+        None,
+        Group.MEMORY,
+        "Prompt tokens of one step; a longer prompt takes several.",
+        derived="512 on a CPU, 4096 on a GPU, max-batch-total-tokens at most",
+        ge=1,
+    )
+    max_batch_total_tokens: int | None = _setting(
+        None,
+        Group.MEMORY,
+        "Size of the KV cache in tokens: all running requests and the prefixes kept.",
+        derived="what memory-fraction holds",
+        ge=2,
+    )
+    memory_fraction: float = _setting(
+        0.9,
+        Group.MEMORY,
+        "Part of the memory that is free after loading which the KV cache may take.",
+        gt=0,
+        lt=1,
+    )
+
+    tls_cert: FilePath | None = _setting(
+        None, Group.SECURITY, "Certificate chain of the server (PEM); turns TLS on."
+    )
+    tls_key: FilePath | None = _setting(None, Group.SECURITY, "Private key of tls-cert (PEM).")
+    tls_client_ca: FilePath | None = _setting(
+        None, Group.SECURITY, "Require client certificates signed by these authorities (PEM)."
+    )
+    auth_token_file: FilePath | None = _setting(
+        None,
+        Group.SECURITY,
+        "Accept only calls with one of these bearer tokens, one a line; read again on change.",
+    )
+
+    otlp_endpoint: str | None = _setting(
+        None,
+        Group.TELEMETRY,
+        "OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`.",
+        pattern=r"^https?://[^/\s]+/?$",
+    )
+    otlp_service_name: str = _setting(
+        "tokenpod", Group.TELEMETRY, "service.name of what is exported.", min_length=1
+    )
+    otlp_sample_ratio: float = _setting(
+        1.0, Group.TELEMETRY, "Part of the traces begun here that is recorded.", ge=0, le=1
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _setting(
+        "info", Group.TELEMETRY, "Least severity that is logged."
+    )
+    json_output: bool = _setting(False, Group.TELEMETRY, "Log JSON, one object a line.")
+
+    start_timeout: float = _setting(
+        600.0, Group.OPERATION, "Seconds to load and warm the model up; then the start fails.", gt=0
+    )
+    lame_duck_seconds: float = _setting(
+        5.0,
+        Group.OPERATION,
+        "Go on serving for so long after SIGTERM, already not ready: endpoints take time to hear.",
+        ge=0,
+        le=3600,
+    )
+    graceful_termination_timeout: float = _setting(
+        90.0,
+        Group.OPERATION,
+        "Seconds that running requests get to finish after that.",
+        ge=0,
+        le=86_400,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, then the environment; no .env file of whatever folder we are started in."""
+        return init_settings, _Environment(settings_cls)
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        for fault in contradictions(self):
+            raise ValueError(fault)
+        return self
+
+    @property
+    def resolved_device(self) -> Literal["cpu", "cuda"]:
+        """`device`, with `auto` decided by what this machine and the installed torch have."""
+        if self.device == "auto":
+            return "cuda" if _has_gpu() and _torch_has_cuda() else "cpu"
+        return self.device
+
+    @property
+    def resolved_dtype(self) -> str | None:
+        """Name of the dtype; None: the checkpoint's own."""
+        if self.dtype == "auto":
+            return "float32" if self.resolved_device == "cpu" else None
+        return self.dtype
+
+    @property
+    def resolved_batch_size(self) -> int:
+        """Sequences that run at once."""
+        return self.max_batch_size or (64 if self.resolved_device == "cpu" else 256)
+
+    @property
+    def resolved_prefill_tokens(self) -> int:
+        """Prompt tokens of one step."""
+        if self.max_batch_prefill_tokens is not None:
+            return self.max_batch_prefill_tokens
+        usual = 512 if self.resolved_device == "cpu" else 4096
+        return min(usual, self.max_batch_total_tokens or usual)
+
+    @property
+    def address(self) -> str:
+        """Where every service listens, as gRPC writes it."""
+        return f"{_host(self.hostname)}:{self.port}"
+
+    @property
+    def health_address(self) -> str | None:
+        """Where the health port listens; None: nowhere."""
+        return f"{_host(self.hostname)}:{self.health_port}" if self.health_port else None
+
+    @property
+    def socket_path(self) -> str | None:
+        """The unix socket's path; None: there is none."""
+        return f"{self.uds_path}-0" if self.uds_path else None
+
+
+def variable(name: str) -> str:
+    """`max_best_of` as it is written in the environment."""
+    return f"{VARIABLE_PREFIX}{name.upper()}"
+
+
+def load_settings(**flags: object) -> ServerSettings:
+    """The settings of these flags, the environment and the defaults. Raises SettingsError."""
+    try:
+        return ServerSettings(**flags)  # type: ignore[arg-type]
+    except ValidationError as error:
+        faults = [_fault(e["loc"], e["msg"], e["input"], flags) for e in error.errors()]
+        raise SettingsError("\n".join(faults)) from None
+
+
+def unknown_variables() -> list[str]:
+    """TOKENPOD_* variables that are set and mean nothing: probably misspelt."""
+    known = {variable(name) for name in ServerSettings.model_fields} | CLIENT_VARIABLES
+    ours = (name for name in os.environ if name.upper().startswith(VARIABLE_PREFIX))
+    return sorted(n for n in ours if n.upper() not in known and not _SERVICE_VARIABLE.search(n))
+
+
+def hub_cache() -> Path:
+    """The folder of models that Hugging Face's tools have downloaded; it need not exist."""
+    home = (
+        os.environ.get("HF_HOME") or os.environ.get("XDG_CACHE_HOME", "~/.cache") + "/huggingface"
+    )
+    return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+
+
+def _fault(loc: tuple[int | str, ...], text: str, value: object, flags: dict[str, object]) -> str:
+    """One of pydantic's complaints in our words: name, value, limit."""
+    text = text.removeprefix("Value error, ")
+    if not loc:
+        return text
+    name = str(loc[0])
+    text = text.replace("Input should", "it should").replace("String should", "it should")
+    if text.startswith("Path does not point to a file"):
+        text = "there is no such file"
+    if name == "otlp_endpoint":
+        text = "it should be a URL such as http://collector:4317"
+    return f"{flag(name) if name in flags else variable(name)} is {value}: {text}"
+
+
+def _host(hostname: str) -> str:
+    return f"[{hostname}]" if ":" in hostname and not hostname.startswith("[") else hostname
+
+
+def _has_gpu() -> bool:
+    """Whether this process may use an NVIDIA GPU, without importing torch."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return False
+    return any(re.fullmatch(r"nvidia\d+", device.name) for device in Path("/dev").glob("nvidia*"))
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA, read from its files: importing it is slow."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b[^=\n]*= *['\"]", text, re.MULTILINE) is not None

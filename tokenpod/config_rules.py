@@ -1,0 +1,71 @@
+"""Which settings contradict each other. Each fault is one line: flag, value, limit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenpod.config import ServerSettings
+
+#: A unix socket's path has at most 107 bytes on Linux; ours ends in "-0".
+_MOST_SOCKET_BYTES = 105
+
+#: Limits in tokens: the smaller one, the larger one, and whether they may be equal.
+_ORDERED = [
+    ("max_input_tokens", "max_total_tokens", False),
+    ("max_total_tokens", "max_batch_total_tokens", True),
+    ("max_input_tokens", "max_batch_total_tokens", False),
+    ("max_batch_prefill_tokens", "max_batch_total_tokens", True),
+    ("max_input_tokens", "max_queue_tokens", True),
+]
+
+
+def flag(name: str) -> str:
+    """`max_best_of` as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def contradictions(settings: ServerSettings) -> Iterator[str]:
+    """What is wrong with settings that are right one by one."""
+    yield from _token_faults(settings)
+    yield from _network_faults(settings)
+    yield from _security_faults(settings)
+
+
+def _token_faults(s: ServerSettings) -> Iterator[str]:
+    for small, large, may_equal in _ORDERED:
+        low, high = getattr(s, small), getattr(s, large)
+        if low is None or high is None or low < high or (may_equal and low == high):
+            continue
+        limit = "at most" if may_equal else "less than"
+        yield f"{flag(small)} is {low}: it must be {limit} {flag(large)}, which is {high}"
+
+
+def _network_faults(s: ServerSettings) -> Iterator[str]:
+    if s.port == s.health_port != 0:
+        yield f"--port and --health-port are both {s.port}: they must differ"
+    if s.uds_path is not None:
+        size, folder = len(os.fsencode(s.uds_path)), Path(s.uds_path).parent
+        if size > _MOST_SOCKET_BYTES:
+            yield f"--uds-path has {size} bytes: at most {_MOST_SOCKET_BYTES} are possible"
+        elif not folder.is_dir():
+            yield f"--uds-path is {s.uds_path}: there is no folder {folder}"
+
+
+def _security_faults(s: ServerSettings) -> Iterator[str]:
+    if (s.tls_cert is None) != (s.tls_key is None):
+        given, lacking = ("tls_cert", "tls_key") if s.tls_cert else ("tls_key", "tls_cert")
+        yield f"{flag(given)} is {getattr(s, given)}: {flag(lacking)} is needed with it"
+    if s.tls_client_ca is not None and s.tls_cert is None:
+        yield f"--tls-client-ca is {s.tls_client_ca}: --tls-cert is needed with it"
+    for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
+        path: Path | None = getattr(s, name)
+        if path is None:
+            continue
+        if not os.access(path, os.R_OK):
+            yield f"{flag(name)} is {path}: it can't be read by this user"
+        elif path.stat().st_size == 0:
+            yield f"{flag(name)} is {path}: the file is empty"

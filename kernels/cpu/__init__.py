@@ -1,0 +1,19 @@
+"""The operations for a CPU: few calls, views of contiguous KV runs, products by row count."""
+
+from tokenpod.kernels.cpu.attention import attention, plan_attention
+from tokenpod.kernels.cpu.pointwise import act_mul, add_rms_norm, embed, rms_norm
+from tokenpod.kernels.cpu.product import prepare_linear
+from tokenpod.kernels.cpu.rotary import rotate, store_key_value
+from tokenpod.kernels.ops import Operations
+
+OPERATIONS = Operations(
+    embed=embed,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotate=rotate,
+    store_key_value=store_key_value,
+    plan_attention=plan_attention,
+    attention=attention,
+    act_mul=act_mul,
+    prepare_linear=prepare_linear,
+)

@@ -1,0 +1,217 @@
+"""Attention over views of contiguous KV runs.
+
+A row's KV is one run most of the time (a cached prefix adds one or two), so keys and values are
+read where they lie: no gather, no repeated heads. Softmax over several runs is exact: each part
+comes with the logarithm of its sum, by which parts are weighted together. Rows whose KV is
+scattered are gathered, which costs 3 to 7 times more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.engine.batch import ForwardBatch, Run
+
+#: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask) -> (output like q, logarithms
+#: of the softmax's sums [N, H, n] float32). Causal means that query i sees keys 0 to i.
+_flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+)
+
+#: Gathering a row is cheaper than visiting more runs than this one by one.
+MAX_PARTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """A row that processes one token: it sees all of `runs`, or of the slots in `index`."""
+
+    runs: list[Run]
+    index: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """A row that processes tokens `start` to `end`: all see `prefix`, and among `own` the past."""
+
+    start: int
+    end: int
+    prefix: list[Run]
+    own: list[Run]
+    #: Slots to gather, if prefix and own are to be gathered together and masked.
+    index: torch.Tensor | None
+    #: [end - start, len(index)]: 0 where visible, else minus infinity.
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to read for each row, for all layers with one window."""
+
+    singles: list[Single]
+    extends: list[Extend]
+
+
+def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+    """See `ops.PlanAttention`."""
+    singles = [
+        _plan_single(_cut(batch.b_runs[row], _seen(batch.b_context[row], 1, window)))
+        for row in range(batch.single_rows)
+    ]
+    extends = [_plan_extend(batch, row, window) for row in range(batch.single_rows, batch.rows)]
+    return Plan(singles, extends)
+
+
+def attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan
+) -> torch.Tensor:
+    """See `ops.Attention`."""
+    tokens, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)
+    grouped = q.view(tokens, kv_heads, heads // kv_heads, head_dim)
+    grouped_out = out.view(grouped.shape)
+    if plan.singles:
+        _attend_singles(plan.singles, grouped, keys, values, grouped_out)
+    for extend in plan.extends:
+        rows = slice(extend.start, extend.end)
+        # The heads of a group share keys and values: groups are the batch, stride 0 repeats.
+        queries = grouped[rows].permute(1, 2, 0, 3)
+        grouped_out[rows] = _attend_extend(extend, queries, keys, values).permute(2, 0, 1, 3)
+    return out.flatten(1)
+
+
+def _seen(context: int, queries: int, window: int | None) -> int:
+    """How many of the last positions any of the last `queries` tokens sees."""
+    return context if window is None else min(context, window + queries - 1)
+
+
+def _cut(runs: list[Run], length: int) -> list[Run]:
+    """The last `length` positions of `runs`."""
+    if len(runs) == 1:
+        end = runs[0][1]
+        return [(end - length, end)]
+    kept: list[Run] = []
+    for start, end in reversed(runs):
+        if length <= 0:
+            break
+        kept.append((max(start, end - length), end))
+        length -= end - start
+    return kept[::-1]
+
+
+def _length(runs: list[Run]) -> int:
+    return sum(end - start for start, end in runs)
+
+
+def _slots(runs: list[Run]) -> torch.Tensor:
+    return torch.cat([torch.arange(start, end) for start, end in runs])
+
+
+def _plan_single(runs: list[Run]) -> Single:
+    return Single(runs, _slots(runs) if len(runs) > MAX_PARTS else None)
+
+
+def _plan_extend(batch: ForwardBatch, row: int, window: int | None) -> Extend:
+    start, end = batch.b_start[row], batch.b_start[row + 1]
+    context = batch.b_context[row]
+    queries = end - start
+    seen = _seen(context, queries, window)
+    runs = _cut(batch.b_runs[row], seen)
+    own = _cut(runs, queries)
+    prefix = _drop(runs, queries)
+    windowed = window is not None and context > window
+    if windowed or len(own) > 1 or len(prefix) > MAX_PARTS:
+        mask = _causal_mask(queries, seen, window)
+        return Extend(start, end, prefix, own, _slots(runs), mask)
+    return Extend(start, end, prefix, own, None, None)
+
+
+def _drop(runs: list[Run], length: int) -> list[Run]:
+    """`runs` without their last `length` positions."""
+    kept = list(runs)
+    while length:
+        start, end = kept.pop()
+        if end - start > length:
+            kept.append((start, end - length))
+            break
+        length -= end - start
+    return kept
+
+
+def _causal_mask(queries: int, seen: int, window: int | None) -> torch.Tensor:
+    """[queries, seen] float32: the queries are the last of the positions seen."""
+    asked_at = torch.arange(seen - queries, seen)[:, None]
+    seen_at = torch.arange(seen)
+    hidden = seen_at > asked_at
+    if window is not None:
+        hidden |= seen_at <= asked_at - window
+    return torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+
+
+def _attend_singles(
+    singles: list[Single],
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Rows of one token: the heads of a group are queries of one product with their keys."""
+    count = len(singles)
+    keys_of = keys.transpose(0, 1).unsqueeze(0)
+    values_of = values.transpose(0, 1).unsqueeze(0)
+    results = []
+    for single, query in zip(singles, q[:count].unsqueeze(1).unbind(), strict=True):
+        if single.index is not None:
+            k = keys_of.index_select(2, single.index)
+            v = values_of.index_select(2, single.index)
+            results.append(_flash(query, k, v)[0])
+            continue
+        parts = [
+            _flash(
+                query,
+                keys_of.narrow(2, start, end - start),
+                values_of.narrow(2, start, end - start),
+            )
+            for start, end in single.runs
+        ]
+        results.append(parts[0][0] if len(parts) == 1 else _merge(parts))
+    torch.cat(results, out=out[:count])
+
+
+def _attend_extend(
+    extend: Extend, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Q [K, H/K, n, D] -> the same shape."""
+    group = q.shape[1]
+
+    def heads_first(pool: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        return _spread(pool[start:end], group)
+
+    if extend.index is not None:
+        k = _spread(keys.index_select(0, extend.index), group)
+        v = _spread(values.index_select(0, extend.index), group)
+        mask = None if extend.mask is None else extend.mask.to(q.dtype)
+        return _flash(q, k, v, attn_mask=mask)[0]
+    (own,) = extend.own
+    parts = [_flash(q, heads_first(keys, *run), heads_first(values, *run)) for run in extend.prefix]
+    parts.append(_flash(q, heads_first(keys, *own), heads_first(values, *own), is_causal=True))
+    return parts[0][0] if len(parts) == 1 else _merge(parts)
+
+
+def _spread(run: torch.Tensor, group: int) -> torch.Tensor:
+    """[n, K, D] -> a view [K, group, n, D]: every query head of a group reads the same."""
+    return run.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+
+
+def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Outputs over disjoint keys and the logarithms of their softmax sums -> the whole."""
+    out, log_sum = parts[0]
+    for other, other_log_sum in parts[1:]:
+        share = torch.sigmoid(other_log_sum - log_sum).unsqueeze(-1)
+        out = torch.lerp(out, other, share.to(out.dtype))
+        log_sum = torch.logaddexp(log_sum, other_log_sum)
+    return out

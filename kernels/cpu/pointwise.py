@@ -1,0 +1,32 @@
+"""Embedding, norms and the gated unit in as few calls as torch offers."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.reference.pointwise import ACTIVATIONS
+
+
+def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+    """See `ops.Embed`."""
+    return table.index_select(0, t_token)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """See `ops.RmsNorm`."""
+    return functional.rms_norm(x, weight.shape, weight, epsilon)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """See `ops.AddRmsNorm`."""
+    return rms_norm(residual.add_(x), weight, epsilon)
+
+
+def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `ops.ActMul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate).mul_(up)

@@ -1,0 +1,167 @@
+"""The operations models are made of, and what each promises.
+
+Axes: T tokens of a step, H query heads, K key/value heads, D head size, V vocabulary. Every
+implementation agrees with `tokenpod.kernels.reference` up to rounding; that package is the
+specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tokenpod.engine.batch import ForwardBatch
+
+#: A product with fixed weights: [T, in] -> [T, out].
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+#: What `Operations.plan_attention` found out about a step; each implementation has its own.
+AttentionPlan = Any
+
+
+class Activation(Enum):
+    """The gate's non-linearity."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+
+
+class Rotation(NamedTuple):
+    """Angles of rotary position embedding for the tokens of a step."""
+
+    #: [T, 1, D/2]
+    cos: torch.Tensor
+    #: [T, 1, D/2]
+    sin: torch.Tensor
+
+
+class HeadNorm(NamedTuple):
+    """RMS norm over each head of queries and keys, before rotation."""
+
+    #: [D]
+    query_weight: torch.Tensor
+    #: [D]
+    key_weight: torch.Tensor
+    epsilon: float
+
+
+class Embed(Protocol):
+    """Rows of a table."""
+
+    def __call__(self, table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+        """Table [V, hidden], t_token [T] int64 -> a new tensor [T, hidden]."""
+        ...
+
+
+class RmsNorm(Protocol):
+    """Root mean square norm (Zhang and Sennrich 2019), the mean taken in float32."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """X [..., n], weight [n] -> x / sqrt(mean(x²) + epsilon) · weight, in x's dtype."""
+        ...
+
+
+class AddRmsNorm(Protocol):
+    """The residual stream's step: add, then norm."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Add x [T, n] to residual [T, n] in place; return the norm of the sum."""
+        ...
+
+
+class Rotate(Protocol):
+    """The angles of a step's positions."""
+
+    def __call__(
+        self,
+        t_position: torch.Tensor,
+        inverse_frequencies: torch.Tensor,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> Rotation:
+        """t_position [T] int64, inverse_frequencies [D/2] float32 -> scale · cos, scale · sin.
+
+        Angles are float32 whatever `dtype`, which the result has.
+        """
+        ...
+
+
+class StoreKeyValue(Protocol):
+    """From the fused product to queries, and keys and values in the pool."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        t_slot: torch.Tensor,
+    ) -> torch.Tensor:
+        """Qkv [T, (H + 2K) · D], heads of q, then k, then v -> queries [T, H, D].
+
+        Queries and keys are normed (if `norm`) and rotated: dimension i of a head pairs with
+        i + D/2. Keys and values are written to `keys` and `values` [slots + 1, K, D] at t_slot.
+        May change `qkv`.
+        """
+        ...
+
+
+class PlanAttention(Protocol):
+    """What all layers of a step with the same window share."""
+
+    def __call__(self, batch: ForwardBatch, window: int | None) -> AttentionPlan:
+        """A token at position p sees positions p - window + 1 to p (all up to p if None)."""
+        ...
+
+
+class Attention(Protocol):
+    """Causal softmax(q · kᵀ / sqrt(D)) · v over the KV that each row's runs name."""
+
+    def __call__(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """Q [T, H, D], keys and values [slots + 1, K, D] -> [T, H · D].
+
+        Query head h reads key/value head h // (H // K). The step's own keys and values are
+        already in the pool.
+        """
+        ...
+
+
+class ActMul(Protocol):
+    """The gated unit of the feed-forward block."""
+
+    def __call__(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """gate_up [T, 2n], gates first -> activation(gate) · up [T, n]. May change `gate_up`."""
+        ...
+
+
+class PrepareLinear(Protocol):
+    """Choose, once, how products with a weight are made."""
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Weight [out, in], bias [out] or None -> a function computing x · weightᵀ + bias."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """One implementation of everything a model calls, as plain functions."""
+
+    embed: Embed
+    rms_norm: RmsNorm
+    add_rms_norm: AddRmsNorm
+    rotate: Rotate
+    store_key_value: StoreKeyValue
+    plan_attention: PlanAttention
+    attention: Attention
+    act_mul: ActMul
+    prepare_linear: PrepareLinear

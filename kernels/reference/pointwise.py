@@ -1,0 +1,48 @@
+"""Embedding, norms and the gated unit: computed in float32, returned in the input's dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from tokenpod.kernels.ops import Activation
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.SILU: functional.silu,
+    Activation.GELU: functional.gelu,
+    Activation.GELU_TANH: _gelu_tanh,
+}
+
+
+def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+    """See `ops.Embed`."""
+    return table[t_token]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """See `ops.RmsNorm`."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    # Rounded before the weight is applied, as in the models' own training code.
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """See `ops.AddRmsNorm`."""
+    residual += x
+    return rms_norm(residual, weight, epsilon)
+
+
+def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `ops.ActMul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up

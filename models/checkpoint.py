@@ -1,0 +1,212 @@
+"""The safetensors files of a model folder. Nothing else is read: no pickles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tokenpod.models.config import DecoderConfig
+from tokenpod.models.errors import ModelError
+from tokenpod.models.fields import read_fields
+from tokenpod.models.weights import Source, Split, Weight
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+#: The kinds of numbers that weights may be stored in.
+STORED = {"F32": 4, "F16": 2, "BF16": 2}
+
+#: Tensors of older checkpoints that no model needs: rope's frequencies follow from the config.
+SURPLUS_ENDINGS = (".rotary_emb.inv_freq",)
+
+Progress = Callable[[int, int], None]
+
+
+class Checkpoint:
+    """The tensors of a folder, by name; open until closed.
+
+    Raises ModelError for a missing, truncated or malformed file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files = ExitStack()
+        self._where: dict[str, Any] = {}
+        self._name_of_file: dict[str, str] = {}
+        try:
+            for path in _shards(folder):
+                self._open(path)
+        except BaseException:
+            self._files.close()
+            raise
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._files.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._where)
+
+    def stored_bytes(self, name: str) -> int:
+        """Bytes of a tensor in its file; ModelError if its numbers are of a kind not served."""
+        part = self._slice(name)
+        kind: str = part.get_dtype()
+        if kind not in STORED:
+            raise ModelError(
+                f"{self._name_of_file[name]}: {name} holds {kind} numbers "
+                f"(supported: {', '.join(STORED)})"
+            )
+        numbers: int = math.prod(part.get_shape())
+        return STORED[kind] * numbers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, split: Split, rank: int, world: int) -> torch.Tensor:
+        """A rank's part of a tensor, as stored. The split axis must divide evenly."""
+        part = self._slice(name)
+        axis = split.value
+        # A one-dimensional tensor is a bias: it belongs to the output features.
+        if world == 1 or axis is None:
+            return self._checked(name, part[:])
+        length = part.get_shape()[axis]
+        if length % world:
+            raise ModelError(f"{name}: {length} features can't be divided among {world} ranks")
+        share = slice(rank * length // world, (rank + 1) * length // world)
+        return self._checked(name, part[share] if axis == 0 else part[:, share])
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
+        except FileNotFoundError:
+            raise ModelError(f"{path}: no such file") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: not a whole safetensors file ({error})") from None
+        for name in file.keys():  # noqa: SIM118 - it is no dictionary
+            if name in self._where:
+                raise ModelError(f"{path}: {name} is also in {self._name_of_file[name]}")
+            self._where[name] = file
+            self._name_of_file[name] = path.name
+
+    def _slice(self, name: str) -> Any:
+        return self._where[name].get_slice(name)
+
+    def _checked(self, name: str, tensor: Any) -> torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"{self._name_of_file[name]}: {name} can't be read")
+        return tensor
+
+
+def _shards(folder: Path) -> Iterable[Path]:
+    """The files that make up the checkpoint."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+    index = read_fields(folder / INDEX)
+    files = set(index.fields("weight_map").values.values())
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+            raise ModelError(f"{folder / INDEX}: {name!r} is not the name of a file beside it")
+    return [folder / name for name in sorted(files)]
+
+
+def check(checkpoint: Checkpoint, weights: Iterable[Weight], config: DecoderConfig) -> None:
+    """Every declared tensor is there with its shape, and nothing else; else ModelError."""
+    declared: set[str] = set()
+    for source in (source for weight in weights for source in weight.sources):
+        declared.add(source.name)
+        _check_source(checkpoint, source, config)
+    surplus = {
+        name
+        for name in checkpoint.names - declared
+        if not name.endswith(SURPLUS_ENDINGS)
+        and not (config.tied_head and name == "lm_head.weight")
+    }
+    if surplus:
+        raise ModelError(
+            f"{config.architecture} has no tensor {_some(surplus)}: "
+            "config.json and weights don't belong together"
+        )
+
+
+def _check_source(checkpoint: Checkpoint, source: Source, config: DecoderConfig) -> None:
+    if source.name not in checkpoint:
+        raise ModelError(f"tensor {source.name} is missing from the checkpoint")
+    expected = tuple(dim.length(config) for dim in source.shape)
+    if checkpoint.shape(source.name) != expected:
+        raise ModelError(
+            f"tensor {source.name} has shape {list(checkpoint.shape(source.name))}; "
+            f"config.json says {list(expected)}"
+        )
+
+
+def _some(names: set[str]) -> str:
+    first = ", ".join(sorted(names)[:3])
+    return first if len(names) <= 3 else f"{first} (and {len(names) - 3} more)"
+
+
+def read_weights(
+    checkpoint: Checkpoint,
+    weights: list[Weight],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    rank: int = 0,
+    world: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
+
+    `progress` hears of bytes read from the files so far, and in all.
+    """
+    sizes = [
+        sum(checkpoint.stored_bytes(source.name) for source in weight.sources) for weight in weights
+    ]
+    total, done = sum(sizes), 0
+    progress(done, total)
+    loaded: dict[str, torch.Tensor] = {}
+    for weight, size in zip(weights, sizes, strict=True):
+        loaded[weight.name] = _read(checkpoint, weight, dtype, device, rank, world)
+        done += size
+        progress(done, total)
+    return loaded
+
+
+def _read(
+    checkpoint: Checkpoint,
+    weight: Weight,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+    world: int,
+) -> torch.Tensor:
+    """A weight's sources, stacked along their output features."""
+    parts = [checkpoint.read(source.name, weight.split, rank, world) for source in weight.sources]
+    rows = sum(len(part) for part in parts)
+    # A copy even if nothing changes: what was read is backed by the file.
+    merged = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=device)
+    start = 0
+    for part in parts:
+        merged[start : start + len(part)].copy_(part)
+        start += len(part)
+    return merged

@@ -1,0 +1,103 @@
+"""The one native decoder: embedding, layers of attention and gated feed-forward, norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.engine.batch import ForwardBatch
+from tokenpod.engine.pool import KVPool
+from tokenpod.kernels.ops import HeadNorm, Linear, Operations
+from tokenpod.models.config import DecoderConfig
+from tokenpod.models.linear import linear
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer multiplies with."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    head_norm: HeadNorm | None
+    window: int | None
+    output: Linear
+    mlp_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A model ready to run. It holds no state of sequences: that is all in the pool.
+
+    `weights` maps the names of a family's weight table to tensors on one device.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, torch.Tensor], ops: Operations
+    ) -> None:
+        self.config = config
+        self.parameters_count = sum(weight.numel() for weight in weights.values())
+        self.weight_bytes = sum(weight.nbytes for weight in weights.values())
+        self._ops = ops
+        self._embedding = weights["embedding"]
+        self._norm = weights["norm"]
+        self._head = linear(ops, weights, "embedding" if config.tied_head else "head")
+        self._layers = [_layer(config, weights, ops, i) for i in range(config.layers)]
+        self._inverse_frequencies = torch.tensor(
+            config.rope.inverse_frequencies, device=self._embedding.device
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations, and keys and values."""
+        return self._embedding.dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+        """Run a step's tokens; write their keys and values to the pool.
+
+        Returns [T, hidden] after the final norm, an inference tensor.
+        """
+        ops, config = self._ops, self.config
+        plans = {window: ops.plan_attention(batch, window) for window in set(config.windows)}
+        rotation = ops.rotate(
+            batch.t_position, self._inverse_frequencies, config.rope.scale, self.dtype
+        )
+        residual = ops.embed(self._embedding, batch.t_token)
+        x = ops.rms_norm(residual, self._layers[0].input_norm, config.norm_epsilon)
+        following = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
+        for i, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
+            keys, values = pool.keys[i], pool.values[i]
+            q = ops.store_key_value(
+                layer.qkv(x), rotation, layer.head_norm, keys, values, batch.t_slot
+            )
+            x = layer.output(ops.attention(q, keys, values, plans[layer.window]))
+            x = ops.add_rms_norm(x, residual, layer.mlp_norm, config.norm_epsilon)
+            x = layer.down(ops.act_mul(layer.gate_up(x), config.activation))
+            x = ops.add_rms_norm(x, residual, next_norm, config.norm_epsilon)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden [n, hidden] -> [n, vocabulary] float32, an inference tensor."""
+        return self._head(hidden).float()
+
+
+def _layer(
+    config: DecoderConfig, weights: Mapping[str, torch.Tensor], ops: Operations, i: int
+) -> Layer:
+    head_norm = None
+    if config.qk_norm:
+        head_norm = HeadNorm(weights[f"{i}.q_norm"], weights[f"{i}.k_norm"], config.norm_epsilon)
+    return Layer(
+        input_norm=weights[f"{i}.input_norm"],
+        qkv=linear(ops, weights, f"{i}.qkv"),
+        head_norm=head_norm,
+        window=config.windows[i],
+        output=linear(ops, weights, f"{i}.output"),
+        mlp_norm=weights[f"{i}.mlp_norm"],
+        gate_up=linear(ops, weights, f"{i}.gate_up"),
+        down=linear(ops, weights, f"{i}.down"),
+    )

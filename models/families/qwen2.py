@@ -1,0 +1,35 @@
+"""Qwen 2 and 2.5: Llama with biased queries, keys and values, and windows for upper layers."""
+
+from __future__ import annotations
+
+from tokenpod.models.config import DecoderConfig
+from tokenpod.models.errors import ModelError
+from tokenpod.models.families.family import Family, gated_decoder, gated_weights
+from tokenpod.models.fields import Fields
+
+
+def _config(fields: Fields) -> DecoderConfig:
+    return gated_decoder(fields, windows=qwen_windows, qkv_bias=True)
+
+
+def qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """`layer_types` if given; else layers from `max_window_layers` on have the window."""
+    window = None
+    if fields.flag("use_sliding_window", False):
+        window = fields.integer("sliding_window", 4096)
+    if "layer_types" not in fields:
+        # Zero is a meaning of its own here: every layer has the window.
+        first = fields.values.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            raise ModelError(f"{fields.source}: max_window_layers is not a whole number")
+        return tuple(window if layer >= first else None for layer in range(layers))
+    types = fields.texts("layer_types")
+    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"{fields.source}: layer_types must name full_attention or sliding_attention "
+            f"for each of {layers} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+QWEN2 = Family(("Qwen2ForCausalLM",), config=_config, weights=gated_weights)

@@ -1,0 +1,109 @@
+"""Typed reading of a model's JSON files, whose contents are not trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenpod.models.errors import ModelError
+
+#: No file of settings of a real model comes near it.
+MAX_JSON_BYTES = 64 << 20
+
+
+class Fields:
+    """An object of a JSON file; each getter checks type and range, and names the field it refuses.
+
+    A field that is absent or null has the default; without a default it is an error.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None, *, most: int = 1 << 31) -> int:
+        """A whole number from 1 to `most`."""
+        value = self._value(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self._refused(name, value, f"a whole number from 1 to {most:,}")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        value = self._value(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._refused(name, value, "a number")
+        if not 0 < value < float("inf"):
+            raise self._refused(name, value, "a positive, finite number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self._refused(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self._refused(name, value, "a string")
+        return value
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self._value(name, None)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._refused(name, value, "a list of strings")
+        return tuple(value)
+
+    def token_ids(self, name: str) -> frozenset[int]:
+        """A token id, a list of them, or none."""
+        value = self.values.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in ids):
+            raise self._refused(name, value, "a token id or a list of them")
+        return frozenset(ids)
+
+    def fields(self, name: str) -> Fields:
+        """A nested object."""
+        value = self._value(name, None)
+        if not isinstance(value, dict):
+            raise self._refused(name, value, "an object")
+        return Fields(value, f"{self.source}: {name}")
+
+    def _value(self, name: str, default: object) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self.source}: {name} is missing")
+        return value
+
+    def _refused(self, name: str, value: object, expected: str) -> ModelError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return ModelError(f"{self.source}: {name} is {shown}; expected {expected}")
+
+
+def read_fields(path: Path) -> Fields:
+    """The object in a JSON file; ModelError if there is none."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB")
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ModelError(f"{path}: can't be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return Fields(values, path.name)

@@ -1,0 +1,79 @@
+"""Weights as data: our name, the checkpoint's, how they are merged and how ranks share them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tokenpod.models.config import DecoderConfig
+
+
+class Dim(Enum):
+    """An axis of a tensor, named by the config's field or property that holds its length."""
+
+    VOCABULARY = "vocab_size"
+    HIDDEN = "hidden_size"
+    INTERMEDIATE = "intermediate_size"
+    QUERY = "query_width"
+    KEY = "key_width"
+    HEAD = "head_dim"
+
+    def length(self, config: DecoderConfig) -> int:
+        """Its length in a model."""
+        length: int = getattr(config, self.value)
+        return length
+
+
+class Split(Enum):
+    """Which axis of each source tensor parallel ranks divide among themselves."""
+
+    #: None: every rank has all of it.
+    WHOLE = None
+    #: The output features: each rank computes some.
+    OUTPUT = 0
+    #: The input features: ranks' results are summed.
+    INPUT = 1
+
+
+class Merge(Enum):
+    """How several sources become one tensor."""
+
+    #: One after the other along the output features, so that one product computes them all.
+    STACK = "stack"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the checkpoint; `{i}` in its name is the layer."""
+
+    name: str
+    shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor of the decoder; `{i}` in its name is the layer."""
+
+    name: str
+    sources: tuple[Source, ...]
+    split: Split = Split.WHOLE
+    merge: Merge = Merge.STACK
+
+    @property
+    def per_layer(self) -> bool:
+        """Every layer has one."""
+        return "{i}" in self.name
+
+    def of_layer(self, layer: int) -> Weight:
+        """The same with the layer's number filled in."""
+        sources = tuple(
+            Source(source.name.replace("{i}", str(layer)), source.shape) for source in self.sources
+        )
+        return Weight(self.name.replace("{i}", str(layer)), sources, self.split, self.merge)
+
+
+def expand(table: tuple[Weight, ...], layers: int) -> list[Weight]:
+    """The table with every layer's weights written out, layer by layer."""
+    shared = [weight for weight in table if not weight.per_layer]
+    layered = [weight for weight in table if weight.per_layer]
+    return shared + [weight.of_layer(layer) for layer in range(layers) for weight in layered]

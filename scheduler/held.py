@@ -8,11 +8,11 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from tokenpod.engine.types import Advance
-from tokenpod.scheduler.batcher import prompt_work
+from tokenpod.scheduler.batcher import decode_work, prompt_work
 from tokenpod.scheduler.forecast import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
@@ -23,10 +23,12 @@ from tokenpod.scheduler.work import Limits, Step, Work
 @dataclass(slots=True)
 class _Op:
     id: int
-    #: Tokens that each sequence has yet to be given, by sequence id.
-    owed: dict[int, int]
+    #: Prompt tokens that each sequence may take, by sequence id; 0: all.
+    chunks: dict[int, int]
     #: Sequences that have not had all of theirs settled.
     open: dict[int, Sequence]
+    #: Tokens that each sequence has yet to be given, known from its first turn on.
+    owed: dict[int, int] = field(default_factory=dict)
 
 
 class HeldSequences:
@@ -40,7 +42,7 @@ class HeldSequences:
         self._sequences: dict[int, Sequence] = {}
 
     @property
-    def sequences(self) -> Iterable[Sequence]:
+    def sequences(self) -> Collection[Sequence]:
         """Everything that routers hold."""
         return self._sequences.values()
 
@@ -61,7 +63,7 @@ class HeldSequences:
         need = forecast.peak()
         if need > self._limits.slots:
             for sequence in fresh:
-                self._kv.release(sequence)
+                self._kv.withdraw(sequence)
             return (
                 f"{need} tokens of KV cache would be needed, {sum(s.bound for s in fresh)} of them"
                 f" for this batch; there are {self._limits.slots} (--max-batch-total-tokens)"
@@ -73,20 +75,18 @@ class HeldSequences:
 
     def begin(self, op: Advance, fresh: list[Sequence], resumed: list[Sequence]) -> None:
         """Queue a step."""
-        owed = {}
+        chunks = {sequence.id: op.resume_chunk for sequence in resumed}
         for sequence, chunk in zip(fresh, op.chunks, strict=True):
-            owed[sequence.id] = _share(sequence, chunk)
-        for sequence in resumed:
-            owed[sequence.id] = _share(sequence, op.resume_chunk) if sequence.prefilling else 1
+            chunks[sequence.id] = chunk
         everyone = {sequence.id: sequence for sequence in (*fresh, *resumed)}
-        self.ops.append(_Op(op.op, owed, everyone))
+        self.ops.append(_Op(op.op, chunks, everyone))
 
     def plan(self, now: int, *, share: bool) -> list[Work]:
         """This step's works; with `share`, half of the prompt budget is the batcher's."""
         works: list[Work] = []
         budget = self._limits.prefill_tokens
         if share:
-            budget -= max(budget // 2, 1)
+            budget -= budget // 2
         taken: set[int] = set()
         for op in self.ops:
             if taken.isdisjoint(op.open):
@@ -100,7 +100,9 @@ class HeldSequences:
             for work in step.works:
                 for op in self.ops:
                     sequence = op.open.get(work.sequence.id)
-                    if sequence is not None and op.owed[sequence.id] == 0:
+                    if sequence is None or sequence.in_flight:
+                        continue
+                    if op.owed.get(sequence.id) == 0:
                         del op.open[sequence.id]
         done = [op.id for op in self.ops if not op.open]
         if done:
@@ -115,11 +117,15 @@ class HeldSequences:
 
     def _plan_op(self, op: _Op, budget: int, now: int, works: list[Work]) -> int:
         for sequence in op.open.values():
-            owed = op.owed[sequence.id]
-            if not owed or sequence.dead:
+            if sequence.dead:
+                continue
+            owed = op.owed.get(sequence.id)
+            if owed is None:
+                owed = op.owed[sequence.id] = _share(sequence, op.chunks[sequence.id])
+            if not owed:
                 continue
             if not sequence.prefilling:
-                works.append(self._decode(sequence))
+                works.append(decode_work(self._kv, sequence))
                 op.owed[sequence.id] = 0
             elif budget > 0:
                 n = min(owed, budget)
@@ -128,15 +134,10 @@ class HeldSequences:
                 budget -= n
         return budget
 
-    def _decode(self, sequence: Sequence) -> Work:
-        slots = self._kv.extend(sequence, 1)
-        work = Work(sequence, sequence.computed, 1, slots, needs_logits=True)
-        sequence.computed += 1
-        sequence.launched += 1
-        return work
-
 
 def _share(sequence: Sequence, chunk: int) -> int:
-    """Prompt tokens that a step gives: `chunk`, or all where it is 0."""
+    """Tokens that a router's step gives: up to `chunk` of the prompt (0: all), else one."""
+    if not sequence.prefilling:
+        return 1
     left = sequence.prompt_length - sequence.computed
     return min(chunk, left) if chunk else left

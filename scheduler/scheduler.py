@@ -218,13 +218,13 @@ class Scheduler:
         return ""
 
     def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
+        sequence.keep = sequence.keep and token >= 0
         if sequence.dead:
             # Sampled after its end, before that was seen.
             return
         if token < 0:
             problem = "the model computed NaN or Inf for this sequence"
             settled.failures.append(Failure(sequence.id, FailureCode.DATA_LOSS, problem))
-            sequence.keep = False
             self._end(sequence)
             return
         finish = sequence.append(token, now)

@@ -7,7 +7,6 @@ is owed. Anything unexpected is an AssertionError.
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
@@ -52,9 +51,8 @@ class Row:
     #: Fingerprints of the prefixes of `tokens`, and the slots, by position.
     marks: list[int]
     slots: list[int]
-    #: Positions from here on were written by this row.
-    own_from: int
-    chooser: random.Random = field(repr=False, default_factory=random.Random)
+    #: Positions from here on were written by this row, and no good token has followed yet.
+    unproven_from: int
 
 
 class ReferenceExecutor:
@@ -89,7 +87,7 @@ class ReferenceExecutor:
             sequence.id, list(sequence.request.prompt), len(sequence.request.prompt), [], [], 0
         )
         row.marks.append(zlib.crc32(sequence.request.salt.encode()))
-        row.slots, row.own_from = prefix, len(prefix)
+        row.slots, row.unproven_from = prefix, len(prefix)
         self._mark(row)
         self.users.update(prefix)
         self.rows[sequence.row] = row
@@ -132,11 +130,13 @@ class ReferenceExecutor:
         index = len(row.tokens) - row.prompt_length
         token = self.choose(row.sequence_id, index)
         if token < 0:
-            # What this row computed by itself and has not shared is garbage. Whoever reads it later
-            # will see.
-            for position in range(row.own_from, len(row.slots)):
+            # What this row computed since its last good token is garbage, if it has not been shared
+            # yet. Whoever reads it later will see.
+            for position in range(row.unproven_from, len(row.slots)):
                 if row.slots[position] not in shared:
                     self.memory[row.slots[position]] = row.marks[position + 1] = -row.sequence_id
+        else:
+            row.unproven_from = len(row.slots)
         row.tokens.append(token if token >= 0 else -1 - row.sequence_id)
         self._mark(row)
         return token
@@ -201,7 +201,6 @@ class House:
     def turn(self) -> bool:
         """One turn of the engine's loop; whether anything was under way."""
         step = self.scheduler.plan(self.now)
-        self.scheduler.check()
         self._check_held(step)
         previous, self._flying = self._flying, None
         self.last_step = step

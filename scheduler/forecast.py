@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Listing
 
 from tokenpod.scheduler.admission import FOREVER, peak_tokens
 from tokenpod.scheduler.radix import Node
@@ -32,32 +33,33 @@ class Forecast:
         for sequence in sequences:
             self._add(sequence, sequence.held, sequence.bound - sequence.computed, 0)
 
-    def prefilling(self, sequences: Iterable[Sequence]) -> None:
-        """Sequences whose prompts are computed one after the other, in this order.
+    def leaving(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences that have ended, but for a step in flight."""
+        for sequence in sequences:
+            self._add(sequence, sequence.held, 0, 1)
 
-        A sample that waits for its sibling's prompt holds that prompt no second time, but keeps it
-        for as long as it lives.
+    def prefilling(self, sequence: Sequence) -> None:
+        """One whose prompt is computed after those that were added before."""
+        self._in_line(sequence, sequence.prompt_length - sequence.computed)
+
+    def siblings(self, sequences: Listing[Sequence]) -> None:
+        """Samples that wait for the prompt of one that was added before.
+
+        Each computes its last token again, after those that were added before. Their prompt is
+        counted a second time: when the first sample's is settled, another request may have brought
+        the same tokens to the tree, and then both copies are in use.
         """
         for sequence in sequences:
-            need = sequence.prompt_length - sequence.computed
-            if sequence.node is None:
-                need = 1 if sequence.stream else need
-            self._prompt_tokens += need
-            # Two steps more: a sibling waits until the prompt is settled.
-            delay = -(-self._prompt_tokens // self._quantum) + 2
-            new_tokens = sequence.request.stopping.max_new_tokens
-            self._add(sequence, sequence.held + need, new_tokens, delay)
-            if len(sequence.request.sequence_ids) > 1 and sequence.stream == 0:
-                # Its prompt outlives it by as much as its last sibling does.
-                samples = len(sequence.request.sequence_ids)
-                self._held.append(sequence.prompt_length)
-                self._left.append(0)
-                self._delay.append(delay + samples + 2 + new_tokens + _SLACK)
+            last = self._in_line(sequence, 1)
+        self._held.append(sequences[0].prompt_length)
+        self._left.append(0)
+        self._delay.append(last)
 
     def frozen(self, sequences: Iterable[Sequence]) -> None:
         """Sequences that somebody else advances, if ever."""
         for sequence in sequences:
-            self._add(sequence, sequence.bound - sequence.shared, 0, FOREVER)
+            to_come = sequence.bound - sequence.computed
+            self._add(sequence, sequence.held + to_come, 0, FOREVER)
 
     def peak(self) -> int:
         """The most slots that these sequences will ever hold at once."""
@@ -76,6 +78,15 @@ class Forecast:
                 left.append(0)
                 delay.append(last)
         return peak_tokens(held, left, delay)
+
+    def _in_line(self, sequence: Sequence, need: int) -> int:
+        """Add one with `need` prompt tokens to compute; the step by which it is gone."""
+        self._prompt_tokens += need
+        # A sibling waits until the prompt is settled, and rounds up to whole steps once more.
+        delay = -(-self._prompt_tokens // self._quantum) + 3
+        new_tokens = sequence.request.stopping.max_new_tokens
+        self._add(sequence, sequence.held + need, new_tokens, delay)
+        return delay + new_tokens + _SLACK
 
     def _add(self, sequence: Sequence, held: int, left: int, delay: int) -> None:
         self._held.append(held)

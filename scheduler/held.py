@@ -8,11 +8,11 @@ the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from tokenpod.engine.types import Advance
-from tokenpod.scheduler.batcher import prompt_work
+from tokenpod.scheduler.batcher import decode_work, prompt_work
 from tokenpod.scheduler.forecast import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
@@ -23,10 +23,12 @@ from tokenpod.scheduler.work import Limits, Step, Work
 @dataclass(slots=True)
 class _Op:
     id: int
-    #: Tokens that each sequence has yet to be given, by sequence id.
-    owed: dict[int, int]
+    #: Position up to which each prompt is processed, by sequence id; 0: to its end.
+    until: dict[int, int]
     #: Sequences that have not had all of theirs settled.
     open: dict[int, Sequence]
+    #: Tokens that each sequence has yet to be given, known from its first turn on.
+    owed: dict[int, int] = field(default_factory=dict)
 
 
 class HeldSequences:
@@ -40,7 +42,7 @@ class HeldSequences:
         self._sequences: dict[int, Sequence] = {}
 
     @property
-    def sequences(self) -> Iterable[Sequence]:
+    def sequences(self) -> Collection[Sequence]:
         """Everything that routers hold."""
         return self._sequences.values()
 
@@ -61,7 +63,7 @@ class HeldSequences:
         need = forecast.peak()
         if need > self._limits.slots:
             for sequence in fresh:
-                self._kv.release(sequence)
+                self._kv.withdraw(sequence)
             return (
                 f"{need} tokens of KV cache would be needed, {sum(s.bound for s in fresh)} of them"
                 f" for this batch; there are {self._limits.slots} (--max-batch-total-tokens)"
@@ -73,19 +75,16 @@ class HeldSequences:
 
     def begin(self, op: Advance, fresh: list[Sequence], resumed: list[Sequence]) -> None:
         """Queue a step."""
-        everyone = [*fresh, *resumed]
+        everyone = {sequence.id: sequence for sequence in (*fresh, *resumed)}
         until = [*op.start_until, *op.resume_until]
-        owed = {s.id: _owed(s, end) for s, end in zip(everyone, until, strict=True)}
-        # A piece of a prompt that the cache had already is owed nothing.
-        waiting = {sequence.id: sequence for sequence in everyone if owed[sequence.id]}
-        self.ops.append(_Op(op.op, owed, waiting))
+        self.ops.append(_Op(op.op, dict(zip(everyone, until, strict=True)), everyone))
 
     def plan(self, now: int, *, share: bool) -> list[Work]:
         """This step's works; with `share`, half of the prompt budget is the batcher's."""
         works: list[Work] = []
         budget = self._limits.prefill_tokens
         if share:
-            budget -= max(budget // 2, 1)
+            budget -= budget // 2
         taken: set[int] = set()
         for op in self.ops:
             if taken.isdisjoint(op.open):
@@ -99,7 +98,9 @@ class HeldSequences:
             for work in step.works:
                 for op in self.ops:
                     sequence = op.open.get(work.sequence.id)
-                    if sequence is not None and op.owed[sequence.id] == 0:
+                    if sequence is None or sequence.in_flight:
+                        continue
+                    if op.owed.get(sequence.id) == 0:
                         del op.open[sequence.id]
         done = [op.id for op in self.ops if not op.open]
         if done:
@@ -113,12 +114,19 @@ class HeldSequences:
                 op.open.pop(sequence.id, None)
 
     def _plan_op(self, op: _Op, budget: int, now: int, works: list[Work]) -> int:
-        for sequence in op.open.values():
-            owed = op.owed[sequence.id]
-            if not owed or sequence.dead:
+        for sequence in list(op.open.values()):
+            if sequence.dead:
+                continue
+            owed = op.owed.get(sequence.id)
+            if owed is None:
+                owed = op.owed[sequence.id] = _share(sequence, op.until[sequence.id])
+                if not owed:
+                    # The cache had this piece of the prompt already.
+                    del op.open[sequence.id]
+            if not owed:
                 continue
             if not sequence.prefilling:
-                works.append(self._decode(sequence))
+                works.append(decode_work(self._kv, sequence))
                 op.owed[sequence.id] = 0
             elif budget > 0:
                 n = min(owed, budget)
@@ -127,16 +135,9 @@ class HeldSequences:
                 budget -= n
         return budget
 
-    def _decode(self, sequence: Sequence) -> Work:
-        slots = self._kv.extend(sequence, 1)
-        work = Work(sequence, sequence.computed, 1, slots, needs_logits=True)
-        sequence.computed += 1
-        sequence.launched += 1
-        return work
 
-
-def _owed(sequence: Sequence, until: int) -> int:
-    """Tokens that a step owes: the prompt up to `until` (0: its end), or a decoded one."""
+def _share(sequence: Sequence, until: int) -> int:
+    """Tokens that a router's step gives: the prompt up to `until` (0: its end), else one."""
     if not sequence.prefilling:
         return 1
     end = min(until, sequence.prompt_length) if until else sequence.prompt_length

@@ -54,6 +54,13 @@ class KV:
         sequence.node = node
         sequence.shared = sequence.cached = sequence.computed = length
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """Undo `begin`."""
+        assert sequence.node is not None
+        self.tree.unlock(sequence.node)
+        sequence.node = None
+        sequence.shared = sequence.cached = sequence.computed = 0
+
     def prefix_slots(self, sequence: Sequence) -> Slots:
         """[cached] the slots of the cached prefix."""
         assert sequence.node is not None
@@ -79,9 +86,16 @@ class KV:
         extents += self._allocator.grow(last, n, room)
         return _slots_from(extents, position, n)
 
-    def share_prompt(self, sequence: Sequence) -> None:
-        """Move a computed prompt's slots to the tree, as far as it is not there already."""
+    def share_prompt(self, sequence: Sequence, *, awaited: bool) -> None:
+        """Move a computed prompt's slots to the tree.
+
+        If somebody else brought part of it there meanwhile, the sequence keeps to its own slots:
+        with a lock on the other's it would hold that part twice, for longer than was forecast.
+        That is different where siblings await the prompt (`awaited`): they were promised the room.
+        """
         node, known = self.tree.match(sequence.prompt, sequence.request.salt)
+        if known > sequence.shared and not awaited:
+            return
         if known < sequence.prompt_length:
             slots = self._hand_over(sequence, known, sequence.prompt_length)
             node = self.tree.append(node, sequence.prompt[known:], slots)
@@ -155,7 +169,8 @@ class KV:
                 rest.append(self._allocator.split_front(extent, before))
             self._allocator.trim_front(extent, min(end, stop) - extent.position)
             rest.append(extent)
-        sequence.extents = [e for e in rest if e.used or e.room]
+        # The last one stays even if it is empty: it knows at which position the next slot goes.
+        sequence.extents = [e for e in rest[:-1] if e.used or e.room] + rest[-1:]
         return slots
 
 

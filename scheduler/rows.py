@@ -11,18 +11,28 @@ class Rows:
     def __init__(self, total: int) -> None:
         self._total = total
         self._free = list(range(total - 1, -1, -1))
+        self._promised = 0
         self._fresh: list[Sequence] = []
         self._freed: list[int] = []
 
     @property
     def free(self) -> int:
-        """Rows that nobody has."""
-        return len(self._free)
+        """Rows that nobody has and nobody was promised."""
+        return len(self._free) - self._promised
+
+    @property
+    def promised(self) -> int:
+        """Rows that are kept for somebody."""
+        return self._promised
 
     @property
     def in_use(self) -> int:
         """Rows that somebody has."""
         return self._total - len(self._free)
+
+    def promise(self, n: int) -> None:
+        """Keep `n` free rows for later; a negative `n` withdraws promises."""
+        self._promised += n
 
     def give(self, sequence: Sequence) -> None:
         """Give a sequence a row."""

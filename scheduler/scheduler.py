@@ -23,6 +23,7 @@ from tokenpod.engine.types import (
     Started,
 )
 from tokenpod.scheduler.batcher import Batcher
+from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.held import HeldSequences
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
@@ -43,8 +44,8 @@ class Scheduler:
     _held: HeldSequences = field(init=False)
     #: Every sequence that exists, by id.
     _sequences: dict[int, Sequence] = field(default_factory=dict)
+    _deadlines: Deadlines = field(default_factory=Deadlines)
     _events: Settled = field(default_factory=Settled)
-    _steps_in_flight: int = 0
 
     def __post_init__(self) -> None:
         self.kv = KV(self.limits.slots)
@@ -64,17 +65,12 @@ class Scheduler:
             return
         samples = self._make(request)
         self._batcher.queue(samples)
+        self._deadlines.add(request)
 
     def advance(self, op: Advance, now: int) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
-        for request in op.start:
-            if problem := self._never_fits(request):
-                return Failure(request.sequence_ids[0], FailureCode.INVALID_ARGUMENT, problem)
-        for sequence_id in op.resume:
-            sequence = self._sequences.get(sequence_id)
-            if sequence is None or not self._held.has(sequence):
-                problem = f"sequence {sequence_id} is not held by a router"
-                return Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
+        if failure := self._malformed(op):
+            return failure
         fresh = [sequence for request in op.start for sequence in self._make(request)]
         problem = self._held.reserve(fresh, self._batcher.forecast(), now)
         if problem:
@@ -90,7 +86,6 @@ class Scheduler:
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
                 self._end(sequence)
-                self._free_if_idle(sequence)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -111,7 +106,6 @@ class Scheduler:
         singles = [work for work in works if work.n_tokens == 1]
         if len(singles) < len(works):
             works = singles + [work for work in works if work.n_tokens > 1]
-        self._steps_in_flight += 1
         return Step(works, fresh=self._rows.take_fresh(), freed=self._rows.take_freed())
 
     def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
@@ -125,13 +119,12 @@ class Scheduler:
         token = iter(tokens)
         for work in step.works:
             sequence = work.sequence
-            sequence.in_flight -= 1
             if work.needs_logits:
                 self._take(sequence, next(token), now, settled)
-            if sequence.dead:
-                self._free_if_idle(sequence)
+            sequence.in_flight -= 1
+            if sequence.dead and not sequence.in_flight:
+                self._free(sequence)
         settled.advanced += self._held.settle(step)
-        self._steps_in_flight -= 1
         return settled
 
     def drain_events(self) -> Settled:
@@ -172,7 +165,8 @@ class Scheduler:
         """Raise AssertionError unless the books balance."""
         self.kv.check(self._sequences.values())
         assert self._rows.in_use == sum(s.row >= 0 for s in self._sequences.values())
-        assert self._rows.in_use + self._rows.free == self.limits.max_rows
+        rows = self._rows.in_use + self._rows.promised + self._rows.free
+        assert rows == self.limits.max_rows, (rows, self.limits.max_rows)
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -182,7 +176,33 @@ class Scheduler:
         self._sequences |= {sequence.id: sequence for sequence in samples}
         return samples
 
-    def _never_fits(self, request: Request) -> str | None:
+    def _malformed(self, op: Advance) -> Failure | None:
+        """What is wrong with a router's step, whatever the load."""
+        invalid = FailureCode.INVALID_ARGUMENT
+        given = (len(op.start_until), len(op.resume_until))
+        if given != (len(op.start), len(op.resume)):
+            problem = f"{len(op.start)} and {len(op.resume)} sequences with {given} positions"
+            return Failure(-1, invalid, problem)
+        new: set[int] = set()
+        for request in op.start:
+            first, *others = request.sequence_ids
+            if others:
+                problem = f"a router's request is one sequence, not {len(others) + 1}"
+                return Failure(first, invalid, problem)
+            if first in new or first in self._sequences:
+                return Failure(first, invalid, f"sequence {first} exists already")
+            if problem := self._never_fits(request):
+                return Failure(first, invalid, problem)
+            new.add(first)
+        for sequence_id in op.resume:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is None or sequence.dead or not self._held.has(sequence):
+                problem = f"sequence {sequence_id} is not held by a router"
+                return Failure(sequence_id, invalid, problem)
+        return None
+
+    def _never_fits(self, request: Request) -> str:
+        """Why a request is impossible even in an empty house, or nothing."""
         samples, limits = len(request.sequence_ids), self.limits
         bound = len(request.prompt) + request.stopping.max_new_tokens
         if not request.prompt or request.stopping.max_new_tokens < 1:
@@ -196,22 +216,21 @@ class Scheduler:
             return f"the request needs {alone} tokens of KV cache; there are {limits.slots}"
         if samples > limits.max_rows:
             return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
-        return None
+        return ""
 
     def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
+        sequence.keep = sequence.keep and token >= 0
         if sequence.dead:
             # Sampled after its end, before that was seen.
             return
         if token < 0:
             problem = "the model computed NaN or Inf for this sequence"
             settled.failures.append(Failure(sequence.id, FailureCode.DATA_LOSS, problem))
-            sequence.keep = False
             self._end(sequence)
             return
         finish = sequence.append(token, now)
         if len(sequence.outputs) == 1:
             settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
-            self.kv.share_prompt(sequence)
             self._batcher.prompt_settled(sequence)
         settled.sequence_ids.append(sequence.id)
         settled.token_ids.append(token)
@@ -221,29 +240,35 @@ class Scheduler:
 
     def _drop_late(self, now: int) -> None:
         """End what has run out of time."""
-        for sequence in self._batcher.late(now):
-            limit = sequence.request.stopping.time_limit_at
-            if limit is not None and now >= limit:
-                self._events.sequence_ids.append(sequence.id)
-                self._events.token_ids.append(-1)
-                self._events.finishes.append(FinishCode.TIME_LIMIT)
-            else:
+        for sequence_id in self._deadlines.passed(now):
+            sequence = self._sequences.get(sequence_id)
+            if sequence is None or sequence.dead:
+                continue
+            deadline = sequence.request.deadline_at
+            if deadline is not None and now >= deadline:
                 problem = "the deadline passed"
                 failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
                 self._events.failures.append(failure)
+            elif sequence.launched:
+                # The next token ends it.
+                continue
+            else:
+                self._events.sequence_ids.append(sequence.id)
+                self._events.token_ids.append(-1)
+                self._events.finishes.append(FinishCode.TIME_LIMIT)
             self._end(sequence)
-            self._free_if_idle(sequence)
 
     def _end(self, sequence: Sequence) -> None:
-        if not sequence.dead:
-            sequence.dead = True
-            self._batcher.remove(sequence)
-
-    def _free_if_idle(self, sequence: Sequence) -> None:
-        if sequence.in_flight:
+        if sequence.dead:
             return
+        sequence.dead = True
+        self._batcher.remove(sequence)
+        if not sequence.in_flight:
+            self._free(sequence)
+
+    def _free(self, sequence: Sequence) -> None:
         self.kv.release(sequence)
         self._rows.give_back(sequence)
         self._held.remove(sequence)
-        self._batcher.released()
+        self._batcher.released(sequence)
         del self._sequences[sequence.id]

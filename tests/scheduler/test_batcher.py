@@ -1,0 +1,177 @@
+import pytest
+from scheduler_house import House, request
+
+
+@pytest.fixture(params=[False, True], ids=["settled at once", "overlapped"])
+def house(request):
+    house = House(overlap=request.param, slots=200, max_rows=8, prefill_tokens=8)
+    yield house
+    house.drain()
+
+
+def test_requests_run_in_the_order_of_arrival(house):
+    for sequence_id in (1, 2, 3):
+        house.submit(request(sequence_id, [sequence_id] * 8))
+    started = []
+    for _ in range(3):
+        house.turn()
+        started += [i for i, n in house.planned().items() if n > 1]
+    assert started == [1, 2, 3]
+
+
+def test_a_higher_priority_goes_first(house):
+    house.submit(request(1, [1] * 8))
+    house.submit(request(2, [2] * 8, priority=1))
+    house.turn()
+    assert house.planned() == {2: 8}
+
+
+def test_a_running_stream_gets_its_token_in_every_step_while_prompts_are_computed(house):
+    house.submit(request(1, [1] * 4, max_new_tokens=10))
+    house.turn()
+    house.submit(request(2, [2] * 40))
+    for _ in range(5):
+        house.turn()
+        assert house.planned() == {1: 1, 2: 8}
+
+
+def test_the_prompt_budget_is_filled_from_several_prompts(house):
+    for sequence_id in (1, 2, 3):
+        house.submit(request(sequence_id, [sequence_id] * 3))
+    house.turn()
+    assert house.planned() == {1: 3, 2: 3, 3: 2}
+
+
+def test_nobody_overtakes_the_head_of_the_queue():
+    house = House(slots=40, max_rows=8, prefill_tokens=40)
+    house.submit(request(1, [1] * 20, max_new_tokens=5))
+    house.turn()
+    house.submit(request(2, [2] * 20, max_new_tokens=5))
+    house.submit(request(3, [3], max_new_tokens=1))
+    house.turn()
+    assert set(house.planned()) == {1}
+    house.drain()
+
+
+def test_admission_counts_on_the_end_of_the_running():
+    # 20 + 10 and 20 + 10 need 60 slots if they ran side by side from the start.
+    house = House(slots=45, max_rows=8, prefill_tokens=40)
+    house.submit(request(1, [1] * 20, max_new_tokens=4))
+    house.submit(request(2, [2] * 10, max_new_tokens=25))
+    house.turn()
+    assert set(house.planned()) == {1, 2}
+    house.drain()
+
+
+def test_rows_are_a_limit_too():
+    house = House(slots=400, max_rows=2, prefill_tokens=40)
+    for sequence_id in (1, 2, 3):
+        house.submit(request(sequence_id, [sequence_id] * 4))
+    house.turn()
+    assert set(house.planned()) == {1, 2}
+    house.drain()
+
+
+def test_samples_share_the_prompt_of_the_first(house):
+    house.submit(request([1, 2, 3], [1] * 8))
+    house.turn()
+    assert house.planned() == {1: 8}
+    house.turn()
+    if house.overlap:
+        # Planned before the prompt was settled.
+        assert house.planned() == {1: 1}
+        house.turn()
+    assert house.planned() == {1: 1, 2: 1, 3: 1}
+    house.run()
+    assert house.scheduler.kv.tree.tokens <= 8 + 3 * 4
+    assert [len(house.outputs(i)) for i in (1, 2, 3)] == [4, 4, 4]
+
+
+def test_samples_outlive_the_first_when_it_is_aborted_on_the_way(house):
+    house.submit(request([1, 2, 3], [1] * 16))
+    house.turn()
+    house.abort(1)
+    house.run()
+    assert [len(house.outputs(i)) for i in (1, 2, 3)] == [0, 4, 4]
+
+
+def test_a_later_request_finds_the_prompt_and_the_answer_of_an_earlier_one(house):
+    house.submit(request(1, [1] * 6, max_new_tokens=3))
+    house.run()
+    house.submit(request(2, [1] * 6 + house.outputs(1) + [7] * 4))
+    house.turn()
+    # The last token of the answer has never been computed.
+    assert house.planned() == {2: 5}
+
+
+def test_a_prompt_whose_tokens_are_scored_is_computed_whole(house):
+    house.submit(request(1, [1] * 6))
+    house.run()
+    house.submit(request(2, [1] * 6, prompt_logprobs=True))
+    house.turn()
+    assert house.planned() == {2: 6}
+
+
+def test_a_waiting_request_is_dropped_at_its_deadline(house):
+    house.submit(request(1, [1] * 4, deadline_at=5))
+    house.now = 5
+    house.turn()
+    assert house.planned() == {}
+    assert house.sequences[1].ended == "failure DEADLINE_EXCEEDED"
+
+
+def test_a_running_stream_ends_at_its_deadline(house):
+    house.submit(request(1, [1] * 4, max_new_tokens=50, deadline_at=5))
+    for _ in range(3):
+        house.turn()
+    house.now = 5
+    house.turn()
+    assert house.planned() == {}
+    assert house.sequences[1].ended == "failure DEADLINE_EXCEEDED"
+
+
+def test_a_time_limit_that_passes_in_the_queue_ends_without_a_token(house):
+    house.submit(request(1, [1] * 4, time_limit_at=5))
+    house.now = 5
+    house.turn()
+    assert house.sequences[1].ended == "finish"
+    assert house.outputs(1) == []
+
+
+def test_an_abort_frees_within_one_step(house):
+    house.submit(request(1, [1] * 8, max_new_tokens=50))
+    for _ in range(4):
+        house.turn()
+    house.abort(1)
+    house.turn()
+    assert house.scheduler.kv.available == 200
+    assert house.scheduler.load().running == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (request(1, [], max_new_tokens=1), "at least one prompt token"),
+        (request(1, [1], max_new_tokens=0), "one new token"),
+        (request(1, [1] * 150, max_new_tokens=60), "needs 210 tokens of KV cache; there are 200"),
+        (request(range(1, 10), [1]), "9 samples; 8 sequences"),
+    ],
+)
+def test_what_can_never_fit_is_refused_at_once(bad, why):
+    house = House(slots=200, max_rows=8, prefill_tokens=8)
+    house.scheduler.submit(bad)
+    failures = house.scheduler.drain_events().failures
+    assert [f.sequence_id for f in failures] == bad.sequence_ids
+    assert all(why in f.message for f in failures)
+    house.drain()
+
+
+def test_a_sequence_with_nan_fails_alone_and_leaves_nothing_behind():
+    house = House(slots=100, max_rows=4, prefill_tokens=50, choose=lambda i, _: -1 if i == 1 else 3)
+    house.submit(request(1, [1] * 5))
+    house.submit(request(2, [2] * 5))
+    house.run()
+    assert house.sequences[1].ended == "failure DATA_LOSS"
+    assert len(house.outputs(2)) == 4
+    assert house.scheduler.kv.tree.match([1] * 5)[1] == 0
+    house.drain()

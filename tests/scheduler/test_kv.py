@@ -1,0 +1,100 @@
+import numpy as np
+from scheduler_house import House, request
+
+from tokenpod.scheduler.admission import FOREVER
+from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.sequence import Sequence
+
+
+def begun(kv, sequence_id, prompt, **options):
+    sequence = Sequence(request(sequence_id, prompt, **options), 0, np.array(prompt, np.int32))
+    kv.begin(sequence)
+    return sequence
+
+
+def compute(kv, sequence, n):
+    slots = kv.extend(sequence, n)
+    sequence.computed += n
+    return slots
+
+
+def test_a_sequence_that_grows_token_by_token_stays_one_run():
+    kv = KV(100)
+    one, two = begun(kv, 1, [1] * 10), begun(kv, 2, [2] * 10)
+    slots = [compute(kv, one, 10)]
+    compute(kv, two, 10)
+    slots += [compute(kv, one, 1) for _ in range(4)]
+    assert np.diff(np.concatenate(slots)).tolist() == [1] * 13
+
+
+def test_a_shared_prompt_is_found_up_to_its_last_token():
+    kv = KV(100)
+    one = begun(kv, 1, [1] * 10)
+    slots = compute(kv, one, 10)
+    kv.share_prompt(one, awaited=False)
+    two = begun(kv, 2, [1] * 10)
+    assert two.cached == 9
+    assert kv.prefix_slots(two).tolist() == slots[:9].tolist()
+    kv.check([one, two])
+
+
+def test_who_computed_the_same_prompt_second_keeps_its_own_slots():
+    kv = KV(100)
+    one, two = begun(kv, 1, [1] * 10), begun(kv, 2, [1] * 10)
+    for sequence in (one, two):
+        compute(kv, sequence, 10)
+        kv.share_prompt(sequence, awaited=False)
+    assert (one.held, two.held) == (0, 10)
+    kv.release(one)
+    # Its copy is a mere cache now: the second one does not hold on to it.
+    assert kv.tree.evictable == 10
+    kv.release(two)
+    assert kv.free == 90
+    kv.check([])
+
+
+def test_the_cache_gives_way_to_who_needs_the_slots():
+    kv = KV(20)
+    one = begun(kv, 1, [1] * 10)
+    compute(kv, one, 10)
+    kv.release(one)
+    assert (kv.free, kv.available) == (10, 20)
+    two = begun(kv, 2, [2] * 15)
+    assert len(compute(kv, two, 15)) == 15
+    assert kv.tree.match(one.prompt)[1] == 5
+    kv.check([two])
+
+
+def test_the_forecast_counts_a_shared_prefix_once():
+    kv = KV(100)
+    one = begun(kv, 1, [1] * 10, max_new_tokens=5)
+    compute(kv, one, 10)
+    kv.share_prompt(one, awaited=False)
+    two = begun(kv, 2, [1] * 10, max_new_tokens=5)
+    compute(kv, two, 1)
+    forecast = Forecast(quantum=8)
+    forecast.decoding([one, two])
+    # The prompt, the last prompt token of the second again, and what is to come.
+    assert forecast.peak() == 10 + 1 + 5 + 5
+
+
+def test_a_frozen_sequence_counts_with_all_it_holds_and_may_come_to_hold():
+    kv = KV(100)
+    one, two = begun(kv, 1, [1] * 10), begun(kv, 2, [1] * 10)
+    for sequence in (one, two):
+        compute(kv, sequence, 10)
+        kv.share_prompt(sequence, awaited=False)
+    forecast = Forecast(quantum=8)
+    forecast.frozen([one, two])
+    assert forecast.peak() == one.bound + two.bound
+    assert forecast.peak() < FOREVER
+
+
+def test_long_lives_of_many_leave_nothing_behind():
+    house = House(slots=64, max_rows=6, prefill_tokens=8, overlap=True)
+    for sequence_id in range(1, 40):
+        prompt = [sequence_id % 3] * (1 + sequence_id % 17)
+        house.submit(request(sequence_id, prompt, max_new_tokens=1 + sequence_id % 11))
+    house.drain()
+    assert all(len(house.outputs(i)) == 1 + i % 11 for i in range(1, 40))

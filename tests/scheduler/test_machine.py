@@ -1,0 +1,151 @@
+"""Random lives of a scheduler, against a reference that knows what every slot must hold."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from scheduler_house import House, request
+
+#: Prompts are cut from few texts, so that many begin alike.
+TEXTS = [[1] * 60, [1, 2] * 30, [2, 2, 1] * 20, [1] * 10 + [2] * 50]
+EOS, STOP = 8, 9
+
+
+@st.composite
+def prompts(draw):
+    text = draw(st.sampled_from(TEXTS))
+    tail = draw(st.lists(st.integers(1, 3), max_size=3))
+    return text[: draw(st.integers(1, 40))] + tail
+
+
+@st.composite
+def stops(draw):
+    return {
+        "max_new_tokens": draw(st.integers(1, 16)),
+        "min_new_tokens": draw(st.integers(0, 3)),
+        "eos_token_ids": draw(st.sampled_from([frozenset(), frozenset({EOS})])),
+        "stop_token_ids": draw(st.sampled_from([frozenset(), frozenset({STOP})])),
+        "length_first": draw(st.booleans()),
+    }
+
+
+class SchedulerLife(RuleBasedStateMachine):
+    @initialize(
+        seed=st.integers(0, 1 << 30),
+        slots=st.integers(20, 200),
+        rows=st.integers(1, 12),
+        prefill=st.integers(2, 40),
+        overlap=st.booleans(),
+        nan=st.sampled_from([0.0, 0.0, 0.03]),
+        end=st.sampled_from([0.0, 0.1]),
+    )
+    def begin(self, seed, slots, rows, prefill, overlap, nan, end):
+        chance = random.Random(seed)
+
+        def choose(sequence_id, index):
+            draw = chance.random()
+            if draw < nan:
+                return -1
+            return chance.choice((EOS, STOP)) if draw < nan + end else chance.randint(1, 2)
+
+        self.house = House(
+            overlap=overlap,
+            choose=choose,
+            slots=slots,
+            max_rows=rows,
+            max_positions=52,
+            prefill_tokens=prefill,
+        )
+        self.ids = 0
+
+    def new_ids(self, n):
+        self.ids += n
+        return list(range(self.ids - n + 1, self.ids + 1))
+
+    @rule(
+        prompt=prompts(),
+        stops=stops(),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.integers(0, 1),
+        salt=st.sampled_from(["", "", "tenant"]),
+        score=st.sampled_from([False, False, False, True]),
+        deadline=st.none() | st.integers(1, 60),
+        limit=st.none() | st.integers(1, 60),
+        turns=st.integers(0, 5),
+    )
+    def submit(self, prompt, stops, n, priority, salt, score, deadline, limit, turns):
+        now = self.house.now
+        self.house.submit(
+            request(
+                self.new_ids(n),
+                prompt,
+                **stops,
+                priority=priority,
+                salt=salt,
+                prompt_logprobs=score,
+                deadline_at=None if deadline is None else now + deadline,
+                time_limit_at=None if limit is None else now + limit,
+            )
+        )
+        self.turns(turns)
+
+    @rule(prompt=prompts(), new=st.integers(1, 16), n=st.integers(2, 8), turns=st.integers(0, 3))
+    def submit_the_same_at_once(self, prompt, new, n, turns):
+        for sequence_id in self.new_ids(n):
+            self.house.submit(request(sequence_id, prompt, max_new_tokens=new))
+        self.turns(turns)
+
+    @rule(turns=st.integers(1, 20))
+    def turns(self, turns):
+        for _ in range(turns):
+            self.house.now += 1
+            self.house.turn()
+
+    @rule(pick=st.randoms(use_true_random=False), n=st.integers(1, 3))
+    def abort(self, pick, n):
+        alive = self.alive()
+        self.house.abort(*pick.sample(alive, min(n, len(alive))))
+
+    @rule(
+        starts=st.lists(st.tuples(prompts(), stops(), st.integers(0, 12)), max_size=3),
+        pick=st.randoms(use_true_random=False),
+        chunk=st.sampled_from([0, 0, 1, 7]),
+        turns=st.integers(0, 6),
+    )
+    def advance(self, starts, pick, chunk, turns):
+        held = self.alive(held=True)
+        self.house.advance(
+            1000 + len(self.house.ops),
+            [request(self.new_ids(1), prompt, **stops) for prompt, stops, _ in starts],
+            [chunk for _, _, chunk in starts],
+            pick.sample(held, pick.randint(0, len(held))),
+            chunk,
+        )
+        self.turns(turns)
+
+    @rule(rounds=st.integers(1, 16))
+    def decode_all_that_is_held(self, rounds):
+        for _ in range(rounds):
+            self.house.advance(1000 + len(self.house.ops), resume=self.alive(held=True))
+            self.turns(2)
+
+    def alive(self, held=False):
+        sequences = self.house.sequences.items()
+        return [i for i, s in sequences if not s.ended and (s.held or not held)]
+
+    def teardown(self):
+        if hasattr(self, "house"):
+            self.house.drain()
+
+
+TestSchedulerLife = SchedulerLife.TestCase
+TestSchedulerLife.settings = settings(
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+
+from tokenpod.scheduler.radix import RadixTree
+
+
+def tokens(text):
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+@pytest.fixture
+def tree():
+    return RadixTree()
+
+
+def insert(tree, text, first_slot, salt=""):
+    node, known = tree.match(tokens(text), salt)
+    slots = np.arange(first_slot, first_slot + len(text) - known)
+    return tree.append(node, tokens(text)[known:], slots)
+
+
+def test_the_longest_prefix_is_found(tree):
+    insert(tree, "hello world", 0)
+    _, length = tree.match(tokens("hello there"))
+    assert length == 6
+
+
+def test_a_node_is_split_where_two_prompts_part(tree):
+    insert(tree, "hello world", 0)
+    node = insert(tree, "hello there", 100)
+    assert tree.slots(node).tolist() == [*range(6), *range(100, 105)]
+    assert tree.tokens == 16
+
+
+def test_a_split_keeps_the_locks_of_both_parts(tree):
+    node = insert(tree, "abcdef", 0)
+    tree.lock(node)
+    tree.match(tokens("abc"))
+    assert tree.evictable == 0
+    assert tree.slots(node).tolist() == [0, 1, 2, 3, 4, 5]
+    tree.unlock(node)
+    assert tree.evictable == 6
+
+
+def test_salts_share_nothing(tree):
+    insert(tree, "abc", 0, salt="one")
+    assert tree.match(tokens("abc"), "two")[1] == 0
+    assert tree.match(tokens("abc"), "one")[1] == 3
+
+
+def test_the_least_recently_used_leaf_goes_first(tree):
+    insert(tree, "aaa", 0)
+    insert(tree, "bbb", 10)
+    tree.match(tokens("aaa"))
+    freed = np.concatenate(tree.evict(3))
+    assert sorted(freed) == [10, 11, 12]
+    assert tree.match(tokens("aaa"))[1] == 3
+
+
+def test_only_as_much_of_a_leaf_goes_as_is_needed(tree):
+    insert(tree, "abcdef", 0)
+    assert [slots.tolist() for slots in tree.evict(2)] == [[4, 5]]
+    assert tree.match(tokens("abcdef"))[1] == 4
+
+
+def test_a_locked_path_is_never_evicted(tree):
+    node = insert(tree, "abcd", 0)
+    insert(tree, "abXY", 10)
+    tree.lock(node)
+    freed = np.concatenate(tree.evict(100))
+    assert sorted(freed) == [12, 13] or sorted(freed) == [10, 11]
+    assert tree.match(tokens("abcd"))[1] == 4
+    assert tree.match(tokens("abXY"))[1] == 2
+
+
+def test_a_parent_can_go_once_its_children_are_gone(tree):
+    insert(tree, "abcd", 0)
+    insert(tree, "abXY", 10)
+    tree.evict(100)
+    assert tree.tokens == 0
+    assert list(tree.nodes()) == []
+
+
+def test_a_prefix_is_never_there_twice(tree):
+    node = insert(tree, "a", 0)
+    tree.append(node, tokens("bc"), np.array([1, 2]))
+    with pytest.raises(AssertionError, match="already"):
+        tree.append(node, tokens("bd"), np.array([3, 4]))

@@ -27,7 +27,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Context = Any
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns what a handler raises into a status with details.
 
     `context.abort` and cancellations pass untouched: they are answers already. Anything that is not
@@ -42,7 +42,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return wrap_handler(handler, handler_call_details.method, _guard) if handler else handler
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call pass only with `authorization: Bearer TOKEN`.
 
     A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can mend it with a
@@ -162,9 +162,9 @@ async def _guard(awaitable: Awaitable[Any], context: Context, method: str) -> An
     except ServiceError as error:
         await _abort(context, error)
     except Exception:
-        error = Internal()
-        log.exception("internal error", extra={"error_id": error.error_id, "method": method})
-        await _abort(context, error)
+        fault = Internal()
+        log.exception("internal error", extra={"error_id": fault.error_id, "method": method})
+        await _abort(context, fault)
 
 
 async def _abort(context: Context, error: ServiceError) -> None:

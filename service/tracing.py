@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
@@ -31,7 +31,13 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from tokenpod.engine.types import FinishCode
 from tokenpod.service.generation import Generation
 from tokenpod.service.instruments import Instruments
-from tokenpod.service.interceptors import Context, Continuation, Handler
+from tokenpod.service.interceptors import (
+    Context,
+    Continuation,
+    Handler,
+    behaviour_of,
+    with_behaviour,
+)
 
 #: What probes and tools call: spans of these would bury the others.
 _UNTRACED = frozenset(
@@ -199,15 +205,9 @@ class _SpanStarter:
         return self._tracer.start_span(name.lstrip("/"), kind=kind, attributes=attributes)
 
 
-def _record(handler: Handler, begin: Any) -> Handler:
+def _record(handler: Handler, begin: Callable[[Context], ServerCall]) -> Handler:
     """`handler` with each run of it recorded: begun by `begin(context)`, ended by its result."""
-    streams = handler.request_streaming, handler.response_streaming
-    inner, make = {
-        (False, False): (handler.unary_unary, grpc.unary_unary_rpc_method_handler),
-        (False, True): (handler.unary_stream, grpc.unary_stream_rpc_method_handler),
-        (True, False): (handler.stream_unary, grpc.stream_unary_rpc_method_handler),
-        (True, True): (handler.stream_stream, grpc.stream_stream_rpc_method_handler),
-    }[streams]
+    inner = behaviour_of(handler)
 
     async def coroutine(request: Any, context: Context) -> Any:
         call, error = begin(context), None
@@ -235,8 +235,7 @@ def _record(handler: Handler, begin: Any) -> Handler:
             finally:
                 call.end(error)
 
-    behaviour = generator if inspect.isasyncgenfunction(inner) else coroutine
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return with_behaviour(handler, generator if inspect.isasyncgenfunction(inner) else coroutine)
 
 
 def _peer(peer: str) -> Iterator[tuple[str, str | int]]:

@@ -50,8 +50,8 @@ def signed(value: int) -> int:
 
 
 def uniform(bits: torch.Tensor) -> torch.Tensor:
-    """float32 in (0, 1): the 24 high bits, and half a step so that neither end is reached."""
-    return ((bits >> 8).to(torch.float32) + 0.5) * 2.0**-24
+    """float32 in (0, 1): the 23 high bits and half a step, so that neither end is reached."""
+    return ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def token_noise(

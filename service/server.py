@@ -48,6 +48,10 @@ from tokenpod.service.validate import RequestLimits
 log = logging.getLogger("tokenpod")
 
 
+#: gRPC's own "never", for times in milliseconds.
+_NEVER_MS = 2**31 - 1
+
+
 class StartError(Exception):
     """The server cannot start; the text is one line for the operator."""
 
@@ -312,6 +316,7 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
 
 
 def _channel_options(settings: ServerSettings) -> list[tuple[str, int]]:
+    age = settings.max_connection_age_seconds
     return [
         # A second server on the port must fail to bind, not share it.
         ("grpc.so_reuseport", 0),
@@ -320,7 +325,7 @@ def _channel_options(settings: ServerSettings) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", int(settings.keepalive_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-        ("grpc.max_connection_age_ms", int(settings.max_connection_age_seconds * 1000)),
+        ("grpc.max_connection_age_ms", int(age * 1000) if age else _NEVER_MS),
         ("grpc.max_connection_age_grace_ms", 600_000),
     ]
 

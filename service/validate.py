@@ -105,11 +105,12 @@ def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: Reque
 
 def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
     """`sampling` with every "not set" made neutral. Expects checked values."""
-    temperature = 1.0 if sampling.temperature is None else sampling.temperature
+    temperature = sampling.temperature
     top_p, typical_p = sampling.top_p or 1.0, sampling.typical_p or 1.0
     chosen = sampling.do_sample
     if chosen is None:
-        tuned = (temperature != 1.0, sampling.top_k, top_p < 1, sampling.min_p, typical_p < 1)
+        several = max(sampling.n, sampling.best_of) > 1
+        tuned = (temperature, sampling.top_k, top_p < 1, sampling.min_p, typical_p < 1, several)
         chosen = temperature != 0.0 and any(tuned)
     return SamplingParams(
         do_sample=chosen,

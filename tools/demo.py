@@ -10,16 +10,22 @@ import sys
 import time
 from collections.abc import Iterator
 
-PROMPT = "def fibonacci(n):\n"
+PROMPT = '''class Stack:
+    """A last-in, first-out stack."""
+
+    def __init__(self):
+        self._items = []
+
+    def push(self, item):
+'''
 TOKENPOD = [sys.executable, "-P", "-m", "tokenpod"]
 START_SECONDS = 60
 
 
 def main() -> int:
     with server() as address:
-        return subprocess.call(
-            [*TOKENPOD, "generate", PROMPT, "--address", address, "--max-new-tokens", "96"]
-        )
+        options = ["--max-new-tokens", "64", "--repetition-penalty", "1.1"]
+        return subprocess.call([*TOKENPOD, "generate", PROMPT, "--address", address, *options])
 
 
 @contextlib.contextmanager

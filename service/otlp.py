@@ -6,6 +6,7 @@ Imported by telemetry.py only if an endpoint is set.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import grpc
@@ -78,7 +79,8 @@ class OtlpTelemetry(Telemetry):
             threading.Thread(target=end, name="telemetry-shutdown", daemon=True)
             for end in (self._spans.shutdown, self._metrics.shutdown)
         ]
+        deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for thread in enders:
             thread.start()
         for thread in enders:
-            thread.join(_SHUTDOWN_SECONDS / len(enders))
+            thread.join(max(deadline - time.monotonic(), 0.0))

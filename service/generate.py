@@ -93,6 +93,7 @@ class GenerateService:
     ) -> AsyncIterator[pb.GenerateResponse]:
         """The stream of one `Generate` call."""
         arrived_at = time.monotonic_ns()
+        recorded = self._telemetry.current_call()
         with self._admission.enter() as place:
             serving = self._ready()
             call = convert.generate_call(request)
@@ -115,6 +116,8 @@ class GenerateService:
             finally:
                 generation.cancel()
                 self._report(request_id, generation, writer)
+                if recorded is not None:
+                    recorded.generated(generation, model_id=serving.model_id, request_id=request_id)
 
     async def tokens(self, call: TokensCall) -> list[int]:
         """The token ids of a text or chat."""
@@ -195,7 +198,7 @@ class GenerateService:
         )
 
     def _report(self, request_id: str, generation: Generation, writer: EventWriter) -> None:
-        """One line and the spans of a call; never its text."""
+        """One line for a call; never its text."""
         usage = writer.usage()
         log.info(
             "generate",

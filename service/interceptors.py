@@ -6,7 +6,6 @@ generator, or as a coroutine that calls `context.write` (as grpcio's own Health/
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import inspect
 import logging
@@ -27,7 +26,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Context = Any
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns what a handler raises into a status with details.
 
     `context.abort` and cancellations pass untouched: they are answers already. Anything that is not
@@ -39,10 +38,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        return wrap_handler(handler, handler_call_details.method, _guard) if handler else handler
+        return _guarded(handler, handler_call_details.method) if handler else handler
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call pass only with `authorization: Bearer TOKEN`.
 
     A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can mend it with a
@@ -75,7 +74,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if self._knows(given):
             return handler
         problem = "the call carries a token that is not known" if given else "the call has no token"
-        return wrap_handler(handler, handler_call_details.method, _refusal(problem))
+        return _refusing(handler, f"{problem} (authorization: Bearer TOKEN)")
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
@@ -100,84 +99,71 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._tokens
 
 
-# -- one wrapper for every kind of handler -----------------------------------------------------
+# -- handlers of every kind --------------------------------------------------------------------
 
-#: Runs a handler's awaitable: (awaitable, context, method) -> its result.
-Around = Callable[[Awaitable[Any], Context, str], Awaitable[Any]]
+_ARITIES: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
 
 
-def wrap_handler(handler: Handler, method: str, around: Around) -> Handler:
-    """`handler` with every await of it inside `around`."""
-    if handler.response_streaming:
-        inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-        make = (
-            grpc.stream_stream_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_stream_rpc_method_handler
-        )
-        behaviour: Any = _streaming(inner, method, around)
-    else:
-        inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-        make = (
-            grpc.stream_unary_rpc_method_handler
-            if handler.request_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
+def behaviour_of(handler: Handler) -> Any:
+    """The function behind `handler`: an async generator function, or a coroutine function."""
+    name, _ = _ARITIES[handler.request_streaming, handler.response_streaming]
+    return getattr(handler, name)
 
-        async def behaviour(request: Any, context: Context) -> Any:
-            return await around(inner(request, context), context, method)
 
+def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
+    """`handler` with another function behind it."""
+    _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
 
-def _streaming(inner: Any, method: str, around: Around) -> Any:
-    if not inspect.isasyncgenfunction(inner):
+def _guarded(handler: Handler, method: str) -> Handler:
+    inner = behaviour_of(handler)
 
-        async def writer(request: Any, context: Context) -> None:
-            await around(inner(request, context), context, method)
-
-        return writer
+    async def coroutine(request: Any, context: Context) -> Any:
+        try:
+            return await inner(request, context)
+        except Exception as error:
+            await _answer(error, context, method)
 
     async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
         stream = inner(request, context)
         try:
-            while True:
-                try:
-                    message = await around(anext(stream), context, method)
-                except StopAsyncIteration:
-                    return
+            async for message in stream:
                 yield message
+        except Exception as error:
+            await _answer(error, context, method)
         finally:
             # A client that goes away leaves the generator in the middle: end it now.
             await stream.aclose()
 
-    return generator
+    return with_behaviour(handler, generator if inspect.isasyncgenfunction(inner) else coroutine)
 
 
-async def _guard(awaitable: Awaitable[Any], context: Context, method: str) -> Any:
-    try:
-        return await awaitable
-    except (asyncio.CancelledError, grpc.aio.AbortError, StopAsyncIteration):
-        raise
-    except ServiceError as error:
-        await _abort(context, error)
-    except Exception:
-        error = Internal()
-        log.exception("internal error", extra={"error_id": error.error_id, "method": method})
-        await _abort(context, error)
+def _refusing(handler: Handler, problem: str) -> Handler:
+    async def refuse(request: Any, context: Context) -> None:
+        await _abort(context, Unauthenticated(problem))
+
+    return with_behaviour(handler, refuse)
+
+
+async def _answer(error: Exception, context: Context, method: str) -> None:
+    """End the call with the status that `error` stands for."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, ServiceError):
+        fault = Internal()
+        extra = {"error_id": fault.error_id, "method": method}
+        log.error("internal error", exc_info=error, extra=extra)
+        error = fault
+    await _abort(context, error)
 
 
 async def _abort(context: Context, error: ServiceError) -> None:
     status = rpc_status.to_status(error.status())
     metadata = (*(status.trailing_metadata or ()), *error.trailing_metadata())
-    context.set_trailing_metadata(metadata)
     await context.abort(status.code, status.details, metadata)
-
-
-def _refusal(problem: str) -> Around:
-    async def refuse(awaitable: Awaitable[Any], context: Context, method: str) -> Any:
-        if inspect.iscoroutine(awaitable):
-            awaitable.close()
-        await _abort(context, Unauthenticated(f"{problem} (authorization: Bearer TOKEN)"))
-
-    return refuse

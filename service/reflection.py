@@ -3,13 +3,19 @@
 grpcio-reflection serves v1alpha only. v1's messages are the same on the wire under another package
 name, so its service is the same servicer behind a generic handler. v1 has no descriptor here, so it
 is not listed among the services: a list must not name what cannot be described.
+
+One more thing is mended: protobuf's pool does not find the file of a method by the method's name,
+so that `grpcurl describe pkg.Service.Method` would fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
@@ -19,7 +25,8 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 def enable_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> None:
     """Describe these services to whoever asks."""
-    servicer = ReflectionServicer([*service_names, V1ALPHA])
+    pool = _MethodFindingPool(descriptor_pool.Default())
+    servicer = ReflectionServicer([*service_names, V1ALPHA], pool)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,
@@ -28,3 +35,20 @@ def enable_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> 
     )
     methods = {"ServerReflectionInfo": handler}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1, methods),))
+
+
+class _MethodFindingPool:
+    """A descriptor pool whose symbols include methods."""
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:  # noqa: N802 - protobuf's name
+        """Raises KeyError for an unknown symbol."""
+        try:
+            return self._pool.FindFileContainingSymbol(symbol)
+        except KeyError:
+            return self._pool.FindMethodByName(symbol).containing_service.file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)

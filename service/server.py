@@ -105,6 +105,7 @@ class Server:
             tokenizer, ready = loading.result()
             self._open(engine, tokenizer, ready, listener, generate, rpcs)
             board.watch(engine.client)
+            telemetry.watch(lambda: engine.client.load)
             admission.closed = None
             await board.set_serving(True)
             log.info("serving", extra=_summary(settings, ready, listener))

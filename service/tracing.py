@@ -1,0 +1,293 @@
+"""Server spans, on top of opentelemetry-instrumentation-grpc.
+
+That package's asyncio interceptor (0.66b2) is the base: how the caller's trace context is taken
+from metadata, and a span's first attributes. What it wraps around handlers is replaced, because its
+faults lie there: it breaks handlers that call `context.write` (grpcio's Health/Watch), records
+cancelled calls, expired ones and rich errors as OK, and exceptions twice. It follows calls by a
+proxy around the context, which sees only what it knows to override; here the context itself is
+asked for its code once the handler has ended, whichever way that came about.
+
+    server span       /---------------- pkg.Service/Method ----------------\\
+    its children         /-- queue --\\/-- prefill --\\/----- decode -----\\
+
+The children are made when the call is over, from times that the engine noted anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+from opentelemetry import context as otel_context
+from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServerInterceptor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+
+from tokenpod.engine.types import FinishCode
+from tokenpod.service.generation import Generation
+from tokenpod.service.instruments import Instruments
+from tokenpod.service.interceptors import (
+    Context,
+    Continuation,
+    Handler,
+    behaviour_of,
+    with_behaviour,
+)
+
+#: What probes and tools call: spans of these would bury the others.
+_UNTRACED = frozenset(
+    {
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+)
+#: On a server only these are errors: the others are the client's doing (RPC conventions).
+_ERRORS = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+_FINISH = {
+    FinishCode.LENGTH: "length",
+    FinishCode.EOS: "stop",
+    FinishCode.STOP_TOKEN: "stop",
+    FinishCode.TIME_LIMIT: "time_limit",
+}
+_GEN_AI = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "tokenpod"}
+
+_current: ContextVar[ServerCall | None] = ContextVar("tokenpod_server_call", default=None)
+
+
+def current_call() -> ServerCall | None:
+    """The recorded rpc that this task serves."""
+    return _current.get()
+
+
+class ServerCall:
+    """One rpc, from the moment its handler is found.
+
+    Args:
+        span: its server span, begun.
+        method: `pkg.Service/Method`.
+        context: tells the deadline now and the code in the end.
+    """
+
+    def __init__(
+        self, span: Span, method: str, context: Context, tracer: Tracer, instruments: Instruments
+    ) -> None:
+        self._span = span
+        self._method = method
+        self._context = context
+        self._tracer = tracer
+        self._instruments = instruments
+        self._began = time.perf_counter()
+        self._generation: Generation | None = None
+        self._model_id = self._request_id = ""
+        allowed = context.time_remaining()
+        # A client whose deadline passes cancels the call, and its word comes before our clock says
+        # so. A deadline is also rounded up on its way, by 1 % at most.
+        self._slack = None if allowed is None else max(0.05, 0.01 * allowed)
+
+    def generated(self, generation: Generation, *, model_id: str, request_id: str) -> None:
+        """Implements RecordedCall."""
+        self._generation, self._model_id, self._request_id = generation, model_id, request_id
+
+    def end(self, error: BaseException | None) -> None:
+        """The handler has ended, with `error` if by an exception."""
+        code = self._code(error)
+        seconds = time.perf_counter() - self._began
+        attributes = {
+            "rpc.system.name": "grpc",
+            "rpc.method": self._method,
+            "rpc.response.status_code": code.name,
+        }
+        if code in _ERRORS:
+            attributes["error.type"] = code.name
+        self._instruments.record_call(seconds, attributes)
+        if self._generation is not None:
+            self._end_generation(self._generation, seconds, code)
+        if self._span.is_recording():
+            self._span.set_attributes(attributes)
+            # What dashboards of the years before know.
+            self._span.set_attribute("rpc.grpc.status_code", code.value[0])
+            if code in _ERRORS:
+                self._span.set_status(Status(StatusCode.ERROR, self._context.details() or None))
+                fault = _fault(error)
+                if fault is not None:
+                    self._span.record_exception(fault)
+        self._span.end()
+
+    def _code(self, error: BaseException | None) -> grpc.StatusCode:
+        told: grpc.StatusCode | int | None = self._context.code()
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+            remaining = self._context.time_remaining()
+            late = self._slack is not None and remaining is not None and remaining <= self._slack
+            return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+        if isinstance(told, grpc.StatusCode) and (error is None or told is not grpc.StatusCode.OK):
+            return told
+        return grpc.StatusCode.OK if error is None else grpc.StatusCode.UNKNOWN
+
+    def _end_generation(
+        self, generation: Generation, seconds: float, code: grpc.StatusCode
+    ) -> None:
+        error = None if code is grpc.StatusCode.OK else code.name
+        attributes = {**_GEN_AI, "gen_ai.request.model": self._model_id}
+        self._instruments.record_generation(generation, seconds, attributes, error)
+        if not self._span.is_recording():
+            return
+        self._span.set_attributes(attributes)
+        self._span.set_attribute("gen_ai.response.id", self._request_id)
+        self._span.set_attributes(dict(_generation_attributes(generation)))
+        parent = set_span_in_context(self._span, otel_context.Context())
+        to_unix = time.time_ns() - time.monotonic_ns()
+        for name, began, ended in _phases(generation):
+            phase = self._tracer.start_span(name, context=parent, start_time=began + to_unix)
+            phase.end(max(began, ended) + to_unix)
+
+
+class TracingInterceptor(OpenTelemetryAioServerInterceptor):
+    """Makes a span of each rpc, and times it. Health checks and reflection are let through."""
+
+    def __init__(self, tracer: Tracer, instruments: Instruments) -> None:
+        super().__init__(_SpanStarter(tracer))  # type: ignore[no-untyped-call]
+        self._calls = tracer
+        self._instruments = instruments
+
+    async def intercept_service(  # type: ignore[override]
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called by grpc."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method.lstrip("/")
+        if handler is None or method.split("/")[0] in _UNTRACED:
+            return handler
+
+        def begin(context: Context) -> ServerCall:
+            return self._begin(handler_call_details, method, context)
+
+        return _record(handler, begin)
+
+    def _begin(self, details: grpc.HandlerCallDetails, method: str, context: Context) -> ServerCall:
+        with self._set_remote_context(context):
+            span: Span = self._start_span(details, context)  # type: ignore[no-untyped-call]
+        span.set_attributes(dict(_peer(context.peer())))
+        # Each rpc has a task of its own, whose context ends with it: nothing to detach.
+        otel_context.attach(set_span_in_context(span))
+        call = ServerCall(span, method, context, self._calls, self._instruments)
+        _current.set(call)
+        return call
+
+
+class _SpanStarter:
+    """What the base class takes for a tracer.
+
+    It asks for a context manager that makes the span current. Around a generator that would end in
+    the wrong context when a client leaves: it gets the span alone.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def start_as_current_span(
+        self, name: str, kind: SpanKind, attributes: dict[str, Any], **_: object
+    ) -> Span:
+        return self._tracer.start_span(name.lstrip("/"), kind=kind, attributes=attributes)
+
+
+def _record(handler: Handler, begin: Callable[[Context], ServerCall]) -> Handler:
+    """`handler` with each run of it recorded: begun by `begin(context)`, ended by its result."""
+    inner = behaviour_of(handler)
+
+    async def coroutine(request: Any, context: Context) -> Any:
+        call, error = begin(context), None
+        try:
+            return await inner(request, context)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            call.end(error)
+
+    async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
+        call, error = begin(context), None
+        stream = inner(request, context)
+        try:
+            async for message in stream:
+                yield message
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            # First the handler's own end, which may have something to tell the call.
+            try:
+                await stream.aclose()
+            finally:
+                call.end(error)
+
+    return with_behaviour(handler, generator if inspect.isasyncgenfunction(inner) else coroutine)
+
+
+def _peer(peer: str) -> Iterator[tuple[str, str | int]]:
+    """Attributes of `ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5` or `unix:path` (the path may be empty)."""
+    transport, _, address = unquote(peer).partition(":")
+    if transport.startswith("unix"):
+        yield "network.transport", "unix"
+        if address:
+            yield "network.peer.address", address
+        return
+    host, _, port = address.rpartition(":")
+    yield "network.transport", "tcp"
+    if host and port.isdecimal():
+        yield "network.peer.address", host.strip("[]")
+        yield "network.peer.port", int(port)
+
+
+def _fault(error: BaseException | None) -> BaseException | None:
+    """The exception that a status stands for; None where somebody chose the status."""
+    if isinstance(error, grpc.aio.AbortError):
+        return error.__context__
+    return error if isinstance(error, Exception) else None
+
+
+def _generation_attributes(generation: Generation) -> Iterator[tuple[str, Any]]:
+    request, sampling = generation.request, generation.request.sampling
+    yield "gen_ai.request.max_tokens", request.stopping.max_new_tokens
+    yield "gen_ai.request.choice.count", len(request.sequence_ids)
+    if sampling.do_sample:
+        yield "gen_ai.request.temperature", sampling.temperature
+        yield "gen_ai.request.top_p", sampling.top_p
+        yield "gen_ai.request.top_k", sampling.top_k
+        # OpenTelemetry's integers are signed, seeds are not.
+        yield "gen_ai.request.seed", str(sampling.seed)
+    yield "gen_ai.request.frequency_penalty", sampling.frequency_penalty
+    yield "gen_ai.request.presence_penalty", sampling.presence_penalty
+    yield "gen_ai.usage.input_tokens", len(request.prompt)
+    yield "gen_ai.usage.output_tokens", sum(sample.generated for sample in generation.samples)
+    if generation.started is not None:
+        yield "gen_ai.usage.cache_read.input_tokens", generation.started.cached_tokens
+    endings = [sample.ending for sample in generation.samples if sample.ending]
+    if endings:
+        yield "gen_ai.response.finish_reasons", [_FINISH[ending.reason] for ending in endings]
+
+
+def _phases(generation: Generation) -> Iterator[tuple[str, int, int]]:
+    """(name, begin, end) in nanoseconds of CLOCK_MONOTONIC; an unfinished phase ends now."""
+    now = time.monotonic_ns()
+    started = generation.started
+    firsts = [sample.first_token_at for sample in generation.samples if sample.first_token_at]
+    yield "queue", generation.request.arrived_at, started.began_at if started else now
+    if started is not None:
+        yield "prefill", started.began_at, min(firsts, default=now)
+    if firsts:
+        yield "decode", min(firsts), max(sample.last_token_at for sample in generation.samples)

@@ -1,0 +1,201 @@
+"""What probes are told, on the main port and on the one for kubelet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rpcs import serving
+
+from tokenpod.service.health import HealthBoard, serve_health
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE = "generate.v3.TextGenerationService"
+READY = ["", "readiness", SERVICE]
+SECOND = 1_000_000_000
+
+
+@dataclass
+class Pulse:
+    """An engine whose last step is as old as a test says."""
+
+    pending: bool
+    last_step_at: int
+    usual_step: float
+
+
+def pulse(*, pending: bool = True, age: float = 0.0, usual_step: float = 0.01) -> Pulse:
+    return Pulse(pending, time.monotonic_ns() - int(age * SECOND), usual_step)
+
+
+@dataclass
+class Probe:
+    """A board, and a client that asks for it."""
+
+    board: HealthBoard
+    stub: Any
+
+    async def check(self, service: str) -> int:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return int((await self.stub.Check(request, timeout=5)).status)
+
+    async def ready(self) -> bool:
+        """One answer under every name that asks for readiness."""
+        answers = {await self.check(name) for name in READY}
+        assert len(answers) == 1
+        return answers == {SERVING}
+
+    async def wait(self, service: str, status: int) -> None:
+        async with asyncio.timeout(10):
+            watch = self.stub.Watch(health_pb2.HealthCheckRequest(service=service))
+            while (await watch.read()).status != status:
+                continue
+            watch.cancel()
+
+    @contextlib.contextmanager
+    def watching(self, engine: Pulse) -> Iterator[None]:
+        self.board.watch(engine)
+        try:
+            yield
+        finally:
+            self.board.close()
+
+
+@pytest.fixture
+async def probe() -> AsyncIterator[Probe]:
+    board = HealthBoard()
+
+    async def prepare(server: grpc.aio.Server) -> None:
+        await board.add_to(server, [SERVICE])
+
+    async with serving(prepare=prepare) as running:
+        yield Probe(board, health_pb2_grpc.HealthStub(running.channel))
+
+
+async def several_polls() -> None:
+    await asyncio.sleep(0.6)
+
+
+async def test_a_starting_server_lives_but_is_not_ready(probe: Probe) -> None:
+    assert not await probe.ready()
+    assert not probe.board.is_serving()
+    assert await probe.check("startup") == NOT_SERVING
+    assert await probe.check("liveness") == SERVING
+
+
+async def test_a_serving_server_is_ready_under_every_name(probe: Probe) -> None:
+    await probe.board.set_serving(True)
+    assert await probe.ready()
+    assert probe.board.is_serving()
+    assert await probe.check("startup") == SERVING
+
+
+async def test_a_lost_engine_makes_it_unready_but_not_unstarted(probe: Probe) -> None:
+    await probe.board.set_serving(True)
+    await probe.board.set_serving(False)
+    assert not await probe.ready()
+    assert not probe.board.is_serving()
+    assert await probe.check("startup") == SERVING
+
+
+async def test_a_draining_server_is_not_ready_but_lives(probe: Probe) -> None:
+    await probe.board.set_serving(True)
+    await probe.board.drain()
+    assert not await probe.ready()
+    assert await probe.check("liveness") == SERVING
+    assert probe.board.is_serving(), "streams go on"
+    await probe.board.set_serving(True)
+    assert not await probe.ready(), "a drain is for good"
+
+
+async def test_an_unknown_service_is_not_found(probe: Probe) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await probe.check("no.such.Service")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_watch_tells_every_change(probe: Probe) -> None:
+    watch = probe.stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert (await watch.read()).status == NOT_SERVING
+    await probe.board.set_serving(True)
+    assert (await watch.read()).status == SERVING
+    await probe.board.drain()
+    assert (await watch.read()).status == NOT_SERVING
+    watch.cancel()
+
+
+async def test_work_without_a_step_makes_it_unready_until_the_next_step(probe: Probe) -> None:
+    await probe.board.set_serving(True)
+    engine = pulse(age=6.0)
+    with probe.watching(engine):
+        await probe.wait("readiness", NOT_SERVING)
+        assert not await probe.ready()
+        assert not probe.board.is_serving()
+        assert await probe.check("liveness") == SERVING
+        engine.last_step_at = time.monotonic_ns()
+        await probe.wait("readiness", SERVING)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(lambda: pulse(pending=False, age=600.0), id="idle for long"),
+        pytest.param(lambda: pulse(age=1.0), id="a second since the last step"),
+        pytest.param(lambda: pulse(age=15.0, usual_step=1.0), id="slow steps are usual"),
+    ],
+)
+async def test_what_is_not_stuck_stays_ready(probe: Probe, engine: Any) -> None:
+    await probe.board.set_serving(True)
+    with probe.watching(engine()):
+        await several_polls()
+        assert await probe.ready()
+
+
+async def test_slow_steps_are_given_twenty_of_their_kind(probe: Probe) -> None:
+    await probe.board.set_serving(True)
+    with probe.watching(pulse(age=25.0, usual_step=1.0)):
+        await probe.wait("readiness", NOT_SERVING)
+
+
+async def test_an_engine_that_never_moves_again_is_restarted_and_one_that_does_is_not(
+    probe: Probe,
+) -> None:
+    await probe.board.set_serving(True)
+    engine = pulse(age=70.0)
+    with probe.watching(engine):
+        await probe.wait("liveness", NOT_SERVING)
+        engine.last_step_at = time.monotonic_ns()
+        await probe.wait("liveness", SERVING)
+
+
+async def test_the_health_port_tells_the_same_board(probe: Probe) -> None:
+    server, port = await serve_health("127.0.0.1:0", probe.board)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            kubelet = Probe(probe.board, health_pb2_grpc.HealthStub(channel))
+            assert await kubelet.check("startup") == NOT_SERVING
+            await probe.board.set_serving(True)
+            for name in (*READY, "startup", "liveness"):
+                assert await kubelet.check(name) == await probe.check(name) == SERVING
+            await probe.board.drain()
+            assert not await kubelet.ready()
+            assert await kubelet.check("liveness") == SERVING
+    finally:
+        await server.stop(None)
+
+
+async def test_a_taken_health_port_is_refused(probe: Probe) -> None:
+    server, port = await serve_health("127.0.0.1:0", probe.board)
+    try:
+        with pytest.raises(RuntimeError):
+            await serve_health(f"127.0.0.1:{port}", HealthBoard())
+    finally:
+        await server.stop(None)

@@ -1,0 +1,557 @@
+"""Spans and metrics as a real collector receives them, over OTLP on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServerInterceptor
+from opentelemetry.proto.collector.metrics.v1 import (
+    metrics_service_pb2,
+    metrics_service_pb2_grpc,
+)
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, serving
+
+from tokenpod.engine.types import (
+    FinishCode,
+    Load,
+    Request,
+    SamplingParams,
+    Started,
+    StoppingParams,
+)
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.errors import DataLoss, InvalidArgument
+from tokenpod.service.generation import Ending, Generation, Sample
+from tokenpod.service.health import HealthBoard
+from tokenpod.service.interceptors import ErrorInterceptor
+from tokenpod.service.reflection import enable_reflection
+from tokenpod.service.telemetry import Telemetry, TelemetrySettings
+
+GENERATE = "generate.v3.TextGenerationService/Generate"
+INFO = "generate.v3.TextGenerationService/Info"
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT_ID = "b7ad6b7169203331"
+MS = 1_000_000
+
+
+@dataclass
+class Collector(
+    trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer
+):
+    """An OTLP collector: keeps what it is sent."""
+
+    endpoint: str = ""
+    spans: list[Any] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    resources: list[dict[str, Any]] = field(default_factory=list)
+
+    def Export(self, request: Any, context: Any) -> Any:
+        if isinstance(request, trace_service_pb2.ExportTraceServiceRequest):
+            for resource in request.resource_spans:
+                self.resources.append(attributes(resource.resource))
+                for scope in resource.scope_spans:
+                    self.spans += scope.spans
+            return trace_service_pb2.ExportTraceServiceResponse()
+        for resource in request.resource_metrics:
+            for scope in resource.scope_metrics:
+                self.metrics |= {metric.name: metric for metric in scope.metrics}
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+    def span(self, name: str) -> Any:
+        (span,) = [span for span in self.spans if span.name == name]
+        return span
+
+    def points(self, name: str) -> list[tuple[dict[str, Any], Any]]:
+        data = getattr(self.metrics[name], self.metrics[name].WhichOneof("data"))
+        return [(attributes(point), point) for point in data.data_points]
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    collector = Collector()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(collector, server)
+    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield collector
+    server.stop(None)
+
+
+@pytest.fixture
+def telemetry(collector: Collector) -> Telemetry:
+    """Tests shut it down: that sends everything."""
+    return Telemetry.start(TelemetrySettings(collector.endpoint, "tokenpod-test"))
+
+
+def attributes(message: Any) -> dict[str, Any]:
+    def value(any_value: Any) -> Any:
+        kind = any_value.WhichOneof("value")
+        if kind == "array_value":
+            return [value(item) for item in any_value.array_value.values]
+        return getattr(any_value, kind)
+
+    return {pair.key: value(pair.value) for pair in message.attributes}
+
+
+def interceptors(telemetry: Telemetry) -> list[grpc.aio.ServerInterceptor]:
+    """As the server has them: telemetry sees what the others make of a call."""
+    return [*telemetry.interceptors(), ErrorInterceptor()]
+
+
+async def forever(context: Any) -> None:
+    await asyncio.sleep(60)
+
+
+async def call_info(telemetry: Telemetry, act: Any = nothing, **call: Any) -> None:
+    """One Info call, whatever comes of it."""
+    async with serving(servicer=Scripted(act), interceptors=interceptors(telemetry)) as running:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await running.stub.Info(pb.InfoRequest(), **call)
+
+
+def test_without_an_endpoint_nothing_is_installed_or_imported() -> None:
+    code = (
+        "import sys\n"
+        "from tokenpod.service.telemetry import Telemetry, TelemetrySettings\n"
+        "telemetry = Telemetry.start(TelemetrySettings())\n"
+        "assert telemetry.interceptors() == [] and telemetry.current_call() is None\n"
+        "telemetry.watch(lambda: 1 / 0)\n"
+        "telemetry.shutdown()\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+async def test_a_call_is_a_server_span_with_the_current_attributes(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    await call_info(telemetry)
+    telemetry.shutdown()
+    span = collector.span(INFO)
+    assert span.kind == trace_pb2.Span.SPAN_KIND_SERVER
+    assert span.status.code == trace_pb2.Status.STATUS_CODE_UNSET
+    found = attributes(span)
+    assert found["rpc.system.name"] == "grpc"
+    assert found["rpc.method"] == INFO
+    assert found["rpc.response.status_code"] == "OK"
+    assert found["network.peer.address"] == "127.0.0.1"
+    assert isinstance(found["network.peer.port"], int)
+    assert "error.type" not in found
+    assert collector.resources[0]["service.name"] == "tokenpod-test"
+
+
+async def test_the_callers_trace_goes_on(telemetry: Telemetry, collector: Collector) -> None:
+    parent = ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01")
+    await call_info(telemetry, metadata=(parent,))
+    telemetry.shutdown()
+    span = collector.span(INFO)
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+
+
+async def test_a_broken_traceparent_begins_a_new_trace(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    await call_info(telemetry, metadata=(("traceparent", "00-nonsense"),))
+    telemetry.shutdown()
+    assert not collector.span(INFO).parent_span_id
+
+
+async def test_the_callers_decision_not_to_sample_is_kept(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    await call_info(telemetry, metadata=(("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00"),))
+    telemetry.shutdown()
+    assert collector.spans == []
+    assert len(collector.points("rpc.server.call.duration")) == 1, "metrics know no sampling"
+
+
+async def test_a_sample_ratio_of_zero_sends_no_spans(collector: Collector) -> None:
+    settings = TelemetrySettings(collector.endpoint, otlp_sample_ratio=0.0)
+    telemetry = Telemetry.start(settings)
+    await call_info(telemetry)
+    telemetry.shutdown()
+    assert collector.spans == []
+
+
+async def test_a_unix_socket_is_a_peer(
+    telemetry: Telemetry, collector: Collector, tmp_path: Path
+) -> None:
+    async with serving(
+        servicer=Scripted(), interceptors=interceptors(telemetry), address=f"unix:{tmp_path}/s"
+    ) as running:
+        await running.stub.Info(pb.InfoRequest())
+    telemetry.shutdown()
+    found = attributes(collector.span(INFO))
+    assert found["network.transport"] == "unix"
+    assert not {"network.peer.port", "net.peer.ip", "net.peer.port"} & set(found)
+
+
+async def invalid(context: Any) -> None:
+    raise InvalidArgument("stopping.max_new_tokens", "is 0; at least 1")
+
+
+async def nan(context: Any) -> None:
+    raise DataLoss("the model computed NaN")
+
+
+async def bug(context: Any) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+async def abort(context: Any) -> None:
+    await context.abort(grpc.StatusCode.NOT_FOUND, "no such thing")
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "number", "is_error", "exceptions"),
+    [
+        (invalid, "INVALID_ARGUMENT", 3, False, []),
+        (abort, "NOT_FOUND", 5, False, []),
+        (nan, "DATA_LOSS", 15, True, ["tokenpod.service.errors.DataLoss"]),
+        (bug, "INTERNAL", 13, True, ["ZeroDivisionError"]),
+    ],
+)
+async def test_a_failure_has_its_code_and_its_exception_once(
+    telemetry: Telemetry,
+    collector: Collector,
+    act: Any,
+    code: str,
+    number: int,
+    is_error: bool,
+    exceptions: list[str],
+) -> None:
+    await call_info(telemetry, act)
+    telemetry.shutdown()
+    span = collector.span(INFO)
+    found = attributes(span)
+    assert found["rpc.response.status_code"] == code
+    assert found["rpc.grpc.status_code"] == number
+    assert (span.status.code == trace_pb2.Status.STATUS_CODE_ERROR) is is_error
+    assert ("error.type" in found) is is_error
+    assert [attributes(event)["exception.type"] for event in span.events] == exceptions
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_kind_of_handler_works_and_is_recorded_once(
+    telemetry: Telemetry, collector: Collector, kind: str
+) -> None:
+    async with serving(
+        handlers=[arities(nothing)], interceptors=interceptors(telemetry)
+    ) as running:
+        answers = await call_kind(running.channel, kind)
+    telemetry.shutdown()
+    assert answers[-1] == b"done"
+    assert attributes(collector.span(f"{SERVICE}/{kind}"))["rpc.response.status_code"] == "OK"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_deadline_is_an_error_of_ours_whatever_the_handler(
+    telemetry: Telemetry, collector: Collector, kind: str
+) -> None:
+    async with serving(
+        handlers=[arities(forever)], interceptors=interceptors(telemetry)
+    ) as running:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call_kind(running.channel, kind, timeout=0.2)
+    telemetry.shutdown()
+    span = collector.span(f"{SERVICE}/{kind}")
+    assert attributes(span)["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
+    assert span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+
+
+async def test_a_deadline_that_is_rounded_on_its_way_is_still_one(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    """1.234 s arrive as 1.24: the client's cancel comes first, and is known for what it is."""
+    await call_info(telemetry, forever, timeout=1.234)
+    telemetry.shutdown()
+    found = attributes(collector.span(INFO))
+    assert found["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
+
+
+@pytest.mark.parametrize("deadline", [None, 60.0])
+async def test_a_stream_that_its_client_cancels_is_recorded_and_is_no_error(
+    telemetry: Telemetry, collector: Collector, deadline: float | None
+) -> None:
+    servicer = Scripted(forever)
+    async with serving(servicer=servicer, interceptors=interceptors(telemetry)) as running:
+        stream = running.stub.Generate(pb.GenerateRequest(text="x"), timeout=deadline)
+        await stream.read()
+        stream.cancel()
+        await asyncio.wait_for(servicer.ended.wait(), 10)
+    telemetry.shutdown()
+    span = collector.span(GENERATE)
+    assert attributes(span)["rpc.response.status_code"] == "CANCELLED"
+    assert span.status.code == trace_pb2.Status.STATUS_CODE_UNSET
+    assert not span.events
+    ((found, point),) = collector.points("rpc.server.call.duration")
+    assert found["rpc.response.status_code"] == "CANCELLED"
+    assert point.count == 1
+
+
+async def test_probes_and_reflection_pass_untraced_and_watch_works(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    board = HealthBoard()
+
+    async def prepare(server: grpc.aio.Server) -> None:
+        await board.add_to(server, ())
+        enable_reflection([board.service_name], server)
+
+    async with serving(prepare=prepare, interceptors=interceptors(telemetry)) as running:
+        stub = health_pb2_grpc.HealthStub(running.channel)
+        request = health_pb2.HealthCheckRequest(service="liveness")
+        assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        watch = stub.Watch(request)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+    telemetry.shutdown()
+    assert collector.spans == []
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'HealthServicer.Watch' was never awaited")
+async def test_the_package_below_still_has_the_faults_that_are_mended_here() -> None:
+    """When this fails, an update has mended them: much of tracing.py can go."""
+    board, exporter = HealthBoard(), InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    contrib = OpenTelemetryAioServerInterceptor(provider.get_tracer("contrib"))
+
+    async def prepare(server: grpc.aio.Server) -> None:
+        await board.add_to(server, ())
+
+    servicer = Scripted(forever)
+    async with serving(servicer=servicer, prepare=prepare, interceptors=[contrib]) as running:
+        watch = health_pb2_grpc.HealthStub(running.channel).Watch(health_pb2.HealthCheckRequest())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await watch.read()
+        exporter.clear()
+        stream = running.stub.Generate(pb.GenerateRequest(text="x"))
+        await stream.read()
+        stream.cancel()
+        await asyncio.wait_for(servicer.ended.wait(), 10)
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes is not None
+    assert span.attributes["rpc.grpc.status_code"] == 0, "a cancelled call looks like a good one"
+
+
+# -- generations -------------------------------------------------------------------------------
+
+
+def sample(index: int, generated: int, first: int, last: int, reason: FinishCode | None) -> Sample:
+    """A sample that has lived; no text is looked at here."""
+    made = Sample(
+        index=index,
+        sequence_id=index,
+        detokenizer=None,  # type: ignore[arg-type]
+        stops=None,  # type: ignore[arg-type]
+        min_new_tokens=0,
+    )
+    made.generated, made.first_token_at, made.last_token_at = generated, first, last
+    made.ending = Ending(reason) if reason else None
+    return made
+
+
+def generation(arrived: int, samples: list[Sample], began: int | None) -> Generation:
+    request = Request(
+        sequence_ids=[one.sequence_id for one in samples],
+        prompt=[7] * 20,
+        sampling=SamplingParams(do_sample=True, temperature=0.5, seed=2**64 - 1),
+        stopping=StoppingParams(max_new_tokens=32),
+        arrived_at=arrived,
+    )
+    made = Generation(
+        request, samples, step_at=lambda: 0, abort=lambda ids: None, on_begin=lambda: None
+    )
+    if began is not None:
+        made.started = Started(0, cached_tokens=12, began_at=began)
+    return made
+
+
+Leave = Literal["never", "while it waits", "while it writes"]
+
+
+async def generate(telemetry: Telemetry, made: Generation, leave: Leave = "never") -> None:
+    """A Generate call that reports `made` when it ends, as GenerateService does.
+
+    Args:
+        leave: when the client goes away: the handler is then at an await, or at a yield.
+    """
+
+    class Generating(Scripted):
+        async def Generate(self, request: Any, context: Any) -> Any:
+            recorded = telemetry.current_call()
+            assert recorded is not None
+            try:
+                yield pb.GenerateResponse()
+                if leave == "while it waits":
+                    await forever(context)
+                while leave == "while it writes":
+                    yield pb.GenerateResponse(tokens=pb.TokenDelta(text="x" * 100_000))
+            finally:
+                recorded.generated(made, model_id="demo", request_id="r-1")
+                self.ended.set()
+
+    servicer = Generating()
+    async with serving(servicer=servicer, interceptors=interceptors(telemetry)) as running:
+        stream = running.stub.Generate(pb.GenerateRequest(text="secret prompt"))
+        await stream.read()
+        if leave != "never":
+            # Long enough for the flow-control window to fill.
+            await asyncio.sleep(0.1)
+            stream.cancel()
+            await asyncio.wait_for(servicer.ended.wait(), 10)
+        else:
+            assert await stream.read() is grpc.aio.EOF
+
+
+async def test_a_generation_has_its_phases_as_children(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    arrived = time.monotonic_ns()
+    offset = time.time_ns() - time.monotonic_ns()
+    first, last = arrived + 50 * MS, arrived + 350 * MS
+    made = generation(arrived, [sample(0, 31, first, last, FinishCode.EOS)], arrived + 10 * MS)
+    await generate(telemetry, made)
+    telemetry.shutdown()
+    parent = collector.span(GENERATE)
+    phases = {"queue": (0, 10), "prefill": (10, 50), "decode": (50, 350)}
+    for name, (begin, end) in phases.items():
+        span = collector.span(name)
+        assert span.parent_span_id == parent.span_id
+        assert span.trace_id == parent.trace_id
+        assert span.end_time_unix_nano - span.start_time_unix_nano == (end - begin) * MS
+        # The two clocks are read one after the other, here and there.
+        assert abs(span.start_time_unix_nano - offset - arrived - begin * MS) < 1000 * MS
+
+
+async def test_a_generation_is_described_without_its_text(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    now = time.monotonic_ns()
+    samples = [
+        sample(0, 31, now + 5, now + 9, FinishCode.EOS),
+        sample(1, 32, now + 5, now + 9, FinishCode.LENGTH),
+    ]
+    await generate(telemetry, generation(now, samples, now + 1))
+    telemetry.shutdown()
+    found = attributes(collector.span(GENERATE))
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "tokenpod",
+        "gen_ai.request.model": "demo",
+        "gen_ai.request.max_tokens": 32,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.seed": str(2**64 - 1),
+        "gen_ai.response.id": "r-1",
+        "gen_ai.response.finish_reasons": ["stop", "length"],
+        "gen_ai.usage.input_tokens": 20,
+        "gen_ai.usage.output_tokens": 63,
+        "gen_ai.usage.cache_read.input_tokens": 12,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    assert "secret" not in str(collector.spans)
+
+
+async def test_a_generation_is_measured(telemetry: Telemetry, collector: Collector) -> None:
+    now = time.monotonic_ns()
+    first, last = now + 50 * MS, now + 350 * MS
+    made = generation(now, [sample(0, 31, first, last, FinishCode.EOS)], now + 10 * MS)
+    await generate(telemetry, made)
+    telemetry.shutdown()
+    common = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "tokenpod",
+        "gen_ai.request.model": "demo",
+    }
+    ((found, point),) = collector.points("gen_ai.server.time_to_first_token")
+    assert found == common
+    assert point.sum == pytest.approx(0.05)
+    assert point.explicit_bounds[0] == 0.001
+    ((found, point),) = collector.points("gen_ai.server.time_per_output_token")
+    assert point.sum == pytest.approx(0.01)
+    ((found, point),) = collector.points("gen_ai.server.request.duration")
+    assert found == common
+    assert point.explicit_bounds[-1] == pytest.approx(81.92)
+    usage = {
+        found["gen_ai.token.type"]: point.sum
+        for found, point in collector.points("gen_ai.client.token.usage")
+    }
+    assert usage == {"input": 20, "output": 31}
+    ((found, point),) = collector.points("rpc.server.call.duration")
+    assert found["rpc.method"] == GENERATE
+    assert point.explicit_bounds[-1] == 600
+
+
+@pytest.mark.parametrize("leave", ["while it waits", "while it writes"])
+async def test_a_cancelled_generation_is_told_too(
+    telemetry: Telemetry, collector: Collector, leave: Leave
+) -> None:
+    now = time.monotonic_ns()
+    made = generation(now, [sample(0, 5, now + 2, now + 9, None)], now + 1)
+    await generate(telemetry, made, leave)
+    telemetry.shutdown()
+    found = attributes(collector.span(GENERATE))
+    assert found["rpc.response.status_code"] == "CANCELLED"
+    assert found["gen_ai.usage.output_tokens"] == 5
+    assert "gen_ai.response.finish_reasons" not in found
+    ((found, _),) = collector.points("gen_ai.server.request.duration")
+    assert found["error.type"] == "CANCELLED"
+    assert "gen_ai.server.time_per_output_token" not in collector.metrics
+
+
+async def test_a_generation_that_never_left_the_queue_has_only_that_phase(
+    telemetry: Telemetry, collector: Collector
+) -> None:
+    made = generation(time.monotonic_ns(), [sample(0, 0, 0, 0, None)], None)
+    await generate(telemetry, made)
+    telemetry.shutdown()
+    assert sorted(span.name for span in collector.spans) == [GENERATE, "queue"]
+    assert "gen_ai.server.time_to_first_token" not in collector.metrics
+
+
+# -- load and the end --------------------------------------------------------------------------
+
+
+def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector) -> None:
+    telemetry.watch(lambda: Load(3, 5, 90, slots=100, free_slots=40, evictable_slots=20))
+    telemetry.shutdown()
+    found = {
+        name: collector.points(name)[0][1]
+        for name in ("tokenpod.queue.requests", "tokenpod.requests.running")
+    }
+    assert found["tokenpod.queue.requests"].as_int == 5
+    assert found["tokenpod.requests.running"].as_int == 3
+    assert collector.points("tokenpod.kv.utilization")[0][1].as_double == pytest.approx(0.4)
+
+
+async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little() -> None:
+    telemetry = Telemetry.start(TelemetrySettings("http://127.0.0.1:1"))
+    async with serving(servicer=Scripted(), interceptors=interceptors(telemetry)) as running:
+        assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
+    began = time.monotonic()
+    telemetry.shutdown()
+    # The SDK alone would retry for far longer; the promise is 5 s, the rest is a busy machine's.
+    assert time.monotonic() - began < 15

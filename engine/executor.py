@@ -131,7 +131,8 @@ class Executor:
         )
 
     def _take_row(self, fresh: NewRow) -> None:
-        self._runs[fresh.row] = runs = []
+        runs: list[Run] = []
+        self._runs[fresh.row] = runs
         _append_slots(runs, fresh.prefix_slots)
         prefix = torch.from_numpy(fresh.prefix_slots).to(self._device, torch.int32)
         self._row_table[fresh.row, : len(fresh.prefix_slots)] = prefix

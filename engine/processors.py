@@ -27,7 +27,7 @@ class Candidates:
     ids: torch.Tensor
     scores: torch.Tensor
 
-    def keep(self, which: torch.Tensor) -> Candidates:
+    def keep(self, which: torch.Tensor | slice) -> Candidates:
         """Those that `which` (a mask, indices or a slice) selects."""
         return Candidates(self.ids[which], self.scores[which])
 

@@ -71,7 +71,7 @@ def token_noise(
     block = torch.div(token, 4, rounding_mode="floor")
     zero = torch.zeros_like(position)
     counter = (block, position, stream, zero)
-    words = torch.stack(torch.broadcast_tensors(*philox(counter, split(seed))))
+    words = torch.stack(_same_shape(philox(counter, split(seed))))
     which = (token % 4).expand(words.shape[1:]).unsqueeze(0)
     return -torch.log(uniform(words.gather(0, which).squeeze(0)))
 
@@ -91,5 +91,9 @@ def vocabulary_noise(
     low, high = split(seed[:, None])
     zero = torch.zeros_like(block)
     counter = (block, position[:, None], stream[:, None], zero)
-    words = torch.stack(torch.broadcast_tensors(*philox(counter, (low, high))), dim=-1)
+    words = torch.stack(_same_shape(philox(counter, (low, high))), dim=-1)
     return -torch.log(uniform(words.flatten(1)[:, :vocab_size]))
+
+
+def _same_shape(words: Words) -> tuple[torch.Tensor, ...]:
+    return torch.broadcast_tensors(*words)  # type: ignore[no-any-return, no-untyped-call]

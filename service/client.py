@@ -34,7 +34,9 @@ from tokenpod.engine.types import (
     StepOutputs,
     Top,
 )
+from tokenpod.service.errors import Unavailable
 
+_LOST = "the model's engine was lost; retry"
 _NO_LOAD = Load(0, 0, 0, 0, 0, 0)
 #: Weight of the newest step in the usual step time.
 _SMOOTHING = 0.05
@@ -163,7 +165,7 @@ class EngineClient(asyncio.Protocol):
 
     def _expect_step(self) -> None:
         if self.lost.done():
-            raise self.lost.result()
+            raise Unavailable(_LOST, retry_after=1.0)
         if not self.pending:
             # The clock of "no step for so long" begins with the work, not with the last step.
             self.last_step_at = self._now()
@@ -251,12 +253,10 @@ class EngineClient(asyncio.Protocol):
             self.ready.cancel()
         sinks, self._sinks = self._sinks, {}
         for sequence_id, sink in sinks.items():
-            message = "the model's engine was lost; retry"
-            sink.on_failure(Failure(sequence_id, FailureCode.UNAVAILABLE, message))
+            sink.on_failure(Failure(sequence_id, FailureCode.UNAVAILABLE, _LOST))
         for sink in {id(sink): sink for sink in sinks.values()}.values():
             sink.wake()
         for done in self._ops.values():
             if not done.done():
-                message = "the model's engine was lost; retry"
-                failure = Failure(-1, FailureCode.UNAVAILABLE, message)
+                failure = Failure(-1, FailureCode.UNAVAILABLE, _LOST)
                 done.set_result(Advanced(0, failure=failure))

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from tokenpod.engine.types import EngineOptions, Loading, Ready
 from tokenpod.service.client import EngineClient, EngineLost
@@ -44,10 +45,12 @@ class EngineProcess:
 
     async def ready(self) -> Ready:
         """Wait until the model is warm. Raises EngineLost with one line that says why not."""
-        await asyncio.wait([self.client.ready, self.client.lost], return_when="FIRST_COMPLETED")
-        if self.client.lost.done():
-            raise self.client.lost.result()
-        return self.client.ready.result()
+        ready, lost = self.client.ready, self.client.lost
+        futures: set[asyncio.Future[Any]] = {ready, lost}
+        await asyncio.wait(futures, return_when="FIRST_COMPLETED")
+        if lost.done():
+            raise lost.result()
+        return ready.result()
 
     async def stop(self) -> None:
         """Hang up and wait; kill what does not leave."""

@@ -18,13 +18,14 @@ from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service import convert, validate
 from tokenpod.service.admission import Admission, Place
 from tokenpod.service.calls import ChatPrompt, GenerateCall, Prompt, TokensCall
+from tokenpod.service.chat_template import ChatTemplateError
 from tokenpod.service.client import EngineClient
 from tokenpod.service.errors import InvalidArgument
 from tokenpod.service.events import EventWriter
 from tokenpod.service.generation import Generation, Sample
 from tokenpod.service.stops import StopMatcher
 from tokenpod.service.telemetry import Telemetry
-from tokenpod.service.tokenizer import ChatTemplateError, Tokenizer
+from tokenpod.service.tokenizer import Tokenizer
 
 log = logging.getLogger("tokenpod.generate")
 

@@ -17,7 +17,7 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
 class TextFormatter(logging.Formatter):
     """`2026-11-21T10:20:00.123Z INFO tokenpod: serving model_id=demo ...`"""
 
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, then the traceback if there is one."""

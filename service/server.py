@@ -24,6 +24,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import uvloop
@@ -105,6 +106,7 @@ class Server:
             tokenizer, ready = loading.result()
             self._open(engine, tokenizer, ready, listener, generate, rpcs)
             board.watch(engine.client)
+            stack.callback(board.close)
             telemetry.watch(lambda: engine.client.load)
             admission.closed = None
             await board.set_serving(True)
@@ -123,24 +125,22 @@ class Server:
         names = add_servicers(rpcs, server)
         await board.add_to(server, names)
         enable_reflection([*names, board.service_name], server)
-        address = f"{settings.hostname}:{settings.port}"
-        port = _bind(server, address, _credentials(settings))
-        shard_url = f"{settings.hostname}:{port}"
-        if settings.uds_path is not None:
-            path = f"{settings.uds_path}-0"
+        port = _bind(server, settings.address, _credentials(settings))
+        address = f"{settings.address.rpartition(':')[0]}:{port}"
+        shard_url = address
+        if (path := settings.socket_path) is not None:
             _free_socket(path)
             _bind(server, f"unix:{path}", None)
             stack.callback(_remove, path)
             shard_url = f"unix://{path}"
-        if settings.health_port:
-            health_address = f"{settings.hostname}:{settings.health_port}"
+        if (health_address := settings.health_address) is not None:
             try:
                 health, _ = await serve_health(health_address, board)
             except (OSError, RuntimeError) as error:
                 raise StartError(f"cannot listen on {health_address}: {_reason(error)}") from error
             stack.push_async_callback(health.stop, None)
         await server.start()
-        return Listener(server, f"{settings.hostname}:{port}", shard_url)
+        return Listener(server, address, shard_url)
 
     async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineProcess:
         settings = self.settings
@@ -192,7 +192,7 @@ class Server:
             urls=[listener.shard_url],
             prefill_tokens=self.settings.resolved_prefill_tokens,
         )
-        rpcs.start(ready, shard)
+        rpcs.start(ready, shard, model_id=self.settings.model_id)
 
     async def _serve(
         self,
@@ -204,7 +204,8 @@ class Server:
     ) -> int:
         """Until a signal, or until the engine is lost."""
         lost = engine.client.lost
-        await asyncio.wait([stopping.task(), lost], return_when="FIRST_COMPLETED")
+        futures: set[asyncio.Future[Any]] = {stopping.task(), lost}
+        await asyncio.wait(futures, return_when="FIRST_COMPLETED")
         if lost.done():
             await board.set_serving(False)
             log.error("the engine was lost", extra={"reason": str(lost.result())})

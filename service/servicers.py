@@ -21,6 +21,9 @@ from tokenpod.service.shard import ShardService
 #: grpc.aio.ServicerContext, which is generic in its stubs only.
 Context = Any
 
+#: Initial metadata of Info: the model's name.
+MODEL_ID_KEY = "tokenpod-model-id"
+
 
 class Rpcs:
     """What the servicers share: the services behind them, and whether these are there yet.
@@ -37,11 +40,13 @@ class Rpcs:
         self.admission = admission
         self.generate = generate
         self.healthy = healthy
+        self.model_id = ""
         self._shard: ShardService | None = None
         self._ready: Ready | None = None
 
-    def start(self, ready: Ready, shard: ShardService) -> None:
+    def start(self, ready: Ready, shard: ShardService, *, model_id: str) -> None:
         """The model is ready."""
+        self.model_id = model_id
         self._ready = ready
         self._shard = shard
 
@@ -83,6 +88,8 @@ class ShardServicer:
     async def Info(self, request: Any, context: Context) -> Any:
         """What a router must know about the model."""
         ready = self.rpcs.ready
+        # The protocol has no field for it.
+        await context.send_initial_metadata(((MODEL_ID_KEY, self.rpcs.model_id),))
         fields = self.codec.pb.InfoResponse.DESCRIPTOR.fields_by_name
         # window_size stays unset: keys and values beyond a window are kept, so it saves no budget.
         values = {

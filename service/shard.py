@@ -232,7 +232,7 @@ class ShardService:
     async def _finish(self, step: Coroutine[object, object, ShardStep]) -> ShardStep:
         """Run a step to its end even if the router hangs up: its batch must not get lost."""
         task = asyncio.create_task(step)
-        self._working.add(task)  # type: ignore[arg-type]
+        self._working.add(task)
         task.add_done_callback(self._working.discard)
         try:
             return await asyncio.shield(task)

@@ -98,3 +98,15 @@ def test_long_lives_of_many_leave_nothing_behind():
         house.submit(request(sequence_id, prompt, max_new_tokens=1 + sequence_id % 11))
     house.drain()
     assert all(len(house.outputs(i)) == 1 + i % 11 for i in range(1, 40))
+
+
+def test_the_forecast_counts_an_awaited_prompt_twice():
+    # Another request may bring the same tokens to the tree first; then both copies are in use.
+    kv = KV(100)
+    both = request([1, 2], [1] * 10, max_new_tokens=4)
+    first, sibling = (Sequence(both, i, np.array(both.prompt, np.int32)) for i in range(2))
+    kv.begin(first)
+    forecast = Forecast(quantum=8)
+    forecast.prefilling(first)
+    forecast.siblings([sibling])
+    assert forecast.peak() == (10 + 4) + (1 + 4) + 10

@@ -143,7 +143,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
 TestSchedulerLife = SchedulerLife.TestCase
 TestSchedulerLife.settings = settings(
-    max_examples=200,
+    max_examples=120,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -106,7 +106,7 @@ def serve(
         port, health_port = free_port(), free_port()
         log = Path(scratch) / "log"
         command = [sys.executable, "-P", "-m", "tokenpod", "serve", "--hostname", "127.0.0.1"]
-        command += ["--port", str(port), "--health-port", str(health_port), "--threads", "2"]
+        command += ["--port", str(port), "--health-port", str(health_port)]
         command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0", *flags]
         with log.open("w") as output:
             process = subprocess.Popen(

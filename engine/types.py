@@ -20,9 +20,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How a sequence's next token is chosen. Every default is neutral.
 
-    Applied in this order: watermark, repetition penalty, presence and frequency penalty, logit
-    bias, temperature, top_k, top_p, min_p, typical_p, softmax, draw. The draw is a function of
-    (seed, stream, position) alone.
+    Applied in this order: watermark, repetition, presence, frequency and relative frequency
+    penalty, logit bias, no end before `min_new_tokens`, temperature, top_k, top_p, min_p,
+    typical_p, softmax, draw. The draw's noise is a function of (seed, stream, position, token).
     """
 
     do_sample: bool = False

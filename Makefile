@@ -6,11 +6,12 @@ PY := $(BIN)/python -P
 STAMP := $(VENV)/.ready
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := protos/.stubs
+BASELINE := protos/baseline.binpb
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test lint types docs format wheel clean
+.PHONY: help setup stubs demo test lint types docs format baseline wheel clean
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -45,6 +46,8 @@ lint: setup ## Style, stale stubs, stale documentation, protos
 	@$(BIN)/ruff format --check .
 	@$(PY) tools/stubs.py --check
 	@$(PY) tools/settings_docs.py --check
+	@$(BIN)/buf lint
+	@$(BIN)/buf breaking --against $(BASELINE)
 
 format: setup ## Rewrite the code in the project's style
 	@$(BIN)/ruff check --fix-only --quiet .
@@ -52,6 +55,9 @@ format: setup ## Rewrite the code in the project's style
 
 docs: setup ## The pages that are made from the code
 	@$(PY) tools/settings_docs.py
+
+baseline: setup ## Freeze the protos as they are: what is in the baseline can't be broken any more
+	@$(BIN)/buf build --exclude-source-info --output $(BASELINE)
 
 types: setup ## mypy --strict
 	@$(PY) tools/typecheck.py

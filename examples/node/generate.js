@@ -1,25 +1,28 @@
-// Stream a completion: node generate.js [ADDRESS] [PROMPT]
-const path = require("node:path");
-const grpc = require("@grpc/grpc-js");
-const loader = require("@grpc/proto-loader");
+// Stream a completion: node generate.js [HOST:PORT [PROMPT]]
+'use strict';
 
-const [address = "localhost:50051", prompt = "import os\n\ndef "] = process.argv.slice(2);
-const proto = process.env.TOKENPOD_PROTO ||
-  path.join(__dirname, "../../protos/generate/v3/generate.proto");
-const { generate } = grpc.loadPackageDefinition(loader.loadSync(proto, { longs: String, enums: String }));
+const path = require('node:path');
+const grpc = require('@grpc/grpc-js');
+const protoLoader = require('@grpc/proto-loader');
 
-const client = new generate.v3.TextGenerationService(address, grpc.credentials.createInsecure());
-const call = client.Generate(
-  { text: prompt, stopping: { maxNewTokens: 32 } },
-  { deadline: Date.now() + 60_000 },
-);
+// The wire contract itself: copy this file into a project of your own.
+const PROTO = path.join(__dirname, '../../protos/generate/v3/generate.proto');
+const [address = '127.0.0.1:50051', prompt = 'def main():\n'] = process.argv.slice(2);
 
-call.on("data", ({ tokens, finished }) => {
+const definition = protoLoader.loadSync(PROTO, { keepCase: true, enums: String, longs: Number });
+const { TextGenerationService } = grpc.loadPackageDefinition(definition).generate.v3;
+
+const client = new TextGenerationService(address, grpc.credentials.createInsecure());
+const deadline = new Date(Date.now() + 60_000);
+const request = { text: prompt, stopping: { max_new_tokens: 32 } };
+
+const stream = client.generate(request, new grpc.Metadata(), { deadline });
+stream.on('data', ({ tokens, finished }) => {
   if (tokens) process.stdout.write(tokens.text);
-  if (finished) console.log(`\n[${finished.reason}]`);
+  if (finished) console.log(`\n[${finished.usage.generated_tokens} tokens; ${finished.reason}]`);
 });
-call.on("error", (error) => {
+stream.on('error', (error) => {
   console.error(`${grpc.status[error.code]}: ${error.details}`);
   process.exitCode = 1;
 });
-call.on("end", () => client.close());
+stream.on('close', () => client.close());

@@ -1,4 +1,4 @@
-"""Stream a completion: python generate.py [ADDRESS] [PROMPT]."""
+"""Stream a completion: python generate.py [HOST:PORT [PROMPT]]."""
 
 import asyncio
 import sys
@@ -9,15 +9,18 @@ from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 
-async def main(address: str = "localhost:50051", prompt: str = "import os\n\ndef ") -> None:
+async def main(address: str = "127.0.0.1:50051", prompt: str = "def main():\n") -> None:
+    request = pb.GenerateRequest(text=prompt, stopping=pb.StoppingOptions(max_new_tokens=32))
     async with grpc.aio.insecure_channel(address) as channel:
-        request = pb.GenerateRequest(text=prompt, stopping={"max_new_tokens": 32})
-        async for event in rpc.TextGenerationServiceStub(channel).Generate(request, timeout=60):
-            match event.WhichOneof("event"):
-                case "tokens":
-                    print(event.tokens.text, end="", flush=True)
-                case "finished":
-                    print(f"\n[{pb.Finish.Name(event.finished.reason)}]")
+        stub = rpc.TextGenerationServiceStub(channel)
+        async for event in stub.Generate(request, timeout=60):
+            if event.HasField("tokens"):
+                print(event.tokens.text, end="", flush=True)
+            elif event.HasField("finished"):
+                finished = event.finished
+                reason = pb.Finish.Name(finished.reason)
+                print(f"\n[{finished.usage.generated_tokens} tokens; {reason}]")
 
 
-asyncio.run(main(*sys.argv[1:]))
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

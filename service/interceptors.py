@@ -6,6 +6,7 @@ generator, or as a coroutine that calls `context.write` (as grpcio's own Health/
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import inspect
 import logging
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
+from tokenpod.service.decoding import decoded, decoded_stream, tolerant
 from tokenpod.service.errors import Internal, ServiceError, Unauthenticated
 
 log = logging.getLogger("tokenpod.rpc")
@@ -117,38 +119,46 @@ def behaviour_of(handler: Handler) -> Any:
 
 def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
     """`handler` with another function behind it."""
+    return _remade(handler, behaviour, handler.request_deserializer)
+
+
+def _remade(
+    handler: Handler, behaviour: Any, deserialize: Callable[[bytes], Any] | None
+) -> Handler:
     _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return make(behaviour, deserialize, handler.response_serializer)
 
 
 def _guarded(handler: Handler, method: str) -> Handler:
     inner = behaviour_of(handler)
+    checked = decoded_stream if handler.request_streaming else decoded
 
     async def coroutine(request: Any, context: Context) -> Any:
         try:
-            return await inner(request, context)
+            return await inner(checked(request), context)
         except Exception as error:
             await _answer(error, context, method)
 
     async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
-        stream = inner(request, context)
         try:
-            async for message in stream:
-                yield message
+            # A client that goes away leaves the generator in the middle: it ends here and now.
+            async with contextlib.aclosing(inner(checked(request), context)) as stream:
+                async for message in stream:
+                    yield message
         except Exception as error:
             await _answer(error, context, method)
-        finally:
-            # A client that goes away leaves the generator in the middle: end it now.
-            await stream.aclose()
 
-    return with_behaviour(handler, generator if inspect.isasyncgenfunction(inner) else coroutine)
+    behaviour = generator if inspect.isasyncgenfunction(inner) else coroutine
+    deserialize = handler.request_deserializer
+    return _remade(handler, behaviour, tolerant(deserialize) if deserialize else None)
 
 
 def _refusing(handler: Handler, problem: str) -> Handler:
     async def refuse(request: Any, context: Context) -> None:
         await _abort(context, Unauthenticated(problem))
 
-    return with_behaviour(handler, refuse)
+    # What a stranger sends is not even decoded.
+    return _remade(handler, refuse, None)
 
 
 async def _answer(error: Exception, context: Context, method: str) -> None:

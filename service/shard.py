@@ -150,6 +150,11 @@ class ShardService:
         The model is warm already. A router with limits of its own insists on hearing them again.
         """
         limits = self._serving.limits
+        if call.max_total_tokens is not None and call.max_total_tokens < 2:
+            raise InvalidArgument(
+                "max_total_tokens",
+                f"is {call.max_total_tokens}; a prompt and its output have at least 2 tokens",
+            )
         total = call.max_total_tokens or limits.max_total_tokens
         if total > limits.max_total_tokens:
             raise InvalidArgument(
@@ -163,6 +168,11 @@ class ShardService:
                 "max_input_tokens",
                 f"is {most_in}; this server allows at most {limits.max_input_tokens}"
                 " (--max-input-tokens)",
+            )
+        if most_in >= total:
+            raise InvalidArgument(
+                "max_input_tokens",
+                f"is {most_in}; it must be below max_total_tokens, {total}",
             )
         return limits.slots, most_in, total
 

@@ -177,7 +177,7 @@ def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
         raise InvalidArgument("sampling.logit_bias", f"{problem} are allowed (--max-logit-bias)")
     for token, bias in sampling.logit_bias.items():
         if token >= limits.vocab_size:
-            _refuse_token("sampling.logit_bias", token, limits)
+            _refuse_token(f"sampling.logit_bias[{token}]", token, limits)
         _within(f"sampling.logit_bias[{token}]", bias, -100, 100)
 
 
@@ -239,7 +239,7 @@ def check_shard_batch(batch: ShardBatch, limits: RequestLimits) -> None:
     if not batch.requests:
         raise InvalidArgument("batch.requests", "is empty; at least one request is needed")
     if len({request.id for request in batch.requests}) < len(batch.requests):
-        raise InvalidArgument("batch.requests", "two requests have the same id")
+        raise InvalidArgument("batch.requests", "holds two requests with the same id")
     for at, request in enumerate(batch.requests):
         _check_shard_request(f"batch.requests[{at}]", request, limits)
 
@@ -331,7 +331,8 @@ def _at_most(field: str, value: int, most: int, flag: str | None) -> None:
 
 
 def _refuse(field: str, value: object, problem: str) -> None:
-    raise InvalidArgument(field, f"is {value}; {problem}")
+    shown = f"{value:g}" if isinstance(value, float) else value
+    raise InvalidArgument(field, f"is {shown}; {problem}")
 
 
 def _divisor(value: float | None) -> float:

@@ -1,7 +1,8 @@
-"""Requests made from the protobuf descriptors, so that a new field is tried without being listed."""
+"""Requests made from the protobuf descriptors, so that a new field is tried too."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tokenpod.protos.generate.v2 import generate_pb2 as v2
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}
+ENOUGH_EVENTS = 6
 PROMPT = "def fibonacci(n):\n"
 
 F = FieldDescriptor
@@ -57,8 +59,11 @@ class Rpc:
         parse = GetMessageClass(self.method.output_type).FromString
         path = f"/{self.method.containing_service.full_name}/{self.method.name}"
         if self.method.server_streaming:
-            call = channel.unary_stream(path, response_deserializer=parse)
-            return list(call(data, timeout=timeout))
+            stream = channel.unary_stream(path, response_deserializer=parse)(data, timeout=timeout)
+            # Some of these are legal and long: a few events tell enough.
+            events = list(itertools.islice(stream, ENOUGH_EVENTS))
+            stream.cancel()
+            return events
         call = channel.unary_unary(path, response_deserializer=parse)
         return [call(data, timeout=timeout)]
 
@@ -123,10 +128,10 @@ class Case:
 
 def cases(rpc: Rpc) -> Iterator[Case]:
     """Every field of `rpc`'s request at every extreme of its type, the rest of it plain."""
-    for path in _paths(rpc.method.input_type, ()):
-        for value in _extremes(path[-1]):
+    for path in paths(rpc.method.input_type):
+        for value in extremes(path[-1]):
             request = rpc.plain()
-            _set(request, path, value)
+            put(request, path, value)
             name = ".".join(field.name for field in path)
             yield Case(rpc, name, path[-1], value, request.SerializeToString())
 
@@ -135,14 +140,15 @@ def _is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
-def _paths(kind: Descriptor, above: tuple[FieldDescriptor, ...]) -> Iterator[Any]:
+def paths(kind: Descriptor, above: tuple[FieldDescriptor, ...] = ()) -> Iterator[Any]:
+    """Every field below a message, itself the last of the fields that lead to it."""
     for field in kind.fields:
         yield (*above, field)
         if field.message_type is not None and not _is_map(field):
-            yield from _paths(field.message_type, (*above, field))
+            yield from paths(field.message_type, (*above, field))
 
 
-def _extremes(field: FieldDescriptor) -> Sequence[Any]:
+def extremes(field: FieldDescriptor) -> Sequence[Any]:
     """Values to assign; for repeated fields, lists of them."""
     if _is_map(field):
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
@@ -156,7 +162,8 @@ def _extremes(field: FieldDescriptor) -> Sequence[Any]:
     return [[], *([value] for value in values), [values[1]] * 10_000]
 
 
-def _set(request: Any, path: Sequence[FieldDescriptor], value: Any) -> None:
+def put(request: Any, path: Sequence[FieldDescriptor], value: Any) -> None:
+    """Set the field at `path` to `value`; makes what lies above it."""
     message = request
     for field in path[:-1]:
         below = getattr(message, field.name)
@@ -181,9 +188,16 @@ def _set(request: Any, path: Sequence[FieldDescriptor], value: Any) -> None:
         setattr(message, field.name, value)
 
 
-def string_fields(kind: Descriptor, above: tuple[FieldDescriptor, ...] = ()) -> Iterator[Any]:
+def clear(channel: grpc.Channel) -> None:
+    """Forget the batches of every test before."""
+    for rpc in rpcs():
+        if rpc.method.name == "ClearCache":
+            rpc.send(channel, b"")
+
+
+def string_fields(kind: Descriptor) -> Iterator[Any]:
     """The path to each text field."""
-    for path in _paths(kind, above):
+    for path in paths(kind):
         if path[-1].type == F.TYPE_STRING:
             yield path
 

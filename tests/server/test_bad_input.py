@@ -1,0 +1,191 @@
+"""Every field of every rpc at its extremes: refused by name or served, and nothing breaks."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+import wirefuzz
+from harness import ServerProcess, generate, violations
+from wirefuzz import F, Rpc
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+
+ALL = wirefuzz.rpcs()
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    #: Decode and FilterBatch of a batch that is not there.
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+#: Fields that may be as large as their type allows: ids, hints of routers that the server does
+#: without, bounds that mean "all" where they exceed what there is.
+LEGAL_MAXIMA = {
+    *("id", "seed", "truncate", "top_k", "time_limit_ms", "chunk_len", "cache_len"),
+    *("size", "max_tokens", "max_blocks", "current_tokens", "blocks", "slots", "request_ids"),
+}
+#: TGI bounds these from below only.
+LEGAL_FLOAT_MAXIMA = {"temperature", "repetition_penalty"}
+
+
+@pytest.fixture(scope="module")
+def channel(server: ServerProcess) -> Iterator[grpc.Channel]:
+    """The next plain request works, whatever the tests here have sent."""
+    channel = server.channel()
+    yield channel
+    wirefuzz.clear(channel)
+    request = Rpc("v3", _method("Generate")).plain()
+    assert len(generate(server.stub(), request).samples[0].token_ids) == 2
+    log = server.log.read_text()
+    assert "internal error" not in log
+    assert "Traceback" not in log
+
+
+def _method(name: str) -> Any:
+    return pb.DESCRIPTOR.services_by_name["TextGenerationService"].methods_by_name[name]
+
+
+def _refusal(channel: grpc.Channel, rpc: Rpc, data: bytes) -> grpc.RpcError | None:
+    try:
+        rpc.send(channel, data)
+    except grpc.RpcError as error:
+        return error
+    return None
+
+
+def _names(field: str) -> str:
+    return re.sub(r"\[\d+\]", "", field)
+
+
+def _must_be_refused(case: wirefuzz.Case) -> bool:
+    """A value that no request for text may have."""
+    if case.rpc.method.name not in ("Generate", "Prefill"):
+        return False
+    value, name = case.value, case.field.name
+    if case.field.is_repeated and name != "stop_sequences":
+        value = value[0] if isinstance(value, list) and len(value) == 1 else None
+    if case.field.type == F.TYPE_FLOAT:
+        if not math.isfinite(value):
+            return True
+        legal = case.rpc.method.name == "Prefill" and name in LEGAL_FLOAT_MAXIMA
+        return abs(value) > 1e30 and not (legal and value > 0)
+    if case.field.type in (F.TYPE_UINT32, F.TYPE_UINT64, F.TYPE_INT32):
+        return value in (wirefuzz.U32, -(2**31)) and name not in LEGAL_MAXIMA
+    return isinstance(value, list) and len(value) == 10_000
+
+
+@pytest.mark.parametrize("rpc", ALL, ids=str)
+def test_each_field_at_its_extremes(channel: grpc.Channel, rpc: Rpc) -> None:
+    for case in wirefuzz.cases(rpc):
+        error = _refusal(channel, rpc, case.data)
+        if error is None:
+            assert not _must_be_refused(case), f"{case} was served"
+        else:
+            assert error.code() in CODES, f"{case}: {error}"
+        if error is not None and error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            (field,) = {_names(name) for name in violations(error)}
+            related = field.startswith(case.path) or case.path.startswith(field)
+            known = field.rpartition(".")[0] and case.path.startswith(field.rpartition(".")[0])
+            assert related or known or field == "prompt", f"{case} was blamed on {field}"
+        if rpc.method.name == "Prefill":
+            wirefuzz.clear(channel)
+
+
+@pytest.mark.parametrize("rpc", ALL, ids=str)
+def test_text_that_is_not_utf8_is_refused_by_its_field(channel: grpc.Channel, rpc: Rpc) -> None:
+    for path in wirefuzz.string_fields(rpc.method.input_type):
+        error = _refusal(channel, rpc, wirefuzz.raw(path, b"ok \xff\xfe"))
+        name = ".".join(field.name for field in path)
+        assert error is not None, name
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{name}: {error}"
+        ((field, problem),) = violations(error).items()
+        assert _names(field) == name
+        assert "is not valid UTF-8" in problem
+        assert "byte 3" in problem
+
+
+GARBAGE = {
+    "a tag and no value": b"\x0a",
+    "a length beyond the end": b"\x0a\xff\xff\xff\xff\x0f",
+    "an endless varint": b"\x80" * 64,
+    "field number 0": b"\x00\x01",
+    "a group that never ends": b"\x0b" * 200,
+    "noise": bytes(range(255, 0, -1)),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+@pytest.mark.parametrize("rpc", ALL, ids=str)
+def test_garbage_is_refused_as_no_message(channel: grpc.Channel, rpc: Rpc, kind: str) -> None:
+    error = _refusal(channel, rpc, GARBAGE[kind])
+    assert error is not None
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(violations(error)) == 1
+
+
+@pytest.mark.parametrize("rpc", ALL, ids=str)
+def test_unknown_fields_and_other_rpcs_messages_do_no_harm(channel: grpc.Channel, rpc: Rpc) -> None:
+    for other in ALL:
+        error = _refusal(channel, rpc, other.plain().SerializeToString() + b"\xf8\x7f\x01")
+        assert error is None or error.code() in CODES, f"{other} as {rpc}: {error}"
+    wirefuzz.clear(channel)
+
+
+def _invalid(stub: Any, request: Any, **call: Any) -> dict[str, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(request, timeout=30, **call))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    return violations(caught.value)
+
+
+HUGE = {
+    "stopping.stop_sequences": {"stopping": {"stop_sequences": ["\n"] * 10_000}},
+    "stopping.stop_token_ids": {"stopping": {"stop_token_ids": [1] * 10_000}},
+    "sampling.logit_bias": {"sampling": {"logit_bias": dict.fromkeys(range(100000), 1.0)}},
+    "sampling.n": {"sampling": {"n": 2**31}},
+    "request_id": {"request_id": "x" * 100_000},
+}
+
+
+@pytest.mark.parametrize("field", HUGE)
+def test_a_huge_value_is_refused_by_name_and_limit(stub: Any, field: str) -> None:
+    ((name, problem),) = _invalid(stub, pb.GenerateRequest(text="x", **HUGE[field])).items()
+    assert name == field
+    assert re.search(r"\d+", problem)
+    assert len(problem) < 200, "a refusal does not repeat what it refuses"
+
+
+def test_a_message_under_the_limit_is_read_and_one_over_it_is_not(stub: Any) -> None:
+    text = "x " * (MAX_MESSAGE_BYTES // 2 - 64)
+    assert "--max-input-tokens" in _invalid(stub, pb.GenerateRequest(text=text))["prompt"]
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(pb.GenerateRequest(text=text + "x" * 256), timeout=30))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_bad_request_id_in_the_metadata_is_refused(stub: Any) -> None:
+    metadata = (("x-request-id", "x" * 300),)
+    assert "metadata x-request-id" in _invalid(
+        stub, pb.GenerateRequest(text="x"), metadata=metadata
+    )
+
+
+def test_a_deadline_in_ten_thousand_years_is_none(stub: Any) -> None:
+    request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 2})
+    assert generate(stub, request, timeout=3e11).samples[0].finished.reason == pb.FINISH_LENGTH
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-30, 1e-6])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 1e-45}, {"top_k": 2**32 - 1}, {"typical_p": 1e-45}])
+def test_tiny_divisors_of_logits_are_no_division_by_zero(
+    stub: Any, value: float, cut: dict[str, Any]
+) -> None:
+    for name in ("temperature", "repetition_penalty"):
+        sampling = {name: value, "do_sample": True, "seed": 1, **cut}
+        request = pb.GenerateRequest(text="x", sampling=sampling, stopping={"max_new_tokens": 3})
+        assert generate(stub, request).samples[0].token_ids

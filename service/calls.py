@@ -190,3 +190,5 @@ class WarmupCall:
     max_input_tokens: int | None
     max_prefill_tokens: int
     max_total_tokens: int | None
+    #: What this wire generation calls the first of them.
+    input_field: str = "max_input_tokens"

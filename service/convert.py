@@ -135,6 +135,7 @@ class ShardCodec:
                 request.max_input_length or None,
                 request.max_prefill_tokens,
                 request.max_total_tokens or None,
+                input_field="max_input_length",
             )
         return WarmupCall(None, 0, None)
 

@@ -31,6 +31,8 @@ log = logging.getLogger("tokenpod.generate")
 
 #: Characters from which on a text is tokenised on a thread: the event loop must stay free.
 _LONG_TEXT = 2_000
+#: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
+_FOREVER_SECONDS = 1e9
 _REQUEST_ID_KEY = "x-request-id"
 
 
@@ -124,6 +126,7 @@ class GenerateService:
         """The token ids of a text or chat."""
         self._admission.check_open()
         serving = self._ready()
+        validate.check_tokens(call)
         return await Encoder(serving.tokenizer).encode(call.prompt, special=call.add_special_tokens)
 
     def _ready(self) -> Serving:
@@ -149,7 +152,9 @@ class GenerateService:
         validate.check_group(len(prompt), new_tokens, samples, serving.limits)
         place.queue(len(prompt))
         remaining = context.time_remaining()
-        deadline_at = None if remaining is None else time.monotonic_ns() + int(remaining * 1e9)
+        deadline_at = None
+        if remaining is not None and remaining < _FOREVER_SECONDS:
+            deadline_at = time.monotonic_ns() + int(remaining * 1e9)
         request = self._engine_request(
             serving, call, prompt, new_tokens, samples, arrived_at, deadline_at
         )
@@ -220,7 +225,7 @@ def _request_id(call: GenerateCall, context: grpc.aio.ServicerContext[Any, Any])
     for key, value in context.invocation_metadata() or ():
         if key == _REQUEST_ID_KEY and value:
             named = value if isinstance(value, str) else value.decode("ascii", "replace")
-            validate.check_request_id(named)
+            validate.check_request_id(named, f"metadata {_REQUEST_ID_KEY}")
             return named
     return uuid.uuid4().hex
 

@@ -6,6 +6,7 @@ generator, or as a coroutine that calls `context.write` (as grpcio's own Health/
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import inspect
 import logging
@@ -14,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from tokenpod.service.errors import Internal, InvalidArgument, ServiceError, Unauthenticated
+from tokenpod.service.decoding import decoded, decoded_stream, tolerant
+from tokenpod.service.errors import Internal, ServiceError, Unauthenticated
 
 log = logging.getLogger("tokenpod.rpc")
 
@@ -116,70 +117,48 @@ def behaviour_of(handler: Handler) -> Any:
     return getattr(handler, name)
 
 
-def with_behaviour(
-    handler: Handler, behaviour: Any, deserializer: Callable[[bytes], Any] | None = None
+def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
+    """`handler` with another function behind it."""
+    return _remade(handler, behaviour, handler.request_deserializer)
+
+
+def _remade(
+    handler: Handler, behaviour: Any, deserialize: Callable[[bytes], Any] | None
 ) -> Handler:
-    """`handler` with another function behind it, and perhaps another way to read requests."""
     _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
-    reader = deserializer or handler.request_deserializer
-    return make(behaviour, reader, handler.response_serializer)
-
-
-class _Unreadable:
-    """Stands for a request whose bytes are no message; grpc would answer UNKNOWN by itself."""
-
-
-def _forgiving(handler: Handler) -> Callable[[bytes], Any] | None:
-    """A deserializer that never fails, for calls with a single request."""
-    read = handler.request_deserializer
-    if handler.request_streaming or read is None:
-        return None
-
-    def deserialize(data: bytes) -> Any:
-        try:
-            return read(data)
-        except DecodeError:
-            return _Unreadable()
-
-    return deserialize
-
-
-def _check_readable(request: Any) -> None:
-    if isinstance(request, _Unreadable):
-        raise InvalidArgument("request", "is not a valid message: its bytes cannot be decoded")
+    return make(behaviour, deserialize, handler.response_serializer)
 
 
 def _guarded(handler: Handler, method: str) -> Handler:
     inner = behaviour_of(handler)
+    checked = decoded_stream if handler.request_streaming else decoded
 
     async def coroutine(request: Any, context: Context) -> Any:
         try:
-            _check_readable(request)
-            return await inner(request, context)
+            return await inner(checked(request), context)
         except Exception as error:
             await _answer(error, context, method)
 
     async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
-        stream = inner(request, context)
         try:
-            _check_readable(request)
-            async for message in stream:
-                yield message
+            # A client that goes away leaves the generator in the middle: it ends here and now.
+            async with contextlib.aclosing(inner(checked(request), context)) as stream:
+                async for message in stream:
+                    yield message
         except Exception as error:
             await _answer(error, context, method)
-        finally:
-            # A client that goes away leaves the generator in the middle: end it now.
-            await stream.aclose()
 
     behaviour = generator if inspect.isasyncgenfunction(inner) else coroutine
-    return with_behaviour(handler, behaviour, _forgiving(handler))
+    deserialize = handler.request_deserializer
+    return _remade(handler, behaviour, tolerant(deserialize) if deserialize else None)
 
 
 def _refusing(handler: Handler, problem: str) -> Handler:
     async def refuse(request: Any, context: Context) -> None:
         await _abort(context, Unauthenticated(problem))
 
-    return with_behaviour(handler, refuse)
+    # What a stranger sends is not even decoded.
+    return _remade(handler, refuse, None)
 
 
 async def _answer(error: Exception, context: Context, method: str) -> None:

@@ -113,12 +113,12 @@ class ShardService:
     async def decode(self, batch_ids: Sequence[int]) -> ShardStep:
         """One step for one or several batches, which become one."""
         if not batch_ids:
-            raise InvalidArgument("batches", "Must provide at least one batch")
+            raise InvalidArgument("batches", "is empty: Must provide at least one batch")
         began = time.monotonic_ns()
         for batch_id in batch_ids:
             self._expect(batch_id)
         if len(set(batch_ids)) < len(batch_ids):
-            raise InvalidArgument("batches", "two batches have the same id")
+            raise InvalidArgument("batches", "names the same batch twice")
         sequences = [sequence for batch_id in batch_ids for sequence in self._take(batch_id)]
         concat_ns = time.monotonic_ns() - began if len(batch_ids) > 1 else None
         return await self._finish(self._step(batch_ids[0], sequences, concat_ns=concat_ns))
@@ -150,6 +150,11 @@ class ShardService:
         The model is warm already. A router with limits of its own insists on hearing them again.
         """
         limits = self._serving.limits
+        if call.max_total_tokens is not None and call.max_total_tokens < 2:
+            raise InvalidArgument(
+                "max_total_tokens",
+                f"is {call.max_total_tokens}; a prompt and its output have at least 2 tokens",
+            )
         total = call.max_total_tokens or limits.max_total_tokens
         if total > limits.max_total_tokens:
             raise InvalidArgument(
@@ -160,9 +165,14 @@ class ShardService:
         most_in = call.max_input_tokens or min(limits.max_input_tokens, total - 1)
         if most_in > limits.max_input_tokens:
             raise InvalidArgument(
-                "max_input_tokens",
+                call.input_field,
                 f"is {most_in}; this server allows at most {limits.max_input_tokens}"
                 " (--max-input-tokens)",
+            )
+        if most_in >= total:
+            raise InvalidArgument(
+                call.input_field,
+                f"is {most_in}; it must be below max_total_tokens, {total}",
             )
         return limits.slots, most_in, total
 

@@ -18,6 +18,7 @@ from tokenpod.service.calls import (
     ShardBatch,
     ShardRequest,
     Stopping,
+    TokensCall,
 )
 from tokenpod.service.errors import InvalidArgument
 
@@ -27,6 +28,8 @@ SHARD_STOP_SEQUENCES = 256
 MOST_TOP_TOKENS = 64
 MOST_PRIORITY = 100
 MOST_REQUEST_ID_BYTES = 256
+#: Divisors of logits stay where float32 can hold the quotient: beyond, nothing changes but NaN.
+_LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,19 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     check_request_id(call.request_id)
 
 
-def check_request_id(request_id: str) -> None:
-    """At most 256 bytes of printable ASCII."""
+def check_tokens(call: TokensCall) -> None:
+    """A text may be empty, a chat may not: templates need a message."""
+    if isinstance(call.prompt, ChatPrompt):
+        _check_chat(call.prompt)
+
+
+def check_request_id(request_id: str, field: str = "request_id") -> None:
+    """At most 256 bytes of printable ASCII. `field`: where the client put it."""
     if len(request_id) > MOST_REQUEST_ID_BYTES:
-        problem = f"has {len(request_id)} bytes; at most {MOST_REQUEST_ID_BYTES} are allowed"
-        raise InvalidArgument("request_id", problem)
-    if not (request_id.isascii() and (request_id.isprintable())):
-        raise InvalidArgument("request_id", "must be printable ASCII")
+        problem = f"has {len(request_id)} characters; at most {MOST_REQUEST_ID_BYTES} are allowed"
+        raise InvalidArgument(field, problem)
+    if not (request_id.isascii() and request_id.isprintable()):
+        raise InvalidArgument(field, "must be printable ASCII")
 
 
 def max_new_tokens(prompt_tokens: int, wanted: int | None, limits: RequestLimits) -> int:
@@ -114,12 +123,12 @@ def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
         chosen = temperature != 0.0 and any(tuned)
     return SamplingParams(
         do_sample=chosen,
-        temperature=temperature or 1.0,
+        temperature=_divisor(temperature),
         top_k=sampling.top_k,
         top_p=top_p,
         min_p=sampling.min_p,
         typical_p=typical_p,
-        repetition_penalty=sampling.repetition_penalty or 1.0,
+        repetition_penalty=_divisor(sampling.repetition_penalty),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
@@ -136,16 +145,18 @@ def _check_prompt(call: GenerateCall, limits: RequestLimits) -> None:
     if prompt is None:
         raise InvalidArgument("prompt", "one of text, token_ids and chat must be set")
     if isinstance(prompt, ChatPrompt):
-        if not prompt.messages:
-            raise InvalidArgument("chat.messages", "is empty; at least one message is needed")
+        _check_chat(prompt)
     elif not isinstance(prompt, str):
         if not prompt:
             raise InvalidArgument("token_ids.ids", "is empty; at least one token is needed")
-        for at, token in enumerate(prompt):
-            if token >= limits.vocab_size:
-                _refuse_token(f"token_ids.ids[{at}]", token, limits)
+        _check_token_ids("token_ids.ids", prompt, limits)
     elif not prompt:
         raise InvalidArgument("text", "is empty; at least one character is needed")
+
+
+def _check_chat(chat: ChatPrompt) -> None:
+    if not chat.messages:
+        raise InvalidArgument("chat.messages", "is empty; at least one message is needed")
 
 
 def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
@@ -166,7 +177,7 @@ def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
         raise InvalidArgument("sampling.logit_bias", f"{problem} are allowed (--max-logit-bias)")
     for token, bias in sampling.logit_bias.items():
         if token >= limits.vocab_size:
-            _refuse_token("sampling.logit_bias", token, limits)
+            _refuse_token(f"sampling.logit_bias[{token}]", token, limits)
         _within(f"sampling.logit_bias[{token}]", bias, -100, 100)
 
 
@@ -193,10 +204,15 @@ def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
     if stopping.min_new_tokens > most_new:
         _refuse("stopping.min_new_tokens", stopping.min_new_tokens, f"must be at most {most_new}")
     _check_stops("stopping.stop_sequences", stopping.stop_sequences, limits)
-    _at_most("stopping.stop_token_ids", len(stopping.stop_token_ids), limits.max_logit_bias, None)
-    for at, token in enumerate(stopping.stop_token_ids):
-        if token >= limits.vocab_size:
-            _refuse_token(f"stopping.stop_token_ids[{at}]", token, limits)
+    _check_stop_tokens(stopping, limits)
+
+
+def _check_stop_tokens(stopping: Stopping, limits: RequestLimits) -> None:
+    field, ids = "stopping.stop_token_ids", stopping.stop_token_ids
+    if len(ids) > limits.max_logit_bias:
+        problem = f"has {len(ids)} entries; this server allows {limits.max_logit_bias}"
+        raise InvalidArgument(field, f"{problem} (--max-logit-bias)")
+    _check_token_ids(field, ids, limits)
 
 
 def _check_stops(field: str, stops: Sequence[str], limits: RequestLimits) -> None:
@@ -223,14 +239,20 @@ def check_shard_batch(batch: ShardBatch, limits: RequestLimits) -> None:
     if not batch.requests:
         raise InvalidArgument("batch.requests", "is empty; at least one request is needed")
     if len({request.id for request in batch.requests}) < len(batch.requests):
-        raise InvalidArgument("batch.requests", "two requests have the same id")
+        raise InvalidArgument("batch.requests", "holds two requests with the same id")
     for at, request in enumerate(batch.requests):
         _check_shard_request(f"batch.requests[{at}]", request, limits)
 
 
 def _check_shard_request(field: str, request: ShardRequest, limits: RequestLimits) -> None:
-    if request.grammar or request.grammar_type:
+    if request.grammar:
         raise InvalidArgument(f"{field}.parameters.grammar", "is not supported by this server")
+    if request.grammar_type:
+        _refuse(
+            f"{field}.parameters.grammar_type",
+            request.grammar_type,
+            "grammars are not supported by this server",
+        )
     if request.adapter_id:
         problem = f"names {request.adapter_id[:100]!r}; this server has no adapters"
         raise InvalidArgument(f"{field}.adapter_id", problem)
@@ -249,8 +271,11 @@ def _check_shard_request(field: str, request: ShardRequest, limits: RequestLimit
         problem = "is 0; at least 1 is needed"
         raise InvalidArgument(f"{field}.stopping_parameters.max_new_tokens", problem)
     stops = f"{field}.stopping_parameters.stop_sequences"
-    _at_most(stops, len(request.stop_sequences), SHARD_STOP_SEQUENCES, None)
-    _at_most(f"{field}.top_n_tokens", request.top_n_tokens, MOST_TOP_TOKENS, None)
+    if len(request.stop_sequences) > SHARD_STOP_SEQUENCES:
+        problem = f"has {len(request.stop_sequences)} entries; this server allows"
+        raise InvalidArgument(stops, f"{problem} {SHARD_STOP_SEQUENCES}")
+    most_top = min(MOST_TOP_TOKENS, limits.vocab_size)
+    _at_most(f"{field}.top_n_tokens", request.top_n_tokens, most_top, None)
     if request.chunk_len == 0:
         raise InvalidArgument(f"{field}.chunk_len", "is 0; at least 1 is needed")
 
@@ -274,7 +299,7 @@ def check_shard_length(
 
 def shard_sampling_params(request: ShardRequest) -> SamplingParams:
     """TGI's rules: sampling if asked for, or if any knob is off its neutral value."""
-    temperature, top_p = request.temperature or 1.0, request.top_p or 1.0
+    temperature, top_p = _divisor(request.temperature), request.top_p or 1.0
     typical_p = request.typical_p or 1.0
     tuned = (temperature != 1.0, request.top_k, top_p < 1.0, typical_p < 1.0)
     return SamplingParams(
@@ -283,7 +308,7 @@ def shard_sampling_params(request: ShardRequest) -> SamplingParams:
         top_k=request.top_k,
         top_p=top_p,
         typical_p=typical_p,
-        repetition_penalty=request.repetition_penalty or 1.0,
+        repetition_penalty=_divisor(request.repetition_penalty),
         relative_frequency_penalty=request.frequency_penalty,
         watermark=request.watermark,
         seed=request.seed,
@@ -306,7 +331,20 @@ def _at_most(field: str, value: int, most: int, flag: str | None) -> None:
 
 
 def _refuse(field: str, value: object, problem: str) -> None:
-    raise InvalidArgument(field, f"is {value}; {problem}")
+    shown = f"{value:g}" if isinstance(value, float) else value
+    raise InvalidArgument(field, f"is {shown}; {problem}")
+
+
+def _divisor(value: float | None) -> float:
+    """What logits are divided by; None and 0 are neutral."""
+    return min(max(value, _LEAST_DIVISOR), _MOST_DIVISOR) if value else 1.0
+
+
+def _check_token_ids(field: str, ids: Sequence[int], limits: RequestLimits) -> None:
+    # Millions of ids fit into a message: no Python step for each.
+    if ids and max(ids) >= limits.vocab_size:
+        at = next(at for at, token in enumerate(ids) if token >= limits.vocab_size)
+        _refuse_token(f"{field}[{at}]", ids[at], limits)
 
 
 def _refuse_token(field: str, token: int, limits: RequestLimits) -> None:

@@ -4,7 +4,8 @@
 
 Llama shapes with random weights, greedy, end of sequence ignored. `generate` is transformers'
 `generate` in static batches of 16 (left padded, each batch runs to its longest output);
-`continuous` is transformers' continuous batching. All peers stay loaded for the whole run and take
+`continuous` is transformers' continuous batching. They get all threads; Tokenpod's engine one less,
+since its front end runs beside it. All peers stay loaded for the whole run and take
 turns, case by case, so that a slow moment of the machine hits all of them. An output token counts
 only if its request asked for it. The workload file holds, per case, [prompt tokens, output tokens]
 as `{"requests": [{"prompt": n, "output": m}, ...]}`.
@@ -65,7 +66,9 @@ def main() -> None:
             with contextlib.ExitStack() as stack:
                 peers: dict[str, Any] = {}
                 if "tokenpod" in arguments.peers:
-                    peers["tokenpod"] = stack.enter_context(Tokenpod(folder, arguments.threads))
+                    peers["tokenpod"] = stack.enter_context(
+                        Tokenpod(folder, max(arguments.threads - 1, 1))
+                    )
                 for name in ("generate", "continuous"):
                     if name in arguments.peers:
                         peers[name] = stack.enter_context(Worker(name, folder, arguments.threads))

@@ -32,7 +32,8 @@ class ForwardBatch:
     b_runs: list[list[Run]]
     #: Per row: its row of `row_table`.
     b_row: list[int]
-    #: [rows, max_positions] int32: the slot of (row, position), for kernels that gather by pointer.
+    #: [rows, max_positions] int32: the slot of (row, position), for kernels that gather by pointer;
+    #: empty on a CPU, which reads `b_runs`.
     row_table: torch.Tensor
     #: Leading rows with one token.
     single_rows: int

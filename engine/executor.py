@@ -85,7 +85,10 @@ class Executor:
         self._device = device
         self._sampler = Sampler(rows=rows, vocab_size=vocab_size, device=device)
         self._last_token = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._row_table = torch.zeros((rows, max_positions), dtype=torch.int32, device=device)
+        #: Kernels that gather by pointer read the table; a CPU reads the runs.
+        self._paged = device.type != "cpu"
+        table = (rows, max_positions) if self._paged else (0, 0)
+        self._row_table = torch.zeros(table, dtype=torch.int32, device=device)
         #: Where each row's keys and values lie, in order of position: the table as runs.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
 
@@ -120,7 +123,8 @@ class Executor:
         rows = [work.row for work in sampling]
         samples = self._sampler.sample(logits, rows, [work.output_index for work in sampling])
         # A bad row's token is never used; zero keeps the next step's embedding in bounds.
-        self._last_token[rows] = samples.tokens.clamp(min=0)
+        where = torch.tensor(rows, device=self._device)
+        self._last_token.index_copy_(0, where, samples.tokens.clamp(min=0))
         return StepResult(
             tokens=samples.tokens.tolist(),
             logprobs=samples.logprobs.tolist(),
@@ -134,8 +138,9 @@ class Executor:
         runs: list[Run] = []
         self._runs[fresh.row] = runs
         _append_slots(runs, fresh.prefix_slots)
-        prefix = torch.from_numpy(fresh.prefix_slots).to(self._device, torch.int32)
-        self._row_table[fresh.row, : len(fresh.prefix_slots)] = prefix
+        if self._paged:
+            prefix = torch.from_numpy(fresh.prefix_slots).to(self._device, torch.int32)
+            self._row_table[fresh.row, : len(fresh.prefix_slots)] = prefix
         self._sampler.set_row(
             fresh.row,
             fresh.sampling,
@@ -177,12 +182,13 @@ class Executor:
         slots = np.concatenate([work.slots for work in works])
         t_slot = torch.from_numpy(slots).to(self._device)
         if resumed:
-            t_token[resumed] = self._last_token[resumed_rows]
-        t_row = torch.repeat_interleave(
-            torch.tensor([work.row for work in works]),
-            torch.tensor([len(work.slots) for work in works]),
-        ).to(self._device)
-        self._row_table[t_row, t_position] = t_slot.to(torch.int32)
+            rows = torch.tensor(resumed_rows, device=self._device)
+            where = torch.tensor(resumed, device=self._device)
+            t_token.index_copy_(0, where, self._last_token.index_select(0, rows))
+        if self._paged:
+            t_row = np.repeat([work.row for work in works], [len(work.slots) for work in works])
+            row = torch.from_numpy(t_row).to(self._device)
+            self._row_table[row, t_position] = t_slot.to(torch.int32)
         return ForwardBatch(
             t_token=t_token,
             t_position=t_position,

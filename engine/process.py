@@ -71,7 +71,9 @@ def start_engine(options: EngineOptions, link: Link[ToEngine]) -> tuple[EngineLo
 
     Raises EngineError or ModelError with one line that says what is wrong.
     """
-    torch.set_num_threads(options.threads or len(os.sched_getaffinity(0)))
+    # The front end needs a core of its own: whatever else runs on a core of a parallel region holds
+    # up all of them at its end.
+    torch.set_num_threads(options.threads or max(len(os.sched_getaffinity(0)) - 1, 1))
     device = torch.device(options.device)
     began = time.monotonic()
     reported = 0.0

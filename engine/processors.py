@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tokenpod.engine.rng import philox, signed, split
@@ -14,22 +16,14 @@ from tokenpod.engine.types import SamplingParams
 WATERMARK_GAMMA = 0.5
 WATERMARK_DELTA = 2.0
 WATERMARK_KEY = 15_485_863
-#: Scores that a truncated row looks at before it sorts the whole vocabulary.
-_FIRST_LOOK = 256
-#: More than float32 sums of probabilities can be off by.
-_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Tokens that are still in the race; parallel [k] tensors."""
+    """Tokens that are still in the race: [n, k] each; a row with fewer has scores of -inf."""
 
     ids: torch.Tensor
     scores: torch.Tensor
-
-    def keep(self, which: torch.Tensor | slice) -> Candidates:
-        """Those that `which` (a mask, indices or a slice) selects."""
-        return Candidates(self.ids[which], self.scores[which])
 
 
 class History:
@@ -111,56 +105,95 @@ def watermark_bias(previous: torch.Tensor, vocab_size: int, device: torch.device
     return (words < int(WATERMARK_GAMMA * 2**32)).to(torch.float32) * WATERMARK_DELTA
 
 
-def truncate(scores: torch.Tensor, params: SamplingParams) -> Candidates:
+def truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> Candidates:
     """What top_k, top_p, min_p and typical_p leave, in this order, each renormalising.
-
-    Args:
-        scores: [vocab] float32, after temperature.
 
     Ties with the k-th score all stay in. top_p takes tokens by falling score, the lowest id first
     in ties, until their mass reaches p; typical_p by rising distance from the entropy (Meister et
     al., 2023), likewise. At least one token stays.
+
+    Args:
+        scores: [n, vocab] float32, after temperature; the highest of each row is 0.
+        params: n.
     """
-    kept, total = _falling(scores, params)
-    if params.top_p < 1.0:
-        mass = (kept.scores - total).exp().cumsum(0)
-        kept = kept.keep(slice(0, int((mass < params.top_p).sum()) + 1))
-    if params.min_p:
-        floor = kept.scores[0] + torch.tensor(params.min_p).log()
-        kept = kept.keep(kept.scores >= floor)
-    if params.typical_p < 1.0:
-        logp = kept.scores.log_softmax(0)
-        p = logp.exp()
-        # 0 * -inf is 0 here: a banned token has no information.
-        entropy = -(p * logp).nan_to_num(nan=0.0).sum()
-        _, order = (-logp - entropy).abs().sort(stable=True)
-        count = int((p[order].cumsum(0) < params.typical_p).sum()) + 1
-        kept = kept.keep(order[:count])
+    least, ties = _lowest_kept(scores, params)
+    kept = _at_least(scores, least, ties)
+    if any(p.typical_p < 1.0 for p in params):
+        kept.scores.masked_fill_(~_typical(kept.scores, params), -torch.inf)
     return kept
 
 
-def _falling(scores: torch.Tensor, params: SamplingParams) -> tuple[Candidates, torch.Tensor]:
-    """Candidates by falling score, the lowest id first in ties, and the log of their total mass.
+def _lowest_kept(
+    scores: torch.Tensor, params: Sequence[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, 1] each: the lowest score that top_k, top_p and min_p keep; at most how many have it.
 
-    Sorting a whole vocabulary is slow and rarely needed: where top_p alone cuts, the highest scores
-    are looked at first, and the rest only if their mass does not reach p.
+    All three keep the first so many by falling score, so the tokens themselves need no sorting.
     """
-    vocab_size = len(scores)
-    if 0 < params.top_k < vocab_size:
-        kept = _at_least(scores, scores.topk(params.top_k).values[-1])
-        return kept, kept.scores.logsumexp(0)
-    total = scores.logsumexp(0)
-    if params.top_p < 1.0 and vocab_size > 2 * _FIRST_LOOK:
-        highest = scores.topk(_FIRST_LOOK).values
-        if (highest - total).exp().sum() > params.top_p + _ROUNDING:
-            return _at_least(scores, highest[-1]), total
-    return _at_least(scores, scores.min()), total
+    vocab_size = scores.shape[1]
+    device = scores.device
+    falling = _falling(scores)
+    last = torch.tensor([[(p.top_k or vocab_size) - 1] for p in params], device=device)
+    kth = falling.gather(1, last.clamp(max=vocab_size - 1))
+    floor = torch.tensor([[math.log(p.min_p) if p.min_p else -math.inf] for p in params])
+    mass = _running_sum(falling.exp().masked_fill_(falling < kth, 0.0))
+    # Nothing reaches a mass of infinity: top_p 1 keeps all.
+    wanted = [[p.top_p if p.top_p < 1.0 else math.inf] for p in params]
+    reach = torch.tensor(wanted, dtype=torch.float64, device=device) * mass[:, -1:]
+    count = torch.searchsorted(mass, reach) + 1
+    least = falling.gather(1, count.clamp(max=vocab_size) - 1)
+    least = torch.maximum(least, torch.maximum(kth, floor.to(scores)))
+    return least, count - torch.searchsorted(-falling, -least)
 
 
-def _at_least(scores: torch.Tensor, least: torch.Tensor) -> Candidates:
-    ids = (scores >= least).nonzero().flatten()
-    values, order = scores[ids].sort(descending=True, stable=True)
-    return Candidates(ids[order], values)
+def _at_least(scores: torch.Tensor, least: torch.Tensor, ties: torch.Tensor) -> Candidates:
+    """Tokens above the `least` score, and with it the `ties` lowest ids; -inf is never in."""
+    row, ids = ((scores >= least) & (scores > -torch.inf)).nonzero(as_tuple=True)
+    sizes = torch.bincount(row, minlength=len(scores))
+    at = torch.arange(len(row), device=row.device) - (sizes.cumsum(0) - sizes)[row]
+    shape = (len(scores), int(sizes.max()))
+    kept = Candidates(ids.new_zeros(shape), scores.new_full(shape, -torch.inf))
+    kept.ids[row, at] = ids
+    kept.scores[row, at] = scores[row, ids]
+    tied = kept.scores == least
+    kept.scores.masked_fill_(tied & (tied.cumsum(1) > ties), -torch.inf)
+    return kept
+
+
+def _typical(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """[n, k] bool: which tokens typical_p keeps."""
+    logp = scores - log_mass(scores)
+    p = logp.exp()
+    # A token that is out has no information: 0 * -inf is 0 here.
+    entropy = -_running_sum((p * logp).nan_to_num(nan=0.0))[:, -1:]
+    distance = (-logp - entropy).abs()
+    order = distance.argsort(dim=1, stable=True)
+    wanted = [[p.typical_p if p.typical_p < 1.0 else math.inf] for p in params]
+    reach = torch.tensor(wanted, dtype=torch.float64, device=scores.device)
+    mass = _running_sum(p.gather(1, order))
+    before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=1)
+    return torch.empty_like(order, dtype=torch.bool).scatter_(1, order, before < reach)
+
+
+def log_mass(scores: torch.Tensor) -> torch.Tensor:
+    """[n, 1] float64: log of the sum of exponentials of [n, k] scores that are at most 0.
+
+    However many -inf a row ends with: other rows' candidates must not change its bits.
+    """
+    return _running_sum(scores.exp())[:, -1:].log()
+
+
+def _running_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sums from left to right in float64, whose order no width changes."""
+    return values.cumsum(1, dtype=torch.float64)
+
+
+def _falling(scores: torch.Tensor) -> torch.Tensor:
+    """Each row's scores from the highest to the lowest."""
+    if scores.device.type == "cpu":
+        # numpy's is more than forty times faster than torch's on a CPU.
+        return torch.from_numpy(-np.sort(-scores.numpy(), axis=1))
+    return scores.sort(dim=1, descending=True).values
 
 
 def _counts(tokens: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -27,16 +27,17 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The products wrap around in 64 bits; both halves are right all the same.
+        # The products wrap around in 64 bits; both halves are right all the same. c1 and c3 carry
+        # their high halves along, which the masks then take off.
         p0, p1 = c0 * _MULTIPLY_0, c2 * _MULTIPLY_1
         c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
-            p1 & _MASK,
-            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
+            ((p1 >> 32) ^ c1 ^ k0) & _MASK,
+            p1,
+            ((p0 >> 32) ^ c3 ^ k1) & _MASK,
+            p0,
         )
         k0, k1 = (k0 + _WEYL_0) & _MASK, (k1 + _WEYL_1) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,14 +8,14 @@ drawn; noise depends on the token's id, so the draw is the same as over the whol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from tokenpod.engine.processors import (
-    Candidates,
     History,
+    log_mass,
     penalise,
     truncate,
     watermark_bias,
@@ -73,6 +73,13 @@ class _Row:
         return bool(params.top_k or params.top_p < 1.0 or params.min_p or params.typical_p < 1.0)
 
 
+#: Scores, rows and positions to tokens and log probabilities, all of the same rows.
+_Draw = Callable[
+    [torch.Tensor, list[_Row], list[int]],
+    tuple[torch.Tensor, torch.Tensor],
+]
+
+
 class Sampler:
     """The rows' parameters and histories, on the device.
 
@@ -102,6 +109,8 @@ class Sampler:
         outputs: Sequence[int] = (),
     ) -> None:
         """Give a row to a sequence. `outputs`: what it has sampled already, when it resumes."""
+        assert not params.do_sample or params.temperature > 0, "temperature 0 is not sampling"
+        assert params.min_p <= 1, f"min_p {params.min_p} would leave no token"
         ends = sorted(eos_token_ids | stop_token_ids)
         self._rows[row] = _Row(
             params=params,
@@ -127,29 +136,21 @@ class Sampler:
         """
         states = [self._state(row) for row in rows]
         tokens = argmax(logits)
-        peaks = logits.gather(1, tokens[:, None]).squeeze(1)
+        bad = ~torch.isfinite(logits.gather(1, tokens[:, None]).squeeze(1))
         logprobs = torch.zeros(len(rows), dtype=torch.float32, device=self._device)
         plain = [i for i, state in enumerate(states) if state.plain and state.logprobs]
         if plain:
-            whole = len(plain) == len(rows)
-            scores = logits if whole else logits[plain]
-            values = peaks if whole else peaks[plain]
-            logprobs[plain] = values - scores.logsumexp(1)
-        bad = ~torch.isfinite(peaks)
-        spoiled = set(bad.nonzero().flatten().tolist())
-        full: list[int] = []
-        for i, state in enumerate(states):
-            if state.plain or i in spoiled:
-                continue
-            if state.params.do_sample and not state.truncates:
-                full.append(i)
-                continue
-            scores = self._processed(logits[i], state, positions[i])
-            tokens[i], logprobs[i] = self._draw_one(scores, state, positions[i])
-        if full:
-            self._draw_full(logits, states, positions, full, tokens, logprobs)
+            logprobs[plain] = logprobs_of(_rows(logits, plain), _rows(tokens, plain))
+        for draw, which in self._groups(states):
+            chosen, where = [states[i] for i in which], [positions[i] for i in which]
+            scores = self._processed(_rows(logits, which), chosen, where)
+            # Bias, penalties and forbidden ends may leave nothing to draw from.
+            spent = ~torch.isfinite(scores.amax(1))
+            scores = scores.masked_fill(spent[:, None], 0.0)
+            tokens[which], logprobs[which] = draw(scores, chosen, where)
+            bad[which] |= spent
         tokens.masked_fill_(bad, -1)
-        tops = self._tops(logits, states, spoiled)
+        tops = self._tops(logits, states, bad.tolist())
         for i, state in enumerate(states):
             state.history.note(tokens[i])
         return Samples(tokens, logprobs.masked_fill(bad, 0.0), tops)
@@ -161,56 +162,79 @@ class Sampler:
         assert state is not None, f"row {row} belongs to nobody"
         return state
 
-    def _processed(self, raw: torch.Tensor, state: _Row, position: int) -> torch.Tensor:
-        """[vocab] scores after everything that comes before temperature."""
-        params, history = state.params, state.history
-        scores = raw
-        if state.penalised:
-            scores = raw.clone()
-            if params.watermark:
-                scores += watermark_bias(history.previous, self._vocab_size, self._device)
-            penalise(scores, params, history)
-        if position < state.min_new_tokens:
-            scores = scores.index_fill(0, state.ends, -torch.inf)
+    def _groups(self, states: list[_Row]) -> list[tuple[_Draw, list[int]]]:
+        """How the rows that are not plain are drawn: (how, which rows)."""
+        busy = [i for i, state in enumerate(states) if not state.plain]
+        greedy = [i for i in busy if not states[i].params.do_sample]
+        cut = [i for i in busy if states[i].params.do_sample and states[i].truncates]
+        whole = [i for i in busy if states[i].params.do_sample and not states[i].truncates]
+        ways: list[tuple[_Draw, list[int]]] = [
+            (self._draw_best, greedy),
+            (self._draw_truncated, cut),
+            (self._draw_whole, whole),
+        ]
+        return [(draw, which) for draw, which in ways if which]
+
+    def _processed(
+        self, logits: torch.Tensor, states: list[_Row], positions: list[int]
+    ) -> torch.Tensor:
+        """[m, vocab] scores after everything that comes before temperature."""
+        if not any(state.penalised or state.min_new_tokens for state in states):
+            return logits
+        scores = logits.clone()
+        for row, state, position in zip(scores, states, positions, strict=True):
+            if state.params.watermark:
+                row += watermark_bias(state.history.previous, self._vocab_size, self._device)
+            if state.penalised:
+                penalise(row, state.params, state.history)
+            if position < state.min_new_tokens:
+                row[state.ends] = -torch.inf
         return scores
 
-    def _draw_one(
-        self, scores: torch.Tensor, state: _Row, position: int
+    def _draw_best(
+        self, scores: torch.Tensor, states: list[_Row], positions: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token and its log probability."""
-        params = state.params
-        if not params.do_sample:
-            token = argmax(scores[None])[0]
-            return token, scores[token] - scores.logsumexp(0) if state.logprobs else scores[0] * 0
-        if params.temperature != 1.0:
-            scores = scores / params.temperature
-        kept = truncate(scores, params)
-        logprobs = kept.scores - kept.scores.logsumexp(0)
-        seed, stream, where = self._counters([state], [position])
-        noise = token_noise(seed, stream, where, kept.ids)
-        # argmax of log p - log E: the order of p / E without underflow.
-        at = argmax((logprobs - noise.log())[None])[0]
-        return kept.ids[at], logprobs[at]
+        """[m] each: the highest processed score, and its log probability."""
+        del positions  # nothing is random here
+        tokens = argmax(scores)
+        if not any(state.logprobs for state in states):
+            return tokens, torch.zeros(len(states), dtype=torch.float32, device=self._device)
+        return tokens, logprobs_of(scores, tokens)
 
-    def _draw_full(
-        self,
-        logits: torch.Tensor,
-        states: list[_Row],
-        positions: list[int],
-        which: list[int],
-        tokens: torch.Tensor,
-        logprobs: torch.Tensor,
-    ) -> None:
-        """Rows that draw from the whole vocabulary, together."""
-        chosen = [states[i] for i in which]
-        rows = [self._processed(logits[i], states[i], positions[i]) for i in which]
-        temperature = torch.tensor([s.params.temperature for s in chosen], device=self._device)
-        scores = torch.log_softmax(torch.stack(rows) / temperature[:, None], dim=1)
-        counters = self._counters(chosen, [positions[i] for i in which])
-        noise = vocabulary_noise(*counters, self._vocab_size)
-        drawn = argmax(scores - noise.log())
-        tokens[which] = drawn
-        logprobs[which] = scores.gather(1, drawn[:, None]).squeeze(1)
+    def _draw_whole(
+        self, scores: torch.Tensor, states: list[_Row], positions: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[m] each: draws from the whole vocabulary, and their log probabilities."""
+        scores = self._tempered(scores, states)
+        noise = vocabulary_noise(*self._counters(states, positions), self._vocab_size)
+        # argmax of log p - log E: the order of p / E without underflow.
+        tokens = argmax(scores - noise.log())
+        return tokens, logprobs_of(scores, tokens)
+
+    def _draw_truncated(
+        self, scores: torch.Tensor, states: list[_Row], positions: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[m] each: the same from what truncation leaves."""
+        kept = truncate(self._tempered(scores, states), [state.params for state in states])
+        seed, stream, where = (c[:, None] for c in self._counters(states, positions))
+        if 4 * kept.ids.shape[1] < self._vocab_size:
+            noise = token_noise(seed, stream, where, kept.ids)
+        else:  # one counter serves four tokens of the whole vocabulary
+            whole = vocabulary_noise(seed[:, 0], stream[:, 0], where[:, 0], self._vocab_size)
+            noise = whole.gather(1, kept.ids)
+        at = argmax(kept.scores - noise.log())[:, None]
+        logprobs = kept.scores.gather(1, at) - log_mass(kept.scores)
+        return kept.ids.gather(1, at).squeeze(1), logprobs.squeeze(1).to(torch.float32)
+
+    def _tempered(self, scores: torch.Tensor, states: list[_Row]) -> torch.Tensor:
+        """[m, vocab] scores over temperature, the highest of each row at 0.
+
+        In this order a tiny temperature drives the others to -inf rather than the highest to inf.
+        """
+        tiny = torch.finfo(torch.float32).tiny
+        temperatures = [[max(state.params.temperature, tiny)] for state in states]
+        scores = scores - scores.amax(1, keepdim=True)
+        return scores.div_(torch.tensor(temperatures, device=self._device))
 
     def _counters(
         self, states: list[_Row], positions: list[int]
@@ -227,14 +251,14 @@ class Sampler:
         return numbers[:, 0], numbers[:, 1], numbers[:, 2]
 
     def _tops(
-        self, logits: torch.Tensor, states: list[_Row], spoiled: set[int]
+        self, logits: torch.Tensor, states: list[_Row], bad: list[bool]
     ) -> list[tuple[int, list[int], list[float]]]:
         tops = []
         for i, state in enumerate(states):
-            if state.top_n and i not in spoiled:
-                best = top_tokens(logits[i], min(state.top_n, self._vocab_size))
-                values = best.scores - logits[i].logsumexp(0)
-                tops.append((i, best.ids.tolist(), values.tolist()))
+            if state.top_n and not bad[i]:
+                ids = top_tokens(logits[i], min(state.top_n, self._vocab_size))
+                values = logits[i : i + 1].log_softmax(1)[0, ids]
+                tops.append((i, ids.tolist(), values.tolist()))
         return tops
 
 
@@ -246,12 +270,31 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
     return scores.argmax(dim=1)
 
 
-def top_tokens(scores: torch.Tensor, n: int) -> Candidates:
-    """The n highest scores and all that tie with the last, at most MOST_TOP_TOKENS, in order."""
-    least = scores.topk(n).values[-1]
-    ids = (scores >= least).nonzero().flatten()
-    values, order = scores[ids].sort(descending=True, stable=True)
-    return Candidates(ids[order][:MOST_TOP_TOKENS], values[:MOST_TOP_TOKENS])
+def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[n] float32: log probability of one token a row.
+
+    log_softmax takes every row by itself. (A sum over one long row is split among threads, over
+    many rows it is not: logsumexp would make bits depend on the batch.)
+
+    Args:
+        scores: [n, vocab] float32.
+        tokens: [n] int64.
+    """
+    return scores.log_softmax(1).gather(1, tokens[:, None]).squeeze(1)
+
+
+def top_tokens(scores: torch.Tensor, n: int) -> torch.Tensor:
+    """Ids of the n highest scores and of all that tie with the last, at most MOST_TOP_TOKENS.
+
+    By falling score, the lowest id first in ties.
+
+    Args:
+        scores: [vocab] float32.
+        n: at most vocab.
+    """
+    ids = (scores >= scores.topk(n).values[-1]).nonzero().flatten()
+    order = scores[ids].argsort(descending=True, stable=True)
+    return ids[order][:MOST_TOP_TOKENS]
 
 
 def prompt_logprobs(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Tensor:
@@ -261,4 +304,9 @@ def prompt_logprobs(logits: torch.Tensor, next_tokens: torch.Tensor) -> torch.Te
         logits: [n, vocab] float32.
         next_tokens: [n] int64.
     """
-    return logits.gather(1, next_tokens[:, None]).squeeze(1) - logits.logsumexp(1)
+    return logprobs_of(logits, next_tokens)
+
+
+def _rows(values: torch.Tensor, which: list[int]) -> torch.Tensor:
+    """These rows, in rising order; all of them are not copied."""
+    return values if len(which) == len(values) else values[which]

@@ -20,9 +20,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How a sequence's next token is chosen. Every default is neutral.
 
-    Applied in this order: watermark, repetition penalty, presence and frequency penalty, logit
-    bias, temperature, top_k, top_p, min_p, typical_p, softmax, draw. The draw is a function of
-    (seed, stream, position) alone.
+    Applied in this order: watermark, repetition, presence, frequency and relative frequency
+    penalty, logit bias, no end before `min_new_tokens`, temperature, top_k, top_p, min_p,
+    typical_p, softmax, draw. The draw's noise is a function of (seed, stream, position, token).
     """
 
     do_sample: bool = False
@@ -240,7 +240,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: "float32", "bfloat16", "float16"; None: the checkpoint's own.
     dtype: str | None
     device: str
-    #: CPU threads; 0: one a core.
+    #: CPU threads; 0: one a core, less one for the front end.
     threads: int
     max_batch_size: int
     max_batch_prefill_tokens: int

@@ -85,7 +85,6 @@ class Checkpoint:
         """A rank's part of a tensor, as stored. The split axis must divide evenly."""
         part = self._slice(name)
         axis = split.value
-        # A one-dimensional tensor is a bias: it belongs to the output features.
         if world == 1 or axis is None:
             return self._checked(name, part[:])
         length = part.get_shape()[axis]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -31,19 +31,21 @@ class Layer:
 class Decoder:
     """A model ready to run. It holds no state of sequences: that is all in the pool.
 
-    `weights` maps the names of a family's weight table to tensors on one device.
+    `weights` maps the names of a family's weight table to tensors on one device, and is empty
+    afterwards: layers may hold them in another layout.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, torch.Tensor], ops: Operations
+        self, config: DecoderConfig, weights: MutableMapping[str, torch.Tensor], ops: Operations
     ) -> None:
         self.config = config
         self.parameters_count = sum(weight.numel() for weight in weights.values())
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self._ops = ops
         self._embedding = weights["embedding"]
-        self._norm = weights["norm"]
         self._head = linear(ops, weights, "embedding" if config.tied_head else "head")
+        weights.pop("embedding", None)
+        self._norm = weights.pop("norm")
         self._layers = [_layer(config, weights, ops, i) for i in range(config.layers)]
         self._inverse_frequencies = torch.tensor(
             config.rope.inverse_frequencies, device=self._embedding.device
@@ -86,18 +88,20 @@ class Decoder:
 
 
 def _layer(
-    config: DecoderConfig, weights: Mapping[str, torch.Tensor], ops: Operations, i: int
+    config: DecoderConfig, weights: MutableMapping[str, torch.Tensor], ops: Operations, i: int
 ) -> Layer:
     head_norm = None
     if config.qk_norm:
-        head_norm = HeadNorm(weights[f"{i}.q_norm"], weights[f"{i}.k_norm"], config.norm_epsilon)
+        head_norm = HeadNorm(
+            weights.pop(f"{i}.q_norm"), weights.pop(f"{i}.k_norm"), config.norm_epsilon
+        )
     return Layer(
-        input_norm=weights[f"{i}.input_norm"],
+        input_norm=weights.pop(f"{i}.input_norm"),
         qkv=linear(ops, weights, f"{i}.qkv"),
         head_norm=head_norm,
         window=config.windows[i],
         output=linear(ops, weights, f"{i}.output"),
-        mlp_norm=weights[f"{i}.mlp_norm"],
+        mlp_norm=weights.pop(f"{i}.mlp_norm"),
         gate_up=linear(ops, weights, f"{i}.gate_up"),
         down=linear(ops, weights, f"{i}.down"),
     )

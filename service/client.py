@@ -93,7 +93,6 @@ class EngineClient(asyncio.Protocol):
         self._ops: dict[int, asyncio.Future[Advanced]] = {}
         self._next_op = 0
         self._next_sequence = 0
-        self._closing = False
 
     @classmethod
     async def connect(
@@ -159,7 +158,6 @@ class EngineClient(asyncio.Protocol):
 
     def close(self) -> None:
         """Hang up: the engine process ends by itself."""
-        self._closing = True
         if self._transport is not None:
             self._transport.close()
 

@@ -69,8 +69,15 @@ class EventWriter:
             generated_tokens=sum(sample.generated for sample in generation.samples),
         )
 
-    def events(self) -> Iterator[pb.GenerateResponse]:
-        """What there is to tell now."""
+    def events(self) -> list[pb.GenerateResponse]:
+        """What there is to tell now.
+
+        A list, not a generator: while one event is being sent more tokens come, and `finished` must
+        not overtake them.
+        """
+        return list(self._events())
+
+    def _events(self) -> Iterator[pb.GenerateResponse]:
         generation = self._generation
         if not self._opened and (generation.started or generation.finished):
             self._opened = True

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
-from tokenpod.service.errors import Internal, ServiceError, Unauthenticated
+from tokenpod.service.errors import Internal, InvalidArgument, ServiceError, Unauthenticated
 
 log = logging.getLogger("tokenpod.rpc")
 
@@ -115,10 +116,37 @@ def behaviour_of(handler: Handler) -> Any:
     return getattr(handler, name)
 
 
-def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
-    """`handler` with another function behind it."""
+def with_behaviour(
+    handler: Handler, behaviour: Any, deserializer: Callable[[bytes], Any] | None = None
+) -> Handler:
+    """`handler` with another function behind it, and perhaps another way to read requests."""
     _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    reader = deserializer or handler.request_deserializer
+    return make(behaviour, reader, handler.response_serializer)
+
+
+class _Unreadable:
+    """Stands for a request whose bytes are no message; grpc would answer UNKNOWN by itself."""
+
+
+def _forgiving(handler: Handler) -> Callable[[bytes], Any] | None:
+    """A deserializer that never fails, for calls with a single request."""
+    read = handler.request_deserializer
+    if handler.request_streaming or read is None:
+        return None
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return read(data)
+        except DecodeError:
+            return _Unreadable()
+
+    return deserialize
+
+
+def _check_readable(request: Any) -> None:
+    if isinstance(request, _Unreadable):
+        raise InvalidArgument("request", "is not a valid message: its bytes cannot be decoded")
 
 
 def _guarded(handler: Handler, method: str) -> Handler:
@@ -126,6 +154,7 @@ def _guarded(handler: Handler, method: str) -> Handler:
 
     async def coroutine(request: Any, context: Context) -> Any:
         try:
+            _check_readable(request)
             return await inner(request, context)
         except Exception as error:
             await _answer(error, context, method)
@@ -133,6 +162,7 @@ def _guarded(handler: Handler, method: str) -> Handler:
     async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
         stream = inner(request, context)
         try:
+            _check_readable(request)
             async for message in stream:
                 yield message
         except Exception as error:
@@ -141,7 +171,8 @@ def _guarded(handler: Handler, method: str) -> Handler:
             # A client that goes away leaves the generator in the middle: end it now.
             await stream.aclose()
 
-    return with_behaviour(handler, generator if inspect.isasyncgenfunction(inner) else coroutine)
+    behaviour = generator if inspect.isasyncgenfunction(inner) else coroutine
+    return with_behaviour(handler, behaviour, _forgiving(handler))
 
 
 def _refusing(handler: Handler, problem: str) -> Handler:

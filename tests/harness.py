@@ -78,11 +78,15 @@ class ServerProcess:
             time.sleep(0.05)
         raise AssertionError(f"not SERVING within {START_SECONDS} s:\n{self.log.read_text()}")
 
+    def children(self) -> list[int]:
+        """Process ids of the server's children."""
+        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in listed.read_text().split()]
+
     def engine_pid(self) -> int:
         """The process id of the engine: the server's only child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        (pid,) = children.read_text().split()
-        return int(pid)
+        (pid,) = self.children()
+        return pid
 
     def stop(self) -> int:
         """SIGTERM, and wait; the exit status."""
@@ -102,7 +106,7 @@ def serve(
         port, health_port = free_port(), free_port()
         log = Path(scratch) / "log"
         command = [sys.executable, "-P", "-m", "tokenpod", "serve", "--hostname", "127.0.0.1"]
-        command += ["--port", str(port), "--health-port", str(health_port), "--threads", "2"]
+        command += ["--port", str(port), "--health-port", str(health_port)]
         command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0", *flags]
         with log.open("w") as output:
             process = subprocess.Popen(

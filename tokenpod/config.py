@@ -102,7 +102,9 @@ class ServerSettings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto", Group.MODEL, "Where the model runs. auto: a GPU if there is one."
     )
-    threads: int = _setting(0, Group.MODEL, "CPU threads of the model. 0: one a core.", ge=0)
+    threads: int = _setting(
+        0, Group.MODEL, "CPU threads of the model. 0: one a core, less one for the front end.", ge=0
+    )
 
     hostname: str = _setting(
         "0.0.0.0",  # noqa: S104 (a server in a pod is there to be reached)

@@ -1,0 +1,100 @@
+"""Attention over views of runs equals attention as its definition says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenpod.kernels import cpu, reference
+
+SLOTS = 700
+
+#: A few units in the last place of results around 1 to 4.
+TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+
+#: Tokens of each row in this step, and its runs.
+STEPS = {
+    "one row of one token": [(1, (1,))],
+    "decoding": [(1, (9,)), (1, (64,)), (1, (1,)), (1, (33,))],
+    "decoding after shared prefixes": [(1, (8, 5)), (1, (3, 1)), (1, (16, 7, 11)), (1, (21,))],
+    "decoding with scattered slots": [(1, (1,) * 17), (1, (2, 1, 3, 1, 1, 4))],
+    "whole prompts": [(7, (7,)), (2, (2,)), (31, (31,))],
+    "chunks": [(5, (12,)), (2, (40,)), (19, (24,))],
+    "chunks after shared prefixes": [(5, (12, 5)), (6, (3, 4, 8)), (4, (8, 4, 2))],
+    "own tokens over several runs": [(6, (10, 3, 2)), (9, (4, 5)), (8, (1,) * 11)],
+    "mixed": [(1, (13,)), (1, (4, 9)), (3, (3,)), (11, (6, 14)), (2, (1, 1, 1, 1, 1, 1))],
+}
+
+
+@pytest.fixture(params=STEPS, ids=str)
+def batch(request, row, step_over):
+    return step_over([row(*spec) for spec in STEPS[request.param]], SLOTS)
+
+
+def agree(batch, window, heads, kv_heads, head_dim, draw, dtype=torch.float32):
+    q = draw(batch.tokens, heads, head_dim, dtype=dtype)
+    keys = draw(SLOTS, kv_heads, head_dim, dtype=dtype)
+    values = draw(SLOTS, kv_heads, head_dim, dtype=dtype)
+    used = batch.row_table[batch.row_table >= 0].long()
+    unused = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, used, False)
+    keys[unused] = values[unused] = float("nan")
+    expected = reference.attention(q, keys, values, reference.plan_attention(batch, window))
+    got = cpu.attention(q, keys, values, cpu.plan_attention(batch, window))
+    assert got.shape == (batch.tokens, heads * head_dim)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 12, 100])
+def test_every_kind_of_step_under_every_window(batch, window, draw):
+    agree(batch, window, 4, 2, 16, draw)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 1), (12, 4), (5, 5)])
+@pytest.mark.parametrize("head_dim", [8, 20, 64])
+def test_every_grouping_of_heads(heads, head_dim, row, step_over, draw):
+    batch = step_over([row(*spec) for spec in STEPS["mixed"]], SLOTS)
+    agree(batch, None, *heads, head_dim, draw)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+def test_half_precision(batch, window, dtype, draw):
+    agree(batch, window, 4, 2, 32, draw, dtype)
+
+
+def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
+    """As they come from the rotation of queries and keys together."""
+    batch = step_over([row(*spec) for spec in STEPS["mixed"]], SLOTS)
+    both = draw(batch.tokens, 6, 16)
+    keys, values = draw(SLOTS, 2, 16), draw(SLOTS, 2, 16)
+    plan = cpu.plan_attention(batch, None)
+    sliced = cpu.attention(both[:, :4], keys, values, plan)
+    torch.testing.assert_close(
+        sliced, cpu.attention(both[:, :4].contiguous(), keys, values, plan), rtol=0, atol=0
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=7)),
+        min_size=1,
+        max_size=5,
+    ),
+    window=st.one_of(st.none(), st.integers(1, 20)),
+)
+def test_any_step(rows, window, row, step_over):
+    generator = torch.Generator().manual_seed(2)
+    specs = [row(min(tokens, sum(runs)), tuple(runs)) for tokens, runs in rows]
+    batch = step_over(sorted(specs, key=lambda spec: spec.tokens != 1), SLOTS)
+    agree(
+        batch,
+        window,
+        4,
+        2,
+        8,
+        lambda *shape, dtype: torch.randn(shape, generator=generator, dtype=dtype),
+    )

@@ -1,0 +1,111 @@
+"""The CPU's operations other than attention against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenpod.kernels import cpu, reference
+from tokenpod.kernels.ops import Activation, HeadNorm
+from tokenpod.kernels.registry import operations_for
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOKENS = [1, 2, 33]
+
+
+def test_a_cpu_gets_its_own_operations_and_other_devices_the_reference():
+    assert operations_for(torch.device("cpu")) is cpu.OPERATIONS
+    assert operations_for(torch.device("meta")) is reference.OPERATIONS
+
+
+def test_embedding_looks_rows_up(draw):
+    table = draw(10, 4)
+    tokens = torch.tensor([3, 3, 9])
+    assert torch.equal(cpu.embed(table, tokens), torch.stack([table[3], table[3], table[9]]))
+    assert torch.equal(reference.embed(table, tokens), cpu.embed(table, tokens))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_rms_norm(tokens, dtype, draw):
+    x, weight = draw(tokens, 72, dtype=dtype) * 3, draw(72, dtype=dtype)
+    got = cpu.rms_norm(x, weight, 1e-5)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_survives_squares_beyond_half_precision(draw):
+    x, weight = draw(3, 64, dtype=torch.float16) * 3000, draw(64, dtype=torch.float16)
+    for ops in (cpu, reference):
+        assert ops.rms_norm(x, weight, 1e-6).isfinite().all()
+
+
+@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+def test_adding_changes_the_residual_in_place(ops, draw):
+    x, residual, weight = draw(5, 24), draw(5, 24), draw(24)
+    total = x + residual
+    normed = ops.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(residual, total)
+    torch.testing.assert_close(normed, reference.rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_gated_unit(activation, tokens, draw):
+    gate_up = draw(tokens, 2 * 40)
+    expected = reference.act_mul(gate_up.clone(), activation)
+    torch.testing.assert_close(cpu.act_mul(gate_up, activation), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 33, 130])
+def test_products(tokens, bias, dtype, draw):
+    x, weight = draw(tokens, 48, dtype=dtype), draw(56, 48, dtype=dtype)
+    offset = draw(56, dtype=dtype) if bias else None
+    got = cpu.prepare_linear(weight, offset)(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got, reference.prepare_linear(weight, offset)(x), rtol=2e-2, atol=2e-2
+    )
+    if dtype == torch.float32:
+        exact = torch.nn.functional.linear(x.double(), weight.double())
+        exact += 0 if offset is None else offset
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("slots", [[7], [3, 4, 5], [9, 2, 6]], ids=["one", "run", "apart"])
+def test_rotation_and_the_write_to_the_pool(slots, normed, dtype, draw):
+    heads, kv_heads, head_dim = 6, 2, 16
+    qkv = draw(len(slots), (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    norm = HeadNorm(draw(16, dtype=dtype), draw(16, dtype=dtype), 1e-6) if normed else None
+    positions = torch.arange(len(slots)) * 1000 + 5
+    frequencies = 1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
+    outcomes = []
+    for ops in (reference, cpu):
+        keys = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
+        values = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
+        rotation = ops.rotate(positions, frequencies, 1.3, dtype)
+        q = ops.store_key_value(qkv.clone(), rotation, norm, keys, values, torch.tensor(slots))
+        assert q.shape == (len(slots), heads, head_dim)
+        untouched = [slot for slot in range(12) if slot not in slots]
+        assert not keys[untouched].any()
+        assert not values[untouched].any()
+        outcomes.append((q, keys, values))
+    for expected, got in zip(*outcomes, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def test_rotation_turns_pairs_half_a_head_apart():
+    """One quarter turn takes (x, y) to (-y, x); position 0 turns nothing."""
+    quarter = torch.tensor([torch.pi / 2])
+    for ops in (reference, cpu):
+        keys, values = torch.zeros(3, 1, 2), torch.zeros(3, 1, 2)
+        qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2)
+        rotation = ops.rotate(torch.tensor([0, 1]), quarter, 1.0, torch.float32)
+        q = ops.store_key_value(qkv, rotation, None, keys, values, torch.tensor([0, 1]))
+        torch.testing.assert_close(q[:, 0], torch.tensor([[1.0, 2.0], [-2.0, 1.0]]))
+        torch.testing.assert_close(keys[:2, 0], torch.tensor([[3.0, 4.0], [-4.0, 3.0]]))
+        torch.testing.assert_close(values[:2, 0], torch.tensor([[5.0, 6.0], [5.0, 6.0]]))

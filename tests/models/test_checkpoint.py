@@ -1,0 +1,73 @@
+"""Reading weights: merged, cast, and divided among ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tokenpod.models.checkpoint import Checkpoint, read_weights
+from tokenpod.models.errors import ModelError
+from tokenpod.models.families.llama import LLAMA
+from tokenpod.models.load import read_config
+from tokenpod.models.weights import Split, expand
+
+
+def read(folder, rank=0, world=1, dtype=torch.float32):
+    config = read_config(folder)
+    weights = expand(LLAMA.weights(config), config.layers)
+    with Checkpoint(folder) as checkpoint:
+        return weights, read_weights(
+            checkpoint,
+            weights,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            progress=lambda done, total: None,
+            rank=rank,
+            world=world,
+        )
+
+
+def test_queries_keys_and_values_are_stacked(golden):
+    folder = golden("llama-biases").folder
+    stored = load_file(folder / "model.safetensors")
+    _, loaded = read(folder)
+    for kind, name in (("weight", "1.qkv"), ("bias", "1.qkv_bias")):
+        parts = [stored[f"model.layers.1.self_attn.{x}_proj.{kind}"] for x in "qkv"]
+        assert torch.equal(loaded[name], torch.cat(parts))
+
+
+def test_weights_do_not_change_with_the_file(golden, tmp_path):
+    path = golden("llama").folder / "model.safetensors"
+    copy = tmp_path / path.name
+    copy.write_bytes(path.read_bytes())
+    (tmp_path / "config.json").write_bytes((path.parent / "config.json").read_bytes())
+    _, loaded = read(tmp_path)
+    before = {name: weight.clone() for name, weight in loaded.items()}
+    with copy.open("r+b") as file:
+        file.write(b"\xff" * copy.stat().st_size)
+    assert all(torch.equal(before[name], weight) for name, weight in loaded.items())
+
+
+def test_the_parts_of_all_ranks_make_the_whole(golden):
+    """Stacked parts hold each rank's share of every source, so products stay aligned."""
+    folder = golden("llama").folder
+    weights, whole = read(folder)
+    parts = [read(folder, rank, 2)[1] for rank in range(2)]
+    for weight in weights:
+        ours = [part[weight.name] for part in parts]
+        if weight.split is Split.WHOLE:
+            assert all(torch.equal(part, whole[weight.name]) for part in ours)
+            continue
+        if weight.split is Split.INPUT:
+            assert torch.equal(torch.cat(ours, dim=1), whole[weight.name])
+            continue
+        halves = [part.chunk(len(weight.sources)) for part in ours]
+        if weight.name.endswith(("qkv", "gate_up", "head")):
+            joined = torch.cat([half for pair in zip(*halves, strict=True) for half in pair])
+            assert torch.equal(joined, whole[weight.name])
+
+
+def test_features_that_do_not_divide_are_refused(golden):
+    with pytest.raises(ModelError, match="can't be divided among 7 ranks"):
+        read(golden("llama").folder, 0, 7)

@@ -1,0 +1,244 @@
+"""Loading a folder: every layout that there is, and one clear line for every fault."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tokenpod.models import load as loading
+from tokenpod.models.load import ModelError, load_model, read_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(golden, tmp_path) -> Path:
+    """A copy of a sound checkpoint, to be damaged."""
+    target = tmp_path / "model"
+    shutil.copytree(golden("llama").folder, target)
+    return target
+
+
+def load(folder: Path, dtype: torch.dtype | None = None):
+    return load_model(folder, dtype=dtype, device=CPU, progress=lambda done, total: None)
+
+
+def change_config(folder: Path, *, drop: tuple[str, ...] = (), **values) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | values
+    path.write_text(json.dumps({k: v for k, v in config.items() if k not in drop}))
+
+
+def change_tensors(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def logprobs(model, schedule, tokens):
+    scheduler = schedule(model)
+    return scheduler.step([(scheduler.sequence(tokens), len(tokens))])[0]
+
+
+def test_shards_are_read_like_a_single_file(golden, tmp_path, load_folder, schedule, text):
+    whole = golden("qwen3")
+    whole.model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    tokens = text(20)
+    one, many = (
+        logprobs(load_folder(folder), schedule, tokens) for folder in (whole.folder, tmp_path)
+    )
+    assert torch.equal(one, many)
+
+
+def test_a_head_that_is_absent_is_the_embedding(folder, schedule, text):
+    change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    absent = load(folder)
+    assert absent.config.tied_head
+
+    def tie(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    change_tensors(folder, tie)
+    equal = load(folder)
+    assert not equal.config.tied_head
+    tokens = text(9)
+    assert torch.equal(logprobs(absent, schedule, tokens), logprobs(equal, schedule, tokens))
+
+
+@pytest.mark.parametrize("name", ["llama-llama3", "llama-linear", "mistral-window"])
+def test_configs_of_older_transformers_say_the_same(name, golden, tmp_path):
+    new = golden(name)
+    shutil.copytree(new.folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    old = {"rope_theta": scaling.pop("rope_theta"), "torch_dtype": config.pop("dtype")}
+    if scaling["rope_type"] != "default":
+        old["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
+    (tmp_path / "config.json").write_text(json.dumps(config | old))
+    assert read_config(tmp_path) == read_config(new.folder)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_the_dtype_is_the_checkpoints_unless_asked(name, folder):
+    change_config(folder, dtype=name)
+    assert load(folder).dtype == getattr(torch, name)
+    assert load(folder, dtype=torch.float32).dtype == torch.float32
+
+
+def test_a_model_knows_its_size(golden, folder):
+    model = load(folder)
+    expected = sum(parameter.numel() for parameter in golden("llama").model.parameters())
+    assert model.parameters_count == expected
+    assert model.weight_bytes == 4 * expected
+
+
+def test_progress_goes_from_nothing_to_all_bytes(folder):
+    heard: list[tuple[int, int]] = []
+    load_model(
+        folder,
+        dtype=torch.float32,
+        device=CPU,
+        progress=lambda done, total: heard.append((done, total)),
+    )
+    done = [done for done, _ in heard]
+    assert done[0] == 0
+    assert done == sorted(done)
+    assert heard[-1][0] == heard[-1][1] == load(folder).weight_bytes
+    assert len(heard) > 10
+
+
+def test_end_of_text_tokens_come_from_the_generation_config_first(folder):
+    change_config(folder, eos_token_id=5)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert read_config(folder).eos_token_ids == {5}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    assert read_config(folder).eos_token_ids == {6, 7}
+    (folder / "generation_config.json").write_text("{}")
+    assert read_config(folder).eos_token_ids == {5}
+
+
+def test_the_window_of_a_model_is_that_of_all_its_layers(golden):
+    assert read_config(golden("mistral-window").folder).sliding_window == 7
+    assert read_config(golden("mistral").folder).sliding_window is None
+    assert read_config(golden("qwen2-window").folder).windows == (None, 9, 9)
+    assert read_config(golden("qwen2-window").folder).sliding_window is None
+
+
+def test_frequencies_of_old_checkpoints_are_skipped(folder):
+    change_tensors(
+        folder,
+        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}),
+    )
+    load(folder)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere/config.json: no such file")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000, '"text"', "\xff"])
+def test_a_config_that_is_no_json_object(folder, content):
+    (folder / "config.json").write_bytes(content.encode("latin-1"))
+    refused(folder, "config.json: (not valid JSON|expected a JSON object)")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("architectures", ["GPT2LMHeadModel"], "GPT2LMHeadModel is not supported.*Llama.*Qwen3"),
+        ("architectures", [], "architecture none is not supported"),
+        ("architectures", 3, "architectures is 3; expected a list"),
+        ("hidden_size", "64", "hidden_size is '64'; expected a whole number"),
+        ("hidden_size", -1, "hidden_size is -1; expected a whole number from 1"),
+        ("hidden_size", 2**40, "hidden_size is 1099511627776; expected"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected"),
+        ("num_key_value_heads", 3, "4 query heads can't share 3 key/value heads"),
+        ("head_dim", 15, "head_dim is 15; rotation needs an even number"),
+        ("rms_norm_eps", 0, "rms_norm_eps is 0; expected a positive"),
+        ("hidden_act", "relu", "hidden_act 'relu' is not supported"),
+        ("dtype", "int8", "dtype 'int8' is not supported"),
+        ("eos_token_id", "end", "eos_token_id is 'end'; expected a token id"),
+        ("quantization_config", {"quant_method": "gptq"}, "quantised checkpoints"),
+        ("rope_parameters", {"rope_type": "longrope"}, "rope_type 'longrope' is not supported"),
+        ("rope_parameters", {"rope_type": "linear"}, "rope_parameters: factor is missing"),
+        ("rope_parameters", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not"),
+        ("rope_parameters", {"full_attention": {}}, "per layer type is not supported"),
+        ("rope_parameters", {"rope_theta": float("inf")}, "rope_theta is inf; expected"),
+        ("intermediate_size", 100, r"gate_proj.weight has shape \[112, 64\].*says \[100, 64\]"),
+        ("num_hidden_layers", 2, "has no tensor model.layers.2.*and 6 more"),
+        ("num_hidden_layers", 4, "model.layers.3.input_layernorm.weight is missing"),
+        ("attention_bias", True, "q_proj.bias is missing"),
+    ],
+)
+def test_a_config_that_does_not_fit(folder, field, value, message):
+    change_config(folder, **{field: value})
+    refused(folder, message)
+
+
+def test_a_config_without_a_field_that_matters(folder):
+    change_config(folder, drop=("vocab_size",))
+    refused(folder, "config.json: vocab_size is missing")
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    refused(folder, "neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_pickled_weights_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(folder, "neither model.safetensors nor")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_weights_that_are_cut_short(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    refused(folder, "model.safetensors: not a whole safetensors file")
+
+
+def test_a_tensor_too_many(folder):
+    change_tensors(folder, lambda tensors: tensors.update({"model.extra": torch.ones(2)}))
+    refused(folder, "LlamaForCausalLM has no tensor model.extra")
+
+
+def test_a_tensor_of_integers(folder):
+    def quantise(tensors):
+        tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+
+    change_tensors(folder, quantise)
+    refused(folder, "model.norm.weight holds I8 numbers")
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", ".."])
+def test_an_index_that_points_elsewhere(folder, name):
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "is not the name of a file beside it")
+
+
+def test_an_index_that_names_a_missing_shard(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, "model-1.safetensors: no such file")
+
+
+def test_too_little_memory_is_said_before_anything_is_read(folder, monkeypatch):
+    monkeypatch.setattr(loading, "available_bytes", lambda device: 1000)
+    refused(folder, re.escape("the weights need 0.00 GB as float32; 0.00 GB of memory are"))

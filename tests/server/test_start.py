@@ -1,0 +1,157 @@
+"""Starting: what is wrong is said in one line, soon, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from harness import free_port, serve
+
+DEMO = Path(str(files("tokenpod.models.demo")))
+SECONDS = 60
+
+
+def start(*flags: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `tokenpod serve` until it ends by itself."""
+    network = ["--hostname", "127.0.0.1", "--port", "0", "--health-port", "0"]
+    named = {flag for flag in flags if flag.startswith("--")}
+    for flag, value in zip(network[::2], network[1::2], strict=True):
+        if flag not in named:
+            flags = (*flags, flag, value)
+    command = [sys.executable, "-P", "-m", "tokenpod", "serve", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd)
+
+
+def one_line(ran: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a failed start ends with."""
+    assert ran.returncode not in (0, -9)
+    assert "Traceback" not in ran.stderr
+    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, ran.stderr
+    return errors[0]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the embedded model to spoil."""
+    folder = tmp_path / "model with spaces"
+    shutil.copytree(DEMO, folder)
+    return folder
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1_000_000])
+
+
+def garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+
+
+def changed(**values: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | values
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (without("config.json"), "config.json"),
+        (without("model.safetensors"), "safetensors"),
+        (without("tokenizer.json"), "tokenizer"),
+        (truncated, "model.safetensors"),
+        (garbage, "model.safetensors"),
+        (changed(architectures=["NoSuchForCausalLM"]), "NoSuchForCausalLM"),
+        (changed(num_hidden_layers=9), "8"),
+        (changed(hidden_size=250), "embed_tokens"),
+    ],
+)
+def test_a_broken_checkpoint_is_named(
+    model: Path, spoil: Callable[[Path], None], named: str
+) -> None:
+    spoil(model)
+    assert named in one_line(start("--model-id", str(model)))
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    assert "no/such-model" in one_line(start("--model-id", "no/such-model", cwd=tmp_path))
+
+
+def test_a_wrong_flag_is_named() -> None:
+    ran = start("--max-best-of", "0")
+    assert ran.returncode == 2
+    assert "--max-best-of" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize("flag", ["--port", "--health-port"])
+def test_a_taken_port_is_named(flag: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert str(port) in one_line(start(flag, str(port)))
+
+
+def test_two_servers_do_not_share_a_port() -> None:
+    with serve() as first:
+        assert str(first.port) in one_line(start("--port", str(first.port)))
+        assert first.stop() == 0
+
+
+def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(tmp_path: Path) -> None:
+    with serve() as first:
+        taken = first.uds.removesuffix("-0")
+        assert first.uds in one_line(start("--uds-path", taken))
+        # Killed, it leaves its socket behind.
+        first.process.kill()
+        first.process.wait()
+        assert Path(first.uds).exists()
+        with serve("--uds-path", taken) as second:
+            assert second.stop() == 0
+        assert not Path(first.uds).exists()
+
+
+def test_a_file_in_the_sockets_place_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "shard-0"
+    precious.write_text("mine")
+    assert "is not a socket" in one_line(start("--uds-path", str(tmp_path / "shard")))
+    assert precious.read_text() == "mine"
+
+
+def test_a_pool_that_cannot_fit_is_refused_with_its_size() -> None:
+    assert "max_batch_total_tokens" in one_line(start("--max-batch-total-tokens", "1000000000"))
+
+
+def test_a_stop_while_loading_ends_at_once() -> None:
+    with serve(wait=False) as starting:
+        # Its child is there: it is past importing, and loads.
+        deadline = time.monotonic() + SECONDS
+        while not starting.children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert starting.stop() == 0
+
+
+def test_nothing_of_a_server_is_left_when_it_stops() -> None:
+    port = free_port()
+    with serve() as server:
+        engine = server.engine_pid()
+        assert server.stop() == 0
+        assert not Path(f"/proc/{engine}").exists()
+        assert not Path(server.uds).exists()
+    assert port

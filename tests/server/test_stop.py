@@ -1,0 +1,152 @@
+"""Stopping and losing parts: what clients, probes and the operating system see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness import NOT_SERVING, SERVING, ServerProcess, collect, generate, serve, text_request
+
+PROMPT = "import os\n"
+LONG = {"max_new_tokens": 1900, "ignore_eos": True}
+
+
+class Reader:
+    """Reads a stream on a thread of its own; what came, and how it ended."""
+
+    def __init__(self, stub: Any, request: Any) -> None:
+        self.events: list[Any] = []
+        self.error: grpc.RpcError | None = None
+        self._begun = threading.Event()
+        self._call = stub.Generate(request, timeout=120)
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self._begun.wait(60)
+
+    def _read(self) -> None:
+        try:
+            for event in self._call:
+                self.events.append(event)
+                self._begun.set()
+        except grpc.RpcError as error:
+            self.error = error
+        self._begun.set()
+
+    def wait(self) -> None:
+        self._thread.join(90)
+        assert not self._thread.is_alive()
+
+
+def wait_for(condition: Any, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (one that nobody has reaped yet has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_lame_duck_still_serves_and_says_not_ready() -> None:
+    with serve("--lame-duck-seconds", "3") as server:
+        stub = server.stub()
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.health() == NOT_SERVING)
+        assert server.health("liveness") == SERVING
+        request = text_request(PROMPT, stopping={"max_new_tokens": 3})
+        assert len(generate(stub, request).samples[0].token_ids) == 3
+        assert server.stop() == 0
+
+
+def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
+    with serve() as server:
+        stub = server.stub()
+        running = Reader(stub, text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600}))
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.health() == NOT_SERVING)
+        time.sleep(0.2)
+        with pytest.raises(grpc.RpcError) as refused:
+            generate(stub, text_request(PROMPT, stopping={"max_new_tokens": 1}))
+        running.wait()
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "grpc-retry-pushback-ms" in dict(refused.value.trailing_metadata())
+        assert running.error is None
+        assert len(collect(running.events, 1).samples[0].token_ids) == 600
+        assert server.process.wait(30) == 0
+
+
+def test_what_outlasts_the_grace_ends_with_unavailable() -> None:
+    with serve("--graceful-termination-timeout", "0.5") as server:
+        running = Reader(server.stub(), text_request(PROMPT, stopping=LONG))
+        server.process.send_signal(signal.SIGTERM)
+        running.wait()
+        assert running.error is not None
+        assert running.error.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(30) == 0
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with serve("--lame-duck-seconds", "600") as server:
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.health() == NOT_SERVING)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+
+
+def test_a_killed_engine_fails_its_calls_and_ends_the_server() -> None:
+    with serve() as server:
+        running = Reader(server.stub(), text_request(PROMPT, stopping=LONG))
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        running.wait()
+        assert running.error is not None
+        assert running.error.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(30) == 1
+        assert not Path(server.uds).exists()
+
+
+def test_a_killed_front_end_takes_the_engine_with_it() -> None:
+    with serve() as server:
+        engine = server.engine_pid()
+        server.process.kill()
+        server.process.wait()
+        wait_for(lambda: gone(engine))
+
+
+def test_a_stopped_engine_is_seen_and_a_resumed_one_forgiven() -> None:
+    with serve() as server:
+        engine = server.engine_pid()
+        running = Reader(server.stub(), text_request(PROMPT, stopping=LONG))
+        os.kill(engine, signal.SIGSTOP)
+        wait_for(lambda: server.health() == NOT_SERVING)
+        assert server.health("liveness") == SERVING
+        os.kill(engine, signal.SIGCONT)
+        wait_for(lambda: server.health() == SERVING)
+        running.wait()
+        assert running.error is None
+        assert server.stop() == 0
+
+
+def test_probes_are_answered_by_name_on_both_ports(server: ServerProcess) -> None:
+    names = ("", "readiness", "liveness", "startup", "generate.v3.TextGenerationService")
+    for name in names[:4]:
+        assert server.health(name) == SERVING
+    with grpc.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in names:
+            request = health_pb2.HealthCheckRequest(service=name)
+            assert stub.Check(request, timeout=10).status == SERVING
+        with pytest.raises(grpc.RpcError) as unknown:
+            stub.Check(health_pb2.HealthCheckRequest(service="no.such"), timeout=10)
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND

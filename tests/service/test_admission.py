@@ -1,0 +1,71 @@
+"""The bounded queue: what it takes in, what it refuses, and that every place is given back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenpod.service.admission import Admission
+from tokenpod.service.errors import ResourceExhausted, Unavailable
+
+
+def admission(*, max_requests: int = 2, max_queue_tokens: int = 100) -> Admission:
+    made = Admission(max_requests=max_requests, max_queue_tokens=max_queue_tokens)
+    made.closed = None
+    return made
+
+
+def test_nothing_is_taken_in_before_the_model_is_loaded() -> None:
+    starting = Admission(max_requests=1, max_queue_tokens=1)
+    with pytest.raises(Unavailable, match="starting") as refused, starting.enter():
+        pass
+    assert refused.value.retry_after
+    assert starting.requests == 0
+
+
+def test_one_request_too_many_is_refused_and_names_the_limit() -> None:
+    house = admission(max_requests=2)
+    with house.enter(), house.enter():
+        with pytest.raises(ResourceExhausted, match="at most 2") as refused, house.enter():
+            pass
+        assert refused.value.limit == "max_concurrent_requests"
+        assert refused.value.retry_after
+        assert house.requests == 2
+    with house.enter():
+        assert house.requests == 1
+
+
+def test_a_queue_full_to_its_limit_takes_no_token_more() -> None:
+    house = admission(max_queue_tokens=100)
+    with house.enter() as first, house.enter() as second:
+        first.queue(60)
+        with pytest.raises(ResourceExhausted, match="exceed 100") as refused:
+            second.queue(41)
+        assert refused.value.limit == "max_queue_tokens"
+        second.queue(40)
+        assert house.waiting_tokens == 100
+
+
+def test_an_empty_queue_takes_a_prompt_longer_than_the_queue() -> None:
+    house = admission(max_queue_tokens=100)
+    with house.enter() as place:
+        place.queue(500)
+        assert house.waiting_tokens == 500
+
+
+def test_a_computed_prompt_leaves_the_queue_once() -> None:
+    house = admission()
+    with house.enter() as place:
+        place.queue(60)
+        place.leave_queue()
+        place.leave_queue()
+        assert house.waiting_tokens == 0
+        assert house.requests == 1
+    assert (house.requests, house.waiting_tokens) == (0, 0)
+
+
+def test_a_call_that_fails_gives_its_place_and_tokens_back() -> None:
+    house = admission()
+    with pytest.raises(RuntimeError, match="boom"), house.enter() as place:
+        place.queue(60)
+        raise RuntimeError("boom")
+    assert (house.requests, house.waiting_tokens) == (0, 0)

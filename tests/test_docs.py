@@ -27,7 +27,7 @@ LINK = re.compile(r"\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 #: Flags of other programs, and those of TGI that README says do not exist here.
 FOREIGN = {
-    *("--master-shard-uds-path", "--tokenizer-name"),
+    *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
     *("--http2-prior-knowledge", "--protocol"),
     *("--waiting-served-ratio", "--max-waiting-tokens"),
     *("--quantize", "--num-shard", "--lora-adapters"),

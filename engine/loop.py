@@ -32,6 +32,7 @@ from tokenpod.engine.types import (
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step, Work
 from tokenpod.scheduler.sequence import Sequence
 
+
 _NAP_SECONDS = 0.01
 
 

@@ -281,9 +281,9 @@ class House:
         for op in settled.advanced:
             assert op in self.ops
             self.ops_done.append(op)
-            for started, chunk in zip(self.ops[op].start, self.ops[op].chunks, strict=True):
+            for started, end in zip(self.ops[op].start, self.ops[op].start_until, strict=True):
                 owed = self.sequences[started.sequence_ids[0]]
-                assert chunk or owed.ended or owed.tokens, "complete without its tokens"
+                assert end or owed.ended or owed.tokens, "complete without its tokens"
         assert len(set(self.ops_done)) == len(self.ops_done), "a router step completed twice"
 
     def _hear_token(self, owed: Owed, token: int, finish: FinishCode) -> None:

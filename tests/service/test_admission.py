@@ -65,7 +65,12 @@ def test_a_computed_prompt_leaves_the_queue_once() -> None:
 
 def test_a_call_that_fails_gives_its_place_and_tokens_back() -> None:
     house = admission()
-    with pytest.raises(RuntimeError, match="boom"), house.enter() as place:
-        place.queue(60)
-        raise RuntimeError("boom")
+
+    def fail() -> None:
+        with house.enter() as place:
+            place.queue(60)
+            raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        fail()
     assert (house.requests, house.waiting_tokens) == (0, 0)

@@ -252,7 +252,7 @@ async def test_nothing_is_asked_of_a_lost_engine() -> None:
 
 
 async def test_work_that_starts_after_a_pause_starts_the_clock_of_the_pulse() -> None:
-    async with linked() as (client, engine):
+    async with linked() as (client, _):
         before = client.last_step_at
         client.submit(request(0), Notes())
         began = client.last_step_at

@@ -1,0 +1,200 @@
+"""Too much load, and clients that leave, stall or come too late: what others notice of it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from harness import SERVING, ServerProcess, generate, serve, text_request
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+
+SLOTS = 1200
+#: Holds more than half of the slots for as long as it runs.
+HOLDER = {"max_new_tokens": 1000, "ignore_eos": True}
+#: Fits only once the holder is gone.
+NEXT = {"max_new_tokens": 900, "ignore_eos": True}
+SHORT = {"max_new_tokens": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[ServerProcess]:
+    """A server with slots for one long request, and places for three."""
+    with serve(
+        *("--max-batch-total-tokens", str(SLOTS)),
+        *("--max-concurrent-requests", "3", "--max-queue-tokens", "200"),
+    ) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def hold(stub: Any, **call: Any) -> Any:
+    """A stream that has begun and holds its slots."""
+    stream = stub.Generate(text_request("import os\n", stopping=HOLDER), timeout=120, **call)
+    assert next(stream).WhichOneof("event") == "started"
+    return stream
+
+
+def refusal(stub: Any, request: Any, **call: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as refused:
+        generate(stub, request, **call)
+    return refused.value
+
+
+def outcome(stub: Any, request: Any) -> grpc.StatusCode:
+    call = stub.Generate(request, timeout=20)
+    with contextlib.suppress(grpc.RpcError):
+        list(call)
+    return call.code()
+
+
+def assert_free(stub: Any) -> None:
+    """All slots and places are free: a request that needs most of them runs."""
+    deadline = time.monotonic() + 20
+    request = text_request("import os\n", stopping={"max_new_tokens": 1, "ignore_eos": True})
+    # A place is given back when the server hears of the end, which is soon, not at once.
+    while (code := outcome(stub, request)) is not grpc.StatusCode.OK:
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert time.monotonic() < deadline, "no place was given back"
+        time.sleep(0.02)
+    stream = stub.Generate(text_request("import os\n", stopping=NEXT), timeout=20)
+    assert next(stream).WhichOneof("event") == "started"
+    stream.cancel()
+
+
+def test_a_request_too_many_is_refused_at_once_while_probes_are_answered(
+    tight: ServerProcess,
+) -> None:
+    stub = tight.stub()
+    streams = [hold(stub)]
+    waiting = text_request("import sys\n", stopping=NEXT)
+    streams += [stub.Generate(waiting, timeout=120) for _ in range(2)]
+    for stream in streams[1:]:
+        stream.initial_metadata()
+    took = []
+    for _ in range(20):
+        began = time.monotonic()
+        error = refusal(stub, text_request("x", stopping=SHORT))
+        took.append(time.monotonic() - began)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "--max-concurrent-requests" in error.details()
+        assert int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]) > 0
+    assert sorted(took)[10] < 1.0
+    assert tight.health() == SERVING
+    assert tight.health("liveness") == SERVING
+    for stream in streams:
+        stream.cancel()
+    assert_free(stub)
+
+
+def test_a_prompt_that_overflows_the_queue_is_refused(tight: ServerProcess) -> None:
+    stub = tight.stub()
+    holder = hold(stub)
+    ids = pb.TokenIds(ids=[5] * 150)
+    waiting = stub.Generate(pb.GenerateRequest(token_ids=ids, stopping=NEXT), timeout=120)
+    waiting.initial_metadata()
+    time.sleep(0.1)
+    error = refusal(stub, pb.GenerateRequest(token_ids=ids, stopping=SHORT))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "--max-queue-tokens" in error.details()
+    holder.cancel()
+    waiting.cancel()
+    assert_free(stub)
+
+
+def test_a_cancel_frees_slots_and_place(tight: ServerProcess) -> None:
+    stub = tight.stub()
+    for _ in range(5):
+        hold(stub).cancel()
+        assert_free(stub)
+
+
+def test_a_deadline_in_the_stream_frees_slots_and_place(tight: ServerProcess) -> None:
+    stub = tight.stub()
+    with pytest.raises(grpc.RpcError) as ended:
+        for _ in stub.Generate(text_request("import os\n", stopping=HOLDER), timeout=0.3):
+            pass
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert_free(stub)
+
+
+_CLIENT = """
+import sys, time, grpc
+from tokenpod.protos.generate.v3 import generate_pb2 as pb, generate_pb2_grpc as rpc
+stub = rpc.TextGenerationServiceStub(grpc.insecure_channel(sys.argv[1]))
+stopping = pb.StoppingOptions(max_new_tokens=1000, ignore_eos=True)
+next(stub.Generate(pb.GenerateRequest(text="import os", stopping=stopping)))
+print("started", flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_client_that_is_killed_frees_slots_and_place(tight: ServerProcess) -> None:
+    command = [sys.executable, "-P", "-c", _CLIENT, tight.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "started\n"
+        client.send_signal(signal.SIGKILL)
+    assert_free(tight.stub())
+
+
+def test_a_deadline_that_passes_in_the_queue_costs_no_token(tight: ServerProcess) -> None:
+    stub = tight.stub()
+    holder = hold(stub)
+    stream = stub.Generate(text_request("import os\n", stopping=NEXT), timeout=0.2)
+    with pytest.raises(grpc.RpcError) as ended:
+        next(stream)
+    assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    holder.cancel()
+    assert_free(stub)
+
+
+def test_a_time_limit_that_passes_in_the_queue_ends_without_tokens(tight: ServerProcess) -> None:
+    stub = tight.stub()
+    holder = hold(stub)
+    request = text_request("import os\n", stopping={**NEXT, "time_limit_ms": 100})
+    (sample,) = generate(stub, request).samples
+    assert sample.token_ids == []
+    assert sample.finished.reason == pb.FINISH_TIME_LIMIT
+    holder.cancel()
+    assert_free(stub)
+
+
+@pytest.mark.parametrize(
+    ("priorities", "expected"), [((0, 5), [1, 0]), ((0, 0), [0, 1])], ids=["priority", "fcfs"]
+)
+def test_who_waits_goes_by_priority_and_then_in_order(
+    tight: ServerProcess, priorities: tuple[int, int], expected: list[int]
+) -> None:
+    stub = tight.stub()
+    holder = hold(stub)
+    order: list[int] = []
+
+    def begin(name: int, call: Any) -> None:
+        next(call)
+        order.append(name)
+        # Only one fits at a time: the other begins after this.
+        call.cancel()
+
+    threads = []
+    for name, priority in enumerate(priorities):
+        request = text_request("import os\n", stopping=NEXT, priority=priority)
+        call = stub.Generate(request, timeout=60)
+        call.initial_metadata()
+        threads.append(threading.Thread(target=begin, args=(name, call)))
+    time.sleep(0.1)
+    for thread in threads:
+        thread.start()
+    holder.cancel()
+    for thread in threads:
+        thread.join(60)
+    assert order == expected
+    assert_free(stub)

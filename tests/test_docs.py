@@ -1,0 +1,129 @@
+"""The documentation is true where a machine can tell: links, flags, code, the embedded example."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from tokenpod.service.cli import app
+from tokenpod.service.serve_flags import serve_app
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("", "benchmarks", "docs", "examples", "models", "tests")
+PAGES = sorted(
+    page
+    for folder in FOLDERS
+    for page in (ROOT / folder).glob("**/*.md" if folder else "*.md")
+    if "node_modules" not in page.parts
+)
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+LINK = re.compile(r"\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+#: Flags of other programs, and those of TGI that README says do not exist here.
+FOREIGN = {
+    *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
+    *("--http2-prior-knowledge", "--protocol"),
+    *("--waiting-served-ratio", "--max-waiting-tokens"),
+    *("--quantize", "--num-shard", "--lora-adapters"),
+}
+COMMANDS = {
+    **typer.main.get_command(app).commands,  # type: ignore[attr-defined]
+    "serve": typer.main.get_command(serve_app()),
+}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for name, body in FENCE.findall(page.read_text()) if name == language]
+
+
+def flags_of(command: str) -> set[str]:
+    parameters = COMMANDS[command].params
+    return {flag for p in parameters for flag in (*p.opts, *p.secondary_opts)}
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = FENCE.sub("", page.read_text())
+    found: set[str] = set()
+    for title in re.findall(r"^#+ +(.+)$", text, re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", title.strip().lower())
+        found.add(words.replace(" ", "-"))
+    return found
+
+
+def test_there_are_pages() -> None:
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= names
+    assert {"docs/architecture.md", "docs/contract.md", "docs/settings.md"} <= names
+
+
+@EVERY_PAGE
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            broken.append(target)
+    assert not broken
+
+
+@EVERY_PAGE
+def test_every_fence_is_closed(page: Path) -> None:
+    fences = re.findall(r"^```.*$", page.read_text(), re.MULTILINE)
+    assert len(fences) % 2 == 0
+    assert all(fence == "```" for fence in fences[1::2])
+
+
+@EVERY_PAGE
+def test_mermaid_pictures_begin_with_their_kind_and_close_their_boxes(page: Path) -> None:
+    for picture in blocks(page, "mermaid"):
+        lines = [line.strip() for line in picture.splitlines()]
+        assert re.match(r"flowchart (LR|TD)$|sequenceDiagram$", lines[0])
+        opened = sum(line.startswith(("subgraph ", "loop ")) for line in lines)
+        assert opened == lines.count("end")
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_python_blocks_compile(name: str) -> None:
+    for code in blocks(ROOT / name, "python"):
+        ast.parse(code)
+
+
+def test_commands_in_pages_exist_with_their_flags() -> None:
+    seen = 0
+    for page in PAGES:
+        for body in blocks(page, "sh") + blocks(page, "console"):
+            for line in body.splitlines():
+                if match := re.match(r"(?:\$ )?tokenpod (\w+)", line):
+                    seen += 1
+                    assert set(FLAG.findall(line)) <= flags_of(match[1]), line
+    assert seen
+
+
+def test_flags_named_in_readme_and_contract_exist() -> None:
+    known = set().union(*(flags_of(command) for command in COMMANDS))
+    for name in ("README.md", "docs/contract.md", "docs/architecture.md"):
+        assert set(FLAG.findall((ROOT / name).read_text())) - FOREIGN <= known, name
+    assert not FOREIGN & known
+
+
+def test_make_targets_named_in_contributing_exist() -> None:
+    named = set(re.findall(r"`make ([a-z]+)", (ROOT / "CONTRIBUTING.md").read_text()))
+    makefile = (ROOT / "Makefile").read_text()
+    assert named
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in named)
+
+
+def test_readme_shows_the_python_example_as_it_is() -> None:
+    assert blocks(ROOT / "README.md", "python") == [
+        (ROOT / "examples" / "python" / "generate.py").read_text()
+    ]

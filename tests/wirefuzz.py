@@ -34,7 +34,7 @@ EXTREMES: dict[int, Sequence[Any]] = {
         *(FLOAT_MAX, -FLOAT_MAX, math.nan, math.inf, -math.inf),
     ),
     F.TYPE_BOOL: (False, True),
-    F.TYPE_STRING: ("", "\0", "\n", "\U0010ffff", "é" * 300, "x" * 100_000),
+    F.TYPE_STRING: ("", "\0", "\n", "\U0010ffff", "é" * 130, "x" * 20_000),
     F.TYPE_BYTES: (b"", b"\xff" * 1000),
     F.TYPE_ENUM: (0, 1, 2, 99, -1, 2**31 - 1),
 }
@@ -155,7 +155,7 @@ def extremes(field: FieldDescriptor) -> Sequence[Any]:
         one_key = [{each: 1.0} for each in EXTREMES[key.type]]
         return [{}, *one_key, *({1: each} for each in EXTREMES[value.type])]
     if field.message_type is not None:
-        return ([], [{}], [{}] * 1000) if field.is_repeated else ({},)
+        return ([], [{}], [{}] * 300) if field.is_repeated else ({},)
     values = EXTREMES[field.type]
     if not field.is_repeated:
         return values

@@ -113,7 +113,7 @@ GARBAGE = {
     "a tag and no value": b"\x0a",
     "a length beyond the end": b"\x0a\xff\xff\xff\xff\x0f",
     "an endless varint": b"\x80" * 64,
-    "field number 0": b"\x00\x01",
+    "no such wire type": b"\x0f\x01",
     "a group that never ends": b"\x0b" * 200,
     "noise": bytes(range(255, 0, -1)),
 }
@@ -175,9 +175,9 @@ def test_a_bad_request_id_in_the_metadata_is_refused(stub: Any) -> None:
     )
 
 
-def test_a_deadline_in_ten_thousand_years_is_none(stub: Any) -> None:
+def test_a_deadline_in_sixty_years_is_none(stub: Any) -> None:
     request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 2})
-    assert generate(stub, request, timeout=3e11).samples[0].finished.reason == pb.FINISH_LENGTH
+    assert generate(stub, request, timeout=2e9).samples[0].finished.reason == pb.FINISH_LENGTH
 
 
 @pytest.mark.parametrize("value", [1e-45, 1e-30, 1e-6])

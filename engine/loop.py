@@ -33,6 +33,7 @@ from tokenpod.scheduler.scheduler import Scheduler, Settled, Step, Work
 from tokenpod.scheduler.sequence import Sequence
 
 _NAP_SECONDS = 0.01
+_PULSE_NS = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class EngineLoop:
     _steps: int = 0
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
+    _sent_at: int = 0
     _flying: _InFlight | None = None
     _ops: dict[int, _OpTimes] = field(default_factory=dict)
     #: Log probabilities of prompts under way, by sequence id.
@@ -154,9 +156,15 @@ class EngineLoop:
     # -- out -----------------------------------------------------------------------------------
 
     def _publish_events(self) -> None:
-        """What happened without a step: refusals, deadlines and time limits in the queue."""
+        """What happened without a step: refusals, deadlines and time limits in the queue.
+
+        A loop whose work waits for a router to let go of memory says so now and then: it is not
+        stuck, and a restart would not help.
+        """
         events = self.scheduler.drain_events()
-        if events.sequence_ids or events.failures or events.advanced:
+        waits = self._stuck and self.scheduler.busy
+        silent = waits and time.monotonic_ns() - self._sent_at > _PULSE_NS
+        if events.sequence_ids or events.failures or events.advanced or silent:
             self._publish(events)
 
     def _publish(
@@ -166,7 +174,7 @@ class EngineLoop:
         result: StepResult | None = None,
         advanced: list[Advanced] | None = None,
     ) -> None:
-        now = time.monotonic_ns()
+        now = self._sent_at = time.monotonic_ns()
         logprobs = [0.0] * len(settled.sequence_ids)
         tops: list[Top] = []
         if step is not None and result is not None:

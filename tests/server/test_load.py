@@ -198,3 +198,17 @@ def test_who_waits_goes_by_priority_and_then_in_order(
         thread.join(60)
     assert order == expected
     assert_free(stub)
+
+
+def test_waiting_for_a_router_to_let_go_is_not_being_stuck(tight: ServerProcess) -> None:
+    stub = tight.stub()
+    held = pb.Request(id=1, inputs="import os\n", stopping_parameters={"max_new_tokens": 1000})
+    stub.Prefill(pb.PrefillRequest(batch=pb.Batch(id=5, requests=[held], size=1)), timeout=60)
+    waiting = stub.Generate(text_request("import sys\n", stopping=NEXT), timeout=120)
+    # Longer than a silence that turns readiness off.
+    time.sleep(6.5)
+    assert tight.health() == SERVING
+    stub.ClearCache(pb.ClearCacheRequest(), timeout=60)
+    assert next(waiting).WhichOneof("event") == "started"
+    waiting.cancel()
+    assert_free(stub)

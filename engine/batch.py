@@ -11,6 +11,21 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class PagedRows:
+    """The rows of a step as kernels see them, on the device; B may count padding.
+
+    A padding row has context 0: nothing is read for it, and its output is zero.
+    """
+
+    #: [B] int32: each row's row of `row_table`.
+    b_row: torch.Tensor
+    #: [B + 1] int32 offsets into the tokens.
+    b_start: torch.Tensor
+    #: [B] int32: tokens of KV per row after this step, these tokens included.
+    b_context: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """T tokens of B rows, ragged: row b owns tokens `b_start[b]` to `b_start[b + 1]`.
 
@@ -39,6 +54,8 @@ class ForwardBatch:
     single_rows: int
     #: [n] int64: the tokens whose logits are wanted.
     logit_index: torch.Tensor
+    #: Where kernels gather by pointer; None on a CPU, which reads `b_runs`.
+    paged: PagedRows | None = None
 
     @property
     def tokens(self) -> int:

@@ -172,8 +172,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     config, clock = config_of(options.shape), Clock()
     weights = random_weights(config)
-    model = Decoder(config, dict(weights), operations_for(CPU))
-    watched = Decoder(config, weights, clock.operations(operations_for(CPU)))
+    model = Decoder(config, dict(weights), operations_for(CPU, torch.float32))
+    watched = Decoder(config, weights, clock.operations(operations_for(CPU, torch.float32)))
     cases = cases_of(config, model, options)
     pool = KVPool(
         layers=config.layers,

@@ -72,7 +72,7 @@ class AddRmsNorm(Protocol):
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """Add x [T, n] to residual [T, n] in place; return the norm of the sum."""
+        """Add x [T, n] to residual [T, n] in place; return the norm of the sum. May change `x`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Attention over views of runs equals attention as its definition says."""
+"""Attention over runs equals attention as its definition says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.kernels import cpu, reference
+from tokenpod.kernels import compiled, cpu, reference
 
 SLOTS = 700
 
@@ -41,10 +41,12 @@ def agree(batch, window, heads, kv_heads, head_dim, draw, dtype=torch.float32):
     unused = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, used, False)
     keys[unused] = values[unused] = float("nan")
     expected = reference.attention(q, keys, values, reference.plan_attention(batch, window))
-    got = cpu.attention(q, keys, values, cpu.plan_attention(batch, window))
-    assert got.shape == (batch.tokens, heads * head_dim)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
+    implementations = [cpu, compiled.OPERATIONS] if dtype == torch.float32 else [cpu]
+    for ops in implementations:
+        got = ops.attention(q, keys, values, ops.plan_attention(batch, window))
+        assert got.shape == (batch.tokens, heads * head_dim)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 12, 100])

@@ -89,7 +89,7 @@ class DeviceSampler:
         rows: int,
         vocab_size: int,
         device: torch.device,
-        most_edits: int = 1024,
+        most_edits: int = 4096,
         tiles: Tiles | None = None,
     ) -> None:
         assert vocab_size <= 1 << 18, f"a vocabulary of {vocab_size}; at most {1 << 18} are handled"

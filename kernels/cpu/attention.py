@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.engine.batch import ForwardBatch, Run
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 
 #: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask) -> (output like q, logarithms
 #: of the softmax's sums [N, H, n] float32). Causal means that query i sees keys 0 to i.
@@ -66,9 +67,19 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
 
 
 def attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> torch.Tensor:
-    """See `ops.Attention`."""
+    """See `ops.Attention`; no options yet.
+
+    Raises:
+        NotImplementedError: `options` ask for anything.
+    """
+    if options != NO_OPTIONS:
+        raise NotImplementedError(f"attention on a CPU has no options, and was asked for {options}")
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)

@@ -19,14 +19,24 @@ from tokenpod.kernels.triton.attention_extend import (
     list_tiles,
     queries_per_tile,
 )
-from tokenpod.kernels.triton.attention_tiles import DECODE_TILES, EXTEND_TILES, key_bytes
+from tokenpod.kernels.triton.attention_tiles import HOPPER, tiles_for
 
 #: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
 LARGEST_HEAD_DIM = 256
 LARGEST_GROUP = 16
 
-#: Programs are spread over this many multiprocessors where there is no GPU to ask (interpreted).
-INTERPRETED_PROCESSORS = 8
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What kernels are shaped by."""
+
+    processors: int
+    #: Compute capability.
+    capability: tuple[int, int]
+
+
+#: Where there is no GPU to ask: kernels are interpreted.
+INTERPRETED = Device(processors=8, capability=HOPPER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +88,12 @@ def attention(
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     _check_heads(heads, kv_heads, head_dim)
-    size = key_bytes(head_dim, q.dtype)
+    device = _describe(q.device)
+    shape = tiles_for(head_dim, q.dtype, device.capability)
     batch = plan.batch
     out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
     if batch.single_rows:
-        tile = DECODE_TILES[size]
-        splits = choose_splits(batch.single_rows, kv_heads, _processors(q.device), tile)
+        splits = choose_splits(batch.single_rows, kv_heads, device.processors, shape.decode)
         decode(
             q,
             keys,
@@ -93,14 +103,13 @@ def attention(
             plan.paged,
             batch.single_rows,
             plan.window,
-            tile,
+            shape.decode,
             splits,
             options,
         )
     if batch.rows > batch.single_rows:
-        shape = EXTEND_TILES[size]
-        tiles = plan.tiles(queries_per_tile(heads, kv_heads, shape))
-        extend(q, keys, values, out, batch.row_table, tiles, plan.window, shape, options)
+        tiles = plan.tiles(queries_per_tile(heads, kv_heads, shape.extend))
+        extend(q, keys, values, out, batch.row_table, tiles, plan.window, shape.extend, options)
     return out
 
 
@@ -113,7 +122,8 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
         )
 
 
-def _processors(device: torch.device) -> int:
+def _describe(device: torch.device) -> Device:
     if device.type == "cpu":
-        return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return INTERPRETED
+    found = torch.cuda.get_device_properties(device)
+    return Device(found.multi_processor_count, (found.major, found.minor))

@@ -205,13 +205,13 @@ def _attend(
         following = at + BLOCK + offsets
         slots = tl.load(table + following, mask=following < end, other=0).to(tl.int64)
 
-        products = tl.dot(query, tl.trans(key), input_precision="ieee")
+        products = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         distance = (context - 1 - at - offsets)[None, :]
         logits = logits_of(products, scale, softcap, slopes, distance, SOFTCAP, ALIBI)
         logits = tl.where(seen[None, :], logits, float("-inf"))
         weights, most, total, shrink = add_block(logits, factor, most, total, False)
         result = tl.dot(
-            weights.to(value.dtype), value, result * shrink[:, None], input_precision="ieee"
+            weights.to(value.dtype), value, result * shrink[:, None], input_precision="tf32x3"
         )
 
     # Not a number stays one: only a sum of nothing is replaced.

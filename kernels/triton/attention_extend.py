@@ -258,6 +258,8 @@ def _attend(
         first = tl.maximum(position - window + 1, 0)
         inner = first + tl.cdiv(tl.maximum(end - window - first, 0), BLOCK_N) * BLOCK_N
     diagonal = inner + tl.maximum(position + 1 - inner, 0) // BLOCK_N * BLOCK_N
+    # Slots are read a block ahead: addresses are known when keys and values are to be fetched.
+    slots = _slots(row_table, table_stride, source, first, end, BLOCK_N, CONTIGUOUS)
     for stage in tl.static_range(3):
         if stage == 0:
             low, high = first, tl.minimum(inner, end)
@@ -267,8 +269,8 @@ def _attend(
             low, high = diagonal, end
         if WINDOWED or stage > 0:
             for at in tl.range(low, high, BLOCK_N):
-                most, total, result = _add_keys(
-                    most, total, result, query, at, end, asked, slopes,
+                most, total, result, slots = _add_keys(
+                    most, total, result, slots, query, at, end, asked, slopes,
                     keys, values, row_table, source, kv_head,
                     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
                     table_stride, scale, softcap, window,
@@ -286,10 +288,24 @@ def _attend(
 
 
 @triton.jit
+def _slots(
+    row_table, table_stride, source, at, end, BLOCK_N: tl.constexpr, CONTIGUOUS: tl.constexpr
+):
+    """[BLOCK_N] int64: where the keys at positions [at, at + BLOCK_N) lie."""
+    seen = at + tl.arange(0, BLOCK_N)
+    if CONTIGUOUS:
+        return (source + seen).to(tl.int64)
+    else:
+        table = row_table + source.to(tl.int64) * table_stride
+        return tl.load(table + seen, mask=seen < end, other=0).to(tl.int64)
+
+
+@triton.jit
 def _add_keys(
     most,
     total,
     result,
+    slots,
     query,
     at,
     end,
@@ -318,7 +334,10 @@ def _add_keys(
     ALIBI: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Take the keys at positions [at, at + BLOCK_N) into the softmax and the result."""
+    """Take the keys at positions [at, at + BLOCK_N) into the softmax and the result.
+
+    `slots` are those of these positions, and returned for the next block's.
+    """
     seen = at + tl.arange(0, BLOCK_N)
     if DESCRIBED:
         key = keys.load([source + at, kv_head * HEAD_DIM])
@@ -328,11 +347,6 @@ def _add_keys(
             value = tl.where((seen < end)[:, None], value, 0.0)
     else:
         is_key = (seen < end)[:, None]
-        if CONTIGUOUS:
-            slots = (source + seen).to(tl.int64)
-        else:
-            table = row_table + source.to(tl.int64) * table_stride
-            slots = tl.load(table + seen, mask=seen < end, other=0).to(tl.int64)
         dims = tl.arange(0, DIM)
         from_keys = (
             keys + kv_head * key_head_stride + slots[:, None] * key_slot_stride + dims[None, :]
@@ -350,8 +364,10 @@ def _add_keys(
         else:
             key = tl.load(from_keys)
             value = tl.load(from_values)
+    if not DESCRIBED:
+        slots = _slots(row_table, table_stride, source, at + BLOCK_N, end, BLOCK_N, CONTIGUOUS)
 
-    products = tl.dot(query, tl.trans(key), input_precision="ieee")
+    products = tl.dot(query, tl.trans(key), input_precision="tf32x3")
     distance = asked[:, None] - seen[None, :]
     logits = logits_of(products, scale, softcap, slopes, distance, SOFTCAP, ALIBI)
     if MASKED:
@@ -362,6 +378,6 @@ def _add_keys(
     factor = base2_factor(scale, SOFTCAP, ALIBI)
     weights, most, total, shrink = add_block(logits, factor, most, total, WINDOWED and MASKED)
     result = tl.dot(
-        weights.to(value.dtype), value, result * shrink[:, None], input_precision="ieee"
+        weights.to(value.dtype), value, result * shrink[:, None], input_precision="tf32x3"
     )
-    return most, total, result
+    return most, total, result, slots

@@ -32,23 +32,41 @@ class ExtendTile:
     stages: int
 
 
-#: By bytes of one key (head size, padded to a power of two, times the bytes of a number).
-DECODE_TILES = {
-    128: DecodeTile(block=128, warps=4, stages=4, programs=4),
-    256: DecodeTile(block=64, warps=4, stages=4, programs=4),
-    512: DecodeTile(block=64, warps=4, stages=3, programs=2),
-    1024: DecodeTile(block=32, warps=4, stages=2, programs=2),
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What one size of heads and numbers gets."""
+
+    decode: DecodeTile
+    extend: ExtendTile
+
+
+#: By head size, padded to a power of two, and bytes of a number.
+TILES = {
+    (64, 2): Tiles(DecodeTile(128, 4, 4, 4), ExtendTile(128, 128, 8, 2)),
+    (128, 2): Tiles(DecodeTile(64, 4, 4, 4), ExtendTile(128, 128, 8, 2)),
+    (256, 2): Tiles(DecodeTile(64, 4, 3, 2), ExtendTile(128, 64, 8, 2)),
+    # For tests: three products of TF32 make one of float32.
+    (64, 4): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(32, 32, 4, 2)),
+    (128, 4): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(32, 32, 4, 2)),
+    (256, 4): Tiles(DecodeTile(32, 4, 2, 2), ExtendTile(32, 16, 4, 2)),
 }
 
-EXTEND_TILES = {
-    128: ExtendTile(block_m=128, block_n=64, warps=8, stages=3),
-    256: ExtendTile(block_m=128, block_n=64, warps=8, stages=3),
-    512: ExtendTile(block_m=64, block_n=32, warps=4, stages=2),
-    1024: ExtendTile(block_m=32, block_n=32, warps=4, stages=2),
+#: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory to a
+#: program); compute capability 8.0 has 163 KB, and gets these too.
+SMALL_TILES = {
+    (64, 2): Tiles(DecodeTile(128, 4, 3, 4), ExtendTile(128, 64, 8, 2)),
+    (128, 2): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(128, 32, 8, 2)),
+    (256, 2): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(64, 32, 4, 2)),
+    (64, 4): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(32, 32, 4, 2)),
+    (128, 4): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(32, 32, 4, 2)),
+    (256, 4): Tiles(DecodeTile(16, 4, 2, 2), ExtendTile(16, 16, 4, 2)),
 }
 
+#: Compute capability from which `TILES` fit.
+HOPPER = (9, 0)
 
-def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """The tables' key: what one key or value of a head occupies in a tile."""
-    padded = max(64, 1 << (head_dim - 1).bit_length())
-    return padded * dtype.itemsize
+
+def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """The tiles for heads of up to 256 numbers of 2 or 4 bytes."""
+    table = TILES if HOPPER <= capability < (12, 0) else SMALL_TILES
+    return table[max(64, 1 << (head_dim - 1).bit_length()), dtype.itemsize]

@@ -114,6 +114,21 @@ class StoreKeyValue(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What some families add to a layer's attention; each is off by default."""
+
+    #: Logits x become softcap · tanh(x / softcap), before ALiBi (Gemma 2).
+    softcap: float | None = None
+    #: [H] float32: logits fall by slope · distance (Press et al. 2021).
+    alibi_slopes: torch.Tensor | None = None
+    #: [H] float32: a logit per head that takes its share of the softmax and has no value (gpt-oss).
+    sinks: torch.Tensor | None = None
+
+
+NO_OPTIONS = AttentionOptions()
+
+
 class PlanAttention(Protocol):
     """What all layers of a step with the same window share."""
 
@@ -126,7 +141,12 @@ class Attention(Protocol):
     """Causal softmax(q · kᵀ / sqrt(D)) · v over the KV that each row's runs name."""
 
     def __call__(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions = NO_OPTIONS,
     ) -> torch.Tensor:
         """Q [T, H, D], keys and values [slots + 1, K, D] -> [T, H · D].
 

@@ -28,8 +28,10 @@ from tokenpod.kernels.cpu.attention import (
     Extend,
     attend_extends,
     plan_extends,
+    refuse_options,
     visible_runs,
 )
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 
 #: Positions whose scores are made before their values are read.
 BLOCK = 64
@@ -65,9 +67,18 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
 
 
 def attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> torch.Tensor:
-    """See `ops.Attention`."""
+    """See `ops.Attention`; no options yet.
+
+    Raises:
+        NotImplementedError: `options` ask for anything.
+    """
+    refuse_options(options)
     tokens, heads, head_dim = q.shape
     slots, kv_heads, _ = keys.shape
     out = torch.empty((tokens, heads, head_dim))

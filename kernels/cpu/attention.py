@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.engine.batch import ForwardBatch, Run
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 
 #: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask) -> (output like q, logarithms
 #: of the softmax's sums [N, H, n] float32). Causal means that query i sees keys 0 to i.
@@ -74,14 +75,29 @@ def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None
 
 
 def attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> torch.Tensor:
-    """See `ops.Attention`."""
+    """See `ops.Attention`; no options yet.
+
+    Raises:
+        NotImplementedError: `options` ask for anything.
+    """
+    refuse_options(options)
     out = torch.empty_like(q)
     if plan.singles:
         _attend_singles(plan.singles, _grouped(q, keys), keys, values, _grouped(out, keys))
     attend_extends(plan.extends, q, keys, values, out)
     return out.flatten(1)
+
+
+def refuse_options(options: AttentionOptions) -> None:
+    """No model for a CPU needs them yet."""
+    if options != NO_OPTIONS:
+        raise NotImplementedError(f"attention on a CPU has no options, and was asked for {options}")
 
 
 def attend_extends(

@@ -1,4 +1,4 @@
-"""Products with a weight, the way chosen by the number of tokens: known when a graph is captured."""
+"""Products with a weight, made the way that suits the number of tokens."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import activated
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def multiply_add(
     x,
     weight,
@@ -100,7 +100,7 @@ def multiply_add(
     _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def matrix(
     x,
     weight,

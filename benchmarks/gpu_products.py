@@ -123,6 +123,7 @@ MORE_ROWS = [
     matrix(64, 128, 4, 6),
     matrix(64, 256, 4, 3),
     matrix(128, 64, 4, 5),
+    matrix(128, 128, 4, 3),
     matrix(128, 128, 8, 3),
 ]
 
@@ -295,14 +296,15 @@ def find_tiles(model: Model, broken: set[Job], log: list[dict[str, Any]]) -> dic
                     timed[tile] = time_product(model, shape, rows, tile)
             ranked = sorted(timed, key=timed.__getitem__)
             log += [{"shape": shape.name, "us": timed[t] * 1e6, **entry(rows, t)} for t in ranked]
-            for tile in dict.fromkeys([*ranked[: 3 if rows == 1 else 1], LIBRARY]):
+            shown = [*ranked[: 3 if rows == 1 else 1], LIBRARY]
+            for tile in dict.fromkeys(tile for tile in shown if tile in timed):
                 rate = shape.bytes / timed[tile]
                 print(
                     f"{shape.name:8s} {rows:3d} rows {timed[tile] * 1e6:8.2f} us "
                     f"{rate / 1e12:5.2f} TB/s {rate / READ_RATE:4.0%}  {brief(tile)}",
                     flush=True,
                 )
-            best_by_rows.append(entry(rows, ranked[0]))
+            best_by_rows += [entry(rows, tile) for tile in ranked[:1]]
         shapes.append({"n": shape.n, "k": shape.k, "tiles": best_by_rows})
     return {"shapes": shapes}
 
@@ -329,31 +331,30 @@ def reporting(what: str) -> Iterator[None]:
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def library_only(model: Model) -> Step:
-    """The library's products and nothing else, the batch-1 figure that others quote."""
-
-    def step(residual: torch.Tensor) -> torch.Tensor:
-        up = residual.new_empty(len(residual), INTERMEDIATE)
-        for qkv, output, gate_up, down in layers(model):
-            attended = functional.linear(residual, qkv)[:, :HIDDEN]
-            functional.linear(attended, output)
-            functional.linear(residual, gate_up)
-            functional.linear(up, down)
-        return functional.linear(residual, model.weights["head"][0])
-
-    return step
-
-
 def layers(model: Model) -> list[tuple[torch.Tensor, ...]]:
     names = ("qkv", "output", "gate_up", "down")
     return list(zip(*(model.weights[name] for name in names), strict=True))
 
 
-def decode_step(model: Model, tiles: Tiles | None, composed: bool = False) -> Step:
-    """All of a step but rotation and attention.
+def library_only(model: Model) -> Step:
+    """The library's products and nothing else: the figure to compare others' with."""
 
-    A part of the first product stands in for what attention returns. `composed` makes norm and gate
-    kernels of their own.
+    def step(residual: torch.Tensor) -> torch.Tensor:
+        gated = residual.new_empty(len(residual), INTERMEDIATE)
+        for qkv, output, gate_up, down in layers(model):
+            functional.linear(residual, qkv)
+            functional.linear(residual, output)
+            functional.linear(residual, gate_up)
+            functional.linear(gated, down)
+        return functional.linear(residual, model.weights["head"][0])
+
+    return step
+
+
+def decode_step(model: Model, rows: int, tiles: Tiles | None, composed: bool = False) -> Step:
+    """All of a step but attention: queries stand in for what it returns.
+
+    `composed` makes norm and gate kernels of their own.
     """
 
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -379,10 +380,15 @@ def decode_step(model: Model, tiles: Tiles | None, composed: bool = False) -> St
         for qkv, output, gate_up, down in layers(model)
     ]
     head = prepare(model.weights["head"][0], None)
+    pool = draw(2, rows, KV_HEADS, HEAD_DIM)
+    slots = torch.arange(rows, device="cuda")
+    frequencies = 5e5 ** -(torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
 
     def step(residual: torch.Tensor) -> torch.Tensor:
+        rotation = rotary.rotate(slots, frequencies, 1.0, torch.bfloat16)
         for qkv, output, gate_up, down in made:
-            output(qkv(residual)[:, :HIDDEN], residual)
+            q = rotary.store_key_value(qkv(residual), rotation, None, pool[0], pool[1], slots)
+            output(q.flatten(1), residual)
             down(gate_up(residual), residual)
         return head(pointwise.rms_norm(residual, *model.norm))
 
@@ -407,10 +413,10 @@ def time_steps(model: Model, found: Tiles) -> None:
         start = draw(rows, HIDDEN)
         ways: dict[str, tuple[Step, bool]] = {
             "library, products only": (library_only(model), False),
-            "library + our norm, gate": (decode_step(model, only(LIBRARY)), False),
-            "best tiles, composed": (decode_step(model, found, composed=True), False),
-            "best tiles, fused": (decode_step(model, found), False),
-            "best tiles, fused, overlapping": (decode_step(model, found), True),
+            "library + our other kernels": (decode_step(model, rows, only(LIBRARY)), False),
+            "best tiles, composed": (decode_step(model, rows, found, composed=True), False),
+            "best tiles, fused": (decode_step(model, rows, found), False),
+            "best tiles, fused, overlapping": (decode_step(model, rows, found), True),
         }
         outcomes: dict[str, torch.Tensor] = {}
         for name, (step, overlapping) in ways.items():
@@ -419,7 +425,7 @@ def time_steps(model: Model, found: Tiles) -> None:
                 outcomes[name] = logits.double()
                 print(f"{rows:3d} rows {taken * 1e3:7.3f} ms {limit / taken:4.0%}  {name}")
         with reporting(f"comparison, {rows} rows"):
-            fused, expected = outcomes["best tiles, fused"], outcomes["library + our norm, gate"]
+            fused, expected = outcomes["best tiles, fused"], outcomes["library + our other kernels"]
             same = torch.equal(fused, outcomes["best tiles, fused, overlapping"])
             print(
                 f"{'':8s} fused against library {distance(fused, expected):.1e}; "
@@ -538,7 +544,9 @@ def main() -> int:
         model = make_model()
         log: list[dict[str, Any]] = []
         table = find_tiles(model, broken, log)
-        table["otherwise"] = [entry(rows, tile) for rows, tile in measured().otherwise]
+        capability = torch.cuda.get_device_capability()
+        otherwise = [entry(rows, tile) for rows, tile in measured(capability).otherwise]
+        table = {"capability": capability, **table, "otherwise": otherwise}
         if options.log:
             options.log.write_text(json.dumps(log))
         if options.save:

@@ -33,11 +33,16 @@ class LaunchOptions(TypedDict, total=False):
 
 
 @cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """What generation of GPU this is; None where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
 def launch_options(device: torch.device) -> LaunchOptions:
     """Overlapping where the device can; facts of a device don't change."""
-    if device.type == "cuda":
-        return options(torch.cuda.get_device_capability(device) >= OVERLAPPING_CAPABILITY)
-    return options(False)
+    generation = capability(device)
+    return options(generation is not None and generation >= OVERLAPPING_CAPABILITY)
 
 
 def options(overlap: bool) -> LaunchOptions:

@@ -7,7 +7,7 @@ import triton
 from torch.nn import functional
 
 from tokenpod.kernels.ops import Activation, AddLinear, Linear, RowNorm
-from tokenpod.kernels.triton.launch import launch_options
+from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
 from tokenpod.kernels.triton.product_kernels import matrix, multiply_add
 from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
@@ -20,7 +20,7 @@ def prepare_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> Linear:
     """See `ops.PrepareLinear`; `tiles` None means those measured."""
-    table, (n, k) = tiles or measured(), weight.shape
+    table, (n, k) = _table_for(weight, tiles), weight.shape
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
@@ -41,7 +41,7 @@ def prepare_norm_linear(
     tiles: Tiles | None = None,
 ) -> Linear:
     """See `ops.PrepareNormLinear`: one kernel for a handful of tokens."""
-    table, (n, k) = tiles or measured(), weight.shape
+    table, (n, k) = _table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
 
     def normed_product(x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def prepare_add_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> AddLinear:
     """See `ops.PrepareAddLinear`: the sum is made where the product ends."""
-    table, (n, k) = tiles or measured(), weight.shape
+    table, (n, k) = _table_for(weight, tiles), weight.shape
     transposed = weight.t()
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -76,6 +76,13 @@ def prepare_add_linear(
             residual += functional.linear(x, weight, bias)
 
     return add_product
+
+
+def _table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
+    """Also makes sure that kernels may walk along the weight's rows."""
+    if not weight.is_contiguous():
+        raise ValueError(f"a weight [{len(weight)}, {weight.shape[1]}] is not contiguous")
+    return tiles or measured(capability(weight.device))
 
 
 def multiply(
@@ -96,7 +103,8 @@ def multiply(
     """
     tokens, n = y.shape
     k = weight.shape[1]
-    block_n = min(tile.block_n, triton.next_power_of_2(n))
+    least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
+    block_n = max(least, tile.block_n if activation is None else tile.block_n // 2)
     block_k = tile.block_k
     common = {
         "BIAS": bias is not None,
@@ -143,6 +151,6 @@ def multiply(
             tokens,
             n,
             k,
-            BLOCK_T=max(block_t, LEAST_MATRIX_ROWS),
+            BLOCK_T=max(block_t, least),
             **common,
         )

@@ -26,7 +26,7 @@ class Tile:
     """How one program of a product works."""
 
     kind: Kind
-    #: Rows of the weight that a program owns.
+    #: Rows of the weight that a program owns: half of them gates where there are gates.
     block_n: int = 0
     #: Their elements that it reads at a time.
     block_k: int = 0
@@ -58,9 +58,14 @@ class Tiles:
 
 
 @cache
-def measured() -> Tiles:
-    """The table in tiles.json, a file of this package."""
-    return parse(json.loads(files(__package__).joinpath("tiles.json").read_text()))
+def measured(capability: tuple[int, int] | None) -> Tiles:
+    """The table in tiles.json, a file of this package.
+
+    Shapes were measured on one generation of GPUs. Their tiles may ask for more memory than others
+    have, so those get the rules by rows alone, which fit everywhere.
+    """
+    table = json.loads(files(__package__).joinpath("tiles.json").read_text())
+    return parse(table if capability == tuple(table["capability"]) else {**table, "shapes": []})
 
 
 def parse(table: dict[str, Any]) -> Tiles:

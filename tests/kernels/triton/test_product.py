@@ -129,6 +129,12 @@ def test_a_token_does_not_depend_on_its_neighbours(tiles, case):
     assert torch.equal(got[[0, 1, 3]], expected[[0, 1, 3]])
 
 
+def test_a_weight_whose_rows_are_not_one_after_another_is_refused(draw, device):
+    weight = draw(8, 6).to(device).t()
+    with pytest.raises(ValueError, match=r"\[6, 8\] is not contiguous"):
+        product.prepare_linear(weight, None)
+
+
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1000, 896), (37, 4864)]
 
 

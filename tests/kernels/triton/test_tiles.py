@@ -31,6 +31,13 @@ def test_a_kernel_nobody_wrote_is_refused():
         parse({"shapes": [], "otherwise": [{"rows": 1, "kind": "cublas"}]})
 
 
-def test_the_package_carries_a_table():
-    assert measured().choose(6144, 4096, 4096) == LIBRARY
-    assert measured().choose(6144, 4096, 1).kind is not Kind.LIBRARY
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9), None], ids=str)
+def test_the_package_carries_a_table(capability):
+    tiles = measured(capability)
+    assert tiles.choose(6144, 4096, 4096) == LIBRARY
+    assert tiles.choose(6144, 4096, 1).kind is not Kind.LIBRARY
+
+
+def test_what_was_measured_on_one_generation_is_not_used_on_another():
+    assert measured((8, 9)).by_shape == {}
+    assert measured((8, 9)).otherwise == measured((9, 0)).otherwise

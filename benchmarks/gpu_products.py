@@ -101,18 +101,20 @@ ONE_ROW = [
     multiply_add(4, 2048, 8),
     multiply_add(4, 512, 2),
     multiply_add(8, 512, 2),
+    multiply_add(2, 4096, 8, ahead=0),
+    multiply_add(4, 1024, 4, stages=3),
     multiply_add(4, 1024, 4, stages=4),
     multiply_add(8, 1024, 4, stages=3),
+    multiply_add(4, 2048, 8, stages=3),
+    multiply_add(8, 512, 2, stages=4),
     multiply_add(4, 1024, 4, ahead=0),
     multiply_add(4, 1024, 4, ahead=8192),
-    multiply_add(2, 1024, 4, ahead=8192),
 ]
 FEW_ROWS = [
     multiply_add(1, 1024, 4),
     multiply_add(2, 1024, 4),
-    multiply_add(4, 1024, 4),
-    multiply_add(2, 512, 2),
     multiply_add(4, 512, 2),
+    multiply_add(2, 512, 2, stages=4),
     multiply_add(2, 1024, 4, stages=4),
 ]
 MORE_ROWS = [

@@ -9,8 +9,9 @@ residual.
 The norm costs no pass of its own: x·w / rms(x) is linear in 1 / rms(x), so the sum of squares grows
 along with the product and divides it in the end.
 
-A weight does not depend on the kernel before: AHEAD bytes of every row are asked into the L2
-cache before waiting for that kernel (`launch`), so memory is busy while it drains.
+A weight does not depend on the kernel before. So its first tile is loaded (`multiply_add`), and
+AHEAD bytes more of every row are asked into the L2 cache, before waiting for that kernel
+(`launch`): memory is busy while it drains.
 """
 
 from __future__ import annotations
@@ -50,34 +51,42 @@ def multiply_add(
     """Y [tokens, n] = x [tokens, k] · weightᵀ; with ACTIVATION the weight is [2n, k], gates first.
 
     A product of each element is summed where it was made and across threads only once: a tile
-    that spans all threads along k keeps the loop free of exchanges.
+    that spans all threads along k keeps the loop free of exchanges. The first tile of the weight is
+    on its way before the input is there.
     """
+    # Axes: token, row, k. Everything is loaded with all three, so that nothing changes its layout.
+    GATED: tl.constexpr = ACTIVATION != "none"
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)
-    start_of_row = weight + own.to(tl.int64) * k
-    start_of_up = weight + (own + n).to(tl.int64) * k
-    GATED: tl.constexpr = ACTIVATION != "none"
-    _ask_ahead(start_of_row, k, AHEAD)
-    if GATED:
-        _ask_ahead(start_of_up, k, AHEAD)
-    await_inputs(OVERLAP)
-
-    # Axes: token, row, k. Everything is loaded with all three, so that nothing changes its layout.
+    start_of_row = weight + own.to(tl.int64)[None, :, None] * k
+    start_of_up = weight + (own + n).to(tl.int64)[None, :, None] * k
+    i = tl.arange(0, BLOCK_K)[None, None, :]
     token = tl.arange(0, BLOCK_T)[:, None, None]
-    start_of_row = start_of_row[None, :, None]
-    start_of_up = start_of_up[None, :, None]
+    at_x = x + token * x_stride
     sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K), tl.float32)
     up_sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K) if GATED else (1, 1, 1), tl.float32)
     squares = tl.zeros((BLOCK_T, 1, BLOCK_K) if NORM else (1, 1, 1), tl.float32)
-    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-        i = start + tl.arange(0, BLOCK_K)[None, None, :]
-        w = _weight_tile(start_of_row + i, i < k, EVEN)
+
+    w = _weight_tile(start_of_row + i, i < k, EVEN)
+    up = _weight_tile(start_of_up + i, i < k, EVEN) if GATED else w
+    _ask_ahead(start_of_row, BLOCK_K, k, AHEAD)
+    if GATED:
+        _ask_ahead(start_of_up, BLOCK_K, k, AHEAD)
+    await_inputs(OVERLAP)
+    v, squares = _input_tile(
+        at_x, norm_weight, i, token < tokens, k, squares, NORM, EVEN, BLOCK_T == 1
+    )
+    sums += v * w.to(tl.float32)
+    if GATED:
+        up_sums += v * up.to(tl.float32)
+    for start in tl.range(BLOCK_K, k, BLOCK_K, num_stages=STAGES):
+        at = start + i
+        w = _weight_tile(start_of_row + at, at < k, EVEN)
         if GATED:
-            up = _weight_tile(start_of_up + i, i < k, EVEN)
-        v = _input_tile(x + token * x_stride + i, (token < tokens) & (i < k), EVEN & (BLOCK_T == 1))
-        if NORM:
-            squares += v * v
-            v *= _input_tile(norm_weight + i, i < k, EVEN)
+            up = _weight_tile(start_of_up + at, at < k, EVEN)
+        v, squares = _input_tile(
+            at_x, norm_weight, at, token < tokens, k, squares, NORM, EVEN, BLOCK_T == 1
+        )
         sums += v * w.to(tl.float32)
         if GATED:
             up_sums += v * up.to(tl.float32)
@@ -128,9 +137,9 @@ def matrix(
     start_of_row = weight + own.to(tl.int64) * k
     start_of_up = weight + (own + n).to(tl.int64) * k
     GATED: tl.constexpr = ACTIVATION != "none"
-    _ask_ahead(start_of_row, k, AHEAD)
+    _ask_ahead(start_of_row, 0, k, AHEAD)
     if GATED:
-        _ask_ahead(start_of_up, k, AHEAD)
+        _ask_ahead(start_of_up, 0, k, AHEAD)
     await_inputs(OVERLAP)
 
     token = tl.arange(0, BLOCK_T)
@@ -168,13 +177,29 @@ def _weight_tile(at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _input_tile(at, inside, EVEN: tl.constexpr):
-    """Float32, and zero outside."""
-    if EVEN:
-        tile = tl.load(at)
+def _input_tile(
+    at_x,
+    norm_weight,
+    i,
+    is_token,
+    k,
+    squares,
+    NORM: tl.constexpr,
+    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Elements i of the input, float32, times the norm's weight; its squares are added up."""
+    if EVEN and FULL:
+        v = tl.load(at_x + i).to(tl.float32)
     else:
-        tile = tl.load(at, mask=inside, other=0.0)
-    return tile.to(tl.float32)
+        v = tl.load(at_x + i, mask=is_token & (i < k), other=0.0).to(tl.float32)
+    if NORM:
+        squares += v * v
+        if EVEN:
+            v *= tl.load(norm_weight + i).to(tl.float32)
+        else:
+            v *= tl.load(norm_weight + i, mask=i < k, other=0.0).to(tl.float32)
+    return v, squares
 
 
 @triton.jit
@@ -187,17 +212,17 @@ def _write(at, out, inside, ADD: tl.constexpr):
 
 
 @triton.jit
-def _ask_ahead(start_of_row, k, AHEAD: tl.constexpr):
-    """Ask the first AHEAD bytes of every row into the L2 cache, one request a cache line."""
+def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
+    """Ask AHEAD bytes of every row, from element `first`, into the L2 cache: a request a line."""
     if AHEAD > 0:
         LINE: tl.constexpr = 128
         BYTES: tl.constexpr = start_of_row.dtype.element_ty.primitive_bitwidth // 8
-        i = tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
-        at = start_of_row[:, None] + tl.minimum(i, k - 1)[None, :]
+        i = first + tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
+        rows = tl.reshape(start_of_row, (start_of_row.numel, 1))
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
             "=r,l",
-            [at],
+            [rows + tl.minimum(i, k - 1)[None, :]],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -20,6 +20,10 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
         from tokenpod.kernels import cpu
 
         return cpu.OPERATIONS
+    if device.type == "cuda":
+        from tokenpod.kernels import triton
+
+        return triton.OPERATIONS
     from tokenpod.kernels import reference
 
     return reference.OPERATIONS

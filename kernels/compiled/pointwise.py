@@ -33,17 +33,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return out
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> torch.Tensor:
-    """See `ops.AddRmsNorm`. The norm replaces `x`, which nobody reads again."""
-    rows, width = x.shape
-    _add_norm(
-        rows, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, width, bits(epsilon)
-    )
-    return x
-
-
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See `ops.ActMul`."""
     if activation is not Activation.SILU:
@@ -75,26 +64,6 @@ def _norm(address):
         factor = norm_factor(square_sum, width, epsilon)
         for i in range(width):
             out[row, i] = x[row, i] * factor * weight[i]
-        row = take(a)
-
-
-@loop
-def _add_norm(address):
-    a = arguments(address)
-    rows, width, epsilon = a[FIRST + 3], a[FIRST + 4], real(a, FIRST + 5)
-    x = floats(a[FIRST], (rows, width))
-    residual = floats(a[FIRST + 1], (rows, width))
-    weight = floats(a[FIRST + 2], (width,))
-    row = take(a)
-    while row < a[END]:
-        square_sum = _F(0)
-        for i in range(width):
-            total = x[row, i] + residual[row, i]
-            residual[row, i] = total
-            square_sum += total * total
-        factor = norm_factor(square_sum, width, epsilon)
-        for i in range(width):
-            x[row, i] = residual[row, i] * factor * weight[i]
         row = take(a)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenpod.kernels import compiled, cpu, reference
-from tokenpod.kernels.ops import Activation, HeadNorm
+from tokenpod.kernels.ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.registry import operations_for
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -48,15 +48,28 @@ def test_rms_norm_survives_squares_beyond_half_precision(draw):
         assert ops.rms_norm(x, weight, 1e-6).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "ops", [cpu, compiled.OPERATIONS, reference], ids=["cpu", "compiled", "reference"]
-)
-def test_adding_changes_the_residual_in_place(ops, draw):
-    x, residual, weight = draw(5, 24), draw(5, 24), draw(24)
-    total = x + residual
-    normed = ops.add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(residual, total)
-    torch.testing.assert_close(normed, reference.rms_norm(total, weight, 1e-6))
+@pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_adding_product_changes_the_residual_in_place(ops, bias, draw):
+    x, weight, residual = draw(5, 24), draw(32, 24), draw(5, 32)
+    offset = draw(32) if bias else None
+    total = residual + torch.nn.functional.linear(x, weight, offset)
+    assert ops.OPERATIONS.prepare_add_linear(weight, offset)(x, residual) is None
+    torch.testing.assert_close(residual, total)
+
+
+@pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
+@pytest.mark.parametrize("activation", [None, *Activation])
+def test_a_product_of_the_normed_residual(ops, activation, draw):
+    x, weight, offset = draw(5, 24), draw(32, 24), draw(32)
+    norm = RowNorm(draw(24), 1e-6)
+    before = x.clone()
+    product = ops.OPERATIONS.prepare_norm_linear(weight, offset, norm, activation)
+    expected = torch.nn.functional.linear(reference.rms_norm(x, *norm), weight, offset)
+    if activation is not None:
+        expected = reference.act_mul(expected, activation)
+    torch.testing.assert_close(product(x), expected)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("activation", Activation)

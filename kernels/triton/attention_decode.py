@@ -22,10 +22,10 @@ from tokenpod.kernels.triton.attention_tiles import DecodeTile
 LEAST_M = 16
 
 #: More shares than this cost more to merge than they bring.
-MAX_SPLITS = 128
+MAX_SPLITS = 32
 
 #: Shares merged at a time.
-MERGE_BLOCK = 16
+MERGE_BLOCK = 32
 
 
 def choose_splits(rows: int, kv_heads: int, processors: int, tile: DecodeTile) -> int:
@@ -252,7 +252,8 @@ def _merge(
     for at in range(0, splits, BLOCK):
         share = at + tl.arange(0, BLOCK)
         log_sum = tl.load(log_sums + first + share, mask=share < splits, other=float("-inf"))
-        held = (log_sum != float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
+        # Not masked by the sums, to load both at once: an empty share is zeros.
+        held = (share < splits)[:, None] & (dims < HEAD_DIM)[None, :]
         part = tl.load(
             parts + (first + share)[:, None] * HEAD_DIM + dims[None, :], mask=held, other=0.0
         )

@@ -43,7 +43,7 @@ class Tiles:
 #: By head size, padded to a power of two, and bytes of a number.
 TILES = {
     (64, 2): Tiles(DecodeTile(128, 4, 4, 4), ExtendTile(128, 128, 8, 2)),
-    (128, 2): Tiles(DecodeTile(64, 4, 4, 4), ExtendTile(128, 128, 8, 2)),
+    (128, 2): Tiles(DecodeTile(32, 2, 4, 4), ExtendTile(128, 64, 8, 3)),
     (256, 2): Tiles(DecodeTile(64, 4, 3, 2), ExtendTile(128, 64, 8, 2)),
     # For tests: three products of TF32 make one of float32.
     (64, 4): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(32, 32, 4, 2)),

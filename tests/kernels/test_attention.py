@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenpod.kernels import compiled, cpu, reference
+from tokenpod.kernels.ops import AttentionOptions
 
 SLOTS = 700
 
@@ -77,6 +78,14 @@ def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
     torch.testing.assert_close(
         sliced, cpu.attention(both[:, :4].contiguous(), keys, values, plan), rtol=0, atol=0
     )
+
+
+def test_options_are_refused_on_a_cpu(row, step_over, draw):
+    batch = step_over([row(1, (9,))], SLOTS)
+    q, keys, values = draw(1, 4, 16), draw(SLOTS, 2, 16), draw(SLOTS, 2, 16)
+    options = AttentionOptions(alibi_slopes=draw(4))
+    with pytest.raises(NotImplementedError, match="alibi_slopes=tensor"):
+        cpu.attention(q, keys, values, cpu.plan_attention(batch, None), options)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

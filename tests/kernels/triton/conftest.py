@@ -46,3 +46,15 @@ _let_dots_take_bfloat16()
 def device():
     """Where kernels run."""
     return DEVICE
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch):
+    """Whatever is made empty is full of NaN."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)

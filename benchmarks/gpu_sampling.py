@@ -158,7 +158,8 @@ def check_tokens(shape: str) -> None:
         logits = logits_of(n, shape, seed=position)
         want = cpu.sample(logits.cpu(), list(range(n)), [position] * n)
         got = gpu.sample(logits, rows, torch.full((n,), position, device=GPU))
-        apart = (want.logprobs - got.logprobs.cpu()).abs().tolist()
+        apart = (want.logprobs - got.logprobs.cpu()).abs() / want.logprobs.abs().clamp(min=1.0)
+        apart = apart.tolist()
         for row, name in enumerate(CHECKS):
             tokens = int(want.tokens[row]), int(got.tokens[row])
             if tokens[0] != tokens[1] or apart[row] > 1e-5:

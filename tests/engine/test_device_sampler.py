@@ -238,6 +238,12 @@ def test_mixtures_of_parameters_draw_the_same_tokens(vocab):
     same_tokens(rows, [halves(16, vocab, seed=t) for t in range(2)])
 
 
+def test_typical_tokens_may_all_be_less_likely_than_the_mass_that_may_be_lost():
+    # Two thirds of the mass lie far below the best token, and closer to the mean.
+    logits = torch.full((6, 97), -3.87).index_fill(1, torch.tensor([50]), 0.0)
+    same_tokens([(sampled(typical_p=0.3, seed=seed), {}) for seed in range(6)], [logits])
+
+
 def test_tiles_do_not_change_tokens():
     rows = mixtures(6, 200, seed=1)
     logits = random_logits(6, 200)

@@ -345,6 +345,7 @@ def compare_tiles() -> None:
         replace(usual, pivots=4),
         replace(usual, pivots=16),
         replace(usual, block=2048, pivots=4, finish_warps=16),
+        replace(usual, block=2048, finish_warps=16),
         replace(usual, block=512, pivots=8, finish_warps=4),
     ]
     for tiles in variants:

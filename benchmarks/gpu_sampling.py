@@ -342,11 +342,9 @@ def compare_tiles() -> None:
         replace(usual, split=1024),
         replace(usual, split=4096, warps=8),
         replace(usual, warps=8),
-        replace(usual, pivots=4),
-        replace(usual, pivots=16),
-        replace(usual, block=2048, pivots=4, finish_warps=16),
-        replace(usual, block=2048, finish_warps=16),
-        replace(usual, block=512, pivots=8, finish_warps=4),
+        replace(usual, block=1024, pivots=4, finish_warps=8),
+        replace(usual, block=1024, pivots=8, finish_warps=8),
+        replace(usual, block=512, pivots=16, finish_warps=8),
     ]
     for tiles in variants:
         cells = []

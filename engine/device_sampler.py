@@ -63,10 +63,10 @@ class Tiles:
     #: Groups of a split whose best scores bound top_k.
     groups: int = 8
     #: Candidates of a truncated row at a time, and keys they are compared with in one pass.
-    block: int = 1024
-    pivots: int = 8
+    block: int = 2048
+    pivots: int = 4
     warps: int = 4
-    finish_warps: int = 8
+    finish_warps: int = 16
 
 
 class DeviceSampler:

@@ -63,10 +63,10 @@ class Tiles:
     #: Groups of a split whose best scores bound top_k.
     groups: int = 8
     #: Candidates of a truncated row at a time, and keys they are compared with in one pass.
-    block: int = 1024
-    pivots: int = 8
+    block: int = 2048
+    pivots: int = 4
     warps: int = 4
-    finish_warps: int = 8
+    finish_warps: int = 16
 
 
 class DeviceSampler:
@@ -97,7 +97,10 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._device = device
         self._tiles = tiles or Tiles()
-        self._asks: list[RowSampling | None] = [None] * rows
+        self._size = rows
+        #: Live rows that sample, and that want top tokens.
+        self._drawing: set[int] = set()
+        self._topping: set[int] = set()
         self._most_edits = triton.next_power_of_2(most_edits)
         self._splits = triton.cdiv(vocab_size, self._tiles.split)
         # One row more: the greedy row of a graph's padding.
@@ -125,16 +128,12 @@ class DeviceSampler:
     @property
     def padding_row(self) -> int:
         """A row that belongs to nobody, greedy: what fills up a captured batch."""
-        return len(self._asks)
+        return self._size
 
     @property
     def launches(self) -> Launches:
         """What the live rows need."""
-        live = [asks for asks in self._asks if asks is not None]
-        return Launches(
-            draws=any(asks.params.do_sample for asks in live),
-            tops=any(asks.top_n for asks in live),
-        )
+        return Launches(draws=bool(self._drawing), tops=bool(self._topping))
 
     def set_row(
         self,
@@ -163,7 +162,6 @@ class DeviceSampler:
             logprobs=logprobs,
             top_n=top_n,
         )
-        self._asks[row] = asks
         edits = sorted(params.logit_bias.items())
         if asks.min_new_tokens:
             edits += [(end, -math.inf) for end in asks.ends]
@@ -172,6 +170,11 @@ class DeviceSampler:
                 f"{len(params.logit_bias)} logit biases and {len(asks.ends)} end tokens;"
                 f" a row has room for {self._most_edits}"
             )
+        self.clear_row(row)
+        if params.do_sample:
+            self._drawing.add(row)
+        if top_n:
+            self._topping.add(row)
         if edits:
             ids, values = zip(*edits, strict=True)
             self._upload(self._edit_ids[row], np.array(ids, np.int32))
@@ -182,7 +185,8 @@ class DeviceSampler:
 
     def clear_row(self, row: int) -> None:
         """Forget a row."""
-        self._asks[row] = None
+        self._drawing.discard(row)
+        self._topping.discard(row)
 
     def sample(
         self,

@@ -343,6 +343,7 @@ def finish(
             tl.load(b_position_ptr + b),
             candidate_ptr + b.to(tl.int64) * vocab_size,
             tl.load(found_ptr + b),
+            tl.load(stats_ptr + LEAST).to(tl.float32),
             mass,
             tl.load(stats_ptr + MEAN),
             BLOCK,

@@ -19,6 +19,8 @@ _ID_BITS = tl.constexpr(20)
 _ID_MASK = tl.constexpr((1 << 20) - 1)
 #: Above every key.
 _BEYOND = tl.constexpr(1 << 52)
+#: The bits of infinity.
+_INFINITE = tl.constexpr(0x7F800000)
 #: Of the fixed point. 2^18 masses of at most 1 fit.
 _UNIT = tl.constexpr(2.0**44)
 #: log's hardware error and float32 sums, with room to spare.
@@ -53,6 +55,20 @@ def _order_of(key, centre, TYPICAL: tl.constexpr):
 
 
 @triton.jit
+def _between(low, high, rank, PIVOTS: tl.constexpr):
+    """Pivots that divide the scores of a bracket evenly, or its keys once scores hardly differ."""
+    near, far = tl.maximum(low, 0) >> _ID_BITS, high >> _ID_BITS
+    wide = (far - near > 64) & (far < _INFINITE)
+    start = near.to(tl.int32).to(tl.float32, bitcast=True)
+    end = tl.minimum(far, _INFINITE).to(tl.int32).to(tl.float32, bitcast=True)
+    share = rank.to(tl.float32) / (PIVOTS + 1)
+    by_score = falling_key(tl.where(wide, start + (end - start) * share, 0.0), _ID_MASK)
+    by_key = low + (high - low + PIVOTS) // (PIVOTS + 1) * rank
+    # Whatever rounding does, each pivot divides the bracket.
+    return tl.maximum(tl.minimum(tl.where(wide, by_score, by_key), high - 1), low + 1)
+
+
+@triton.jit
 def _border(
     candidate_ptr,
     found,
@@ -75,9 +91,10 @@ def _border(
     # Up to `low` the target is not reached, up to `high` it is.
     low = tl.cast(-1, tl.int64)
     high = tl.cast(_BEYOND, tl.int64)
+    if not TYPICAL:
+        high = tl.minimum(limit, high)
     while high - low > 1:
-        step = (high - low + PIVOTS) // (PIVOTS + 1)
-        pivots = tl.minimum(low + step * rank, high - 1)
+        pivots = _between(low, high, rank, PIVOTS)
         sums = tl.zeros((BLOCK, PIVOTS), tl.int64)
         nearest = tl.full((BLOCK,), _BEYOND, tl.int64)
         farthest = tl.full((BLOCK,), -1, tl.int64)
@@ -119,10 +136,10 @@ def _target(share, mass):
 
 @triton.jit
 def _falling_limit(
-    words_ptr, candidate_ptr, found, mass, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
+    words_ptr, candidate_ptr, found, least, mass, BLOCK: tl.constexpr, PIVOTS: tl.constexpr
 ):
     """The last key that top_k, top_p and min_p keep."""
-    limit = tl.cast(_BEYOND - 1, tl.int64)
+    limit = falling_key(least, _ID_MASK)
     top_k = tl.load(words_ptr + TOP_K)
     if top_k > 0:
         kth = _border(candidate_ptr, found, limit, top_k, 0.0, False, False, BLOCK, PIVOTS)
@@ -188,6 +205,7 @@ def cut_and_draw(
     position,
     candidate_ptr,
     found,
+    least,
     mass,
     mean,
     BLOCK: tl.constexpr,
@@ -197,9 +215,10 @@ def cut_and_draw(
 
     Args:
         found: how many candidates there are, at least 1.
+        least: float32; none has a lower score.
         mass, mean: of the whole vocabulary, float64.
     """
-    limit = _falling_limit(words_ptr, candidate_ptr, found, mass * _UNIT, BLOCK, PIVOTS)
+    limit = _falling_limit(words_ptr, candidate_ptr, found, least, mass * _UNIT, BLOCK, PIVOTS)
     typical_p = real(words_ptr, TYPICAL_P)
     nearest = tl.cast(_BEYOND - 1, tl.int64)
     if typical_p < 1.0:

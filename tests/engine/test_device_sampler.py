@@ -195,9 +195,13 @@ def wide(n: int, vocab: int, seed: int) -> torch.Tensor:
     return random_logits(n, vocab, seed, scale=40.0)
 
 
-@pytest.mark.parametrize("make", [random_logits, halves, with_holes, wide])
+@pytest.mark.parametrize("make", [halves, with_holes, wide])
 def test_every_processor_alone_and_all_together_draw_the_same_tokens(make: Callable):
-    same_tokens(ALONE, [make(len(ALONE), 97, seed=t) for t in range(2)])
+    same_tokens(ALONE, [make(len(ALONE), 97, seed=0)])
+
+
+def test_histories_grow_by_what_was_drawn():
+    same_tokens(ALONE, [random_logits(len(ALONE), 97, seed=t) for t in range(3)], Tiles(split=128))
 
 
 def mixtures(n: int, vocab: int, seed: int) -> list[Row]:
@@ -230,13 +234,19 @@ def mixtures(n: int, vocab: int, seed: int) -> list[Row]:
 
 @pytest.mark.parametrize("vocab", [2, 300])
 def test_mixtures_of_parameters_draw_the_same_tokens(vocab):
-    rows = mixtures(24, vocab, seed=vocab)
-    same_tokens(rows, [halves(24, vocab, seed=t) for t in range(2)])
+    rows = mixtures(16, vocab, seed=vocab)
+    same_tokens(rows, [halves(16, vocab, seed=t) for t in range(2)])
+
+
+def test_typical_tokens_may_all_be_less_likely_than_the_mass_that_may_be_lost():
+    # Two thirds of the mass lie far below the best token, and closer to the mean.
+    logits = torch.full((6, 97), -3.87).index_fill(1, torch.tensor([50]), 0.0)
+    same_tokens([(sampled(typical_p=0.3, seed=seed), {}) for seed in range(6)], [logits])
 
 
 def test_tiles_do_not_change_tokens():
-    rows = mixtures(12, 200, seed=1)
-    logits = random_logits(12, 200)
+    rows = mixtures(6, 200, seed=1)
+    logits = random_logits(6, 200)
     usual = step(on_device(rows, 200), logits)
     for tiles in (Tiles(split=256, groups=8), Tiles(split=64, groups=1, block=256, pivots=1)):
         assert torch.equal(step(on_device(rows, 200, tiles), logits).tokens, usual.tokens)
@@ -282,9 +292,9 @@ def test_nothing_left_to_draw_is_marked_like_a_bad_row():
 
 
 def test_logits_are_left_as_they_were():
-    logits = random_logits(len(ALONE), 97).to(DEVICE)
+    logits = random_logits(len(FEW), 97).to(DEVICE)
     before = logits.clone()
-    step(on_device(ALONE, 97), logits)
+    step(on_device(FEW, 97), logits)
     assert torch.equal(logits, before)
 
 
@@ -307,11 +317,11 @@ def test_the_padding_row_is_greedy_and_may_come_often():
 def test_a_resumed_sequence_goes_on_as_if_never_interrupted(row):
     params, changes = ALONE[row]
     changes = {**changes, "outputs": [], "prompt": [7, 8]}
-    logits = random_logits(5, 40, scale=1.0)
+    logits = random_logits(4, 40, scale=1.0)
     whole = on_device([(params, changes)], 40)
-    tokens = [int(step(whole, logits[t : t + 1], t).tokens[0]) for t in range(5)]
-    resumed = on_device([(params, {**changes, "outputs": tokens[:3]})], 40)
-    assert [int(step(resumed, logits[t : t + 1], t).tokens[0]) for t in (3, 4)] == tokens[3:]
+    tokens = [int(step(whole, logits[t : t + 1], t).tokens[0]) for t in range(4)]
+    resumed = on_device([(params, {**changes, "outputs": tokens[:2]})], 40)
+    assert [int(step(resumed, logits[t : t + 1], t).tokens[0]) for t in (2, 3)] == tokens[2:]
 
 
 def test_a_row_taken_again_knows_nothing_of_its_last_sequence():
@@ -361,15 +371,15 @@ def test_a_row_with_too_many_edits_is_refused():
 
 @pytest.mark.parametrize("make", [random_logits, halves, with_holes])
 def test_top_tokens_are_those_of_the_specification(make: Callable):
-    vocab = 150
-    rows = [(SamplingParams(logit_bias={5: 100.0}), {"top_n": n}) for n in (0, 1, 3, 20, 64)]
-    rows.append((sampled(), {"top_n": 5}))
+    vocab = 100
+    rows = [(SamplingParams(logit_bias={5: 100.0}), {"top_n": n}) for n in (0, 1, 3, 64)]
+    rows.append((sampled(), {"top_n": 20}))
     logits = make(len(rows), vocab, seed=3)
     logits[2, 7] = float("nan")
     want = on_cpu(rows, vocab).sample(logits, list(range(len(rows))), [0] * len(rows))
     got = step(on_device(rows, vocab), logits)
     expected = {at: (ids, values) for at, ids, values in want.tops}
-    assert set(expected) == {1, 3, 4, 5}
+    assert set(expected) == {1, 3, 4}
     for at in range(len(rows)):
         ids, values = expected.get(at, ([], []))
         assert got.top_ids[at].tolist() == ids + [-1] * (64 - len(ids))
@@ -388,16 +398,14 @@ def test_a_vocabulary_smaller_than_the_top_is_reported_whole():
 
 def test_draws_follow_the_distribution():
     logits = torch.linspace(1.0, -1.0, 6)
-    params = {"top_k": 4, "temperature": 0.8}
+    sampler = on_device([(sampled(seed=row, temperature=0.8), {}) for row in range(64)], 6)
     observed = np.zeros(6)
-    for first in range(0, 512, 64):
-        rows = [(sampled(seed=first + row, **params), {}) for row in range(64)]
-        tokens = step(on_device(rows, 6), logits.expand(64, -1).contiguous()).tokens
+    for position in range(6):
+        tokens = step(sampler, logits.expand(64, -1).contiguous(), position).tokens
         observed += np.bincount(tokens.numpy(), minlength=6)
-    expected = 512 * (logits[:4] / 0.8).softmax(0).numpy()
-    assert observed[4:].tolist() == [0, 0]
-    # Chi-square with 3 degrees of freedom passes 25 once in 60,000 times; uniform draws have 90.
-    assert ((observed[:4] - expected) ** 2 / expected).sum() < 25
+    expected = 384 * (logits / 0.8).softmax(0).numpy()
+    # Chi-square with 5 degrees of freedom passes 30 once in 60,000 times; uniform draws have 370.
+    assert ((observed - expected) ** 2 / expected).sum() < 30
 
 
 # -- on a GPU ----------------------------------------------------------------------------------

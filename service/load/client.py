@@ -97,7 +97,7 @@ class LevelRun:
 
         What the requests came to is in `records`.
         """
-        await asyncio.sleep(at - time.monotonic())
+        await _sleep_until(at)
         self._began = at
         lag = asyncio.create_task(self._watch_lag())
         try:
@@ -145,9 +145,7 @@ class LevelRun:
             for due, (index, request) in zip(self._due, self._requests, strict=False):
                 if self._over(due):
                     return
-                wait = due - self._now()
-                if wait > 0:
-                    await asyncio.sleep(wait)
+                await _sleep_until(self._began + due)
                 if slots:
                     await slots.acquire()
                 call = calls.create_task(self._call(index, request, due))
@@ -201,6 +199,13 @@ class LevelRun:
     def _message(self, index: int) -> tuple[int, v3.GenerateRequest]:
         asked = ask(self._plan.prompts, self._plan.seed, self._level.number, index)
         return index, message(asked, self._plan.sampling)
+
+
+async def _sleep_until(moment: float) -> None:
+    """Until the monotonic clock says so, and not a moment earlier."""
+    # uvloop's timers count whole milliseconds and can end early: what is left is slept again.
+    while (wait := moment - time.monotonic()) > 0:  # noqa: ASYNC110
+        await asyncio.sleep(wait)
 
 
 def message(asked: Ask, sampling: Sampling) -> v3.GenerateRequest:

@@ -20,8 +20,8 @@ _TITLES = {
     "e2e": "End to end",
 }
 _DPI = 130
-#: Bins of a timeline.
-_BINS = 120
+#: Of a timeline: bins at most, and seconds of one at least.
+_BINS, _BIN_SECONDS = 120, 0.1
 
 
 def plot(folder: Path, levels: list[tuple[str, Measured, LevelReport]]) -> list[Path]:
@@ -54,10 +54,8 @@ def _distributions(levels: list[tuple[str, Measured]]) -> Figure:
     ]
     for axis, kind in zip(axes, LATENCIES, strict=True):
         for name, of_level in values:
-            ordered = np.sort(of_level[kind]) * 1e3
-            if len(ordered):
-                share = np.arange(1, len(ordered) + 1) / len(ordered)
-                axis.step(ordered, share, where="post", label=name)
+            if len(of_level[kind]):
+                axis.ecdf(of_level[kind] * 1e3, label=name)
         axis.set(title=_TITLES[kind], xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
         _finish(axis)
     return figure
@@ -71,7 +69,7 @@ def _timeline(name: str, measured: Measured) -> Figure:
     if measured.records:
         moments, flying = in_flight(measured.records)
         above.step(moments, flying, where="post")
-        edges, rate = token_rate(measured.records, _BINS)
+        edges, rate = token_rate(measured.records)
         below.stairs(rate, edges)
     for axis in (above, below):
         axis.set_ylim(bottom=0)
@@ -89,11 +87,12 @@ def in_flight(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
     return moments[order], np.cumsum(change[order])
 
 
-def token_rate(records: list[Record], bins: int) -> tuple[np.ndarray, np.ndarray]:
-    """`bins + 1` edges in seconds, and output tokens/s between them, failed requests' included."""
+def token_rate(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
+    """Edges in seconds, and output tokens/s between two of them, failed requests' included."""
     times = np.concatenate([np.frombuffer(record.times, np.float64) for record in records])
     tokens = np.concatenate([np.frombuffer(record.tokens, np.uint32) for record in records])
     end = max(record.ended for record in records)
+    bins = max(1, min(_BINS, int(end / _BIN_SECONDS)))
     counts, edges = np.histogram(times, bins, (0.0, end), weights=tokens.astype(np.float64))
     return edges, counts / np.diff(edges)
 
@@ -103,7 +102,11 @@ def _sweep(levels: list[tuple[str, LevelReport]]) -> Figure:
     throughput, good, first, between = figure.subplots(2, 2).flat
     names = [name for name, _ in levels]
     reports = [report for _, report in levels]
-    at = range(len(names))
+    shapes = [report.load for report in reports]
+    loads = [s.concurrency if s.mode == "closed" else s.request_rate for s in shapes]
+    # All at once has no place on an axis of rates: the loads then stand side by side.
+    known = [load for load in loads if load is not None]
+    at = known if len(known) == len(loads) else list(range(len(loads)))
     throughput.plot(at, [r.throughput.output_tokens_per_s for r in reports], marker="o")
     throughput.set(title="Output tokens/s")
     good.plot(at, [r.throughput.requests_per_s for r in reports], marker="o", label="succeeded")
@@ -118,7 +121,7 @@ def _sweep(levels: list[tuple[str, LevelReport]]) -> Figure:
             axis.plot(at, in_ms, marker="o", label=share)
         axis.set(title=f"{_TITLES[kind]}, ms")
     for axis in (throughput, good, first, between):
-        axis.set_xticks(list(at), names, rotation=20, ha="right")
+        axis.set_xticks(at, names, rotation=20, ha="right")
         axis.set_ylim(bottom=0)
         _finish(axis)
     return figure

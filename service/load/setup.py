@@ -92,12 +92,9 @@ def make_setup(remotes: Sequence[Remote], options: BenchOptions) -> Setup:
     """Decide what to do. Raises typer.BadParameter, which names the option, for what can't be."""
     case = _case(options)
     prompts = _prompts(options, case)
-    loads = make_loads(options, case)
-    requests = options.requests
-    if requests is None and (options.duration is None or Open(None) in loads):
-        requests = _all_of(prompts)
     levels = [
-        Level(number, load, requests, options.duration) for number, load in enumerate(loads, 1)
+        Level(number, load, _requests(options, prompts, load), options.duration)
+        for number, load in enumerate(make_loads(options, case), 1)
     ]
     ignore_eos = options.ignore_eos
     if ignore_eos is None:
@@ -206,7 +203,12 @@ def _token_range(options: BenchOptions, case: Case | None) -> tuple[int, int]:
     raise _bad("--token-range", f"is {options.token_range!r}: write LOW:HIGH, LOW below HIGH")
 
 
-def _all_of(prompts: Prompts) -> int:
+def _requests(options: BenchOptions, prompts: Prompts, load: Load) -> int | None:
+    """How many requests a level sends; None: until its time is over."""
+    # Requests that all come at the start would never end by the time alone.
+    endless = isinstance(load, Open) and load.rate is None
+    if options.requests is not None or (options.duration is not None and not endless):
+        return options.requests
     if isinstance(prompts, TextPrompts):
         return len(prompts.texts)
     return len(prompts.lengths.pairs) if isinstance(prompts.lengths, Listed) else _REQUESTS

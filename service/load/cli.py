@@ -94,7 +94,7 @@ def bench(
     processes: Annotated[
         int,
         _option(
-            "Client processes. One reads about 12,000 messages a second; the report says how busy"
+            "Client processes. One reads some 30,000 messages a second; the report says how busy"
             " they were.",
             _LOAD,
             "N",

@@ -40,11 +40,14 @@ class Requests(msgspec.Struct, frozen=True):
     """How many requests there were, and what became of them.
 
     Args:
+        offered_per_s: how many a second were due: of a random process a little more or less than
+            was asked for. None in a closed loop, and all at once.
         errors: failed requests by status code.
         first_error: what the first failed one said, or None.
     """
 
     sent: int
+    offered_per_s: float | None
     succeeded: int
     failed: int
     errors: dict[str, int]
@@ -195,7 +198,7 @@ def level_report(
     return LevelReport(
         load=_shape(measured),
         duration_s=duration,
-        requests=_requests(records),
+        requests=_requests(measured),
         tokens=tokens,
         throughput=Throughput(
             _rate(len(good), duration),
@@ -245,12 +248,16 @@ def _shape(measured: Measured) -> LoadShape:
             return LoadShape("replay", most, rate, None)
 
 
-def _requests(records: list[Record]) -> Requests:
+def _requests(measured: Measured) -> Requests:
+    records = measured.records
+    closed = isinstance(measured.level.load, Closed)
+    last_due = 0.0 if closed else max((record.due for record in records), default=0.0)
     failed = [record for record in records if not record.ok]
     first = min(failed, key=lambda record: record.ended, default=None)
     errors = Counter(record.code for record in failed)
     return Requests(
         sent=len(records),
+        offered_per_s=len(records) / last_due if last_due else None,
         succeeded=len(records) - len(failed),
         failed=len(failed),
         errors=dict(errors.most_common()),

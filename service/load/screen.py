@@ -60,13 +60,14 @@ def print_level(console: Console, name: str, report: LevelReport) -> None:
 
 def print_sweep(console: Console, levels: list[tuple[str, LevelReport]]) -> None:
     """All levels, a row each."""
-    table = _table("load", "requests/s", "output tokens/s", "ttft p50", "ttft p99")
+    table = _table("load", "offered/s", "requests/s", "output tokens/s", "ttft p50", "ttft p99")
     for column in ("itl p50", "itl p99", "e2e p99", "good", "failed"):
         table.add_column(column, justify="right")
     for name, report in levels:
         spreads = report.latency_s
         table.add_row(
             name,
+            _figure(report.requests.offered_per_s),
             _figure(report.throughput.requests_per_s),
             _figure(report.throughput.output_tokens_per_s),
             *(_ms(v) for v in (spreads.ttft.p50, spreads.ttft.p99)),

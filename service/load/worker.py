@@ -96,8 +96,12 @@ class Worker:
             self._answer(Progress(len(run.records), run.failed))
 
     def _answer(self, message: Answer) -> None:
-        self._answers.write(frame(message))
-        self._answers.flush()
+        try:
+            self._answers.write(frame(message))
+            self._answers.flush()
+        except BrokenPipeError:
+            # The command is gone, and a load that nobody measures must not go on.
+            os._exit(1)
 
 
 async def _connect(
@@ -124,11 +128,7 @@ def main() -> None:
     """Serve on standard input and output."""
     # Ctrl-C reaches the whole group; the command is the one that ends us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        Worker(sys.stdin.buffer, sys.stdout.buffer).serve()
-    except BrokenPipeError:
-        # The command is gone: nobody is left to tell.
-        os._exit(1)
+    Worker(sys.stdin.buffer, sys.stdout.buffer).serve()
 
 
 if __name__ == "__main__":

@@ -202,19 +202,36 @@ def wait_for(condition, seconds=60):
     return found
 
 
-def test_ctrl_c_ends_the_command_and_its_processes(server, tmp_path):
+@pytest.fixture
+def endless(server):
+    """A running command that would go on for long, and its two processes' ids."""
     command = [sys.executable, "-P", "-m", "tokenpod", "bench", "--address", server.address]
-    options = ["--duration", "60", "--concurrency", "1", "--processes", "2", *SMALL]
+    options = ["--duration", "120", "--concurrency", "2", "--processes", "2", *SMALL]
     process = subprocess.Popen(
         [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
-        workers = wait_for(lambda: (found := children(process.pid))[1:] and found)
-        # As a terminal does: to the whole group.
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        yield process, wait_for(lambda: (found := children(process.pid))[1:] and found)
     finally:
         process.kill()
+        process.communicate()
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_ctrl_c_ends_the_command_and_its_processes(endless):
+    process, workers = endless
+    # As a terminal does: to the whole group.
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in err
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+    wait_for(lambda: gone(workers))
+
+
+def test_no_process_goes_on_when_the_command_is_killed(endless):
+    process, workers = endless
+    process.kill()
+    wait_for(lambda: gone(workers))

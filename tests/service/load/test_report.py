@@ -81,6 +81,13 @@ def test_without_bounds_there_is_no_goodput():
     assert report(request(0)).goodput is None
 
 
+def test_the_offered_rate_is_that_of_what_was_due():
+    due = [request(i, due=i * 0.5) for i in range(1, 5)]
+    assert report(*due, load=Open(3.0)).requests.offered_per_s == 2.0
+    assert report(*due, load=Closed(1)).requests.offered_per_s is None
+    assert report(request(0), load=Open(None)).requests.offered_per_s is None
+
+
 def test_the_wait_for_a_client_is_told():
     found = report(request(0, sent=0.5), request(1))
     assert found.clients.send_lag_s.max == 0.5

@@ -150,7 +150,7 @@ def test_what_cant_be_is_refused_with_the_option_that_says_it(options, hint, pro
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones(workload):
-    with pytest.raises(typer.BadParameter, match="is 'x': .* has one, all, timed, poisson"):
+    with pytest.raises(typer.BadParameter, match=r"is 'x': .* has one, all, timed, poisson"):
         setup(workload=workload, case="x")
     with pytest.raises(typer.BadParameter, match="is needed: "):
         setup(workload=workload)

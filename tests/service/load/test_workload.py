@@ -77,5 +77,5 @@ def test_what_is_wrong_is_told_with_its_place(data, problem):
 
 
 def test_what_is_not_json_is_told_with_its_line():
-    with pytest.raises(WorkloadError, match="is not JSON: .*line 2"):
+    with pytest.raises(WorkloadError, match=r"is not JSON: .*line 2"):
         read_cases("{\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -169,7 +170,7 @@ class Report(msgspec.Struct, frozen=True):
     started_at: str
     seed: int
     model_ids: dict[str, str | None]
-    options: dict[str, object]
+    options: dict[str, Any]
     levels: list[LevelReport]
 
 

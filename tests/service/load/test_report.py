@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from array import array
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from tokenpod.service.load.arrivals import Closed, Open, Replay
 from tokenpod.service.load.fleet import ClientShare, Measured
 from tokenpod.service.load.messages import Level, Record
-from tokenpod.service.load.report import LoadShape, level_report
+from tokenpod.service.load.report import LoadShape, Report, level_report
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarking.md"
 
 
 def request(index, *, first=1.0, ended=2.0, code="OK", **more):
@@ -145,3 +149,13 @@ def test_prompts_that_the_server_knew_are_a_warning_unless_they_were_to_be_share
 def test_what_the_server_did_not_measure_is_left_out():
     found = report(request(0, queue_s=math.nan, first_token_s=math.nan))
     assert (found.server_s.queue.count, found.server_s.ttft.count) == (0, 0)
+
+
+def test_every_field_of_the_json_is_in_its_page():
+    page = PAGE.read_text()
+    structs = msgspec.json.schema(Report)["$defs"].values()
+    fields = {name for struct in structs for name in struct["properties"]}
+    assert {"schema_version", "ttft", "loop_lag_s"} <= fields
+    assert {name for name in fields if f"`{name}`" not in page} - {"levels", "targets"} <= {
+        name for name in fields if f"`.{name}`" in page or f"`.{name}[]`" in page
+    }

@@ -103,12 +103,19 @@ def bench(
         ),
     ] = 1,
     input_tokens: Annotated[
-        str,
-        _option("Tokens of a prompt.", _PROMPTS, "N|uniform:LOW:HIGH|lognormal:MEDIAN:SIGMA:MAX"),
-    ] = "128",
+        str | None,
+        _option(
+            "Tokens of a prompt. Default: 128.",
+            _PROMPTS,
+            "N|uniform:LOW:HIGH|lognormal:MEDIAN:SIGMA:MAX",
+        ),
+    ] = None,
     output_tokens: Annotated[
-        str, _option("Tokens to generate; written as --input-tokens is.", _PROMPTS, "N|...")
-    ] = "64",
+        str | None,
+        _option(
+            "Tokens to generate; written as --input-tokens is. Default: 64.", _PROMPTS, "N|..."
+        ),
+    ] = None,
     token_range: Annotated[
         str | None,
         _option(

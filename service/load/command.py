@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -106,14 +107,24 @@ def _total(level: Level) -> int | None:
 def _check_outputs(options: BenchOptions) -> None:
     """Refuse before the run what would fail after it."""
     for option, path in (("--json", options.json_file), ("--records", options.records)):
-        if path is not None and not path.parent.is_dir():
+        if path is None or path == Path("-"):
+            continue
+        if not path.parent.is_dir():
             raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise typer.BadParameter(f"{path} can't be written", param_hint=option)
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         print(
             "error: --plot needs matplotlib, which is not installed: pip install 'tokenpod[bench]'",
             file=sys.stderr,
         )
         raise typer.Exit(1)
+    if options.plot is not None:
+        try:
+            options.plot.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"{options.plot} can't be made: {error.strerror}"
+            raise typer.BadParameter(problem, param_hint="--plot") from error
 
 
 def _write(options: BenchOptions, report: Report, rows: list[_Row]) -> None:

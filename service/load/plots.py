@@ -25,13 +25,12 @@ _BINS, _BIN_SECONDS = 120, 0.1
 
 
 def plot(folder: Path, levels: list[tuple[str, Measured, LevelReport]]) -> list[Path]:
-    """Write every picture that these levels allow; their paths.
+    """Write every picture that these levels allow into a folder that exists; their paths.
 
     latency.png: how latencies are distributed. timeline.png, or timeline-1.png and so on for
     several levels: requests in flight and output tokens/s over time. sweep.png, for several levels:
     throughput and latencies over the load.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     pictures = {"latency.png": _distributions([(name, m) for name, m, _ in levels])}
     for number, (name, measured, _) in enumerate(levels, 1):
         suffix = f"-{number}" if len(levels) > 1 else ""

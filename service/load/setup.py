@@ -30,6 +30,7 @@ from tokenpod.service.load.workload import Case, WorkloadError, read_cases
 from tokenpod.service.remote import Remote
 
 _REQUESTS = 64
+_INPUT_TOKENS, _OUTPUT_TOKENS = "128", "64"
 _CONCURRENCY = 8
 #: Token ids that are ordinary text in practically every vocabulary.
 _TOKEN_RANGE = (10, 1000)
@@ -48,8 +49,8 @@ class BenchOptions:
     warmup: int = 4
     deadline: float | None = None
     processes: int = 1
-    input_tokens: str = "128"
-    output_tokens: str = "64"
+    input_tokens: str | None = None
+    output_tokens: str | None = None
     token_range: str | None = None
     prefix_tokens: int = 0
     prefix_groups: int = 1
@@ -117,6 +118,13 @@ def make_setup(remotes: Sequence[Remote], options: BenchOptions) -> Setup:
 
 def make_loads(options: BenchOptions, case: Case | None) -> list[Load]:
     """The loads to run, in order. Raises typer.BadParameter."""
+    loads = _loads(options, case)
+    if options.burstiness != 1 and not any(isinstance(load, Open) and load.rate for load in loads):
+        raise _bad("--burstiness", "needs --request-rate")
+    return loads
+
+
+def _loads(options: BenchOptions, case: Case | None) -> list[Load]:
     if not 0 < options.burstiness < math.inf:
         raise _bad("--burstiness", f"is {options.burstiness}: must be above 0")
     at_once = _numbers("--concurrency", options.concurrency)
@@ -169,22 +177,39 @@ def _case(options: BenchOptions) -> Case | None:
 
 
 def _prompts(options: BenchOptions, case: Case | None) -> Prompts:
-    output = _lengths("--output-tokens", options.output_tokens)
+    _check_sources(options)
+    output = _lengths("--output-tokens", options.output_tokens or _OUTPUT_TOKENS)
     if options.prompts is not None:
-        return _text_prompts(options, options.prompts, output)
+        return _text_prompts(options.prompts, output)
     low, high = _token_range(options, case)
     lengths: Drawn | Listed
     if case:
         lengths = Listed(list(case.lengths), list(case.at))
     else:
-        lengths = Drawn(_lengths("--input-tokens", options.input_tokens), output)
+        lengths = Drawn(_lengths("--input-tokens", options.input_tokens or _INPUT_TOKENS), output)
     return TokenPrompts(lengths, low, high, options.prefix_tokens, options.prefix_groups)
 
 
-def _text_prompts(options: BenchOptions, path: Path, output: Lengths) -> TextPrompts:
-    if options.workload or options.prefix_tokens:
-        other = "--workload" if options.workload else "--prefix-tokens"
-        raise _bad("--prompts", f"can't go with {other}")
+def _check_sources(options: BenchOptions) -> None:
+    """Refuse what would have no effect beside where the prompts come from."""
+    tokens_alone = {
+        "--input-tokens": options.input_tokens,
+        "--token-range": options.token_range,
+        "--prefix-tokens": options.prefix_tokens,
+    }
+    lengths = {"--input-tokens": options.input_tokens, "--output-tokens": options.output_tokens}
+    for source, given, others in (
+        ("--prompts", options.prompts, {"--workload": options.workload, **tokens_alone}),
+        ("--workload", options.workload, lengths),
+    ):
+        for other, value in others.items():
+            if given and value:
+                raise _bad(source, f"can't go with {other}")
+    if options.prefix_groups > 1 and not options.prefix_tokens:
+        raise _bad("--prefix-groups", "needs --prefix-tokens")
+
+
+def _text_prompts(path: Path, output: Lengths) -> TextPrompts:
     try:
         texts = read_texts(_read(path, "--prompts"), json_lines=path.suffix == ".jsonl")
     except PromptFileError as error:

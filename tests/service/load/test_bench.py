@@ -173,6 +173,8 @@ def test_a_server_that_is_not_there_is_one_line(bench):
         (["--requests", "0"], "error: Invalid value for '--requests'"),
         (["--workload", "/no/such"], "error: Invalid value for '--workload'"),
         (["--records", "/no/such/file"], "error: Invalid value for --records: there is no folder"),
+        (["--json", "/"], "error: Invalid value for --json: / can't be written"),
+        (["--plot", "/dev/null/x"], "error: Invalid value for --plot: /dev/null/x can't be made"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_status_2(bench, arguments, expected):

@@ -136,6 +136,8 @@ def test_no_warmup_is_no_level():
         ({"burstiness": 0.0}, "--burstiness", "above 0"),
         ({"input_tokens": "0"}, "--input-tokens", "at least 1"),
         ({"output_tokens": "x"}, "--output-tokens", "is 'x'"),
+        ({"burstiness": 0.5}, "--burstiness", "needs --request-rate"),
+        ({"prefix_groups": 2}, "--prefix-groups", "needs --prefix-tokens"),
         ({"token_range": "5:5"}, "--token-range", "is '5:5'"),
         ({"token_range": "5"}, "--token-range", "LOW:HIGH"),
         ({"case": "one"}, "--case", "needs --workload"),
@@ -163,3 +165,5 @@ def test_a_file_of_prompts_goes_with_no_other_source(workload, tmp_path):
         setup(prompts=path, workload=workload, case="one")
     with pytest.raises(typer.BadParameter, match="can't go with --prefix-tokens"):
         setup(prompts=path, prefix_tokens=4)
+    with pytest.raises(typer.BadParameter, match="can't go with --output-tokens"):
+        setup(workload=workload, case="one", output_tokens="4")

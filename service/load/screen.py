@@ -60,24 +60,33 @@ def print_level(console: Console, name: str, report: LevelReport) -> None:
 
 def print_sweep(console: Console, levels: list[tuple[str, LevelReport]]) -> None:
     """All levels, a row each."""
-    table = _table("load", "offered/s", "requests/s", "output tokens/s", "ttft p50", "ttft p99")
-    for column in ("itl p50", "itl p99", "e2e p99", "good", "failed"):
-        table.add_column(column, justify="right")
-    for name, report in levels:
-        spreads = report.latency_s
-        table.add_row(
-            name,
-            _figure(report.requests.offered_per_s),
-            _figure(report.throughput.requests_per_s),
-            _figure(report.throughput.output_tokens_per_s),
-            *(_ms(v) for v in (spreads.ttft.p50, spreads.ttft.p99)),
-            *(_ms(v) for v in (spreads.itl.p50, spreads.itl.p99, spreads.e2e.p99)),
-            f"{report.goodput.share:.1%}" if report.goodput else "-",
-            str(report.requests.failed),
-        )
+    rows = [_sweep_row(report) for _, report in levels]
+    # A column without any figure has no place.
+    shown = [column for column in rows[0] if any(row[column] != "-" for row in rows)]
+    table = _table("load", *shown)
+    table.padding = (0, 1, 0, 0)
+    for (name, _), row in zip(levels, rows, strict=True):
+        table.add_row(name, *(row[column] for column in shown))
     console.print()
     console.rule("[bold]all loads; latencies in ms", align="left")
     console.print(table)
+
+
+def _sweep_row(report: LevelReport) -> dict[str, str]:
+    """Figures by the two lines above their column, which leave room on 80 columns."""
+    found, rates = report.latency_s, report.throughput
+    return {
+        "offered\n/s": _figure(report.requests.offered_per_s),
+        "done\n/s": _figure(rates.requests_per_s),
+        "output\ntok/s": _figure(rates.output_tokens_per_s),
+        "ttft\np50": _figure_ms(found.ttft.p50),
+        "ttft\np99": _figure_ms(found.ttft.p99),
+        "itl\np50": _figure_ms(found.itl.p50),
+        "itl\np99": _figure_ms(found.itl.p99),
+        "e2e\np99": _figure_ms(found.e2e.p99),
+        "\ngood": f"{report.goodput.share:.0%}" if report.goodput else "-",
+        "\nfailed": str(report.requests.failed),
+    }
 
 
 def _figures(report: LevelReport) -> Table:
@@ -140,6 +149,10 @@ def _add_spread(table: Table, name: str, values: Spread) -> None:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.1f}"
+
+
+def _figure_ms(seconds: float | None) -> str:
+    return _figure(None if seconds is None else seconds * 1e3)
 
 
 def _figure(value: float | None) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
 from array import array
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from tokenpod.service.load.arrivals import Closed, Open, Replay
 from tokenpod.service.load.fleet import ClientShare, Measured
 from tokenpod.service.load.messages import Level, Record
 from tokenpod.service.load.report import LoadShape, Report, level_report
+from tokenpod.service.load.screen import print_sweep
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarking.md"
 
@@ -149,6 +152,22 @@ def test_prompts_that_the_server_knew_are_a_warning_unless_they_were_to_be_share
 def test_what_the_server_did_not_measure_is_left_out():
     found = report(request(0, queue_s=math.nan, first_token_s=math.nan))
     assert (found.server_s.queue.count, found.server_s.ttft.count) == (0, 0)
+
+
+def test_the_table_of_all_loads_fits_80_columns():
+    slow = [request(i, due=i * 0.01, first=2.0 + i * 0.01, ended=99.0) for i in range(300)]
+    levels = [
+        ("16 requests/s", report(*slow, load=Open(16.0), bounds={"ttft": 999.0})),
+        ("all at once", report(request(0, code="CANCELLED"), load=Open(None))),
+    ]
+    out = io.StringIO()
+    print_sweep(Console(file=out, width=80), levels)
+    title, *lines = out.getvalue().strip().splitlines()
+    assert title.startswith("all loads")
+    assert len(lines) == 4
+    assert "…" not in out.getvalue()
+    assert lines[2].split()[:7] == ["16", "requests/s", "100", "3.03", "6.06", "2,000", "2,000"]
+    assert lines[3].split()[-2:] == ["-", "1"]
 
 
 def test_every_field_of_the_json_is_in_its_page():

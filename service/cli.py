@@ -10,17 +10,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import tokenpod
+from tokenpod.service.connection import (
+    Address,
+    Deadline,
+    Tls,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    Token,
+    remote_of,
+)
+from tokenpod.service.load.cli import bench
 
 _UINT32 = 2**32 - 1
 
-Connection = "Connection"
 Sampling = "Sampling"
 Stopping = "Stopping"
 Output = "Output"
@@ -45,40 +54,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Address = Annotated[
-    str,
-    typer.Option(metavar="HOST:PORT|unix:PATH", help="The server.", rich_help_panel=Connection),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        envvar="TOKENPOD_TOKEN",
-        show_envvar=True,
-        help="Bearer token; the variable keeps it out of the process list.",
-        rich_help_panel=Connection,
-    ),
-]
-Tls = Annotated[
-    bool,
-    typer.Option(
-        "--tls", help="Use TLS and trust the system's authorities.", rich_help_panel=Connection
-    ),
-]
-_PEM: dict[str, Any] = {"exists": True, "dir_okay": False, "rich_help_panel": Connection}
-TlsCa = Annotated[
-    Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).", **_PEM)
-]
-TlsCert = Annotated[Path | None, typer.Option(help="This client's certificate (PEM).", **_PEM)]
-TlsKey = Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).", **_PEM)]
-Deadline = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001,
-        metavar="SECONDS",
-        help="Give up after so long; the server stops working on it too.",
-        rich_help_panel=Connection,
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line.")]
 
 
@@ -198,9 +173,12 @@ def generate(
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
     options["logit_bias"] = dict(map(_bias, logit_bias or ()))
-    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
+    remote = remote_of(address, token, tls, tls_ca, tls_cert, tls_key)
     request = commands.generate_request(_text(prompt), options)
     commands.run(commands.generate(remote, request, json_lines=json_lines, deadline=deadline))
+
+
+app.command("bench")(bench)
 
 
 @app.command()
@@ -220,7 +198,7 @@ def health(
     """Ask for a server's health: exit status 0 if it is SERVING, else 1."""
     from tokenpod.service import commands
 
-    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
+    remote = remote_of(address, token, tls, tls_ca, tls_cert, tls_key)
     healthy = commands.run(commands.health(remote, service, watch=watch, deadline=deadline))
     raise typer.Exit(0 if healthy else 1)
 
@@ -239,7 +217,7 @@ def info(
     """Show what a server runs."""
     from tokenpod.service import commands
 
-    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
+    remote = remote_of(address, token, tls, tls_ca, tls_cert, tls_key)
     commands.run(commands.info(remote, json_output=json_output, deadline=deadline))
 
 
@@ -263,7 +241,7 @@ def tokens(
     """Count the tokens of a text."""
     from tokenpod.service import commands
 
-    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
+    remote = remote_of(address, token, tls, tls_ca, tls_cert, tls_key)
     request = commands.tokens_request(_text(text), chat=chat, ids=ids, special=special)
     commands.run(commands.tokens(remote, request, json_output=json_output, deadline=deadline))
 
@@ -293,29 +271,6 @@ def _usage_error(error: typer.TyperException) -> int:
     for line in message.splitlines():
         print(f"error: {line}", file=sys.stderr)
     return int(getattr(error, "exit_code", 2))
-
-
-def _remote(
-    address: str,
-    token: str | None,
-    tls: bool,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-) -> Any:
-    """How to reach the server. Raises BadParameter for what can't be an address."""
-    from tokenpod.service.remote import Remote
-
-    host, _, port = address.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
-    if not address.startswith(("unix:", "dns:")) and not (host and is_port):
-        problem = f"is {address!r}: write host:port or unix:/path"
-        raise typer.BadParameter(problem, param_hint="--address")
-    if token is not None and not (token.isascii() and token.isprintable()):
-        raise typer.BadParameter("must be printable ASCII", param_hint="--token")
-    if (cert is None) != (key is None):
-        raise typer.BadParameter("--tls-cert and --tls-key go together", param_hint="--tls-cert")
-    return Remote(address, token, tls, ca, cert, key)
 
 
 def _text(argument: str) -> str:

@@ -367,6 +367,7 @@ def sample(index: int, generated: int, first: int, last: int, reason: FinishCode
         detokenizer=None,  # type: ignore[arg-type]
         stops=None,  # type: ignore[arg-type]
         min_new_tokens=0,
+        streamed=True,
     )
     made.generated, made.first_token_at, made.last_token_at = generated, first, last
     made.ending = Ending(reason) if reason else None
@@ -382,7 +383,12 @@ def generation(arrived: int, samples: list[Sample], began: int | None) -> Genera
         arrived_at=arrived,
     )
     made = Generation(
-        request, samples, step_at=lambda: 0, abort=lambda ids: None, on_begin=lambda: None
+        request,
+        samples,
+        streamed=True,
+        step_at=lambda: 0,
+        abort=lambda ids: None,
+        on_begin=lambda: None,
     )
     if began is not None:
         made.started = Started(0, cached_tokens=12, began_at=began)

@@ -137,10 +137,11 @@ class RadixTree:
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` in two; the new upper part. `node` itself, as lockers know it, is the end."""
         assert node.parent is not None
-        upper = Node(node.tokens[:at], node.slots[:at], node.parent)
+        # Copies: a view would keep all of the old run in memory after the other half is evicted.
+        upper = Node(node.tokens[:at].copy(), node.slots[:at].copy(), node.parent)
         upper.locks, upper.used_at = node.locks, node.used_at
         node.parent.children[int(node.tokens[0])] = upper
-        node.tokens, node.slots = node.tokens[at:], node.slots[at:]
+        node.tokens, node.slots = node.tokens[at:].copy(), node.slots[at:].copy()
         node.parent = upper
         upper.children[int(node.tokens[0])] = node
         return upper

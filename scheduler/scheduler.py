@@ -271,4 +271,5 @@ class Scheduler:
         self._rows.give_back(sequence)
         self._held.remove(sequence)
         self._batcher.released(sequence)
+        self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]

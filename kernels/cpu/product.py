@@ -3,6 +3,10 @@
 One layout serves every number of rows. Laid out for 32 rows it is as fast as
 any other for one row and for hundreds, and it replaces the weight, so it costs no memory; a layout
 for each number of rows would cost the weights' size again, for little.
+
+For each number of rows it meets, oneDNN generates code and keeps it: a millisecond the first time,
+and some hundred kilobytes, that fragment the heap besides. Steps have any number of rows, so the
+rows are filled up to one of few numbers.
 """
 
 from __future__ import annotations
@@ -28,9 +32,25 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     no_scalars: list[Any] = []
 
     def linear(x: torch.Tensor) -> torch.Tensor:
-        return product(x, laid_out, bias, "none", no_scalars, "")
+        rows = x.shape[0]
+        filled = filled_rows(rows)
+        if filled == rows:
+            return product(x, laid_out, bias, "none", no_scalars, "")
+        x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
+        return product(x, laid_out, bias, "none", no_scalars, "")[:rows]
 
     return linear
+
+
+def filled_rows(rows: int) -> int:
+    """The number of rows that a product of `rows` is computed with: at most a sixteenth more.
+
+    Up to 32 any number, then 16 numbers from each power of two to the next.
+    """
+    if rows <= 32:
+        return rows
+    step = 1 << ((rows - 1).bit_length() - 5)
+    return -(-rows // step) * step
 
 
 def can_lay_out(dtype: torch.dtype) -> bool:

@@ -71,6 +71,11 @@ class EngineLoop:
         while True:
             self.turn()
 
+    @property
+    def scores_held(self) -> int:
+        """Prompts under way with log probabilities that have yet to be told."""
+        return len(self._scored)
+
     def turn(self) -> None:
         """One turn; waits for messages if there is nothing else to do."""
         for message in self.link.receive(self._patience()):
@@ -149,7 +154,9 @@ class EngineLoop:
             times.forward_ns += result.forward_ns
             times.sample_ns += result.sample_ns
         for at, logprobs in result.prompt_logprobs.items():
-            self._scored.setdefault(flying.step.works[at].sequence.id, []).extend(logprobs)
+            sequence = flying.step.works[at].sequence
+            if not sequence.dead:
+                self._scored.setdefault(sequence.id, []).extend(logprobs)
         settled = self.scheduler.settle(flying.step, result.tokens, time.monotonic_ns())
         self._publish(settled, flying.step, result)
 
@@ -207,6 +214,10 @@ class EngineLoop:
                 advanced=finished + (advanced or []),
             )
         )
+        # A prompt that was being scored may have failed, or run out of time, half-way.
+        over = [i for i, f in zip(settled.sequence_ids, settled.finishes, strict=True) if f]
+        for sequence_id in over + [failure.sequence_id for failure in settled.failures]:
+            self._scored.pop(sequence_id, None)
 
     def _with_scores(self, started: Started) -> Started:
         scores = self._scored.pop(started.sequence_id, None)

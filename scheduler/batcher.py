@@ -81,11 +81,11 @@ class Batcher:
             forecast.prefilling(sequence)
         for first, (_, _, siblings) in self._siblings.items():
             if first in self._decoding:
-                forecast.siblings(siblings)
+                forecast.siblings(self._decoding[first], siblings)
         for sequence in self._prefilling:
             forecast.prefilling(sequence)
             if sequence.id in self._siblings:
-                forecast.siblings(self._siblings[sequence.id][2])
+                forecast.siblings(sequence, self._siblings[sequence.id][2])
         forecast.frozen(frozen)
         return forecast
 
@@ -113,7 +113,7 @@ class Batcher:
             return
         self._rows.promise(-len(entry[2]))
         for sibling in entry[2]:
-            self._kv.begin(sibling)
+            self._kv.follow(sibling, sequence)
             self._rows.give(sibling)
             self._ready.append(sibling)
 

@@ -6,12 +6,16 @@ import heapq
 
 from tokenpod.engine.types import Request
 
+#: Moments of sequences that are gone, which are not worth a clean-up.
+_LEFTOVERS = 64
+
 
 class Deadlines:
     """Moments at which sequences may have to end, soonest first. Looking costs nothing."""
 
     def __init__(self) -> None:
         self._moments: list[tuple[int, int]] = []
+        self._watched: set[int] = set()
 
     def add(self, request: Request) -> None:
         """Watch a request's deadline and time limit."""
@@ -19,10 +23,20 @@ class Deadlines:
             if moment is not None:
                 for sequence_id in request.sequence_ids:
                     heapq.heappush(self._moments, (moment, sequence_id))
+                self._watched.update(request.sequence_ids)
+
+    def forget(self, sequence_id: int) -> None:
+        """A sequence is gone: clients whose deadlines are an hour away must not pile up here."""
+        self._watched.discard(sequence_id)
+        if len(self._moments) > 4 * len(self._watched) + _LEFTOVERS:
+            self._moments = [each for each in self._moments if each[1] in self._watched]
+            heapq.heapify(self._moments)
 
     def passed(self, now: int) -> list[int]:
         """Ids of sequences with a moment that has passed since the last call."""
         passed = []
         while self._moments and self._moments[0][0] <= now:
-            passed.append(heapq.heappop(self._moments)[1])
+            sequence_id = heapq.heappop(self._moments)[1]
+            if sequence_id in self._watched:
+                passed.append(sequence_id)
         return passed

@@ -22,6 +22,8 @@ class Forecast:
 
     def __init__(self, quantum: int) -> None:
         self._quantum = quantum
+        #: Where each sequence stands in the three lists.
+        self._index: dict[int, int] = {}
         self._held: list[int] = []
         self._left: list[int] = []
         self._delay: list[int] = []
@@ -42,18 +44,21 @@ class Forecast:
         """One whose prompt is computed after those that were added before."""
         self._in_line(sequence, sequence.prompt_length - sequence.computed)
 
-    def siblings(self, sequences: Listing[Sequence]) -> None:
-        """Samples that wait for the prompt of one that was added before.
+    def siblings(self, first: Sequence, sequences: Listing[Sequence]) -> None:
+        """Samples that wait for the prompt of `first`, which was added before.
 
-        Each computes its last token again, after those that were added before. Their prompt is
-        counted a second time: when the first sample's is settled, another request may have brought
-        the same tokens to the tree, and then both copies are in use.
+        Each computes its last token again, after those that were added before. The prompt is there
+        once, and stays until the last of all samples is over.
         """
         for sequence in sequences:
             last = self._in_line(sequence, 1)
-        self._held.append(sequences[0].prompt_length)
+        prompt = first.prompt_length - first.shared
+        self._held[self._index[first.id]] -= prompt
+        self._held.append(prompt)
         self._left.append(0)
         self._delay.append(last)
+        if first.node is not None:
+            self._locks.append((last, first.node))
 
     def frozen(self, sequences: Iterable[Sequence]) -> None:
         """Sequences that somebody else advances, if ever."""
@@ -89,6 +94,7 @@ class Forecast:
         return delay + new_tokens + _SLACK
 
     def _add(self, sequence: Sequence, held: int, left: int, delay: int) -> None:
+        self._index[sequence.id] = len(self._held)
         self._held.append(held)
         self._left.append(left)
         self._delay.append(delay + _SLACK if delay < FOREVER else FOREVER)

@@ -54,11 +54,19 @@ class KV:
         sequence.node = node
         sequence.shared = sequence.cached = sequence.computed = length
 
+    def follow(self, sibling: Sequence, first: Sequence) -> None:
+        """Begin a sample with the prompt of the first one, which has just been shared."""
+        assert first.node is not None
+        if first.node.listed:
+            self.begin(sibling)
+            return
+        self.tree.lock(first.node)
+        sibling.node = first.node
+        sibling.shared = sibling.cached = sibling.computed = first.shared
+
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`."""
-        assert sequence.node is not None
-        self.tree.unlock(sequence.node)
-        sequence.node = None
+        self._unlock(sequence)
         sequence.shared = sequence.cached = sequence.computed = 0
 
     def prefix_slots(self, sequence: Sequence) -> Slots:
@@ -91,19 +99,28 @@ class KV:
 
         If somebody else brought part of it there meanwhile, the sequence keeps to its own slots:
         with a lock on the other's it would hold that part twice, for longer than was forecast.
-        That is different where siblings await the prompt (`awaited`): they were promised the room.
+        Siblings that await the prompt then share the sequence's own copy among themselves: all of
+        it but the last token, which each of them computes.
         """
-        node, known = self.tree.match(sequence.prompt, sequence.request.salt)
-        if known > sequence.shared and not awaited:
-            return
-        if known < sequence.prompt_length:
-            slots = self._hand_over(sequence, known, sequence.prompt_length)
-            node = self.tree.append(node, sequence.prompt[known:], slots)
-        self.tree.lock(node)
         assert sequence.node is not None
+        if not sequence.node.listed:
+            return
+        node, known = self.tree.match(sequence.prompt, sequence.request.salt)
+        end = sequence.prompt_length
+        if known <= sequence.shared:
+            slots = self._hand_over(sequence, known, end)
+            node = self.tree.append(node, sequence.prompt[known:], slots)
+        elif awaited and end - 1 > sequence.shared:
+            end -= 1
+            slots = self._hand_over(sequence, sequence.shared, end)
+            tokens = sequence.prompt[sequence.shared : end]
+            node = self.tree.hang_unlisted(sequence.node, tokens, slots)
+        else:
+            return
+        self.tree.lock(node)
         self.tree.unlock(sequence.node)
         sequence.node = node
-        sequence.shared = sequence.prompt_length
+        sequence.shared = end
 
     def release(self, sequence: Sequence) -> None:
         """Take a sequence's slots: what it computed goes to the tree, the rest is free."""
@@ -118,8 +135,7 @@ class KV:
         for extent in sequence.extents:
             self._allocator.release(extent)
         sequence.extents = []
-        self.tree.unlock(sequence.node)
-        sequence.node = None
+        self._unlock(sequence)
 
     def forget_unused(self) -> None:
         """Empty the tree of what nobody uses."""
@@ -145,11 +161,21 @@ class KV:
         locked = sum(len(node.tokens) for node in self.tree.nodes() if node.locks)
         assert locked == self.tree.locked_tokens, (locked, self.tree.locked_tokens)
 
+    def _unlock(self, sequence: Sequence) -> None:
+        assert sequence.node is not None
+        self._free(self.tree.unlock(sequence.node))
+        sequence.node = None
+
     def _evict(self, n: int) -> None:
         for slots in self.tree.evict(n):
-            breaks = np.flatnonzero(np.diff(slots) != 1) + 1
-            for run in np.split(slots, breaks):
-                self._allocator.release_run(int(run[0]), len(run))
+            self._free(slots)
+
+    def _free(self, slots: Slots) -> None:
+        if not len(slots):
+            return
+        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+        for run in np.split(slots, breaks):
+            self._allocator.release_run(int(run[0]), len(run))
 
     def _hand_over(self, sequence: Sequence, start: int, end: int) -> Slots:
         """Take the slots of positions `start` to `end` from a sequence's private ones.

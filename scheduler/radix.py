@@ -24,7 +24,7 @@ _NO_SLOTS = np.empty(0, np.int64)
 class Node:
     """A run of tokens and their slots; `tokens` and `slots` are parallel."""
 
-    __slots__ = ("children", "locks", "parent", "slots", "tokens", "used_at")
+    __slots__ = ("children", "listed", "locks", "parent", "slots", "tokens", "used_at")
 
     def __init__(self, tokens: Tokens, slots: Slots, parent: Node | None) -> None:
         self.tokens = tokens
@@ -34,6 +34,8 @@ class Node:
         #: Sequences that use this node or one below it.
         self.locks = 0
         self.used_at = 0
+        #: Whether its parent knows it: `match` finds it, and it outlives its last lock.
+        self.listed = True
 
 
 class RadixTree:
@@ -44,6 +46,7 @@ class RadixTree:
         self.tokens = 0
         self.locked_tokens = 0
         self._roots: dict[str, Node] = {}
+        self._unlisted: set[Node] = set()
         self._clock = 0
 
     @property
@@ -81,6 +84,17 @@ class RadixTree:
         self.tokens += len(tokens)
         return child
 
+    def hang_unlisted(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
+        """A node below `node` for those alone who are given it: the tree has its tokens already.
+
+        It must be locked at once, and is gone with its last lock.
+        """
+        child = Node(tokens.copy(), slots.copy(), node)
+        child.listed = False
+        self._unlisted.add(child)
+        self.tokens += len(tokens)
+        return child
+
     def lock(self, node: Node) -> None:
         """Protect the path to `node`."""
         for each in _path(node):
@@ -88,13 +102,18 @@ class RadixTree:
                 self.locked_tokens += len(each.tokens)
             each.locks += 1
 
-    def unlock(self, node: Node) -> None:
-        """Undo one `lock`."""
+    def unlock(self, node: Node) -> Slots:
+        """Undo one `lock`; the slots of what is gone with it."""
         for each in _path(node):
             each.locks -= 1
             assert each.locks >= 0, "unlocked more often than locked"
             if each.locks == 0:
                 self.locked_tokens -= len(each.tokens)
+        if node.listed or node.locks:
+            return _NO_SLOTS
+        self._unlisted.remove(node)
+        self.tokens -= len(node.tokens)
+        return node.slots
 
     def slots(self, node: Node) -> Slots:
         """The slots of the path to `node`, by position."""
@@ -126,21 +145,23 @@ class RadixTree:
     def nodes(self) -> Iterator[Node]:
         """Every node that holds tokens."""
         stack = [child for root in self._roots.values() for child in root.children.values()]
+        stack += self._unlisted
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
 
     def _leaves(self) -> Iterator[Node]:
-        return (node for node in self.nodes() if not node.children)
+        return (node for node in self.nodes() if not node.children and node.listed)
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` in two; the new upper part. `node` itself, as lockers know it, is the end."""
         assert node.parent is not None
-        upper = Node(node.tokens[:at], node.slots[:at], node.parent)
+        # Copies: a view would keep all of the old run in memory after the other half is evicted.
+        upper = Node(node.tokens[:at].copy(), node.slots[:at].copy(), node.parent)
         upper.locks, upper.used_at = node.locks, node.used_at
         node.parent.children[int(node.tokens[0])] = upper
-        node.tokens, node.slots = node.tokens[at:], node.slots[at:]
+        node.tokens, node.slots = node.tokens[at:].copy(), node.slots[at:].copy()
         node.parent = upper
         upper.children[int(node.tokens[0])] = node
         return upper

@@ -210,10 +210,8 @@ class Scheduler:
         if bound > limits.max_positions:
             return f"prompt and new tokens are {bound}; at most {limits.max_positions} are possible"
         need = bound + (samples - 1) * (request.stopping.max_new_tokens + 1)
-        # What the forecast says of it alone: a shared prompt is there twice while it moves.
-        alone = need + (len(request.prompt) if samples > 1 else 0)
-        if alone > limits.slots:
-            return f"the request needs {alone} tokens of KV cache; there are {limits.slots}"
+        if need > limits.slots:
+            return f"the request needs {need} tokens of KV cache; there are {limits.slots}"
         if samples > limits.max_rows:
             return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
         return ""
@@ -271,4 +269,5 @@ class Scheduler:
         self._rows.give_back(sequence)
         self._held.remove(sequence)
         self._batcher.released(sequence)
+        self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]

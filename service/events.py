@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tokenpod.engine.types import FinishCode
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.calls import GenerateCall
-from tokenpod.service.generation import Delta, Generation, Sample
+from tokenpod.service.deltas import Delta
+from tokenpod.service.generation import Generation, Sample
 from tokenpod.service.tokenizer import Tokenizer
 
 _FINISH = {
@@ -54,6 +55,8 @@ class EventWriter:
         self._request_id = request_id
         self._opened = False
         self._closed: set[int] = set()
+        #: The sample that is asked first: a slow reader must not hear of one sample alone.
+        self._turn = 0
 
     @property
     def done(self) -> bool:
@@ -69,25 +72,38 @@ class EventWriter:
             generated_tokens=sum(sample.generated for sample in generation.samples),
         )
 
-    def events(self) -> list[pb.GenerateResponse]:
-        """What there is to tell now.
+    def next(self) -> pb.GenerateResponse | None:
+        """The next thing to tell; None: nothing yet.
 
-        A list, not a generator: while one event is being sent more tokens come, and `finished` must
-        not overtake them.
+        One at a time, and made when it can be sent: what waits for a slow reader stays packed.
         """
-        return list(self._events())
-
-    def _events(self) -> Iterator[pb.GenerateResponse]:
         generation = self._generation
         if not self._opened and (generation.started or generation.finished):
             self._opened = True
-            yield pb.GenerateResponse(started=self._started())
+            return pb.GenerateResponse(started=self._started())
         if self._call.output.stream:
-            for sample in generation.samples:
-                yield from self._sample(sample, sample.index)
-        elif generation.finished:
-            for index, sample in enumerate(self._best()):
-                yield from self._sample(sample, index)
+            return self._next_of(self._in_turn())
+        if generation.finished:
+            return self._next_of(list(enumerate(self._best())))
+        return None
+
+    def _in_turn(self) -> Iterable[tuple[int, Sample]]:
+        """The samples, those that have waited longest first."""
+        samples = self._generation.samples
+        order = (*range(self._turn, len(samples)), *range(self._turn))
+        return [(index, samples[index]) for index in order]
+
+    def _next_of(self, samples: Iterable[tuple[int, Sample]]) -> pb.GenerateResponse | None:
+        for index, sample in samples:
+            if index in self._closed:
+                continue
+            if sample.has_news:
+                self._turn = index + 1
+                return pb.GenerateResponse(tokens=self._delta(sample.take(), index))
+            if sample.ending is not None:
+                self._closed.add(index)
+                return pb.GenerateResponse(finished=self._finished(sample, index))
+        return None
 
     def _best(self) -> list[Sample]:
         """The n samples of highest mean log probability; all of them, in order, where n is all."""
@@ -96,15 +112,6 @@ class EventWriter:
         if len(samples) > n:
             samples.sort(key=lambda sample: -sample.mean_logprob)
         return samples[:n]
-
-    def _sample(self, sample: Sample, index: int) -> Iterator[pb.GenerateResponse]:
-        if index in self._closed:
-            return
-        if sample.has_news:
-            yield pb.GenerateResponse(tokens=self._delta(sample.take(), index))
-        if sample.ending is not None:
-            self._closed.add(index)
-            yield pb.GenerateResponse(finished=self._finished(sample, index))
 
     def _started(self) -> pb.Started:
         usage, started = self.usage(), self._generation.started
@@ -127,9 +134,7 @@ class EventWriter:
         if self._call.output.logprobs:
             message.logprobs.extend(delta.logprobs)
         if self._call.output.top_n_tokens:
-            for top in delta.tops:
-                ids = top.token_ids if top else []
-                logprobs = top.logprobs if top else []
+            for ids, logprobs in delta.tops():
                 message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self._texts(ids))
         return message
 

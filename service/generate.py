@@ -114,7 +114,7 @@ class GenerateService:
             try:
                 while not writer.done:
                     await generation.news()
-                    for event in writer.events():
+                    while (event := writer.next()) is not None:
                         yield event
             finally:
                 generation.cancel()
@@ -161,6 +161,7 @@ class GenerateService:
         generation = Generation(
             request,
             _samples(serving.tokenizer, call, request),
+            streamed=call.output.stream,
             step_at=lambda: serving.client.step_at,
             abort=serving.client.abort,
             on_begin=place.leave_queue,
@@ -239,6 +240,7 @@ def _samples(tokenizer: Tokenizer, call: GenerateCall, request: Request) -> Sequ
             detokenizer=tokenizer.detokenizer(request.prompt),
             stops=StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence),
             min_new_tokens=stopping.min_new_tokens,
+            streamed=call.output.stream,
         )
         for index, sequence_id in enumerate(request.sequence_ids)
     ]

@@ -2,14 +2,15 @@
 
 A `Generation` is the engine client's sink for a request. It takes tokens as they come (detokenises
 them, looks for stop sequences) and keeps what the stream has not sent yet, so a slow reader costs
-memory in proportion to the text it lags behind, and a stop sequence ends a sample at once.
+memory in proportion to what it lags behind, and a stop sequence ends a sample at once. A reader
+that lags behind by more than `UNREAD_BYTES` loses its stream: nobody else may pay for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tokenpod.engine.types import (
     Failure,
@@ -18,19 +19,14 @@ from tokenpod.engine.types import (
     Started,
     Top,
 )
+from tokenpod.service.deltas import Delta, Unread
 from tokenpod.service.detokenizer import Detokenizer
-from tokenpod.service.errors import ServiceError, engine_failure
+from tokenpod.service.errors import ResourceExhausted, ServiceError, engine_failure
 from tokenpod.service.stops import StopMatcher
 
-
-@dataclass(slots=True)
-class Delta:
-    """What a sample brought since it was last asked; parallel lists, one entry a token."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tops: list[Top | None] = field(default_factory=list)
+#: Bytes that may wait for a stream's reader. What gRPC holds for it (a message being sent, its
+#: write buffer of 64 kB) comes on top; together it stays under 256 kB.
+UNREAD_BYTES = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +47,7 @@ class Sample:
         detokenizer: fresh, with the prompt's end as context.
         stops: fresh, with the request's stop sequences.
         min_new_tokens: stop sequences count from this many tokens on.
+        streamed: hand out what comes in pages; else the whole output as one.
     """
 
     def __init__(
@@ -61,6 +58,7 @@ class Sample:
         detokenizer: Detokenizer,
         stops: StopMatcher,
         min_new_tokens: int,
+        streamed: bool,
     ) -> None:
         self.index = index
         self.sequence_id = sequence_id
@@ -72,13 +70,13 @@ class Sample:
         self._detokenizer = detokenizer
         self._stops = stops
         self._min_new_tokens = min_new_tokens
-        self._texts: list[str] = []
-        self._delta = Delta()
+        self._text = bytearray()
+        self._unread = Unread(paged=streamed)
 
     @property
     def text(self) -> str:
         """All text that is safe to send."""
-        return "".join(self._texts)
+        return self._text.decode()
 
     @property
     def mean_logprob(self) -> float:
@@ -104,28 +102,34 @@ class Sample:
             self.ending = Ending(finish, stop_token_id=stop_token)
 
     def take(self) -> Delta:
-        """What has come since the last call."""
-        delta, self._delta = self._delta, Delta()
-        return delta
+        """The oldest page of what has come and was not taken yet."""
+        return self._unread.take()
 
     @property
     def has_news(self) -> bool:
         """Whether `take` would bring anything."""
-        return bool(self._delta.token_ids or self._delta.text)
+        return bool(self._unread)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that wait to be taken."""
+        return self._unread.size
+
+    def drop(self) -> None:
+        """Forget what was not taken."""
+        self._unread.clear()
 
     def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
         self.generated += 1
         self.cumulative_logprob += logprob
         self.first_token_at = self.first_token_at or at
         self.last_token_at = at
-        self._delta.token_ids.append(token_id)
-        self._delta.logprobs.append(logprob)
-        self._delta.tops.append(top)
+        self._unread.add_token(token_id, logprob, top)
 
     def _emit(self, text: str) -> None:
         if text:
-            self._texts.append(text)
-            self._delta.text += text
+            self._text += text.encode()
+            self._unread.add_text(text)
 
 
 class Generation:
@@ -134,6 +138,7 @@ class Generation:
     Args:
         request: what the engine was asked.
         samples: one a sequence id of the request, in order.
+        streamed: the reader is to keep up, or loses its stream.
         step_at: tells when the step being handed over settled.
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
@@ -144,6 +149,7 @@ class Generation:
         request: Request,
         samples: Sequence[Sample],
         *,
+        streamed: bool,
         step_at: Callable[[], int],
         abort: Callable[[list[int]], None],
         on_begin: Callable[[], None],
@@ -152,6 +158,7 @@ class Generation:
         self.samples = samples
         self.started: Started | None = None
         self.failure: ServiceError | None = None
+        self._streamed = streamed
         self._step_at = step_at
         self._abort = abort
         self._on_begin = on_begin
@@ -162,6 +169,11 @@ class Generation:
     def finished(self) -> bool:
         """Whether every sample has ended."""
         return all(sample.ending for sample in self.samples)
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that wait for the stream's reader."""
+        return sum(sample.unread_bytes for sample in self.samples)
 
     async def news(self) -> None:
         """Wait until something has come; raises the failure, if that is what came."""
@@ -195,6 +207,8 @@ class Generation:
         if sample.ending is not None and not finish:
             # A stop sequence: the engine does not know yet.
             self._abort([sequence_id])
+        if self._streamed and self.unread_bytes > UNREAD_BYTES:
+            self._give_up_reader()
 
     def on_failure(self, failure: Failure) -> None:
         """A failure of one sample is the call's: there is no partial answer to a request."""
@@ -203,3 +217,12 @@ class Generation:
     def wake(self) -> None:
         """Let the stream look."""
         self._news.set()
+
+    def _give_up_reader(self) -> None:
+        self.failure = ResourceExhausted(
+            f"the client has left more than {UNREAD_BYTES // 1024} KiB of its stream unread",
+            limit="unread_bytes",
+        )
+        self.cancel()
+        for sample in self.samples:
+            sample.drop()

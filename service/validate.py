@@ -102,8 +102,8 @@ def max_new_tokens(prompt_tokens: int, wanted: int | None, limits: RequestLimits
 
 def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:
     """All samples of a request hold their keys and values at the same time."""
-    # Each sample computes the last prompt token for itself.
-    need = prompt_tokens + samples * new_tokens + (samples if samples > 1 else 0)
+    # They share the prompt; each but the first computes its last token once more.
+    need = prompt_tokens + samples * new_tokens + samples - 1
     if need > limits.slots:
         raise InvalidArgument(
             "sampling.n",

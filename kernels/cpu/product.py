@@ -4,9 +4,9 @@ One layout serves every number of rows. Laid out for 32 rows it is as fast as
 any other for one row and for hundreds, and it replaces the weight, so it costs no memory; a layout
 for each number of rows would cost the weights' size again, for little.
 
-oneDNN compiles a product for each number of rows, which takes a millisecond, and keeps it. Prompts
-have all lengths: above a limit the number of rows is rounded up (by an eighth at most), so that few
-are compiled.
+For each number of rows it meets, oneDNN generates code and keeps it: a millisecond the first time,
+and some hundred kilobytes, that fragment the heap besides. Steps have any number of rows, so the
+rows are filled up to one of few numbers.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from tokenpod.kernels.ops import Linear
 from tokenpod.kernels.reference import product as reference
 
 #: Rows that the layout is chosen for.
 LAYOUT_ROWS = 32
-#: More rows than this are rounded up.
-EXACT_ROWS = 64
 
 
 def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -36,18 +33,24 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
     def linear(x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        missing = rows_to_add(rows)
-        if missing:
-            x = functional.pad(x, (0, 0, 0, missing))
-        y = product(x, laid_out, bias, "none", no_scalars, "")
-        return y[:rows] if missing else y
+        filled = filled_rows(rows)
+        if filled == rows:
+            return product(x, laid_out, bias, "none", no_scalars, "")
+        x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
+        return product(x, laid_out, bias, "none", no_scalars, "")[:rows]
 
     return linear
 
 
-def rows_to_add(rows: int) -> int:
-    """How many rows fill `rows` up to one of the eight numbers for which each doubling has code."""
-    return 0 if rows <= EXACT_ROWS else -rows % (1 << rows.bit_length() - 4)
+def filled_rows(rows: int) -> int:
+    """The number of rows that a product of `rows` is computed with: at most a sixteenth more.
+
+    Up to 32 any number, then 16 numbers from each power of two to the next.
+    """
+    if rows <= 32:
+        return rows
+    step = 1 << ((rows - 1).bit_length() - 5)
+    return -(-rows // step) * step
 
 
 def can_lay_out(dtype: torch.dtype) -> bool:

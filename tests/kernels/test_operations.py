@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tokenpod.kernels import compiled, cpu, reference
+from tokenpod.kernels.cpu.product import filled_rows
 from tokenpod.kernels.ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.registry import operations_for
 
@@ -100,10 +101,19 @@ def test_products(tokens, bias, dtype, draw):
     torch.testing.assert_close(
         got, reference.prepare_linear(weight, offset)(x), rtol=2e-2, atol=2e-2
     )
+    assert got.shape == (tokens, 56)
     if dtype == torch.float32:
         exact = torch.nn.functional.linear(x.double(), weight.double())
         exact += 0 if offset is None else offset
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_any_number_of_rows_are_of_few_kinds():
+    """oneDNN keeps code and scratch memory for each kind: a thousand kinds are gigabytes."""
+    numbers = [filled_rows(rows) for rows in range(1, 4097)]
+    assert len(set(numbers)) < 150
+    assert all(filled == rows for rows, filled in enumerate(numbers[:32], 1))
+    assert all(rows <= filled <= rows * 17 / 16 for rows, filled in enumerate(numbers, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

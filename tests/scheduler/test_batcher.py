@@ -175,3 +175,29 @@ def test_a_sequence_with_nan_fails_alone_and_leaves_nothing_behind():
     assert len(house.outputs(2)) == 4
     assert house.scheduler.kv.tree.match([1] * 5)[1] == 0
     house.drain()
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["alive", "aborted meanwhile"])
+def test_nan_that_is_seen_late_still_keeps_its_values_out_of_the_cache(aborted):
+    # The second token of sequence 1 comes out as NaN in a step that is in flight at the abort.
+    house = House(
+        overlap=True,
+        choose=lambda i, index: -1 if (i, index) == (1, 1) else 3,
+        slots=100,
+        max_rows=4,
+        prefill_tokens=50,
+    )
+    house.submit(request(1, [1, 2, 3, 4], max_new_tokens=8))
+    house.turn()
+    house.turn()
+    assert house.outputs(1) == [3]
+    if aborted:
+        house.abort(1)
+    house.run()
+    house.submit(request(2, [1, 2, 3, 4, 3, 9], max_new_tokens=2))
+    house.turn()
+    # The prompt is sound; the position of the first output is not.
+    assert house.planned()[2] == 2
+    house.run()
+    assert len(house.outputs(2)) == 2
+    house.drain()

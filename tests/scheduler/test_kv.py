@@ -100,13 +100,53 @@ def test_long_lives_of_many_leave_nothing_behind():
     assert all(len(house.outputs(i)) == 1 + i % 11 for i in range(1, 40))
 
 
-def test_the_forecast_counts_an_awaited_prompt_twice():
-    # Another request may bring the same tokens to the tree first; then both copies are in use.
-    kv = KV(100)
-    both = request([1, 2], [1] * 10, max_new_tokens=4)
+def two_samples(kv, prompt, **options):
+    """The first of two samples, begun, and the other, which waits for it."""
+    both = request([1, 2], prompt, **options)
     first, sibling = (Sequence(both, i, np.array(both.prompt, np.int32)) for i in range(2))
     kv.begin(first)
+    return first, sibling
+
+
+def test_the_forecast_counts_an_awaited_prompt_once_until_the_last_sample_is_over():
+    kv = KV(100)
+    first, sibling = two_samples(kv, [1] * 10, max_new_tokens=4)
     forecast = Forecast(quantum=8)
     forecast.prefilling(first)
-    forecast.siblings([sibling])
-    assert forecast.peak() == (10 + 4) + (1 + 4) + 10
+    forecast.siblings(first, [sibling])
+    assert forecast.peak() == 10 + 4 + (1 + 4)
+
+
+def test_samples_share_their_own_copy_of_a_prompt_that_another_brought_meanwhile():
+    kv = KV(40)
+    first, sibling = two_samples(kv, [1] * 10, max_new_tokens=4)
+    other = begun(kv, 3, [1] * 10, max_new_tokens=4)
+    compute(kv, other, 10)
+    kv.share_prompt(other, awaited=False)
+    compute(kv, first, 10)
+    kv.share_prompt(first, awaited=True)
+    kv.follow(sibling, first)
+    assert kv.prefix_slots(sibling).tolist() != kv.prefix_slots(other).tolist()[:9]
+    assert (len(kv.prefix_slots(sibling)), sibling.computed) == (9, 9)
+    kv.check([first, sibling, other])
+    # The other's copy may go; theirs stays as long as one of them needs it, and no longer.
+    kv.release(other)
+    kv.release(first)
+    kv.forget_unused()
+    kv.check([sibling])
+    assert kv.free == 40 - 9
+    kv.release(sibling)
+    kv.check([])
+    assert kv.available == 40
+    assert kv.free == 40
+
+
+def test_samples_that_fill_the_cache_with_their_prompt_once_are_served():
+    # 60 of prompt, 2 x 15 new, and the last prompt token again. Twice the prompt would not fit.
+    house = House(slots=60 + 2 * 15 + 1, max_rows=4, prefill_tokens=16)
+    house.submit(request([1, 2], [5] * 60, max_new_tokens=15))
+    house.run()
+    assert [len(house.outputs(i)) for i in (1, 2)] == [15, 15]
+    house.submit(request([3, 4], [6] * 60, max_new_tokens=16))
+    assert house.sequences[3].ended == "failure INVALID_ARGUMENT"
+    house.drain()

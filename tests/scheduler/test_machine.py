@@ -92,10 +92,15 @@ class SchedulerLife(RuleBasedStateMachine):
         )
         self.turns(turns)
 
-    @rule(prompt=prompts(), new=st.integers(1, 16), n=st.integers(2, 8), turns=st.integers(0, 3))
-    def submit_the_same_at_once(self, prompt, new, n, turns):
-        for sequence_id in self.new_ids(n):
-            self.house.submit(request(sequence_id, prompt, max_new_tokens=new))
+    @rule(
+        prompt=prompts(),
+        new=st.integers(1, 16),
+        samples=st.lists(st.integers(1, 3), min_size=2, max_size=8),
+        turns=st.integers(0, 3),
+    )
+    def submit_the_same_at_once(self, prompt, new, samples, turns):
+        for n in samples:
+            self.house.submit(request(self.new_ids(n), prompt, max_new_tokens=new))
         self.turns(turns)
 
     @rule(turns=st.integers(1, 20))

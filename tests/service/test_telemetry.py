@@ -367,6 +367,7 @@ def sample(index: int, generated: int, first: int, last: int, reason: FinishCode
         detokenizer=None,  # type: ignore[arg-type]
         stops=None,  # type: ignore[arg-type]
         min_new_tokens=0,
+        streamed=True,
     )
     made.generated, made.first_token_at, made.last_token_at = generated, first, last
     made.ending = Ending(reason) if reason else None
@@ -382,7 +383,12 @@ def generation(arrived: int, samples: list[Sample], began: int | None) -> Genera
         arrived_at=arrived,
     )
     made = Generation(
-        request, samples, step_at=lambda: 0, abort=lambda ids: None, on_begin=lambda: None
+        request,
+        samples,
+        streamed=True,
+        step_at=lambda: 0,
+        abort=lambda ids: None,
+        on_begin=lambda: None,
     )
     if began is not None:
         made.started = Started(0, cached_tokens=12, began_at=began)
@@ -555,3 +561,26 @@ async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little()
     telemetry.shutdown()
     # The SDK alone would retry for far longer; the promise is 5 s, the rest is a busy machine's.
     assert time.monotonic() - began < 15
+
+
+async def test_a_collector_that_never_answers_costs_calls_nothing_and_the_end_little() -> None:
+    """It takes the connection and what is sent, and says nothing: worse than being gone."""
+    taken: list[asyncio.StreamWriter] = []
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(writer)
+        while await reader.read(65536):
+            pass
+
+    async with await asyncio.start_server(swallow, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        telemetry = Telemetry.start(TelemetrySettings(f"http://127.0.0.1:{port}"))
+        async with serving(servicer=Scripted(), interceptors=interceptors(telemetry)) as running:
+            assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
+        began = time.monotonic()
+        await asyncio.to_thread(telemetry.shutdown)
+        # As above: a promise of 5 s, and room for a busy machine.
+        assert time.monotonic() - began < 15
+        assert taken, "nobody tried to send"
+        for writer in taken:
+            writer.close()

@@ -201,9 +201,9 @@ def test_prompt_and_output_are_bounded(prompt: int, wanted: int, field: str, wor
 
 
 def test_samples_of_a_request_must_fit_at_once() -> None:
-    validate.check_group(40, 10, 3, LIMITS)
+    validate.check_group(40, 26, 3, LIMITS)
     with pytest.raises(InvalidArgument, match="--max-batch-total-tokens"):
-        validate.check_group(40, 26, 3, LIMITS)
+        validate.check_group(40, 27, 3, LIMITS)
 
 
 # -- what "not set" means ----------------------------------------------------------------------

@@ -1,0 +1,131 @@
+"""The loop over a real socket, with an executor that only counts."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from tokenpod.engine.executor import StepResult
+from tokenpod.engine.link import Link, LinkClosed
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.types import (
+    Abort,
+    FromEngine,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    StoppingParams,
+    ToEngine,
+)
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+CHUNK = 4
+
+
+class Counting:
+    """Samples the token 1, or -1 (NaN) for the rows in `bad`; scores every prompt token -1.0."""
+
+    def __init__(self) -> None:
+        self.bad = False
+
+    def launch(self, plan):
+        sampling = [work for work in plan.works if work.samples]
+        scores = {i: [-1.0] * len(w.next_tokens) for i, w in enumerate(plan.works) if w.next_tokens}
+        token = -1 if self.bad else 1
+        result = StepResult([token] * len(sampling), [-0.5] * len(sampling), [], scores)
+
+        class Launched:
+            def wait(self):
+                return result
+
+        return Launched()
+
+
+class Pod:
+    """A loop and the service's end of its link."""
+
+    def __init__(self, *, overlap: bool) -> None:
+        ours, theirs = socket.socketpair()
+        self._end = ours
+        self.link = Link[FromEngine](ours, FromEngine)
+        self.executor = Counting()
+        limits = Limits(slots=200, max_rows=8, max_positions=200, prefill_tokens=CHUNK)
+        link = Link[ToEngine](theirs, ToEngine)
+        self.loop = EngineLoop(link, Scheduler(limits), self.executor, overlap=overlap)
+
+    def send(self, message) -> None:
+        self.link.send(message)
+
+    def hang_up(self) -> None:
+        self._end.close()
+
+    def turn(self, times: int = 1) -> list[StepOutputs]:
+        heard: list[StepOutputs] = []
+        for _ in range(times):
+            # Changes nothing, but an idle loop would wait for a message.
+            self.send(Abort([]))
+            self.loop.turn()
+            heard += self.link.receive(0.0)
+        return heard
+
+
+@pytest.fixture(params=[False, True], ids=["settles at once", "overlaps"])
+def pod(request):
+    made = Pod(overlap=request.param)
+    yield made
+    made.hang_up()
+
+
+def scored(sequence_id: int, **options) -> Request:
+    """A prompt of several pieces whose tokens are to be scored."""
+    return Request(
+        sequence_ids=[sequence_id],
+        prompt=list(range(3 * CHUNK)),
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=2),
+        prompt_logprobs=True,
+        **options,
+    )
+
+
+def test_a_prompt_in_pieces_is_scored_whole(pod):
+    pod.send(scored(1))
+    heard = pod.turn(8)
+    (started,) = (started for outputs in heard for started in outputs.started)
+    assert started.prompt_logprobs == [-1.0] * (3 * CHUNK - 1)
+    assert pod.loop.scores_held == 0
+
+
+def test_scores_of_a_prompt_that_was_aborted_are_dropped(pod):
+    pod.send(scored(1))
+    pod.turn(2)
+    assert pod.loop.scores_held == 1
+    pod.send(Abort([1]))
+    pod.turn(3)
+    assert pod.loop.scores_held == 0
+
+
+def test_scores_of_a_prompt_that_failed_are_dropped(pod):
+    pod.executor.bad = True
+    pod.send(scored(1))
+    heard = pod.turn(5)
+    assert [failure.sequence_id for outputs in heard for failure in outputs.failures] == [1]
+    assert pod.loop.scores_held == 0
+
+
+def test_scores_of_a_prompt_that_ran_out_of_time_are_dropped(pod):
+    pod.send(scored(1, deadline_at=time.monotonic_ns() + 200_000_000))
+    pod.turn(2)
+    assert pod.loop.scores_held == 1
+    time.sleep(0.2)
+    heard = pod.turn(3)
+    assert [failure.sequence_id for outputs in heard for failure in outputs.failures] == [1]
+    assert pod.loop.scores_held == 0
+
+
+def test_the_loop_ends_with_its_link(pod):
+    pod.hang_up()
+    with pytest.raises(LinkClosed):
+        pod.loop.run()

@@ -1,0 +1,106 @@
+"""A model that computes NaN for one token: who hears of it, and who does not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from harness import ServerProcess, generate, serve
+from safetensors.torch import load_file, save_file
+
+from tokenpod.models import demo
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+
+#: Its embedding is NaN.
+POISON = 4000
+GOOD = [5, 17, 301, 44, 9, 120, 77, 12, 8, 33]
+LENGTH = {"max_new_tokens": 40, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server on the demo model with one bad row, in a head of its own a good one."""
+    folder = tmp_path_factory.mktemp("model") / "poisoned"
+    shutil.copytree(Path(demo.__file__).parent, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone()
+    embedding[POISON] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with serve("--model-id", str(folder)) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def ask(ids: list[int], **fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=ids), **{"stopping": LENGTH, "sampling": {}} | fields
+    )
+
+
+def lost(stub: Any, request: pb.GenerateRequest) -> None:
+    with pytest.raises(grpc.RpcError) as ended:
+        generate(stub, request)
+    assert ended.value.code() is grpc.StatusCode.DATA_LOSS
+    assert "NaN" in ended.value.details()
+
+
+def test_the_request_alone_fails_and_its_companions_are_what_they_are_alone(
+    poisoned: ServerProcess,
+) -> None:
+    stub = poisoned.stub()
+    requests = [ask([*GOOD[at:], at + 3]) for at in range(4)]
+    alone = [generate(stub, request).samples[0].token_ids for request in requests]
+    together: dict[int, list[int]] = {}
+
+    def run(at: int) -> None:
+        together[at] = generate(stub, requests[at]).samples[0].token_ids
+
+    threads = [threading.Thread(target=run, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for at in range(6):
+        lost(stub, ask([*GOOD[: at + 1], POISON, 7]))
+    for thread in threads:
+        thread.join(60)
+    assert [together[at] for at in range(4)] == alone
+
+
+def test_nothing_that_followed_the_bad_token_is_cached(poisoned: ServerProcess) -> None:
+    stub = poisoned.stub()
+    prefix = [501, 502, 503, 504, 505, 506]
+    for _ in range(2):
+        lost(stub, ask([*prefix, POISON, 600, 601]))
+    once = generate(stub, ask([*prefix, POISON + 1, 600]))
+    # The failed prompts left nothing: not even what came before the bad token.
+    assert once.started.cached_tokens == 0
+    again = generate(stub, ask([*prefix, POISON + 1, 600]))
+    assert again.started.cached_tokens == len(prefix) + 1
+    assert again.samples[0].token_ids == once.samples[0].token_ids
+
+
+def test_a_bad_token_that_was_sampled_ends_its_stream_and_leaves_a_sound_prompt(
+    poisoned: ServerProcess,
+) -> None:
+    stub = poisoned.stub()
+    forced = {"sampling": {"logit_bias": {POISON: 100.0}}}
+    events = []
+    with pytest.raises(grpc.RpcError) as ended:
+        events.extend(stub.Generate(ask(GOOD[::-1], **forced), timeout=60))
+    assert ended.value.code() is grpc.StatusCode.DATA_LOSS
+    # The token itself was sound; what the model made of it was not.
+    assert [list(event.tokens.token_ids) for event in events[1:]] == [[POISON]]
+    follow_up = generate(stub, ask(GOOD[::-1]))
+    assert follow_up.started.cached_tokens == len(GOOD) - 1
+    # What was computed of the bad token is not there to be found.
+    lost(stub, ask([*GOOD[::-1], POISON, 3]))
+    assert len(follow_up.samples[0].token_ids) == LENGTH["max_new_tokens"]

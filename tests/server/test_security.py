@@ -1,0 +1,136 @@
+"""Who gets in: certificates and tokens, on a server as operators start it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from harness import SERVING, ServerProcess, generate, serve, text_request
+
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+
+REQUEST = text_request("import os\n", stopping={"max_new_tokens": 3, "ignore_eos": True})
+
+
+def _openssl(*arguments: str, cwd: Path) -> None:
+    subprocess.run(["openssl", *arguments], cwd=cwd, check=True, capture_output=True)
+
+
+def _authority(folder: Path, name: str) -> None:
+    make = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
+    _openssl(*make, *made, "-days", "2", cwd=folder)
+
+
+def _certificate(folder: Path, name: str, authority: str) -> None:
+    make = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    _openssl(
+        *make, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", cwd=folder
+    )
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    signer = ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial"]
+    made = ["-in", f"{name}.csr", "-out", f"{name}.pem", "-days", "2", "-extfile", "names"]
+    _openssl("x509", "-req", *signer, *made, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority with a server's and a client's certificate, and a stranger's client."""
+    folder = tmp_path_factory.mktemp("pems")
+    for authority, names in (("ca", ("server", "client")), ("stranger", ("intruder",))):
+        _authority(folder, authority)
+        for name in names:
+            _certificate(folder, name, authority)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokens") / "tokens"
+
+
+@pytest.fixture(scope="module")
+def guarded(pems: Path, tokens: Path) -> Iterator[ServerProcess]:
+    """A server that wants a client certificate and a token."""
+    tokens.write_text("first-token\nsecond-token\n")
+    with serve(
+        *("--tls-cert", str(pems / "server.pem"), "--tls-key", str(pems / "server.key")),
+        *("--tls-client-ca", str(pems / "ca.pem"), "--auth-token-file", str(tokens)),
+    ) as running:
+        yield running
+        assert running.stop() == 0
+
+
+def channel(server: ServerProcess, pems: Path, name: str | None) -> grpc.Channel:
+    """A TLS channel with the certificate `name`, or with none."""
+    pair = [(pems / f"{name}.{kind}").read_bytes() if name else None for kind in ("key", "pem")]
+    credentials = grpc.ssl_channel_credentials((pems / "ca.pem").read_bytes(), *pair)
+    return grpc.secure_channel(server.address, credentials)
+
+
+def ask(opened: grpc.Channel, token: str | None = "first-token") -> Any:
+    """A generation; closes the channel."""
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    with opened:
+        return generate(rpc.TextGenerationServiceStub(opened), REQUEST, metadata=metadata)
+
+
+def code(opened: grpc.Channel, token: str | None = "first-token") -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError) as refused:
+        ask(opened, token)
+    return refused.value.code()
+
+
+def test_a_client_with_certificate_and_token_is_served(guarded: ServerProcess, pems: Path) -> None:
+    for token in ("first-token", "second-token"):
+        assert len(ask(channel(guarded, pems, "client"), token).samples[0].token_ids) == 3
+
+
+def test_a_client_without_a_certificate_does_not_get_a_connection(
+    guarded: ServerProcess, pems: Path
+) -> None:
+    assert code(channel(guarded, pems, None)) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_nor_does_one_whose_authority_is_unknown(guarded: ServerProcess, pems: Path) -> None:
+    assert code(channel(guarded, pems, "intruder")) is grpc.StatusCode.UNAVAILABLE
+
+
+def test_nor_does_plaintext(guarded: ServerProcess) -> None:
+    assert code(grpc.insecure_channel(guarded.address)) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("token", [None, "wrong", "first-token-and-more", "first-toke"])
+def test_a_call_without_a_known_token_is_refused(
+    guarded: ServerProcess, pems: Path, token: str | None
+) -> None:
+    assert code(channel(guarded, pems, "client"), token) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_health_needs_no_token_and_on_its_own_port_no_certificate(
+    guarded: ServerProcess, pems: Path
+) -> None:
+    assert guarded.health() == SERVING
+    with channel(guarded, pems, "client") as opened:
+        stub = health_pb2_grpc.HealthStub(opened)
+        assert stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status == SERVING
+
+
+def test_a_token_file_that_changes_is_read_again(
+    guarded: ServerProcess, pems: Path, tokens: Path
+) -> None:
+    before = tokens.read_text()
+    try:
+        # As a mounted secret changes: a new file takes the place of the old one.
+        (tokens.parent / "new").write_text("third-token\n")
+        (tokens.parent / "new").rename(tokens)
+        assert ask(channel(guarded, pems, "client"), "third-token")
+        unknown = code(channel(guarded, pems, "client"), "first-token")
+        assert unknown is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        tokens.write_text(before)

@@ -1,0 +1,158 @@
+"""A call's samples as the engine brings them, and a reader that falls behind."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import grpc
+import pytest
+
+from tokenpod.engine.types import FinishCode, Request, SamplingParams, StoppingParams, Top
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.calls import GenerateCall, Output, Sampling, Stopping
+from tokenpod.service.detokenizer import Detokenizer
+from tokenpod.service.events import EventWriter
+from tokenpod.service.generation import UNREAD_BYTES, Generation, Sample
+from tokenpod.service.stops import StopMatcher
+
+TOP = Top(0, list(range(20)), [-1.0] * 20)
+
+
+class Words(Detokenizer):
+    """Every token is a word."""
+
+    def push(self, token_id: int) -> str:
+        return f"w{token_id} "
+
+    def finish(self) -> str:
+        return ""
+
+
+class Names:
+    """Names tokens, as a tokenizer does."""
+
+    def token_text(self, token_id: int) -> str:
+        return f"w{token_id} "
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+class Call:
+    """A call with `n` samples whose engine is this test."""
+
+    def __init__(self, n: int = 1, *, stream: bool = True, top_n: int = 0) -> None:
+        self.aborted: list[int] = []
+        self.top = TOP if top_n else None
+        request = Request(
+            sequence_ids=list(range(n)),
+            prompt=[1, 2],
+            sampling=SamplingParams(),
+            stopping=StoppingParams(max_new_tokens=1_000_000),
+        )
+        samples = [
+            Sample(
+                index=index,
+                sequence_id=index,
+                detokenizer=Words(),
+                stops=StopMatcher((), include=False),
+                min_new_tokens=0,
+                streamed=stream,
+            )
+            for index in range(n)
+        ]
+        self.generation = Generation(
+            request,
+            samples,
+            streamed=stream,
+            step_at=lambda: 1,
+            abort=self.aborted.extend,
+            on_begin=lambda: None,
+        )
+        asked = GenerateCall(
+            prompt="x",
+            sampling=Sampling(n=n),
+            stopping=Stopping(),
+            output=Output(stream=stream, top_n_tokens=top_n),
+        )
+        tokenizer: Any = Names()
+        self.writer = EventWriter(asked, self.generation, tokenizer, model_id="m", request_id="r")
+
+    def step(self, finish: FinishCode = FinishCode.RUNNING) -> None:
+        """A token for each sample that the engine still runs."""
+        for sample in self.generation.samples:
+            if sample.sequence_id not in self.aborted:
+                self.generation.on_token(sample.sequence_id, 7, -1.0, finish, self.top)
+        self.generation.wake()
+
+    def read(self) -> list[pb.GenerateResponse]:
+        """All that can be told now."""
+        return list(iter(self.writer.next, None))
+
+
+@pytest.mark.parametrize("top_n", [0, 20])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_stream_that_nobody_reads_is_given_up_before_it_costs_256_kb(n, top_n):
+    call, most = Call(n, top_n=top_n), 0
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        while call.generation.failure is None:
+            call.step()
+            most = max(most, call.generation.unread_bytes)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The text so far, which `finished` repeats, is the request's own output.
+    text = sum(len(sample.text) for sample in call.generation.samples)
+    assert peak - before - 1.2 * text < 192 * 1024
+    assert UNREAD_BYTES / 2 < most <= UNREAD_BYTES + 1000
+    assert sorted(call.aborted) == list(range(n))
+    assert call.read() == []
+    assert call.generation.unread_bytes == 0
+    with pytest.raises(type(call.generation.failure)) as lost:
+        await call.generation.news()
+    assert lost.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "128 KiB" in str(lost.value)
+
+
+async def test_a_reader_that_catches_up_in_time_misses_nothing():
+    call, seen = Call(2, top_n=20), []
+    for _ in range(10):
+        for _ in range(150):
+            call.step()
+        seen += call.read()
+    call.step(FinishCode.LENGTH)
+    seen += call.read()
+    assert call.generation.failure is None
+    assert call.writer.done
+    for index in range(2):
+        deltas = [e.tokens for e in seen if e.HasField("tokens") and e.tokens.index == index]
+        (finished,) = (
+            e.finished for e in seen if e.HasField("finished") and e.finished.index == index
+        )
+        assert "".join(delta.text for delta in deltas) == finished.text == "w7 " * 1501
+        assert sum(len(delta.top_tokens) for delta in deltas) == 1501
+
+
+async def test_no_sample_waits_for_another_that_always_has_news():
+    call = Call(3)
+    call.step()
+    told = []
+    for _ in range(9):
+        event = call.writer.next()
+        told.append(event.tokens.index)
+        call.step()
+    assert sorted(told) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+async def test_one_answer_for_all_may_be_as_long_as_it_gets():
+    call = Call(stream=False)
+    for _ in range(UNREAD_BYTES // 4):
+        call.step()
+    call.step(FinishCode.LENGTH)
+    tokens, finished = (event for event in call.read() if not event.HasField("started"))
+    assert call.generation.failure is None
+    assert len(tokens.tokens.token_ids) == UNREAD_BYTES // 4 + 1
+    assert tokens.tokens.text == finished.finished.text

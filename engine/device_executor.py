@@ -35,10 +35,10 @@ class DeviceExecutor:
     Args:
         model: what computes hidden states and logits.
         pool: keys and values; slots are given by the plans.
+        sampler: for as many rows.
         rows: sequences that can be live at once.
         max_positions: longest sequence, in tokens.
         max_tokens: most tokens of a step.
-        vocab_size: width of the logits.
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
     """
 
@@ -46,18 +46,18 @@ class DeviceExecutor:
         self,
         model: Model,
         pool: KVPool,
+        sampler: DeviceSampler,
         *,
         rows: int,
         max_positions: int,
         max_tokens: int,
-        vocab_size: int,
         device: torch.device,
     ) -> None:
         self._model = model
         self._pool = pool
         self._device = device
         self._rows = rows
-        self._sampler = DeviceSampler(rows=rows, vocab_size=vocab_size, device=device)
+        self._sampler = sampler
         # The last row of both is padding's.
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._row_table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)

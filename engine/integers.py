@@ -14,6 +14,10 @@ from tokenpod.engine.plan import RowWork
 #: In place of a token: the one that the row sampled last, which the device knows.
 LAST = -1
 
+#: Fields begin at multiples of so many words (128 bytes): Triton compiles a kernel anew for pointers
+#: that are aligned otherwise than before.
+ALIGNMENT = 16
+
 #: A numpy array where the host fills them in, a tensor where the device reads them.
 Array = Any
 
@@ -29,7 +33,13 @@ class Counts:
     @property
     def words(self) -> int:
         """int64 words that hold all fields."""
-        return 4 * self.tokens + 3 * self.samples + 2 * _half(self.rows) + _half(self.rows + 1)
+        return sum(_words(bits, length) for bits, length in self.fields)
+
+    @property
+    def fields(self) -> list[tuple[int, int]]:
+        """Bits of a number and how many, in the order of `Integers`."""
+        wide = [(64, self.tokens)] * 4 + [(64, self.samples)] * 3
+        return wide + [(32, self.rows), (32, self.rows), (32, self.rows + 1)]
 
     @classmethod
     def decode(cls, rows: int) -> Counts:
@@ -59,15 +69,12 @@ class Integers:
 def views(words: Array, counts: Counts) -> Integers:
     """The fields in an int64 numpy array or tensor of at least `counts.words`."""
     narrow = torch.int32 if isinstance(words, torch.Tensor) else np.int32
-    wide = [counts.tokens] * 4 + [counts.samples] * 3
-    narrower = [counts.rows, counts.rows, counts.rows + 1]
     at, fields = 0, []
-    for length in wide:
-        fields.append(words[at : at + length])
-        at += length
-    for length in narrower:
-        fields.append(words[at : at + _half(length)].view(narrow)[:length])
-        at += _half(length)
+    for bits, length in counts.fields:
+        end = at + _words(bits, length)
+        field = words[at:end] if bits == 64 else words[at:end].view(narrow)
+        fields.append(field[:length])
+        at = end
     return Integers(*fields)
 
 
@@ -116,6 +123,7 @@ def pad(into: Integers, rows: int, *, padding_row: int, sink: int) -> None:
     into.b_start[rows:] = np.arange(rows, len(into.b_start))
 
 
-def _half(length: int) -> int:
-    """int64 words that hold `length` int32."""
-    return (length + 1) // 2
+def _words(bits: int, length: int) -> int:
+    """int64 words that hold `length` numbers, up to the next field."""
+    words = -(-length * bits // 64)
+    return -(-words // ALIGNMENT) * ALIGNMENT

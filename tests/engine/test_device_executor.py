@@ -10,6 +10,7 @@ from interpreted import DEVICE
 
 from tokenpod.engine.assemble import worst_step
 from tokenpod.engine.device_executor import DeviceExecutor
+from tokenpod.engine.device_sampler import DeviceSampler, Tiles
 from tokenpod.engine.graphs import ladder
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.integers import LAST, Counts, fill, pad, views
@@ -122,10 +123,16 @@ def on_device(overlap, captured=True):
     executor = DeviceExecutor(
         model(triton.OPERATIONS, DEVICE),
         pool(DEVICE),
+        DeviceSampler(
+            rows=ROWS,
+            vocab_size=VOCABULARY,
+            device=DEVICE,
+            most_edits=16,
+            tiles=Tiles(split=64, groups=4, block=64, pivots=4),
+        ),
         rows=ROWS,
         max_positions=POSITIONS,
         max_tokens=ROWS + PREFILL,
-        vocab_size=VOCABULARY,
         device=DEVICE,
     )
     if captured and DEVICE.type == "cuda":
@@ -172,7 +179,11 @@ def expected():
     return run(*on_host())
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
+@pytest.mark.parametrize(
+    "overlap",
+    [pytest.param(False, marks=pytest.mark.gpu), True],
+    ids=["settled at once", "overlapped"],
+)
 def test_the_device_samples_what_the_host_samples(overlap, expected):
     got = run(*on_device(overlap))
     assert dict(got.tokens) == dict(expected.tokens)
@@ -184,7 +195,7 @@ def test_the_device_samples_what_the_host_samples(overlap, expected):
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("scattered", [pytest.param(False, marks=pytest.mark.gpu), True])
 def test_the_worst_step_runs(scattered):
     loop, _ = on_device(overlap=False, captured=False)
     plan = worst_step(ROWS, PREFILL, POSITIONS, scattered=scattered)

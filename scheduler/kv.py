@@ -54,6 +54,13 @@ class KV:
         sequence.node = node
         sequence.shared = sequence.cached = sequence.computed = length
 
+    def known(self, sequence: Sequence) -> int:
+        """Prompt tokens that need not be computed (any more), as far as the tree knows now."""
+        if sequence.node is not None:
+            return sequence.computed
+        usable = sequence.prompt[: sequence.prompt_length - 1]
+        return self.tree.known(usable, sequence.request.salt)
+
     def follow(self, sibling: Sequence, first: Sequence) -> None:
         """Begin a sample with the prompt of the first one, which has just been shared."""
         assert first.node is not None

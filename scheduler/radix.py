@@ -73,6 +73,18 @@ class RadixTree:
             at += common
         return node, at
 
+    def known(self, tokens: Tokens, salt: str = "") -> int:
+        """The length of the longest known prefix; unlike `match` it leaves no trace."""
+        node, at = self._roots.get(salt), 0
+        while node is not None and at < len(tokens):
+            node = node.children.get(int(tokens[at]))
+            if node is not None:
+                common = _common_prefix(node.tokens, tokens[at:])
+                at += common
+                if common < len(node.tokens):
+                    break
+        return at
+
     def append(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
         """Hang `tokens` below `node`; no child there may begin with the same token."""
         if not len(tokens):

@@ -210,8 +210,9 @@ class ShardService:
         """Tokenise a batch's prompts; nothing exists in the engine yet."""
         requests: list[Request] = []
         sequences: list[HeldSequence] = []
-        for at, asked in enumerate(batch.requests):
-            prompt = await self._encoder.encode(asked.inputs, special=asked.add_special_tokens)
+        texts = [(asked.inputs, asked.add_special_tokens) for asked in batch.requests]
+        prompts = await self._encoder.encode_all(texts)
+        for at, (asked, prompt) in enumerate(zip(batch.requests, prompts, strict=True)):
             if asked.truncate:
                 prompt = prompt[-asked.truncate :]
             validate.check_shard_length(asked, at, len(prompt), self._serving.limits)

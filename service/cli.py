@@ -7,20 +7,26 @@ and the settings model are imported by the commands that need them, so that help
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import tokenpod
 
+if TYPE_CHECKING:
+    from tokenpod.service.remote import Remote
+
 _UINT32 = 2**32 - 1
 
-Connection = "Connection"
+_CONNECTION = "Connection"
 Sampling = "Sampling"
 Stopping = "Stopping"
 Output = "Output"
@@ -47,7 +53,7 @@ app = typer.Typer(
 
 Address = Annotated[
     str,
-    typer.Option(metavar="HOST:PORT|unix:PATH", help="The server.", rich_help_panel=Connection),
+    typer.Option(metavar="HOST:PORT|unix:PATH", help="The server.", rich_help_panel=_CONNECTION),
 ]
 Token = Annotated[
     str | None,
@@ -55,16 +61,16 @@ Token = Annotated[
         envvar="TOKENPOD_TOKEN",
         show_envvar=True,
         help="Bearer token; the variable keeps it out of the process list.",
-        rich_help_panel=Connection,
+        rich_help_panel=_CONNECTION,
     ),
 ]
 Tls = Annotated[
     bool,
     typer.Option(
-        "--tls", help="Use TLS and trust the system's authorities.", rich_help_panel=Connection
+        "--tls", help="Use TLS and trust the system's authorities.", rich_help_panel=_CONNECTION
     ),
 ]
-_PEM: dict[str, Any] = {"exists": True, "dir_okay": False, "rich_help_panel": Connection}
+_PEM: dict[str, Any] = {"exists": True, "dir_okay": False, "rich_help_panel": _CONNECTION}
 TlsCa = Annotated[
     Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).", **_PEM)
 ]
@@ -76,10 +82,60 @@ Deadline = Annotated[
         min=0.001,
         metavar="SECONDS",
         help="Give up after so long; the server stops working on it too.",
-        rich_help_panel=Connection,
+        rich_help_panel=_CONNECTION,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line.")]
+
+_SHARED: dict[str, Any] = {
+    "address": Address,
+    "token": Token,
+    "tls": Tls,
+    "tls_ca": TlsCa,
+    "tls_cert": TlsCert,
+    "tls_key": TlsKey,
+    "deadline": Deadline,
+}
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How to reach a server: the options that every client command has."""
+
+    remote: Remote
+    deadline: float | None
+
+
+def _connected(address: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `Connection`, and their values as one argument.
+
+    Args:
+        address: where the server is unless the operator says otherwise.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        options = [each for each in own if each.name != "connection"]
+        shared = [_shared_option(name, kind, address) for name, kind in _SHARED.items()]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            values = {name: given.pop(name) for name in _SHARED}
+            deadline = values.pop("deadline")
+            command(**given, connection=Connection(_remote(**values), deadline))
+
+        # Typer reads a command's options off its signature.
+        run.__signature__ = inspect.Signature([*options, *shared])  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in (*options, *shared)}
+        return run
+
+    return decorate
+
+
+def _shared_option(name: str, kind: Any, address: str) -> inspect.Parameter:
+    default: Any = {"address": address, "tls": False}.get(name)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=default, annotation=kind)
 
 
 def _count(text: str, panel: str, metavar: str = "N") -> Any:
@@ -121,9 +177,9 @@ def _serve() -> None:
 
 
 @app.command()
+@_connected("127.0.0.1:50051")
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue; - reads standard input.")],
-    address: Address = "127.0.0.1:50051",
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     json_lines: Annotated[
@@ -183,12 +239,8 @@ def generate(
     truncate: Annotated[int, _count("Keep the prompt's last N tokens.", Stopping)] = 0,
     request_id: Annotated[str, typer.Option(help="Name in logs and traces.")] = "",
     priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher runs first.")] = 0,
-    deadline: Deadline = None,
-    token: Token = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Continue a prompt and print the text as it comes."""
     from tokenpod.service import commands
@@ -198,52 +250,50 @@ def generate(
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
     options["logit_bias"] = dict(map(_bias, logit_bias or ()))
-    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
     request = commands.generate_request(_text(prompt), options)
-    commands.run(commands.generate(remote, request, json_lines=json_lines, deadline=deadline))
+    commands.run(
+        commands.generate(
+            connection.remote, request, json_lines=json_lines, deadline=connection.deadline
+        )
+    )
 
 
 @app.command()
+@_connected("127.0.0.1:50052")
 def health(
     service: Annotated[
         str, typer.Option(help="readiness, liveness, startup or a gRPC service; all if not given.")
     ] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Print every change.")] = False,
-    address: Address = "127.0.0.1:50052",
-    deadline: Deadline = None,
-    token: Token = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Ask for a server's health: exit status 0 if it is SERVING, else 1."""
     from tokenpod.service import commands
 
-    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
-    healthy = commands.run(commands.health(remote, service, watch=watch, deadline=deadline))
+    healthy = commands.run(
+        commands.health(connection.remote, service, watch=watch, deadline=connection.deadline)
+    )
     raise typer.Exit(0 if healthy else 1)
 
 
 @app.command()
+@_connected("127.0.0.1:50051")
 def info(
-    address: Address = "127.0.0.1:50051",
     json_output: Json = False,
-    deadline: Deadline = None,
-    token: Token = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Show what a server runs."""
     from tokenpod.service import commands
 
-    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
-    commands.run(commands.info(remote, json_output=json_output, deadline=deadline))
+    commands.run(
+        commands.info(connection.remote, json_output=json_output, deadline=connection.deadline)
+    )
 
 
 @app.command()
+@_connected("127.0.0.1:50051")
 def tokens(
     text: Annotated[str, typer.Argument(help="What to count; - reads standard input.")],
     chat: Annotated[bool, typer.Option("--chat", help="The text is a user's message.")] = False,
@@ -251,21 +301,19 @@ def tokens(
     special: Annotated[
         bool, typer.Option("--special/--no-special", help="Count what Generate would add.")
     ] = True,
-    address: Address = "127.0.0.1:50051",
     json_output: Json = False,
-    deadline: Deadline = None,
-    token: Token = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Count the tokens of a text."""
     from tokenpod.service import commands
 
-    remote = _remote(address, token, tls, tls_ca, tls_cert, tls_key)
     request = commands.tokens_request(_text(text), chat=chat, ids=ids, special=special)
-    commands.run(commands.tokens(remote, request, json_output=json_output, deadline=deadline))
+    commands.run(
+        commands.tokens(
+            connection.remote, request, json_output=json_output, deadline=connection.deadline
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -299,10 +347,10 @@ def _remote(
     address: str,
     token: str | None,
     tls: bool,
-    ca: Path | None,
-    cert: Path | None,
-    key: Path | None,
-) -> Any:
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+) -> Remote:
     """How to reach the server. Raises BadParameter for what can't be an address."""
     from tokenpod.service.remote import Remote
 
@@ -313,9 +361,9 @@ def _remote(
         raise typer.BadParameter(problem, param_hint="--address")
     if token is not None and not (token.isascii() and token.isprintable()):
         raise typer.BadParameter("must be printable ASCII", param_hint="--token")
-    if (cert is None) != (key is None):
+    if (tls_cert is None) != (tls_key is None):
         raise typer.BadParameter("--tls-cert and --tls-key go together", param_hint="--tls-cert")
-    return Remote(address, token, tls, ca, cert, key)
+    return Remote(address, token, tls, tls_ca, tls_cert, tls_key)
 
 
 def _text(argument: str) -> str:

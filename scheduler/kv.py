@@ -83,11 +83,14 @@ class KV:
 
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions; raises OutOfSlots."""
-        if n > self._allocator.free:
-            self._evict(n - self._allocator.free)
         position = sequence.computed
         room = max(sequence.bound - position - n, 0)
         extents = sequence.extents
+        # Room for all that is to come at once: what is evicted token by token lies apart, and
+        # attention reads runs faster.
+        wanted = n if extents else n + room
+        if wanted > self._allocator.free:
+            self._evict(wanted - self._allocator.free)
         if not extents:
             extents += self._allocator.allocate(n, position=position, room=room)
             return _slots_from(extents, position, n)

@@ -73,9 +73,13 @@ def main() -> None:
                     if name in arguments.peers:
                         peers[name] = stack.enter_context(Worker(name, folder, arguments.threads))
                 for case in arguments.cases or CASES[shape]:
-                    requests = prompts(cases[case], SHAPES[shape]["vocab_size"])
+                    # Fresh prompts each round: nothing of one is in a prefix cache in the next.
+                    rounds = [
+                        prompts(cases[case], SHAPES[shape]["vocab_size"], seed)
+                        for seed in range(arguments.rounds + 1)
+                    ]
                     key = f"{shape} {case}"
-                    results[key] = interleave(peers, requests, arguments.rounds, key)
+                    results[key] = interleave(peers, rounds, key)
     report(results)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=1))
@@ -116,24 +120,22 @@ def make_model(folder: Path, shape: dict[str, int]) -> Path:
     return folder
 
 
-def prompts(case: dict[str, Any], vocab_size: int) -> Requests:
-    """Random prompts, seeded, of the case's lengths."""
-    draw = random.Random(7)
+def prompts(case: dict[str, Any], vocab_size: int, seed: int) -> Requests:
+    """Random prompts of the case's lengths."""
+    draw = random.Random(seed)
     return [
         ([draw.randrange(10, vocab_size) for _ in range(request["prompt"])], request["output"])
         for request in case["requests"]
     ]
 
 
-def interleave(
-    peers: dict[str, Any], requests: Requests, rounds: int, key: str
-) -> dict[str, list[float]]:
-    """Output tokens a second, per peer and round; one short warm-up each."""
-    wanted = sum(output for _, output in requests)
+def interleave(peers: dict[str, Any], rounds: list[Requests], key: str) -> dict[str, list[float]]:
+    """Output tokens a second, per peer and round; one short warm-up each, with the first round."""
+    wanted = sum(output for _, output in rounds[0])
     rates: dict[str, list[float]] = {name: [] for name in peers}
     for peer in peers.values():
-        peer.run([(prompt, min(output, 8)) for prompt, output in requests[:BATCH]])
-    for _ in range(rounds):
+        peer.run([(prompt, min(output, 8)) for prompt, output in rounds[0][:BATCH]])
+    for requests in rounds[1:]:
         for name, peer in peers.items():
             seconds = peer.run(requests)
             rates[name].append(wanted / seconds)

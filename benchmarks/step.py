@@ -22,7 +22,8 @@ import torch
 
 from tokenpod.engine.batch import ForwardBatch
 from tokenpod.engine.pool import KVPool
-from tokenpod.kernels.ops import Activation, Operations
+from tokenpod.kernels.compose import add_linear_of, norm_linear_of
+from tokenpod.kernels.ops import Activation, Linear, Operations
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
@@ -87,9 +88,22 @@ class Clock:
         timed = {
             field.name: self._timed(field.name, getattr(ops, field.name)) for field in fields(ops)
         }
-        prepare = ops.prepare_linear
-        timed["prepare_linear"] = lambda weight, bias: self._timed("linear", prepare(weight, bias))
-        return replace(ops, **timed)
+
+        def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+            return self._timed("linear", ops.prepare_linear(weight, bias))
+
+        return replace(
+            ops,
+            **timed
+            | {
+                "prepare_linear": prepare_linear,
+                # Composed anew, so that their parts are timed.
+                "prepare_norm_linear": norm_linear_of(
+                    prepare_linear, timed["rms_norm"], timed["act_mul"]
+                ),
+                "prepare_add_linear": add_linear_of(prepare_linear),
+            },
+        )
 
     def _timed(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(operation)
@@ -172,8 +186,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     config, clock = config_of(options.shape), Clock()
     weights = random_weights(config)
-    model = Decoder(config, dict(weights), operations_for(CPU))
-    watched = Decoder(config, weights, clock.operations(operations_for(CPU)))
+    model = Decoder(config, dict(weights), operations_for(CPU, torch.float32))
+    watched = Decoder(config, weights, clock.operations(operations_for(CPU, torch.float32)))
     cases = cases_of(config, model, options)
     pool = KVPool(
         layers=config.layers,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 #: A run of adjacent KV slots: [first, end).
@@ -66,3 +68,21 @@ class ForwardBatch:
     def rows(self) -> int:
         """B."""
         return len(self.b_context)
+
+
+def append_slots(runs: list[Run], slots: npt.NDArray[np.int64]) -> None:
+    """Add `slots` at the end of `runs`, joining what is adjacent."""
+    if len(slots) == 1:
+        pieces = [(int(slots[0]), int(slots[0]) + 1)]
+    elif len(slots) == 0:
+        return
+    else:
+        breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+        firsts = slots[np.concatenate(([0], breaks))].tolist()
+        lasts = slots[np.concatenate((breaks - 1, [len(slots) - 1]))].tolist()
+        pieces = [(first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
+    for first, end in pieces:
+        if runs and runs[-1][1] == first:
+            runs[-1] = (runs[-1][0], end)
+        else:
+            runs.append((first, end))

@@ -13,7 +13,7 @@ def choose_slots(
     wanted: int | None,
     most_useful: int,
     fraction: float,
-    device: torch.device,
+    free: int,
 ) -> int | None:
     """KV slots to make.
 
@@ -22,11 +22,12 @@ def choose_slots(
         wanted: what the operator asked for; None: as many as fit, up to `most_useful`.
         most_useful: more than every row at full length can never be used.
         fraction: share of the free memory that the pool may take.
+        free: bytes of it.
 
     Returns:
         The number, or None if `wanted` does not fit.
     """
-    fits = int(free_bytes(device) * fraction) // slot_bytes
+    fits = int(max(free, 0) * fraction) // slot_bytes
     if wanted is not None:
         return wanted if wanted <= fits else None
     return max(min(fits, most_useful), 1)

@@ -16,24 +16,16 @@ import time
 import traceback
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from tokenpod.engine.executor import Executor
+from tokenpod.engine.assemble import EngineError, assemble
 from tokenpod.engine.link import Link, LinkClosed
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.memory import choose_slots
-from tokenpod.engine.plan import NewRow, RowWork, StepPlan
-from tokenpod.engine.pool import KVPool
-from tokenpod.engine.types import Broken, EngineOptions, Loading, Ready, SamplingParams, ToEngine
+from tokenpod.engine.types import Broken, EngineOptions, Loading, Ready, ToEngine
 from tokenpod.models.load import ModelError, load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 _PR_SET_PDEATHSIG = 1
-
-
-class EngineError(Exception):
-    """The engine cannot start; the text is one line for the operator."""
 
 
 def main() -> int:
@@ -90,42 +82,8 @@ def start_engine(options: EngineOptions, link: Link[ToEngine]) -> tuple[EngineLo
     config = model.config
     loaded = time.monotonic()
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
-    slot_bytes = KVPool.bytes_per_slot(
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=model.dtype,
-    )
-    slots = choose_slots(
-        slot_bytes=slot_bytes,
-        wanted=options.max_batch_total_tokens,
-        most_useful=options.max_batch_size * positions,
-        fraction=options.memory_fraction,
-        device=device,
-    )
-    if slots is None:
-        raise EngineError(
-            f"max_batch_total_tokens is {options.max_batch_total_tokens}: its "
-            f"{(options.max_batch_total_tokens or 0) * slot_bytes / 2**30:.1f} GiB of keys and "
-            f"values do not fit into {options.memory_fraction:.0%} of the free memory"
-        )
-    pool = KVPool(
-        layers=config.layers,
-        slots=slots,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype=model.dtype,
-        device=device,
-    )
-    executor = Executor(
-        model,
-        pool,
-        rows=options.max_batch_size,
-        max_positions=positions,
-        vocab_size=config.vocab_size,
-        device=device,
-    )
-    warm_up(executor, prompt_tokens=min(options.max_batch_prefill_tokens, slots, positions, 64))
+    assembled = assemble(model, options, positions=positions, device=device)
+    slots = assembled.slots
     limits = Limits(
         slots=slots,
         max_rows=options.max_batch_size,
@@ -145,31 +103,8 @@ def start_engine(options: EngineOptions, link: Link[ToEngine]) -> tuple[EngineLo
         load_seconds=loaded - began,
         warmup_seconds=time.monotonic() - loaded,
     )
-    return EngineLoop(link, Scheduler(limits), executor), ready
-
-
-def warm_up(executor: Executor, *, prompt_tokens: int) -> None:
-    """Run one prompt and two decode steps, so that no first request pays for first calls."""
-    row = NewRow(
-        row=0,
-        prefix_slots=np.empty(0, np.int64),
-        prompt=[0] * prompt_tokens,
-        sampling=SamplingParams(do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1),
-        stream=0,
-        min_new_tokens=0,
-        eos_token_ids=frozenset(),
-        stop_token_ids=frozenset(),
-        logprobs=True,
-        top_n_tokens=2,
-    )
-    slots = np.arange(prompt_tokens, dtype=np.int64)
-    n = max(prompt_tokens - 2, 1)
-    prompt = RowWork(0, 0, slots[:n], row.prompt[:n], samples=True, output_index=0)
-    executor.launch(StepPlan(0, freed=[], fresh=[row], works=[prompt])).wait()
-    for at in range(n, prompt_tokens):
-        decode = RowWork(0, at, slots[at : at + 1], None, samples=True, output_index=at - n + 1)
-        executor.launch(StepPlan(0, freed=[], fresh=[], works=[decode])).wait()
-    executor.release([0])
+    loop = EngineLoop(link, Scheduler(limits), assembled.executor, overlap=assembled.overlap)
+    return loop, ready
 
 
 def _die_with_parent() -> None:

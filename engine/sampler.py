@@ -21,6 +21,7 @@ from tokenpod.engine.processors import (
     watermark_bias,
 )
 from tokenpod.engine.rng import signed, token_noise, vocabulary_noise
+from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.types import SamplingParams
 
 #: Ties at the n-th place are all reported, up to so many tokens in all.
@@ -41,36 +42,14 @@ class Samples:
 
 @dataclass(slots=True)
 class _Row:
-    params: SamplingParams
-    stream: int
+    asks: RowSampling
     history: History
-    min_new_tokens: int
-    #: Tokens that may not be drawn before `min_new_tokens`.
+    #: `asks.ends` on the device.
     ends: torch.Tensor
-    logprobs: bool
-    top_n: int
 
     @property
-    def plain(self) -> bool:
-        """Greedy, with untouched scores."""
-        return not (self.params.do_sample or self.penalised or self.min_new_tokens)
-
-    @property
-    def penalised(self) -> bool:
-        params = self.params
-        return bool(
-            params.watermark
-            or params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.relative_frequency_penalty
-            or params.logit_bias
-        )
-
-    @property
-    def truncates(self) -> bool:
-        params = self.params
-        return bool(params.top_k or params.top_p < 1.0 or params.min_p or params.typical_p < 1.0)
+    def params(self) -> SamplingParams:
+        return self.asks.params
 
 
 #: Scores, rows and positions to tokens and log probabilities, all of the same rows.
@@ -109,17 +88,19 @@ class Sampler:
         outputs: Sequence[int] = (),
     ) -> None:
         """Give a row to a sequence. `outputs`: what it has sampled already, when it resumes."""
-        assert not params.do_sample or params.temperature > 0, "temperature 0 is not sampling"
-        assert params.min_p <= 1, f"min_p {params.min_p} would leave no token"
-        ends = sorted(eos_token_ids | stop_token_ids)
-        self._rows[row] = _Row(
-            params=params,
+        asks = RowSampling.describe(
+            params,
             stream=stream,
-            history=History(params, prompt, outputs, self._vocab_size, self._device),
-            min_new_tokens=min_new_tokens if ends else 0,
-            ends=torch.tensor(ends, dtype=torch.int64, device=self._device),
+            eos_token_ids=eos_token_ids,
+            stop_token_ids=stop_token_ids,
+            min_new_tokens=min_new_tokens,
             logprobs=logprobs,
             top_n=top_n,
+        )
+        self._rows[row] = _Row(
+            asks=asks,
+            history=History(params, prompt, outputs, self._vocab_size, self._device),
+            ends=torch.tensor(asks.ends, dtype=torch.int64, device=self._device),
         )
 
     def clear_row(self, row: int) -> None:
@@ -138,7 +119,7 @@ class Sampler:
         tokens = argmax(logits)
         bad = ~torch.isfinite(logits.gather(1, tokens[:, None]).squeeze(1))
         logprobs = torch.zeros(len(rows), dtype=torch.float32, device=self._device)
-        plain = [i for i, state in enumerate(states) if state.plain and state.logprobs]
+        plain = [i for i, state in enumerate(states) if state.asks.plain and state.asks.logprobs]
         if plain:
             logprobs[plain] = logprobs_of(_rows(logits, plain), _rows(tokens, plain))
         for draw, which in self._groups(states):
@@ -164,10 +145,10 @@ class Sampler:
 
     def _groups(self, states: list[_Row]) -> list[tuple[_Draw, list[int]]]:
         """How the rows that are not plain are drawn: (how, which rows)."""
-        busy = [i for i, state in enumerate(states) if not state.plain]
+        busy = [i for i, state in enumerate(states) if not state.asks.plain]
         greedy = [i for i in busy if not states[i].params.do_sample]
-        cut = [i for i in busy if states[i].params.do_sample and states[i].truncates]
-        whole = [i for i in busy if states[i].params.do_sample and not states[i].truncates]
+        cut = [i for i in busy if states[i].params.do_sample and states[i].asks.truncates]
+        whole = [i for i in busy if states[i].params.do_sample and not states[i].asks.truncates]
         ways: list[tuple[_Draw, list[int]]] = [
             (self._draw_best, greedy),
             (self._draw_truncated, cut),
@@ -179,15 +160,15 @@ class Sampler:
         self, logits: torch.Tensor, states: list[_Row], positions: list[int]
     ) -> torch.Tensor:
         """[m, vocab] scores after everything that comes before temperature."""
-        if not any(state.penalised or state.min_new_tokens for state in states):
+        if not any(state.asks.edited for state in states):
             return logits
         scores = logits.clone()
         for row, state, position in zip(scores, states, positions, strict=True):
             if state.params.watermark:
                 row += watermark_bias(state.history.previous, self._vocab_size, self._device)
-            if state.penalised:
+            if state.asks.penalised:
                 penalise(row, state.params, state.history)
-            if position < state.min_new_tokens:
+            if position < state.asks.min_new_tokens:
                 row[state.ends] = -torch.inf
         return scores
 
@@ -197,7 +178,7 @@ class Sampler:
         """[m] each: the highest processed score, and its log probability."""
         del positions  # nothing is random here
         tokens = argmax(scores)
-        if not any(state.logprobs for state in states):
+        if not any(state.asks.logprobs for state in states):
             return tokens, torch.zeros(len(states), dtype=torch.float32, device=self._device)
         return tokens, logprobs_of(scores, tokens)
 
@@ -242,7 +223,7 @@ class Sampler:
         """[n] each: seeds, streams, positions."""
         numbers = torch.tensor(
             [
-                [signed(state.params.seed), state.stream, position]
+                [signed(state.params.seed), state.asks.stream, position]
                 for state, position in zip(states, positions, strict=True)
             ],
             dtype=torch.int64,
@@ -255,8 +236,8 @@ class Sampler:
     ) -> list[tuple[int, list[int], list[float]]]:
         tops = []
         for i, state in enumerate(states):
-            if state.top_n and not bad[i]:
-                ids = top_tokens(logits[i], min(state.top_n, self._vocab_size))
+            if state.asks.top_n and not bad[i]:
+                ids = top_tokens(logits[i], min(state.asks.top_n, self._vocab_size))
                 values = logits[i : i + 1].log_softmax(1)[0, ids]
                 tops.append((i, ids.tolist(), values.tolist()))
         return tops

@@ -19,6 +19,9 @@ from tokenpod.engine.batch import ForwardBatch
 #: A product with fixed weights: [T, in] -> [T, out].
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
+#: A product with fixed weights that is added: x [T, in], residual [T, out], changed in place.
+AddLinear = Callable[[torch.Tensor, torch.Tensor], None]
+
 #: What `Operations.plan_attention` found out about a step; each implementation has its own.
 AttentionPlan = Any
 
@@ -38,6 +41,14 @@ class Rotation(NamedTuple):
     cos: torch.Tensor
     #: [T, 1, D/2]
     sin: torch.Tensor
+
+
+class RowNorm(NamedTuple):
+    """RMS norm of each token's hidden state."""
+
+    #: [hidden]
+    weight: torch.Tensor
+    epsilon: float
 
 
 class HeadNorm(NamedTuple):
@@ -63,16 +74,6 @@ class RmsNorm(Protocol):
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """X [..., n], weight [n] -> x / sqrt(mean(x²) + epsilon) · weight, in x's dtype."""
-        ...
-
-
-class AddRmsNorm(Protocol):
-    """The residual stream's step: add, then norm."""
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-    ) -> torch.Tensor:
-        """Add x [T, n] to residual [T, n] in place; return the norm of the sum."""
         ...
 
 
@@ -114,6 +115,21 @@ class StoreKeyValue(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What some families add to a layer's attention; each is off by default."""
+
+    #: Logits x become softcap · tanh(x / softcap), before ALiBi (Gemma 2).
+    softcap: float | None = None
+    #: [H] float32: logits fall by slope · distance (Press et al. 2021).
+    alibi_slopes: torch.Tensor | None = None
+    #: [H] float32: a logit per head that takes its share of the softmax and has no value (gpt-oss).
+    sinks: torch.Tensor | None = None
+
+
+NO_OPTIONS = AttentionOptions()
+
+
 class PlanAttention(Protocol):
     """What all layers of a step with the same window share."""
 
@@ -126,7 +142,12 @@ class Attention(Protocol):
     """Causal softmax(q · kᵀ / sqrt(D)) · v over the KV that each row's runs name."""
 
     def __call__(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: AttentionPlan
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        plan: AttentionPlan,
+        options: AttentionOptions = NO_OPTIONS,
     ) -> torch.Tensor:
         """Q [T, H, D], keys and values [slots + 1, K, D] -> [T, H · D].
 
@@ -152,16 +173,47 @@ class PrepareLinear(Protocol):
         ...
 
 
+class PrepareNormLinear(Protocol):
+    """Choose, once, how the product of a normed residual with a weight is made.
+
+    Norm, product and gate are one operation because for few tokens they are one kernel: reading
+    the weight takes the time, and the rest hides behind it.
+    """
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RowNorm,
+        activation: Activation | None,
+    ) -> Linear:
+        """Weight [out, in], bias [out] or None -> a function computing norm(x) · weightᵀ + bias.
+
+        With an `activation` the first half of that are gates: the function returns
+        activation(gate) · up [T, out / 2].
+        """
+        ...
+
+
+class PrepareAddLinear(Protocol):
+    """Choose, once, how a product is made that ends in the residual stream."""
+
+    def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
+        """Weight [out, in], bias [out] or None -> residual += x · weightᵀ + bias, in place."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Operations:
     """One implementation of everything a model calls, as plain functions."""
 
     embed: Embed
     rms_norm: RmsNorm
-    add_rms_norm: AddRmsNorm
     rotate: Rotate
     store_key_value: StoreKeyValue
     plan_attention: PlanAttention
     attention: Attention
     act_mul: ActMul
     prepare_linear: PrepareLinear
+    prepare_norm_linear: PrepareNormLinear
+    prepare_add_linear: PrepareAddLinear

@@ -9,23 +9,22 @@ import torch
 
 from tokenpod.engine.batch import ForwardBatch
 from tokenpod.engine.pool import KVPool
-from tokenpod.kernels.ops import HeadNorm, Linear, Operations
+from tokenpod.kernels.ops import AddLinear, HeadNorm, Linear, Operations, RowNorm
 from tokenpod.models.config import DecoderConfig
-from tokenpod.models.linear import linear
+from tokenpod.models.linear import add_linear, linear, norm_linear
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer multiplies with."""
+    """What one layer computes with. Products that read the residual stream norm it first."""
 
-    input_norm: torch.Tensor
     qkv: Linear
     head_norm: HeadNorm | None
     window: int | None
-    output: Linear
-    mlp_norm: torch.Tensor
+    output: AddLinear
+    #: With the gate applied: [T, hidden] -> [T, intermediate].
     gate_up: Linear
-    down: Linear
+    down: AddLinear
 
 
 class Decoder:
@@ -68,18 +67,14 @@ class Decoder:
             batch.t_position, self._inverse_frequencies, config.rope.scale, self.dtype
         )
         residual = ops.embed(self._embedding, batch.t_token)
-        x = ops.rms_norm(residual, self._layers[0].input_norm, config.norm_epsilon)
-        following = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
-        for i, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
+        for i, layer in enumerate(self._layers):
             keys, values = pool.keys[i], pool.values[i]
             q = ops.store_key_value(
-                layer.qkv(x), rotation, layer.head_norm, keys, values, batch.t_slot
+                layer.qkv(residual), rotation, layer.head_norm, keys, values, batch.t_slot
             )
-            x = layer.output(ops.attention(q, keys, values, plans[layer.window]))
-            x = ops.add_rms_norm(x, residual, layer.mlp_norm, config.norm_epsilon)
-            x = layer.down(ops.act_mul(layer.gate_up(x), config.activation))
-            x = ops.add_rms_norm(x, residual, next_norm, config.norm_epsilon)
-        return x
+            layer.output(ops.attention(q, keys, values, plans[layer.window]), residual)
+            layer.down(layer.gate_up(residual), residual)
+        return ops.rms_norm(residual, self._norm, config.norm_epsilon)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -95,13 +90,13 @@ def _layer(
         head_norm = HeadNorm(
             weights.pop(f"{i}.q_norm"), weights.pop(f"{i}.k_norm"), config.norm_epsilon
         )
+    input_norm = RowNorm(weights.pop(f"{i}.input_norm"), config.norm_epsilon)
+    mlp_norm = RowNorm(weights.pop(f"{i}.mlp_norm"), config.norm_epsilon)
     return Layer(
-        input_norm=weights.pop(f"{i}.input_norm"),
-        qkv=linear(ops, weights, f"{i}.qkv"),
+        qkv=norm_linear(ops, weights, f"{i}.qkv", input_norm),
         head_norm=head_norm,
         window=config.windows[i],
-        output=linear(ops, weights, f"{i}.output"),
-        mlp_norm=weights.pop(f"{i}.mlp_norm"),
-        gate_up=linear(ops, weights, f"{i}.gate_up"),
-        down=linear(ops, weights, f"{i}.down"),
+        output=add_linear(ops, weights, f"{i}.output"),
+        gate_up=norm_linear(ops, weights, f"{i}.gate_up", mlp_norm, config.activation),
+        down=add_linear(ops, weights, f"{i}.down"),
     )

@@ -50,7 +50,7 @@ def load_model(
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
-    return Decoder(config, tensors, operations_for(device))
+    return Decoder(config, tensors, operations_for(device, dtype))
 
 
 def _read_config(folder: Path) -> tuple[Family, DecoderConfig]:

@@ -45,18 +45,20 @@ class Remote:
         """What identifies us on every call."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
-    @asynccontextmanager
-    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """An open channel. What fails within becomes a RemoteError; what runs is cancelled."""
-        options = [("grpc.max_receive_message_length", -1)]
+    def open(self, *options: tuple[str, object]) -> grpc.aio.Channel:
+        """A channel with these options besides ours. Needs a running event loop."""
+        every = [("grpc.max_receive_message_length", -1), *options]
         if self.tls or self.ca or self.cert:
             credentials = grpc.ssl_channel_credentials(
                 _pem(self.ca), _pem(self.key), _pem(self.cert)
             )
-            channel = grpc.aio.secure_channel(self.address, credentials, options)
-        else:
-            channel = grpc.aio.insecure_channel(self.address, options)
-        async with channel:
+            return grpc.aio.secure_channel(self.address, credentials, every)
+        return grpc.aio.insecure_channel(self.address, every)
+
+    @asynccontextmanager
+    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
+        """An open channel. What fails within becomes a RemoteError; what runs is cancelled."""
+        async with self.open() as channel:
             try:
                 yield channel
             except grpc.aio.AioRpcError as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.engine.batch import ForwardBatch, Run
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 
 #: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask) -> (output like q, logarithms
 #: of the softmax's sums [N, H, n] float32). Causal means that query i sees keys 0 to i.
@@ -58,30 +59,67 @@ class Plan:
 def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
     """See `ops.PlanAttention`."""
     singles = [
-        _plan_single(_cut(batch.b_runs[row], _seen(batch.b_context[row], 1, window)))
-        for row in range(batch.single_rows)
+        _plan_single(visible_runs(batch, row, 1, window)) for row in range(batch.single_rows)
     ]
-    extends = [_plan_extend(batch, row, window) for row in range(batch.single_rows, batch.rows)]
-    return Plan(singles, extends)
+    return Plan(singles, plan_extends(batch, window))
+
+
+def plan_extends(batch: ForwardBatch, window: int | None) -> list[Extend]:
+    """What to read for each row of several tokens."""
+    return [_plan_extend(batch, row, window) for row in range(batch.single_rows, batch.rows)]
+
+
+def visible_runs(batch: ForwardBatch, row: int, queries: int, window: int | None) -> list[Run]:
+    """Where the positions lie that any of the last `queries` tokens of `row` sees."""
+    return _cut(batch.b_runs[row], _seen(batch.b_context[row], queries, window))
 
 
 def attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> torch.Tensor:
-    """See `ops.Attention`."""
-    tokens, heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)
-    grouped = q.view(tokens, kv_heads, heads // kv_heads, head_dim)
-    grouped_out = out.view(grouped.shape)
+    """See `ops.Attention`; no options yet.
+
+    Raises:
+        NotImplementedError: `options` ask for anything.
+    """
+    refuse_options(options)
+    out = torch.empty_like(q)
     if plan.singles:
-        _attend_singles(plan.singles, grouped, keys, values, grouped_out)
-    for extend in plan.extends:
+        _attend_singles(plan.singles, _grouped(q, keys), keys, values, _grouped(out, keys))
+    attend_extends(plan.extends, q, keys, values, out)
+    return out.flatten(1)
+
+
+def refuse_options(options: AttentionOptions) -> None:
+    """No model for a CPU needs them yet."""
+    if options != NO_OPTIONS:
+        raise NotImplementedError(f"attention on a CPU has no options, and was asked for {options}")
+
+
+def attend_extends(
+    extends: list[Extend],
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write the rows of several tokens to `out`, like q [T, H, D]."""
+    grouped, grouped_out = _grouped(q, keys), _grouped(out, keys)
+    for extend in extends:
         rows = slice(extend.start, extend.end)
         # The heads of a group share keys and values: groups are the batch, stride 0 repeats.
         queries = grouped[rows].permute(1, 2, 0, 3)
         grouped_out[rows] = _attend_extend(extend, queries, keys, values).permute(2, 0, 1, 3)
-    return out.flatten(1)
+
+
+def _grouped(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[T, H, D] -> a view [T, K, H/K, D]."""
+    kv_heads = keys.shape[1]
+    return q.view(q.shape[0], kv_heads, q.shape[1] // kv_heads, q.shape[2])
 
 
 def _seen(context: int, queries: int, window: int | None) -> int:
@@ -120,7 +158,7 @@ def _plan_extend(batch: ForwardBatch, row: int, window: int | None) -> Extend:
     context = batch.b_context[row]
     queries = end - start
     seen = _seen(context, queries, window)
-    runs = _cut(batch.b_runs[row], seen)
+    runs = visible_runs(batch, row, queries, window)
     own = _cut(runs, queries)
     prefix = _drop(runs, queries)
     windowed = window is not None and context > window

@@ -19,13 +19,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return functional.rms_norm(x, weight.shape, weight, epsilon)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> torch.Tensor:
-    """See `ops.AddRmsNorm`."""
-    return rms_norm(residual.add_(x), weight, epsilon)
-
-
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See `ops.ActMul`."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -1,4 +1,7 @@
-"""Attention as its definition says: row by row, gathered by slot, an explicit mask, in float32."""
+"""Attention as its definition says: row by row, gathered by slot, an explicit mask.
+
+In float32, or in float64 where queries, keys and values are.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.engine.batch import ForwardBatch
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +27,56 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> ReferencePlan:
 
 
 def attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: ReferencePlan
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: ReferencePlan,
+    options: AttentionOptions = NO_OPTIONS,
 ) -> torch.Tensor:
     """See `ops.Attention`."""
     batch = plan.batch
+    exact = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty_like(q)
     for row, context in enumerate(batch.b_context):
         tokens = slice(batch.b_start[row], batch.b_start[row + 1])
         slots = batch.row_table[batch.b_row[row], :context].long()
+        if context == 0:  # padding
+            out[tokens] = 0
+            continue
         out[tokens] = _attend(
-            q[tokens].float(), keys[slots].float(), values[slots].float(), plan.window
+            q[tokens].to(exact),
+            keys[slots].to(exact),
+            values[slots].to(exact),
+            plan.window,
+            options,
         ).to(q.dtype)
     return out.flatten(1)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
     """The last len(q) positions of one row, q [n, H, D], against k and v [context, K, D]."""
     heads, context = q.shape[1], len(k)
     k = k.repeat_interleave(heads // k.shape[1], dim=1)
     v = v.repeat_interleave(heads // v.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    logits = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
     seen_at = torch.arange(context, device=q.device)
     asked_at = seen_at[context - len(q) :, None]
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    if options.alibi_slopes is not None:
+        logits = logits - options.alibi_slopes[:, None, None] * (asked_at - seen_at)
     visible = seen_at <= asked_at
     if window is not None:
         visible &= seen_at > asked_at - window
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    logits = logits.masked_fill(~visible, float("-inf"))
+    if options.sinks is not None:
+        sinks = options.sinks.to(logits.dtype)[:, None, None].expand(-1, len(q), 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = logits.softmax(dim=-1)[..., :context]
     return torch.einsum("hqk,khd->qhd", weights, v)

@@ -34,14 +34,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return normed.to(x.dtype) * weight
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> torch.Tensor:
-    """See `ops.AddRmsNorm`."""
-    residual += x
-    return rms_norm(residual, weight, epsilon)
-
-
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See `ops.ActMul`."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -1,1 +1,24 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
+
+from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.triton.attention import attention, plan_attention
+from tokenpod.kernels.triton.pointwise import act_mul, embed, rms_norm
+from tokenpod.kernels.triton.product import (
+    prepare_add_linear,
+    prepare_linear,
+    prepare_norm_linear,
+)
+from tokenpod.kernels.triton.rotary import rotate, store_key_value
+
+OPERATIONS = Operations(
+    embed=embed,
+    rms_norm=rms_norm,
+    rotate=rotate,
+    store_key_value=store_key_value,
+    plan_attention=plan_attention,
+    attention=attention,
+    act_mul=act_mul,
+    prepare_linear=prepare_linear,
+    prepare_norm_linear=prepare_norm_linear,
+    prepare_add_linear=prepare_add_linear,
+)

@@ -1,4 +1,4 @@
-"""Attention over views of runs equals attention as its definition says."""
+"""Attention over runs equals attention as its definition says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.kernels import cpu, reference
+from tokenpod.kernels import compiled, cpu, reference
+from tokenpod.kernels.ops import AttentionOptions
 
 SLOTS = 700
 
@@ -41,10 +42,12 @@ def agree(batch, window, heads, kv_heads, head_dim, draw, dtype=torch.float32):
     unused = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, used, False)
     keys[unused] = values[unused] = float("nan")
     expected = reference.attention(q, keys, values, reference.plan_attention(batch, window))
-    got = cpu.attention(q, keys, values, cpu.plan_attention(batch, window))
-    assert got.shape == (batch.tokens, heads * head_dim)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
+    implementations = [cpu, compiled.OPERATIONS] if dtype == torch.float32 else [cpu]
+    for ops in implementations:
+        got = ops.attention(q, keys, values, ops.plan_attention(batch, window))
+        assert got.shape == (batch.tokens, heads * head_dim)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 12, 100])
@@ -75,6 +78,14 @@ def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
     torch.testing.assert_close(
         sliced, cpu.attention(both[:, :4].contiguous(), keys, values, plan), rtol=0, atol=0
     )
+
+
+def test_options_are_refused_on_a_cpu(row, step_over, draw):
+    batch = step_over([row(1, (9,))], SLOTS)
+    q, keys, values = draw(1, 4, 16), draw(SLOTS, 2, 16), draw(SLOTS, 2, 16)
+    options = AttentionOptions(alibi_slopes=draw(4))
+    with pytest.raises(NotImplementedError, match="alibi_slopes=tensor"):
+        cpu.attention(q, keys, values, cpu.plan_attention(batch, None), options)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

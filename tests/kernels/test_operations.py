@@ -1,22 +1,29 @@
-"""The CPU's operations other than attention against the reference."""
+"""The CPU's operations other than attention against the reference, torch's and compiled ones."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tokenpod.kernels import cpu, reference
+from tokenpod.kernels import compiled, cpu, reference
 from tokenpod.kernels.cpu.product import filled_rows
-from tokenpod.kernels.ops import Activation, HeadNorm
+from tokenpod.kernels.ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.registry import operations_for
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 33]
 
 
+def cpu_operations(dtype):
+    """Those that a CPU has for `dtype`."""
+    both = [cpu.OPERATIONS, compiled.OPERATIONS]
+    return both if dtype == torch.float32 else both[:1]
+
+
 def test_a_cpu_gets_its_own_operations_and_other_devices_the_reference():
-    assert operations_for(torch.device("cpu")) is cpu.OPERATIONS
-    assert operations_for(torch.device("meta")) is reference.OPERATIONS
+    assert operations_for(torch.device("cpu"), torch.float32) is compiled.OPERATIONS
+    assert operations_for(torch.device("cpu"), torch.bfloat16) is cpu.OPERATIONS
+    assert operations_for(torch.device("meta"), torch.float32) is reference.OPERATIONS
 
 
 def test_embedding_looks_rows_up(draw):
@@ -30,9 +37,10 @@ def test_embedding_looks_rows_up(draw):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_rms_norm(tokens, dtype, draw):
     x, weight = draw(tokens, 72, dtype=dtype) * 3, draw(72, dtype=dtype)
-    got = cpu.rms_norm(x, weight, 1e-5)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
+    for ops in cpu_operations(dtype):
+        got = ops.rms_norm(x, weight, 1e-5)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
 
 
 def test_rms_norm_survives_squares_beyond_half_precision(draw):
@@ -41,13 +49,28 @@ def test_rms_norm_survives_squares_beyond_half_precision(draw):
         assert ops.rms_norm(x, weight, 1e-6).isfinite().all()
 
 
-@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
-def test_adding_changes_the_residual_in_place(ops, draw):
-    x, residual, weight = draw(5, 24), draw(5, 24), draw(24)
-    total = x + residual
-    normed = ops.add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(residual, total)
-    torch.testing.assert_close(normed, reference.rms_norm(total, weight, 1e-6))
+@pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_adding_product_changes_the_residual_in_place(ops, bias, draw):
+    x, weight, residual = draw(5, 24), draw(32, 24), draw(5, 32)
+    offset = draw(32) if bias else None
+    total = residual + torch.nn.functional.linear(x, weight, offset)
+    assert ops.OPERATIONS.prepare_add_linear(weight, offset)(x, residual) is None
+    torch.testing.assert_close(residual, total)
+
+
+@pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
+@pytest.mark.parametrize("activation", [None, *Activation])
+def test_a_product_of_the_normed_residual(ops, activation, draw):
+    x, weight, offset = draw(5, 24), draw(32, 24), draw(32)
+    norm = RowNorm(draw(24), 1e-6)
+    before = x.clone()
+    product = ops.OPERATIONS.prepare_norm_linear(weight, offset, norm, activation)
+    expected = torch.nn.functional.linear(reference.rms_norm(x, *norm), weight, offset)
+    if activation is not None:
+        expected = reference.act_mul(expected, activation)
+    torch.testing.assert_close(product(x), expected)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -55,7 +78,16 @@ def test_adding_changes_the_residual_in_place(ops, draw):
 def test_gated_unit(activation, tokens, draw):
     gate_up = draw(tokens, 2 * 40)
     expected = reference.act_mul(gate_up.clone(), activation)
-    torch.testing.assert_close(cpu.act_mul(gate_up, activation), expected)
+    for ops in cpu_operations(torch.float32):
+        torch.testing.assert_close(ops.act_mul(gate_up.clone(), activation), expected)
+
+
+def test_the_compiled_gate_at_its_extremes():
+    gates = torch.tensor([[0.0, -200.0, 200.0, -90.0, float("nan"), float("inf")]])
+    gate_up = torch.cat((gates, torch.ones_like(gates)), dim=1)
+    expected = reference.act_mul(gate_up.clone(), Activation.SILU)
+    got = compiled.OPERATIONS.act_mul(gate_up.clone(), Activation.SILU)
+    torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,7 +126,7 @@ def test_rotation_and_the_write_to_the_pool(slots, normed, dtype, draw):
     positions = torch.arange(len(slots)) * 1000 + 5
     frequencies = 1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
     outcomes = []
-    for ops in (reference, cpu):
+    for ops in (reference, *cpu_operations(dtype)):
         keys = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
         values = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
         rotation = ops.rotate(positions, frequencies, 1.3, dtype)
@@ -104,14 +136,15 @@ def test_rotation_and_the_write_to_the_pool(slots, normed, dtype, draw):
         assert not keys[untouched].any()
         assert not values[untouched].any()
         outcomes.append((q, keys, values))
-    for expected, got in zip(*outcomes, strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+    for outcome in outcomes[1:]:
+        for expected, got in zip(outcomes[0], outcome, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
 def test_rotation_turns_pairs_half_a_head_apart():
     """One quarter turn takes (x, y) to (-y, x); position 0 turns nothing."""
     quarter = torch.tensor([torch.pi / 2])
-    for ops in (reference, cpu):
+    for ops in (reference, *cpu_operations(torch.float32)):
         keys, values = torch.zeros(3, 1, 2), torch.zeros(3, 1, 2)
         qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2)
         rotation = ops.rotate(torch.tensor([0, 1]), quarter, 1.0, torch.float32)

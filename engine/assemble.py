@@ -1,0 +1,199 @@
+"""From options and a model to an executor that is warm and has its KV pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenpod.engine.executor import Executor
+from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.memory import choose_slots, free_bytes
+from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
+from tokenpod.engine.pool import KVPool
+from tokenpod.engine.types import EngineOptions, SamplingParams
+from tokenpod.models.decoder import Decoder
+
+
+class EngineError(Exception):
+    """The engine cannot start; the text is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """An executor ready for its first step."""
+
+    executor: Executor
+    #: KV slots of its pool.
+    slots: int
+    #: Whether a step can be launched before the one before has been waited for.
+    overlap: bool
+
+
+def assemble(
+    model: Decoder, options: EngineOptions, *, positions: int, device: torch.device
+) -> Assembled:
+    """Size and make the pool, warm everything up.
+
+    Args:
+        model: on `device`.
+        options: the operator's.
+        positions: longest sequence, in tokens.
+        device: a CPU or a GPU.
+
+    Raises:
+        EngineError: the pool that was asked for does not fit.
+    """
+    if device.type == "cpu":
+        return _on_host(model, options, positions, device)
+    return _on_device(model, options, positions, device)
+
+
+def _on_host(
+    model: Decoder, options: EngineOptions, positions: int, device: torch.device
+) -> Assembled:
+    slots = _slots(model, options, positions, free_bytes(device))
+    executor = HostExecutor(
+        model,
+        make_pool(model, slots, device),
+        rows=options.max_batch_size,
+        vocab_size=model.config.vocab_size,
+    )
+    warm_up(executor, prompt_tokens=min(options.max_batch_prefill_tokens, slots, positions, 64))
+    return Assembled(executor, slots, overlap=False)
+
+
+def _on_device(
+    model: Decoder, options: EngineOptions, positions: int, device: torch.device
+) -> Assembled:
+    """The pool takes what the worst step leaves: that step is run first, on a small pool."""
+    # Not on a CPU: these bring Triton with them.
+    from tokenpod.engine.device_executor import DeviceExecutor
+    from tokenpod.engine.device_sampler import DeviceSampler
+
+    rows, prompt = options.max_batch_size, options.max_batch_prefill_tokens
+    executor = DeviceExecutor(
+        model,
+        make_pool(model, rows + prompt, device),
+        DeviceSampler(rows=rows, vocab_size=model.config.vocab_size, device=device),
+        rows=rows,
+        max_positions=positions,
+        max_tokens=rows + prompt,
+        device=device,
+    )
+    before = torch.cuda.memory_reserved(device)
+    for scattered in (False, True):
+        executor.launch(worst_step(rows, prompt, positions, scattered=scattered)).wait()
+        executor.release(range(rows))
+    # Captured steps have memory of their own: less than the worst step's, which torch keeps.
+    captured = torch.cuda.memory_reserved(device) - before
+    slots = _slots(model, options, positions, free_bytes(device) - captured)
+    executor.use(make_pool(model, slots, device))
+    executor.capture()
+    warm_up(executor, prompt_tokens=min(prompt, slots, positions, 64))
+    return Assembled(executor, slots, overlap=True)
+
+
+def make_pool(model: Decoder, slots: int, device: torch.device) -> KVPool:
+    """A pool for `model`'s keys and values."""
+    config = model.config
+    return KVPool(
+        layers=config.layers,
+        slots=slots,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=device,
+    )
+
+
+def _slots(model: Decoder, options: EngineOptions, positions: int, free: int) -> int:
+    config = model.config
+    slot_bytes = KVPool.bytes_per_slot(
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+    )
+    slots = choose_slots(
+        slot_bytes=slot_bytes,
+        wanted=options.max_batch_total_tokens,
+        most_useful=options.max_batch_size * positions,
+        fraction=options.memory_fraction,
+        free=free,
+    )
+    if slots is None:
+        raise EngineError(
+            f"max_batch_total_tokens is {options.max_batch_total_tokens}: its "
+            f"{(options.max_batch_total_tokens or 0) * slot_bytes / 2**30:.1f} GiB of keys and "
+            f"values do not fit into {options.memory_fraction:.0%} of the free memory"
+        )
+    return slots
+
+
+def warm_up(executor: Executor, *, prompt_tokens: int) -> None:
+    """Run one prompt and two decode steps, so that no first request pays for first calls."""
+    row = _row(0, prompt_tokens)
+    slots = np.arange(prompt_tokens, dtype=np.int64)
+    n = max(prompt_tokens - 2, 1)
+    prompt = RowWork(0, 0, slots[:n], row.prompt[:n], samples=True, output_index=0)
+    executor.launch(StepPlan(0, freed=[], fresh=[row], works=[prompt])).wait()
+    for at in range(n, prompt_tokens):
+        decode = RowWork(0, at, slots[at : at + 1], None, samples=True, output_index=at - n + 1)
+        executor.launch(StepPlan(0, freed=[], fresh=[], works=[decode])).wait()
+    executor.release([0])
+
+
+def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> StepPlan:
+    """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
+
+    Args:
+        rows: sequences that can be live at once.
+        prompt: most prompt tokens of a step.
+        positions: longest sequence, in tokens.
+        scattered: no two slots of a row are adjacent.
+    """
+    lengths = [1] * rows
+    for row in range(rows - 1, -1, -1):
+        lengths[row] = max(min(prompt, positions - 1), 1)
+        prompt -= lengths[row]
+        if prompt <= 0:
+            break
+    slots = np.arange(sum(lengths), dtype=np.int64)
+    if scattered:
+        slots = slots[::-1]
+    works, fresh, at = [], [], 0
+    for row, length in enumerate(lengths):
+        tokens = [0] * length
+        fresh.append(_row(row, length))
+        works.append(
+            RowWork(
+                row,
+                0,
+                slots[at : at + length],
+                tokens,
+                samples=True,
+                output_index=0,
+                next_tokens=tokens if length > 1 else None,
+            )
+        )
+        at += length
+    return StepPlan(0, freed=[], fresh=fresh, works=works)
+
+
+def _row(row: int, prompt_tokens: int) -> NewRow:
+    """A row that asks its sampler for everything."""
+    none: Ints = np.empty(0, np.int64)
+    return NewRow(
+        row=row,
+        prefix_slots=none,
+        prompt=[0] * prompt_tokens,
+        sampling=SamplingParams(do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1),
+        stream=0,
+        min_new_tokens=0,
+        eos_token_ids=frozenset(),
+        stop_token_ids=frozenset(),
+        logprobs=True,
+        top_n_tokens=2,
+    )

@@ -1,0 +1,127 @@
+"""Pinned memory through which a step's integers go to a GPU and its results come back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenpod.engine.device_sampler import MOST_TOP_TOKENS, DeviceSamples
+from tokenpod.engine.executor import StepResult
+
+
+class Mailbox:
+    """Memory of one step at a time; free again when that step has been waited for.
+
+    Args:
+        rows: most rows that sample in a step.
+        words: most int64 words of integers of a step.
+        device: a GPU, or a CPU, for which nothing is pinned and nothing asynchronous.
+    """
+
+    def __init__(self, rows: int, words: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        #: The step's integers: the same memory as torch and as numpy see it.
+        self.words = self._pinned(words, dtype=torch.int64)
+        self.host_words: npt.NDArray[np.int64] = self.words.numpy()
+        self._tokens = self._pinned(rows, dtype=torch.int64)
+        self._logprobs = self._pinned(rows, dtype=torch.float32)
+        self._top_ids = self._pinned(rows, MOST_TOP_TOKENS, dtype=torch.int64)
+        self._top_logprobs = self._pinned(rows, MOST_TOP_TOKENS, dtype=torch.float32)
+        self._began, self._forwarded, self._done = (_Mark(self._on_gpu) for _ in range(3))
+
+    def begin(self) -> None:
+        """The step begins with what is queued next."""
+        self._began.record()
+
+    def forwarded(self) -> None:
+        """What is queued next is sampling."""
+        self._forwarded.record()
+
+    def send(self, drawn: DeviceSamples | None, scored: dict[int, torch.Tensor]) -> Flight:
+        """Queue the copies of results to the host.
+
+        Args:
+            drawn: samples, if any row sampled.
+            scored: by index of work: log probabilities of its prompt tokens.
+        """
+        samples = tops = 0
+        if drawn is not None:
+            samples, tops = drawn.top_ids.shape
+            self._tokens[:samples].copy_(drawn.tokens, non_blocking=True)
+            self._logprobs[:samples].copy_(drawn.logprobs, non_blocking=True)
+            if tops:
+                self._top_ids[:samples].copy_(drawn.top_ids, non_blocking=True)
+                self._top_logprobs[:samples].copy_(drawn.top_logprobs, non_blocking=True)
+        hosted = {
+            at: self._pinned(len(scores), dtype=torch.float32).copy_(scores, non_blocking=True)
+            for at, scores in scored.items()
+        }
+        self._done.record()
+        return Flight(self, samples, tops > 0, hosted)
+
+    def receive(self, samples: int, tops: bool, scored: dict[int, torch.Tensor]) -> StepResult:
+        """Wait for the copies."""
+        self._done.wait()
+        return StepResult(
+            tokens=self._tokens[:samples].tolist(),
+            logprobs=self._logprobs[:samples].tolist(),
+            tops=self._tops(samples) if tops else [],
+            prompt_logprobs={at: scores.tolist() for at, scores in scored.items()},
+            forward_ns=self._began.nanoseconds_to(self._forwarded),
+            sample_ns=self._forwarded.nanoseconds_to(self._done),
+        )
+
+    def _tops(self, samples: int) -> list[tuple[int, list[int], list[float]]]:
+        counts = (self._top_ids[:samples] >= 0).sum(dim=1).tolist()
+        return [
+            (i, self._top_ids[i, :n].tolist(), self._top_logprobs[i, :n].tolist())
+            for i, n in enumerate(counts)
+            if n
+        ]
+
+    def _pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step under way."""
+
+    _mailbox: Mailbox
+    _samples: int
+    _tops: bool
+    _scored: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def wait(self) -> StepResult:
+        """The result, once the device has it; once, and before the mailbox's next step."""
+        return self._mailbox.receive(self._samples, self._tops, self._scored)
+
+
+class _Mark:
+    """A point in the device's queue, or in time where there is no queue."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        # Blocking: the waiting thread sleeps, so that the core is free for others.
+        self._event: torch.cuda.Event | None = None
+        if on_gpu:
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._at = 0
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+        self._at = time.monotonic_ns()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def nanoseconds_to(self, later: _Mark) -> int:
+        """Both must have been passed."""
+        if self._event is not None and later._event is not None:
+            return int(self._event.elapsed_time(later._event) * 1e6)
+        return later._at - self._at

@@ -1,0 +1,23 @@
+"""The operations for a CPU in float32: loops compiled at run time where torch's calls are many.
+
+What torch does well, it does here too: products, prompts' attention, embedding.
+"""
+
+from dataclasses import replace
+
+from tokenpod.kernels import cpu
+from tokenpod.kernels.compiled.attention import attention, plan_attention
+from tokenpod.kernels.compiled.pointwise import act_mul, rms_norm
+from tokenpod.kernels.compiled.rotary import store_key_value
+from tokenpod.kernels.compose import norm_linear_of
+from tokenpod.kernels.cpu.product import prepare_linear
+
+OPERATIONS = replace(
+    cpu.OPERATIONS,
+    rms_norm=rms_norm,
+    store_key_value=store_key_value,
+    plan_attention=plan_attention,
+    attention=attention,
+    act_mul=act_mul,
+    prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
+)

@@ -1,0 +1,182 @@
+"""Attention of rows that process one token, over their KV runs, in one loop for all of them.
+
+Softmax goes block by block of positions (Milakov and Gimelshein 2018): keys and values are read
+once, in the order in which they lie, all heads of a position together.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tokenpod.engine.batch import ForwardBatch
+from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.compiled.loops import (
+    END,
+    FIRST,
+    Loop,
+    arguments,
+    floats,
+    integers,
+    loop,
+    take,
+)
+from tokenpod.kernels.cpu.attention import (
+    Extend,
+    attend_extends,
+    plan_extends,
+    refuse_options,
+    visible_runs,
+)
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
+
+#: Positions whose scores are made before their values are read.
+BLOCK = 64
+
+_F = np.float32
+_LEAST = _F(-1e30)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Leading rows of one token by their runs, the others as torch wants them."""
+
+    single_rows: int
+    #: [runs, 2] int64: first slot and end of each run.
+    runs: torch.Tensor
+    #: [single_rows + 1] int64: row b has runs b_first[b] to b_first[b + 1].
+    b_first: torch.Tensor
+    extends: list[Extend]
+
+
+def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+    """See `ops.PlanAttention`."""
+    firsts, runs = [0], []
+    for row in range(batch.single_rows):
+        runs += visible_runs(batch, row, 1, window)
+        firsts.append(len(runs))
+    return Plan(
+        single_rows=batch.single_rows,
+        runs=torch.tensor(runs, dtype=torch.int64),
+        b_first=torch.tensor(firsts, dtype=torch.int64),
+        extends=plan_extends(batch, window),
+    )
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
+) -> torch.Tensor:
+    """See `ops.Attention`; no options yet.
+
+    Raises:
+        NotImplementedError: `options` ask for anything.
+    """
+    refuse_options(options)
+    tokens, heads, head_dim = q.shape
+    slots, kv_heads, _ = keys.shape
+    out = torch.empty((tokens, heads, head_dim))
+    rows = plan.single_rows
+    if rows:
+        # Few rows are shared out by their heads, so that every thread has something to do.
+        parts = 1 if rows >= 2 * torch.get_num_threads() else kv_heads
+        _decode(heads // kv_heads, head_dim)(
+            rows * parts,
+            *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+            *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
+            *(rows, slots, kv_heads, parts, len(plan.runs)),
+        )
+    attend_extends(plan.extends, q, keys, values, out)
+    return out.flatten(1)
+
+
+@functools.cache
+def _decode(group: int, head_dim: int) -> Loop:
+    """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
+    scale = _F(head_dim**-0.5) * LOG2_E
+
+    def body(address):
+        a = arguments(address)
+        rows, slots, kv_heads, parts = a[FIRST + 6], a[FIRST + 7], a[FIRST + 8], a[FIRST + 9]
+        queries = floats(a[FIRST], (rows, kv_heads, group, head_dim))
+        keys = floats(a[FIRST + 1], (slots, kv_heads, head_dim))
+        values = floats(a[FIRST + 2], (slots, kv_heads, head_dim))
+        out = floats(a[FIRST + 3], (rows, kv_heads, group, head_dim))
+        runs = integers(a[FIRST + 4], (a[FIRST + 10], 2))
+        b_first = integers(a[FIRST + 5], (rows + 1,))
+        heads = kv_heads * group
+        scores = np.empty((heads, BLOCK), np.float32)
+        highest = np.empty(heads, np.float32)
+        total = np.empty(heads, np.float32)
+        item = take(a)
+        while item < a[END]:
+            row = item // parts
+            first_head = kv_heads * (item % parts) // parts
+            end_head = kv_heads * (item % parts + 1) // parts
+            for k in range(first_head, end_head):
+                for g in range(group):
+                    highest[k * group + g] = _LEAST
+                    total[k * group + g] = _F(0)
+                    for d in range(head_dim):
+                        out[row, k, g, d] = _F(0)
+            for run in range(b_first[row], b_first[row + 1]):
+                for start in range(runs[run, 0], runs[run, 1], BLOCK):
+                    count = min(BLOCK, runs[run, 1] - start)
+                    for j in range(count):
+                        for k in range(first_head, end_head):
+                            for g in range(group):
+                                score = _F(0)
+                                for d in range(head_dim):
+                                    score += queries[row, k, g, d] * keys[start + j, k, d]
+                                scores[k * group + g, j] = score * scale
+                    for k in range(first_head, end_head):
+                        for g in range(group):
+                            h = k * group + g
+                            top = highest[h]
+                            for j in range(count):
+                                top = scores[h, j] if scores[h, j] > top else top
+                            fade = exp2(highest[h] - top)
+                            highest[h] = top
+                            added = _F(0)
+                            for j in range(count):
+                                weight = exp2(scores[h, j] - top)
+                                scores[h, j] = weight
+                                added += weight
+                            total[h] = total[h] * fade + added
+                            for d in range(head_dim):
+                                out[row, k, g, d] *= fade
+                    fours = count // 4 * 4
+                    for j in range(0, fours, 4):
+                        at = start + j
+                        for k in range(first_head, end_head):
+                            for g in range(group):
+                                h = k * group + g
+                                w0, w1 = scores[h, j], scores[h, j + 1]
+                                w2, w3 = scores[h, j + 2], scores[h, j + 3]
+                                for d in range(head_dim):
+                                    out[row, k, g, d] += (
+                                        w0 * values[at, k, d]
+                                        + w1 * values[at + 1, k, d]
+                                        + w2 * values[at + 2, k, d]
+                                        + w3 * values[at + 3, k, d]
+                                    )
+                    for j in range(fours, count):
+                        for k in range(first_head, end_head):
+                            for g in range(group):
+                                weight = scores[k * group + g, j]
+                                for d in range(head_dim):
+                                    out[row, k, g, d] += weight * values[start + j, k, d]
+            for k in range(first_head, end_head):
+                for g in range(group):
+                    whole = _F(1) / total[k * group + g]
+                    for d in range(head_dim):
+                        out[row, k, g, d] *= whole
+            item = take(a)
+
+    return loop(body)

@@ -1,0 +1,156 @@
+"""Loops compiled to machine code and run by torch's own OpenMP team.
+
+torch has a team of threads that spin while they wait for its next parallel region. A second team on
+the same cores would wait for the first, and the first for it; so these loops are handed to torch's,
+through the entry point that compilers use (GOMP_parallel). Items are taken one by one from a shared
+counter: a thread that the system has put aside holds up no more than the item it is at.
+
+A loop body gets the address of its arguments, 64-bit numbers all: integers, addresses of tensors,
+and the bits of float64s. It reads like this:
+
+    @loop
+    def _double(address):
+        a = arguments(address)
+        x = floats(a[FIRST], (a[END],))
+        i = take(a)
+        while i < a[END]:
+            x[i] *= 2
+            i = take(a)
+
+    _double(len(x), x.data_ptr())
+
+Compiled code is kept on disk, by source file: after a change in this file delete `__pycache__`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import torch
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+#: Where a loop finds the number of its items, and its first own argument.
+END, FIRST = 2, 3
+#: Sums in any order and fused products, but NaN and Inf stay what they are.
+ARITHMETIC = {"reassoc", "contract", "nsz", "arcp", "afn"}
+
+_COUNTER, _ADDRESS = 0, 1
+_MOST_ARGUMENTS = 32
+
+#: Compiles a function that loop bodies call, into them.
+inlined = functools.partial(
+    njit, nogil=True, fastmath=ARITHMETIC, error_model="numpy", boundscheck=False
+)
+
+
+@intrinsic
+def _add_one(typing_context: Any, address: Any) -> Any:
+    """The int64 at `address`, and atomically one more there."""
+
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        del context, signature
+        counter = builder.inttoptr(operands[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """A number as the address it is."""
+
+    def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
+        del context, signature
+        return builder.inttoptr(operands[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@inlined()
+def arguments(address):
+    """All arguments, an int64 array."""
+    return carray(address, (_MOST_ARGUMENTS,), numba.int64)
+
+
+@inlined()
+def take(a):
+    """The next item that nobody has begun; past the last one from a[END] on."""
+    return _add_one(a[_ADDRESS])
+
+
+@inlined()
+def floats(address, shape):
+    """The float32 tensor of `shape` at `address`."""
+    return carray(_pointer(address), shape, numba.float32)
+
+
+@inlined()
+def integers(address, shape):
+    """The int64 tensor of `shape` at `address`."""
+    return carray(_pointer(address), shape, numba.int64)
+
+
+@inlined()
+def real(a, i):
+    """Argument `i`, which is the bits of a float64, as float32."""
+    return numba.float32(a[i : i + 1].view(numba.float64)[0])
+
+
+def bits(number: float) -> int:
+    """A float as an argument."""
+    return int(struct.unpack("q", struct.pack("d", number))[0])
+
+
+class Loop:
+    """A compiled loop; calling it runs all its items and returns when they are done."""
+
+    def __init__(self, body: Callable[[Any], None]) -> None:
+        compile_body = functools.partial(
+            cfunc, types.void(types.voidptr), fastmath=ARITHMETIC, error_model="numpy"
+        )
+        try:
+            self._compiled = compile_body(cache=True)(body)
+        except RuntimeError:  # no folder to keep it in: it is compiled again at every start
+            self._compiled = compile_body()(body)
+
+    def __call__(self, items: int, *own: int) -> None:
+        """Run items 0 to `items` - 1 with a body's own arguments."""
+        memory = (ctypes.c_int64 * _MOST_ARGUMENTS)(0, 0, items, *own)
+        address = ctypes.addressof(memory)
+        memory[_ADDRESS] = address
+        threads = min(torch.get_num_threads(), items)
+        team = _team() if threads > 1 else None
+        if team is None:
+            self._compiled.ctypes(address)
+        else:
+            team(self._compiled.address, address, threads, 0)
+
+
+def loop(body: Callable[[Any], None]) -> Loop:
+    """Compile `body(address)` on first use of its module."""
+    return Loop(body)
+
+
+@functools.cache
+def _team() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel of the OpenMP runtime that torch has loaded; None where it has none."""
+    try:
+        with open("/proc/self/maps") as lines:
+            paths = {line.split()[-1] for line in lines if "omp" in line}
+    except OSError:
+        return None
+    for path in sorted(path for path in paths if path.endswith((".so", ".so.1"))):
+        entry = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        if entry is not None:
+            entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            entry.restype = None
+            return entry  # type: ignore[no-any-return]
+    return None

@@ -1,0 +1,56 @@
+"""The composite products of `ops`, made of plain operations: for devices where that is as good."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenpod.kernels.ops import (
+    Activation,
+    ActMul,
+    AddLinear,
+    Linear,
+    PrepareAddLinear,
+    PrepareLinear,
+    PrepareNormLinear,
+    RmsNorm,
+    RowNorm,
+)
+
+
+def norm_linear_of(
+    prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul
+) -> PrepareNormLinear:
+    """Norm, product and gate one after the other."""
+
+    def prepare(
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RowNorm,
+        activation: Activation | None,
+    ) -> Linear:
+        product = prepare_linear(weight, bias)
+
+        def normed_product(x: torch.Tensor) -> torch.Tensor:
+            return product(rms_norm(x, norm.weight, norm.epsilon))
+
+        def gated_product(x: torch.Tensor) -> torch.Tensor:
+            assert activation is not None
+            return act_mul(normed_product(x), activation)
+
+        return normed_product if activation is None else gated_product
+
+    return prepare
+
+
+def add_linear_of(prepare_linear: PrepareLinear) -> PrepareAddLinear:
+    """The product, then the sum."""
+
+    def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
+        product = prepare_linear(weight, bias)
+
+        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+            residual += product(x)
+
+        return add_product
+
+    return prepare

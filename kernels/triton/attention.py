@@ -1,0 +1,129 @@
+"""Attention over the paged pool: decode rows by one kernel, the others by another.
+
+See `attention_decode` and `attention_extend`. Both read slots through the row table, so that it
+does not matter where a row's KV lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tokenpod.engine.batch import ForwardBatch, PagedRows
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
+from tokenpod.kernels.triton.attention_decode import choose_splits, decode
+from tokenpod.kernels.triton.attention_extend import (
+    TileList,
+    extend,
+    list_tiles,
+    queries_per_tile,
+)
+from tokenpod.kernels.triton.attention_tiles import HOPPER, tiles_for
+
+#: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
+LARGEST_HEAD_DIM = 256
+LARGEST_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What kernels are shaped by."""
+
+    processors: int
+    #: Compute capability.
+    capability: tuple[int, int]
+
+
+#: Where there is no GPU to ask: kernels are interpreted.
+INTERPRETED = Device(processors=8, capability=HOPPER)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's rows, for all layers with one window.
+
+    The tiles of rows with several queries depend on the shape of the heads, so the first layer of a
+    shape lists them.
+    """
+
+    batch: ForwardBatch
+    paged: PagedRows
+    window: int | None
+    _tiles: dict[int, TileList] = field(default_factory=dict)
+
+    def tiles(self, queries: int) -> TileList:
+        """Tiles of up to `queries` queries."""
+        if queries not in self._tiles:
+            self._tiles[queries] = list_tiles(self.batch, self.window, queries)
+        return self._tiles[queries]
+
+
+def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
+    """See `ops.PlanAttention`.
+
+    Of a batch of single rows only, nothing but their number is read on the host: a graph captured
+    with this plan stays right when contexts, rows and slots on the device change.
+
+    Raises:
+        ValueError: the batch has no rows on the device.
+    """
+    if batch.paged is None:
+        raise ValueError(f"a batch of {batch.rows} rows has no paged rows; these kernels need them")
+    return Plan(batch, batch.paged, window)
+
+
+def attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    plan: Plan,
+    options: AttentionOptions = NO_OPTIONS,
+) -> torch.Tensor:
+    """See `ops.Attention`.
+
+    Raises:
+        ValueError: heads larger than 256, or more than 16 of them to a key/value head.
+    """
+    tokens, heads, head_dim = q.shape
+    kv_heads = keys.shape[1]
+    _check_heads(heads, kv_heads, head_dim)
+    device = _describe(q.device)
+    shape = tiles_for(head_dim, q.dtype, device.capability)
+    batch = plan.batch
+    out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
+    if batch.single_rows:
+        splits = choose_splits(batch.single_rows, kv_heads, device.processors, shape.decode)
+        decode(
+            q,
+            keys,
+            values,
+            out,
+            batch.row_table,
+            plan.paged,
+            batch.single_rows,
+            plan.window,
+            shape.decode,
+            splits,
+            options,
+        )
+    if batch.rows > batch.single_rows:
+        tiles = plan.tiles(queries_per_tile(heads, kv_heads, shape.extend))
+        extend(q, keys, values, out, batch.row_table, tiles, plan.window, shape.extend, options)
+    return out
+
+
+def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    if head_dim > LARGEST_HEAD_DIM:
+        raise ValueError(f"heads of size {head_dim}: at most {LARGEST_HEAD_DIM}")
+    if heads // kv_heads > LARGEST_GROUP:
+        raise ValueError(
+            f"{heads} query heads share {kv_heads} key/value heads: at most {LARGEST_GROUP} each"
+        )
+
+
+def _describe(device: torch.device) -> Device:
+    if device.type == "cpu":
+        return INTERPRETED
+    found = torch.cuda.get_device_properties(device)
+    return Device(found.multi_processor_count, (found.major, found.minor))

@@ -1,0 +1,54 @@
+"""The softmax that both attention kernels build up block by block, in base 2 and in float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: exp(x) = exp2(x · LOG2E): the hardware has a power of two.
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def logits_of(
+    products, scale, softcap, slopes, distance, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr
+):
+    """Products q · k [M, N] -> what, multiplied by `base2_factor`, is the logit in base 2.
+
+    Without options these are the products themselves, so that the scale costs nothing: it is fused
+    into the exponential. `slopes` [M], `distance` [M, N] or [1, N] in positions.
+    """
+    if SOFTCAP:
+        # tanh(x) = 2 · sigmoid(2x) - 1
+        products = softcap * (2.0 * tl.sigmoid(products * (2.0 * scale / softcap)) - 1.0)
+    elif ALIBI:
+        products = products * scale
+    if ALIBI:
+        products = products - slopes[:, None] * distance
+    return products
+
+
+@triton.jit
+def base2_factor(scale, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    """See `logits_of`."""
+    if SOFTCAP or ALIBI:
+        return LOG2E
+    else:
+        return scale * LOG2E
+
+
+@triton.jit
+def add_block(logits, factor, most, total, GUARDED: tl.constexpr):
+    """One block's logits [M, N] into the running softmax: its maximum [M] and its sum [M].
+
+    Returns the block's weights, the new maximum and sum, and by how much earlier sums shrink.
+    GUARDED: a row of the block, and of all before it, may be hidden as a whole.
+    """
+    peak = tl.maximum(most, tl.max(logits, 1) * factor)
+    if GUARDED:
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+    else:
+        base = peak
+    weights = tl.exp2(logits * factor - base[:, None])
+    shrink = tl.exp2(most - base)
+    return weights, peak, total * shrink + tl.sum(weights, 1), shrink

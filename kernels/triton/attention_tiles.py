@@ -1,0 +1,72 @@
+"""Tile sizes of the attention kernels: data, found by `benchmarks/gpu_attention.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """How decode attention walks a row."""
+
+    #: Keys and values per iteration.
+    block: int
+    warps: int
+    #: Blocks under way, the one in use included.
+    stages: int
+    #: Programs to start per multiprocessor, if there are rows and blocks enough.
+    programs: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendTile:
+    """How extend attention cuts the square of queries and keys."""
+
+    #: Rows of the product: (query, head of a group) pairs.
+    block_m: int
+    #: Keys and values per iteration.
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What one size of heads and numbers gets."""
+
+    decode: DecodeTile
+    extend: ExtendTile
+
+
+#: By head size, padded to a power of two, and bytes of a number.
+TILES = {
+    (64, 2): Tiles(DecodeTile(128, 4, 4, 4), ExtendTile(128, 128, 8, 2)),
+    (128, 2): Tiles(DecodeTile(32, 2, 4, 4), ExtendTile(128, 64, 8, 3)),
+    (256, 2): Tiles(DecodeTile(64, 4, 3, 2), ExtendTile(128, 64, 8, 2)),
+    # For tests: three products of TF32 make one of float32.
+    (64, 4): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(32, 32, 4, 2)),
+    (128, 4): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(32, 32, 4, 2)),
+    (256, 4): Tiles(DecodeTile(32, 4, 2, 2), ExtendTile(32, 16, 4, 2)),
+}
+
+#: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory to a
+#: program); compute capability 8.0 has 163 KB, and gets these too.
+SMALL_TILES = {
+    (64, 2): Tiles(DecodeTile(128, 4, 3, 4), ExtendTile(128, 64, 8, 2)),
+    (128, 2): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(128, 32, 8, 2)),
+    (256, 2): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(64, 32, 4, 2)),
+    (64, 4): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(32, 32, 4, 2)),
+    (128, 4): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(32, 32, 4, 2)),
+    (256, 4): Tiles(DecodeTile(16, 4, 2, 2), ExtendTile(16, 16, 4, 2)),
+}
+
+#: Compute capability from which `TILES` fit.
+HOPPER = (9, 0)
+
+
+def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
+    """The tiles for heads of up to 256 numbers of 2 or 4 bytes."""
+    table = TILES if HOPPER <= capability < (12, 0) else SMALL_TILES
+    return table[max(64, 1 << (head_dim - 1).bit_length()), dtype.itemsize]

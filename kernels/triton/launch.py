@@ -1,0 +1,58 @@
+"""How kernels of one stream follow each other.
+
+By default a kernel starts when the one before has ended, and a few microseconds of memory time are
+lost at each seam. From compute capability 9.0 on, a kernel may start early (programmatic dependent
+launch) and wait inside. The rules that keep this right:
+
+- every program of an overlapping kernel calls `await_inputs` before it reads or writes anything
+  that another kernel writes: also outputs, which an earlier kernel may still read;
+- before that it may touch weights only, which nothing writes;
+- no program returns early. A kernel that has waited has also waited for all before its predecessor,
+  so any chain is in order.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TypedDict
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+#: The first compute capability whose kernels can start before their predecessor has ended.
+OVERLAPPING_CAPABILITY = (9, 0)
+
+
+class LaunchOptions(TypedDict, total=False):
+    """Keyword arguments of a kernel that calls `await_inputs`."""
+
+    OVERLAP: bool
+    launch_pdl: bool
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """What generation of GPU this is; None where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
+def launch_options(device: torch.device) -> LaunchOptions:
+    """Overlapping where the device can; facts of a device don't change."""
+    generation = capability(device)
+    return options(generation is not None and generation >= OVERLAPPING_CAPABILITY)
+
+
+def options(overlap: bool) -> LaunchOptions:
+    """As launch arguments; the interpreter does not know `launch_pdl`."""
+    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+
+
+@triton.jit
+def await_inputs(OVERLAP: tl.constexpr):
+    """Let the next kernel start as soon as there is room; wait for the one before."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()

@@ -1,0 +1,156 @@
+"""Products with a weight, made the way that suits the number of tokens."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch.nn import functional
+
+from tokenpod.kernels.ops import Activation, AddLinear, Linear, RowNorm
+from tokenpod.kernels.triton.launch import capability, launch_options
+from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
+from tokenpod.kernels.triton.product_kernels import matrix, multiply_add
+from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
+
+#: The matrix unit's smallest side.
+LEAST_MATRIX_ROWS = 16
+
+
+def prepare_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
+) -> Linear:
+    """See `ops.PrepareLinear`; `tiles` None means those measured."""
+    table, (n, k) = _table_for(weight, tiles), weight.shape
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        tile = table.choose(n, k, len(x))
+        if tile.kind is Kind.LIBRARY:
+            return functional.linear(x, weight, bias)
+        y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
+        multiply(x, weight, bias, y, tile)
+        return y
+
+    return linear
+
+
+def prepare_norm_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: RowNorm,
+    activation: Activation | None,
+    tiles: Tiles | None = None,
+) -> Linear:
+    """See `ops.PrepareNormLinear`: one kernel for a handful of tokens."""
+    table, (n, k) = _table_for(weight, tiles), weight.shape
+    outputs = n if activation is None else n // 2
+
+    def normed_product(x: torch.Tensor) -> torch.Tensor:
+        tile = table.choose(n, k, len(x))
+        inner = None if tile.kind is Kind.MULTIPLY_ADD else norm
+        if inner is not None:
+            x = rms_norm(x, inner.weight, inner.epsilon)
+        if tile.kind is Kind.LIBRARY:
+            y = functional.linear(x, weight, bias)
+            return y if activation is None else act_mul(y, activation)
+        y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+        multiply(x, weight, bias, y, tile, norm=None if inner else norm, activation=activation)
+        return y
+
+    return normed_product
+
+
+def prepare_add_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
+) -> AddLinear:
+    """See `ops.PrepareAddLinear`: the sum is made where the product ends."""
+    table, (n, k) = _table_for(weight, tiles), weight.shape
+    transposed = weight.t()
+
+    def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+        tile = table.choose(n, k, len(x))
+        if tile.kind is not Kind.LIBRARY:
+            multiply(x, weight, bias, residual, tile, add=True)
+        elif bias is None:
+            residual.addmm_(x, transposed)
+        else:
+            residual += functional.linear(x, weight, bias)
+
+    return add_product
+
+
+def _table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
+    """Also makes sure that kernels may walk along the weight's rows."""
+    if not weight.is_contiguous():
+        raise ValueError(f"a weight [{len(weight)}, {weight.shape[1]}] is not contiguous")
+    return tiles or measured(capability(weight.device))
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tile: Tile,
+    *,
+    norm: RowNorm | None = None,
+    activation: Activation | None = None,
+    add: bool = False,
+) -> None:
+    """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
+
+    With an `activation` the weight is [2n, k], gates first. Rows of x, y and weight are contiguous;
+    `norm` needs `Kind.MULTIPLY_ADD`.
+    """
+    tokens, n = y.shape
+    k = weight.shape[1]
+    least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
+    block_n = max(least, tile.block_n if activation is None else tile.block_n // 2)
+    block_k = tile.block_k
+    common = {
+        "BIAS": bias is not None,
+        "ACTIVATION": "none" if activation is None else activation.value,
+        "ADD": add,
+        "EVEN": k % block_k == 0,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        **launch_options(x.device),
+    }
+    common["AHEAD"] = tile.ahead if common["OVERLAP"] else 0
+    grid = (triton.cdiv(n, block_n),)
+    biases = weight if bias is None else bias
+    block_t = triton.next_power_of_2(tokens)
+    if tile.kind is Kind.MULTIPLY_ADD:
+        norm_weight, epsilon = (weight, 0.0) if norm is None else norm
+        multiply_add[grid](
+            x,
+            weight,
+            biases,
+            norm_weight,
+            y,
+            x.stride(0),
+            y.stride(0),
+            tokens,
+            n,
+            k,
+            epsilon,
+            NORM=norm is not None,
+            BLOCK_T=block_t,
+            **common,
+        )
+    else:
+        assert norm is None
+        matrix[grid](
+            x,
+            weight,
+            biases,
+            y,
+            x.stride(0),
+            y.stride(0),
+            tokens,
+            n,
+            k,
+            BLOCK_T=max(block_t, least),
+            **common,
+        )

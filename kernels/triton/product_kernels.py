@@ -1,0 +1,229 @@
+"""Products of few tokens with a weight, bound by reading it: every byte once, and nothing else.
+
+Both kernels give a program BLOCK_N rows of the weight and let it walk along them, so that no
+partial sums leave a program: `multiply_add` in ordinary arithmetic for a handful of tokens, and
+`matrix` on the matrix unit, tokens padded to BLOCK_T. Around the product they can do what the model
+does next to it: norm its input (`multiply_add` only), add a bias, apply the gate, add to the
+residual.
+
+The norm costs no pass of its own: x·w / rms(x) is linear in 1 / rms(x), so the sum of squares grows
+along with the product and divides it in the end.
+
+A weight does not depend on the kernel before. So its first tile is loaded (`multiply_add`), and
+AHEAD bytes more of every row are asked into the L2 cache, before waiting for that kernel
+(`launch`): memory is busy while it drains.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenpod.kernels.triton.launch import await_inputs
+from tokenpod.kernels.triton.pointwise import activated
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def multiply_add(
+    x,
+    weight,
+    bias,
+    norm_weight,
+    y,
+    x_stride,
+    y_stride,
+    tokens,
+    n,
+    k,
+    epsilon,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Y [tokens, n] = x [tokens, k] · weightᵀ; with ACTIVATION the weight is [2n, k], gates first.
+
+    A product of each element is summed where it was made and across threads only once: a tile
+    that spans all threads along k keeps the loop free of exchanges. The first tile of the weight is
+    on its way before the input is there.
+    """
+    # Axes: token, row, k. Everything is loaded with all three, so that nothing changes its layout.
+    GATED: tl.constexpr = ACTIVATION != "none"
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.minimum(row, n - 1)
+    start_of_row = weight + own.to(tl.int64)[None, :, None] * k
+    start_of_up = weight + (own + n).to(tl.int64)[None, :, None] * k
+    i = tl.arange(0, BLOCK_K)[None, None, :]
+    token = tl.arange(0, BLOCK_T)[:, None, None]
+    at_x = x + token * x_stride
+    sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K), tl.float32)
+    up_sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K) if GATED else (1, 1, 1), tl.float32)
+    squares = tl.zeros((BLOCK_T, 1, BLOCK_K) if NORM else (1, 1, 1), tl.float32)
+
+    w = _weight_tile(start_of_row + i, i < k, EVEN)
+    up = _weight_tile(start_of_up + i, i < k, EVEN) if GATED else w
+    _ask_ahead(start_of_row, BLOCK_K, k, AHEAD)
+    if GATED:
+        _ask_ahead(start_of_up, BLOCK_K, k, AHEAD)
+    await_inputs(OVERLAP)
+    v, squares = _input_tile(
+        at_x, norm_weight, i, token < tokens, k, squares, NORM, EVEN, BLOCK_T == 1
+    )
+    sums += v * w.to(tl.float32)
+    if GATED:
+        up_sums += v * up.to(tl.float32)
+    for start in tl.range(BLOCK_K, k, BLOCK_K, num_stages=STAGES):
+        at = start + i
+        w = _weight_tile(start_of_row + at, at < k, EVEN)
+        if GATED:
+            up = _weight_tile(start_of_up + at, at < k, EVEN)
+        v, squares = _input_tile(
+            at_x, norm_weight, at, token < tokens, k, squares, NORM, EVEN, BLOCK_T == 1
+        )
+        sums += v * w.to(tl.float32)
+        if GATED:
+            up_sums += v * up.to(tl.float32)
+
+    token = tl.arange(0, BLOCK_T)
+    out = tl.sum(sums, axis=2)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(squares, axis=2) / k + epsilon)
+        out *= factor
+    if BIAS:
+        out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        up_out = tl.sum(up_sums, axis=2)
+        if NORM:
+            up_out *= factor
+        if BIAS:
+            up_out += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
+        out = activated(out, ACTIVATION) * up_out
+    at_y = y + token[:, None] * y_stride + row[None, :]
+    _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def matrix(
+    x,
+    weight,
+    bias,
+    y,
+    x_stride,
+    y_stride,
+    tokens,
+    n,
+    k,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """As `multiply_add`, without the norm. The weight is the left factor: its rows are many."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.minimum(row, n - 1)
+    start_of_row = weight + own.to(tl.int64) * k
+    start_of_up = weight + (own + n).to(tl.int64) * k
+    GATED: tl.constexpr = ACTIVATION != "none"
+    _ask_ahead(start_of_row, 0, k, AHEAD)
+    if GATED:
+        _ask_ahead(start_of_up, 0, k, AHEAD)
+    await_inputs(OVERLAP)
+
+    token = tl.arange(0, BLOCK_T)
+    sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    up_sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+        i = start + tl.arange(0, BLOCK_K)
+        w = _weight_tile(start_of_row[:, None] + i[None, :], i[None, :] < k, EVEN)
+        is_x = (token[None, :] < tokens) & ((i[:, None] < k) | EVEN)
+        v = tl.load(x + token[None, :] * x_stride + i[:, None], mask=is_x, other=0.0)
+        sums = tl.dot(w, v, sums, input_precision="ieee")
+        if GATED:
+            up = _weight_tile(start_of_up[:, None] + i[None, :], i[None, :] < k, EVEN)
+            up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
+
+    out = sums
+    if BIAS:
+        out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if BIAS:
+            up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+        out = activated(out, ACTIVATION) * up_sums
+    at_y = y + token[None, :] * y_stride + row[:, None]
+    _write(at_y, out, (token[None, :] < tokens) & (row[:, None] < n), ADD)
+
+
+@triton.jit
+def _weight_tile(at, inside, EVEN: tl.constexpr):
+    """Weights are read once: let them make room for what is read again."""
+    if EVEN:
+        tile = tl.load(at, eviction_policy="evict_first")
+    else:
+        tile = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _input_tile(
+    at_x,
+    norm_weight,
+    i,
+    is_token,
+    k,
+    squares,
+    NORM: tl.constexpr,
+    EVEN: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Elements i of the input, float32, times the norm's weight; its squares are added up."""
+    if EVEN and FULL:
+        v = tl.load(at_x + i).to(tl.float32)
+    else:
+        v = tl.load(at_x + i, mask=is_token & (i < k), other=0.0).to(tl.float32)
+    if NORM:
+        squares += v * v
+        if EVEN:
+            v *= tl.load(norm_weight + i).to(tl.float32)
+        else:
+            v *= tl.load(norm_weight + i, mask=i < k, other=0.0).to(tl.float32)
+    return v, squares
+
+
+@triton.jit
+def _write(at, out, inside, ADD: tl.constexpr):
+    """Round; or round, add to what is there and round again, as a sum of two tensors would."""
+    out = out.to(at.dtype.element_ty)
+    if ADD:
+        out = out.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, out.to(at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
+    """Ask AHEAD bytes of every row, from element `first`, into the L2 cache: a request a line."""
+    if AHEAD > 0:
+        LINE: tl.constexpr = 128
+        BYTES: tl.constexpr = start_of_row.dtype.element_ty.primitive_bitwidth // 8
+        i = first + tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
+        rows = tl.reshape(start_of_row, (start_of_row.numel, 1))
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [rows + tl.minimum(i, k - 1)[None, :]],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

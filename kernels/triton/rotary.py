@@ -1,0 +1,164 @@
+"""Rotary position embedding, the heads' norms and the write to the pool, in one pass."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenpod.kernels.ops import HeadNorm, Rotation
+from tokenpod.kernels.triton.launch import await_inputs, launch_options
+
+#: Heads that one program turns: few at a time as long as that gives the device more programs.
+FEW_HEADS, MANY_HEADS = 2, 16
+#: Tokens from which there are programs enough with many heads each.
+MANY_TOKENS = 64
+
+
+def rotate(
+    t_position: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> Rotation:
+    """See `ops.Rotate`."""
+    tokens, half = len(t_position), len(inverse_frequencies)
+    cos = torch.empty((tokens, 1, half), dtype=dtype, device=t_position.device)
+    sin = torch.empty_like(cos)
+    _rotate[(tokens,)](
+        t_position,
+        inverse_frequencies,
+        cos,
+        sin,
+        scale,
+        half,
+        BLOCK=triton.next_power_of_2(half),
+        num_warps=1,
+        **launch_options(t_position.device),
+    )
+    return Rotation(cos, sin)
+
+
+def store_key_value(
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    norm: HeadNorm | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    t_slot: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.StoreKeyValue`. Leaves `qkv` as it is."""
+    kv_heads, head_dim = keys.shape[1:]
+    tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
+    heads = all_heads - 2 * kv_heads
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    block_heads = MANY_HEADS if tokens >= MANY_TOKENS else FEW_HEADS
+    _store_key_value[(tokens, triton.cdiv(all_heads, block_heads))](
+        qkv,
+        rotation.cos,
+        rotation.sin,
+        norm.query_weight if norm else qkv,
+        norm.key_weight if norm else qkv,
+        q,
+        keys,
+        values,
+        t_slot,
+        qkv.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        norm.epsilon if norm else 0.0,
+        heads,
+        kv_heads,
+        NORM=norm is not None,
+        HALF=head_dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_HEADS=block_heads,
+        num_warps=1 if block_heads == FEW_HEADS else 4,
+        **launch_options(qkv.device),
+    )
+    return q
+
+
+@triton.jit
+def _rotate(
+    t_position,
+    inverse_frequencies,
+    cos,
+    sin,
+    scale,
+    half,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    frequency = tl.load(inverse_frequencies + i, mask=i < half, other=0.0)
+    await_inputs(OVERLAP)
+    angle = tl.load(t_position + token).to(tl.float32) * frequency
+    out = token.to(tl.int64) * half + i
+    tl.store(cos + out, (tl.cos(angle) * scale).to(cos.dtype.element_ty), mask=i < half)
+    tl.store(sin + out, (tl.sin(angle) * scale).to(sin.dtype.element_ty), mask=i < half)
+
+
+@triton.jit
+def _store_key_value(
+    qkv,
+    cos,
+    sin,
+    query_weight,
+    key_weight,
+    q,
+    keys,
+    values,
+    t_slot,
+    qkv_stride,
+    keys_stride,
+    values_stride,
+    epsilon,
+    heads,
+    kv_heads,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One token, some of its heads in the order of the product: queries, keys, values."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    is_query = head < heads
+    is_key = (head >= heads) & (head < heads + kv_heads)
+    is_value = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (head < heads + 2 * kv_heads) & (i < HALF)
+    await_inputs(OVERLAP)
+
+    source = qkv + token * qkv_stride + head * (2 * HALF) + i
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + HALF, mask=inside, other=0.0)
+    slot = tl.load(t_slot + token)
+    value_at = values + slot * values_stride + (head - heads - kv_heads) * (2 * HALF) + i
+    tl.store(value_at, first, mask=is_value & inside)
+    tl.store(value_at + HALF, second, mask=is_value & inside)
+
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    if NORM:
+        squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        factor = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
+        # Query and key heads have a weight each; rounded before it, as `rms_norm` does.
+        of_query = query_weight + head * 0 + i
+        of_key = key_weight + head * 0 + i
+        weight_a = tl.load(of_query, mask=is_query & inside, other=0.0)
+        weight_b = tl.load(of_query + HALF, mask=is_query & inside, other=0.0)
+        weight_a += tl.load(of_key, mask=is_key & inside, other=0.0)
+        weight_b += tl.load(of_key + HALF, mask=is_key & inside, other=0.0)
+        a = (a * factor).to(first.dtype).to(tl.float32) * weight_a.to(tl.float32)
+        b = (b * factor).to(first.dtype).to(tl.float32) * weight_b.to(tl.float32)
+    c = tl.load(cos + token * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * HALF + i, mask=i < HALF, other=0.0).to(tl.float32)
+    turned_a = (a * c - b * s).to(first.dtype)
+    turned_b = (b * c + a * s).to(first.dtype)
+
+    query_at = q + (token * heads + head) * (2 * HALF) + i
+    tl.store(query_at, turned_a, mask=is_query & inside)
+    tl.store(query_at + HALF, turned_b, mask=is_query & inside)
+    key_at = keys + slot * keys_stride + (head - heads) * (2 * HALF) + i
+    tl.store(key_at, turned_a, mask=is_key & inside)
+    tl.store(key_at + HALF, turned_b, mask=is_key & inside)

@@ -1,0 +1,159 @@
+"""How a row's sampling parameters lie on the device, and what edits its scores.
+
+A row is `WORDS` words of 64 bits, so that it is set by one small copy; floats are float64 bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenpod.kernels.triton.noise import WATERMARK_KEY, token_words
+
+WORDS = tl.constexpr(20)
+# Integers.
+FLAGS = tl.constexpr(0)
+SEED = tl.constexpr(1)
+STREAM = tl.constexpr(2)
+#: Ends are forbidden at output positions below this.
+MIN_NEW_TOKENS = tl.constexpr(3)
+#: The row's list of edits: so many biases, by rising id, then so many ends, by rising id.
+BIASES = tl.constexpr(4)
+ENDS = tl.constexpr(5)
+#: 0: all.
+TOP_K = tl.constexpr(6)
+TOP_N = tl.constexpr(7)
+#: Tokens of prompt and output so far, and the last of them: the kernels keep both up to date.
+LENGTH = tl.constexpr(8)
+PREVIOUS = tl.constexpr(9)
+# Floats.
+TEMPERATURE = tl.constexpr(10)
+TOP_P = tl.constexpr(11)
+#: log min_p
+FLOOR = tl.constexpr(12)
+TYPICAL_P = tl.constexpr(13)
+REPETITION = tl.constexpr(14)
+PRESENCE = tl.constexpr(15)
+FREQUENCY = tl.constexpr(16)
+RELATIVE_FREQUENCY = tl.constexpr(17)
+
+# Bits of FLAGS.
+SAMPLES = tl.constexpr(1)
+CUTS = tl.constexpr(2)
+EDITED = tl.constexpr(4)
+COUNTED = tl.constexpr(8)
+WATERMARKED = tl.constexpr(16)
+
+#: A count is two halves of a word: prompt above, output below; each stops at this.
+MOST_COUNT = tl.constexpr(0xFFFF)
+
+
+@triton.jit
+def real(words_ptr, which: tl.constexpr):
+    """A float64 of a row's words."""
+    return tl.load(words_ptr + which).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def temperature_of(words_ptr, flags):
+    """Float32; 1 for greedy rows."""
+    return tl.where((flags & SAMPLES) != 0, real(words_ptr, TEMPERATURE), 1.0).to(tl.float32)
+
+
+@triton.jit
+def edited(
+    scores,
+    ids,
+    first,
+    position,
+    words_ptr,
+    counts_ptr,
+    edit_id_ptr,
+    edit_value_ptr,
+    vocab_size,
+    MOST_EDITS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Scores after everything that comes before temperature.
+
+    To be compiled without fusing multiplications into additions: each step rounds as the
+    specification's does.
+
+    Args:
+        scores, ids: any shape; ids are from `first` to below `first + SPAN`.
+        words_ptr, counts_ptr, edit_id_ptr, edit_value_ptr: the row's.
+    """
+    flags = tl.load(words_ptr + FLAGS)
+    if flags & WATERMARKED:
+        key = tl.load(words_ptr + PREVIOUS) * WATERMARK_KEY
+        green = token_words(key, ids, 0, 0) < 0x80000000
+        scores = tl.where(green, scores + 2.0, scores)
+    if flags & COUNTED:
+        scores = _penalised(scores, ids, words_ptr, counts_ptr, vocab_size)
+    biases = tl.load(words_ptr + BIASES).to(tl.int32)
+    if biases > 0:
+        scores = _listed(
+            scores, ids, first, 0, biases, edit_id_ptr, edit_value_ptr, MOST_EDITS, SPAN
+        )
+    if position < tl.load(words_ptr + MIN_NEW_TOKENS):
+        until = biases + tl.load(words_ptr + ENDS).to(tl.int32)
+        scores = _listed(
+            scores, ids, first, biases, until, edit_id_ptr, edit_value_ptr, MOST_EDITS, SPAN
+        )
+    return scores
+
+
+@triton.jit
+def _penalised(scores, ids, words_ptr, counts_ptr, vocab_size):
+    counts = tl.load(counts_ptr + ids, mask=ids < vocab_size, other=0)
+    out = counts & MOST_COUNT
+    both = out + ((counts >> 16) & MOST_COUNT)
+    repetition = real(words_ptr, REPETITION).to(tl.float32)
+    if repetition != 1.0:
+        punished = tl.where(scores < 0, scores * repetition, tl.div_rn(scores, repetition))
+        scores = tl.where(counts != 0, punished, scores)
+    presence = real(words_ptr, PRESENCE).to(tl.float32)
+    scores = tl.where(out > 0, scores - presence, scores)
+    frequency = real(words_ptr, FREQUENCY).to(tl.float32)
+    scores = scores - out.to(tl.float32) * frequency
+    relative = real(words_ptr, RELATIVE_FREQUENCY).to(tl.float32)
+    if relative != 0.0:
+        length = tl.maximum(tl.load(words_ptr + LENGTH), 1).to(tl.float32)
+        scores = scores - tl.div_rn(both.to(tl.float32), length) * relative
+    return scores
+
+
+@triton.jit
+def _listed(
+    scores,
+    ids,
+    first,
+    begin,
+    until,
+    edit_id_ptr,
+    edit_value_ptr,
+    MOST_EDITS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Add the values of entries `begin` to `until` of the row's list that fall in this span."""
+    at = tl.arange(0, MOST_EDITS)
+    listed = tl.load(edit_id_ptr + at, mask=(at >= begin) & (at < until), other=-1)
+    before = tl.sum(((listed >= 0) & (listed < first)).to(tl.int32))
+    within = tl.sum(((listed >= first) & (listed < first + SPAN)).to(tl.int32))
+    for entry in range(begin + before, begin + before + within):
+        here = ids == tl.load(edit_id_ptr + entry)
+        scores = tl.where(here, scores + tl.load(edit_value_ptr + entry), scores)
+    return scores
+
+
+@triton.jit
+def note(words_ptr, counts_ptr, token):
+    """Add a drawn token (not -1) to the row's history."""
+    flags = tl.load(words_ptr + FLAGS)
+    if flags & EDITED:
+        tl.store(words_ptr + LENGTH, tl.load(words_ptr + LENGTH) + 1)
+        tl.store(words_ptr + PREVIOUS, token.to(tl.int64))
+    if flags & COUNTED:
+        count = tl.load(counts_ptr + token)
+        more = tl.where((count & MOST_COUNT) < MOST_COUNT, count + 1, count)
+        tl.store(counts_ptr + token, more)

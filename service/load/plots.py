@@ -1,0 +1,132 @@
+"""The report as pictures. Importing this module needs matplotlib: the extra `bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tokenpod.service.load.figures import LATENCIES, latency
+from tokenpod.service.load.fleet import Measured
+from tokenpod.service.load.messages import Record
+from tokenpod.service.load.report import LevelReport, latency_values
+
+_TITLES = {
+    "ttft": "Time to first token",
+    "itl": "Between two messages of a stream",
+    "tpot": "Time per output token",
+    "e2e": "End to end",
+}
+_DPI = 130
+#: Of a timeline: bins at most, and seconds of one at least.
+_BINS, _BIN_SECONDS = 120, 0.1
+
+
+def plot(folder: Path, levels: list[tuple[str, Measured, LevelReport]]) -> list[Path]:
+    """Write every picture that these levels allow into a folder that exists; their paths.
+
+    latency.png: how latencies are distributed. timeline.png, or timeline-1.png and so on for
+    several levels: requests in flight and output tokens/s over time. sweep.png, for several levels:
+    throughput and latencies over the load.
+    """
+    pictures = {"latency.png": _distributions([(name, m) for name, m, _ in levels])}
+    for number, (name, measured, _) in enumerate(levels, 1):
+        suffix = f"-{number}" if len(levels) > 1 else ""
+        pictures[f"timeline{suffix}.png"] = _timeline(name, measured)
+    if len(levels) > 1:
+        pictures["sweep.png"] = _sweep([(name, report) for name, _, report in levels])
+    paths = []
+    for name, figure in pictures.items():
+        paths.append(folder / name)
+        figure.savefig(paths[-1], dpi=_DPI)
+    return paths
+
+
+def _distributions(levels: list[tuple[str, Measured]]) -> Figure:
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.subplots(2, 2).flat
+    values = [
+        (name, latency_values([latency(record) for record in measured.records if record.ok]))
+        for name, measured in levels
+    ]
+    for axis, kind in zip(axes, LATENCIES, strict=True):
+        for name, of_level in values:
+            if len(of_level[kind]):
+                axis.ecdf(of_level[kind] * 1e3, label=name)
+        axis.set(title=_TITLES[kind], xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
+        _finish(axis)
+    return figure
+
+
+def _timeline(name: str, measured: Measured) -> Figure:
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    above.set(title=name, ylabel="requests in flight")
+    below.set(xlabel="seconds", ylabel="output tokens/s")
+    if measured.records:
+        moments, flying = in_flight(measured.records)
+        above.step(moments, flying, where="post")
+        edges, rate = token_rate(measured.records)
+        below.stairs(rate, edges)
+    for axis in (above, below):
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    return figure
+
+
+def in_flight(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
+    """Moments in seconds, and how many requests were in flight from each one on."""
+    sent = np.asarray([record.sent for record in records])
+    ended = np.asarray([record.ended for record in records])
+    moments = np.concatenate([sent, ended])
+    change = np.concatenate([np.ones(len(sent)), -np.ones(len(ended))])
+    order = np.argsort(moments, kind="stable")
+    return moments[order], np.cumsum(change[order])
+
+
+def token_rate(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
+    """Edges in seconds, and output tokens/s between two of them, failed requests' included."""
+    times = np.concatenate([np.frombuffer(record.times, np.float64) for record in records])
+    tokens = np.concatenate([np.frombuffer(record.tokens, np.uint32) for record in records])
+    end = max(record.ended for record in records)
+    bins = max(1, min(_BINS, int(end / _BIN_SECONDS)))
+    counts, edges = np.histogram(times, bins, (0.0, end), weights=tokens.astype(np.float64))
+    return edges, counts / np.diff(edges)
+
+
+def _sweep(levels: list[tuple[str, LevelReport]]) -> Figure:
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    throughput, good, first, between = figure.subplots(2, 2).flat
+    names = [name for name, _ in levels]
+    reports = [report for _, report in levels]
+    shapes = [report.load for report in reports]
+    loads = [s.concurrency if s.mode == "closed" else s.request_rate for s in shapes]
+    # All at once has no place on an axis of rates: the loads then stand side by side.
+    known = [load for load in loads if load is not None]
+    at = known if len(known) == len(loads) else list(range(len(loads)))
+    throughput.plot(at, [r.throughput.output_tokens_per_s for r in reports], marker="o")
+    throughput.set(title="Output tokens/s")
+    good.plot(at, [r.throughput.requests_per_s for r in reports], marker="o", label="succeeded")
+    if all(r.goodput for r in reports):
+        kept = [r.goodput.requests_per_s for r in reports if r.goodput]
+        good.plot(at, kept, marker="s", label="within the bounds")
+    good.set(title="Requests/s")
+    for axis, kind in ((first, "ttft"), (between, "itl")):
+        for share in ("p50", "p95", "p99"):
+            values = [getattr(getattr(r.latency_s, kind), share) for r in reports]
+            in_ms = [np.nan if value is None else value * 1e3 for value in values]
+            axis.plot(at, in_ms, marker="o", label=share)
+        axis.set(title=f"{_TITLES[kind]}, ms")
+    for axis in (throughput, good, first, between):
+        axis.set_xticks(at, names, rotation=20, ha="right")
+        axis.set_ylim(bottom=0)
+        _finish(axis)
+    return figure
+
+
+def _finish(axis: Axes) -> None:
+    axis.grid(alpha=0.3)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend()

@@ -1,0 +1,257 @@
+"""An engine whose executor is a GPU's says what the CPU's says, step for step and overlapped."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from interpreted import DEVICE
+
+from tokenpod.engine.assemble import worst_step
+from tokenpod.engine.device_executor import DeviceExecutor
+from tokenpod.engine.device_sampler import DeviceSampler, Tiles
+from tokenpod.engine.graphs import ladder
+from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.integers import LAST, Counts, fill, pad, views
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.plan import RowWork
+from tokenpod.engine.pool import KVPool
+from tokenpod.engine.types import Request, SamplingParams, StepOutputs, StoppingParams
+from tokenpod.kernels import triton
+from tokenpod.kernels.ops import Activation
+from tokenpod.models.config import DecoderConfig
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.families import FAMILIES
+from tokenpod.models.rope import Rope
+from tokenpod.models.weights import expand
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+CPU = torch.device("cpu")
+ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY = 6, 160, 64, 12, 97
+
+CONFIG = DecoderConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=96,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    max_positions=POSITIONS,
+    norm_epsilon=1e-6,
+    activation=Activation.SILU,
+    rope=Rope(tuple((1 / 100 ** (torch.arange(0, 16, 2) / 16)).tolist())),
+    windows=(None, 9),
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    tied_head=False,
+    dtype=torch.float32,
+    eos_token_ids=frozenset(),
+)
+
+
+class Recorder:
+    """The other end of an engine's link."""
+
+    def __init__(self) -> None:
+        self.inbox: list[object] = []
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.logprobs: dict[int, list[float]] = defaultdict(list)
+        self.tops: dict[int, list[list[int]]] = defaultdict(list)
+        self.scored: dict[int, list[float]] = {}
+        self.finished: set[int] = set()
+
+    def receive(self, seconds: float | None) -> list[object]:
+        del seconds
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message: object) -> None:
+        assert isinstance(message, StepOutputs)
+        assert not message.failures
+        for i, sequence in enumerate(message.sequence_ids):
+            self.tokens[sequence].append(message.token_ids[i])
+            if message.logprobs:
+                self.logprobs[sequence].append(message.logprobs[i])
+            if message.finishes[i]:
+                self.finished.add(sequence)
+        for top in message.tops:
+            self.tops[message.sequence_ids[top.at]].append(top.token_ids)
+        for started in message.started:
+            if started.prompt_logprobs:
+                self.scored[started.sequence_id] = started.prompt_logprobs
+
+
+def model(ops, device):
+    generator = torch.Generator().manual_seed(4)
+    weights = {}
+    for weight in expand(FAMILIES[0].weights(CONFIG), CONFIG.layers):
+        rows = sum(source.shape[0].length(CONFIG) for source in weight.sources)
+        columns = [dim.length(CONFIG) for dim in weight.sources[0].shape[1:]]
+        weights[weight.name] = torch.randn(rows, *columns, generator=generator).to(device) * 0.3
+    return Decoder(CONFIG, weights, ops)
+
+
+def pool(device):
+    return KVPool(
+        layers=2, slots=SLOTS, kv_heads=2, head_dim=16, dtype=torch.float32, device=device
+    )
+
+
+def engine(executor, overlap):
+    limits = Limits(slots=SLOTS, max_rows=ROWS, max_positions=POSITIONS, prefill_tokens=PREFILL)
+    link = Recorder()
+    return EngineLoop(link, Scheduler(limits), executor, overlap=overlap), link
+
+
+def on_host():
+    executor = HostExecutor(model(reference_like_cpu(), CPU), pool(CPU), rows=ROWS, vocab_size=97)
+    return engine(executor, overlap=False)
+
+
+def reference_like_cpu():
+    from tokenpod.kernels import cpu
+
+    return cpu.OPERATIONS
+
+
+def on_device(overlap, captured=True):
+    executor = DeviceExecutor(
+        model(triton.OPERATIONS, DEVICE),
+        pool(DEVICE),
+        DeviceSampler(
+            rows=ROWS,
+            vocab_size=VOCABULARY,
+            device=DEVICE,
+            most_edits=16,
+            tiles=Tiles(split=64, groups=4, block=64, pivots=4),
+        ),
+        rows=ROWS,
+        max_positions=POSITIONS,
+        max_tokens=ROWS + PREFILL,
+        device=DEVICE,
+    )
+    if captured and DEVICE.type == "cuda":
+        executor.capture()
+    return engine(executor, overlap)
+
+
+SAMPLED = SamplingParams(do_sample=True, temperature=1.3, top_k=20, seed=7)
+PENALISED = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.6)
+
+
+def requests():
+    """Greedy and sampled, penalised, scored, shared prefixes, several samples, all lengths."""
+    prompts = [[(7 * i + j * j) % VOCABULARY for j in range(3 + 5 * i)] for i in range(5)]
+    kinds = [SamplingParams(), SAMPLED, PENALISED, SAMPLED, SamplingParams()]
+    for i, (prompt, sampling) in enumerate(zip(prompts, kinds, strict=True)):
+        yield Request(
+            [10 + i],
+            prompt,
+            sampling,
+            StoppingParams(max_new_tokens=4 + i),
+            logprobs=True,
+            top_n_tokens=3 if i == 2 else 0,
+            prompt_logprobs=i == 3,
+        )
+    yield Request([20, 21], prompts[4], SAMPLED, StoppingParams(max_new_tokens=6), logprobs=True)
+
+
+def run(loop, link):
+    waiting = list(requests())
+    # The last one comes when the prompt that it shares is in the cache.
+    link.inbox += waiting[:-1]
+    for turn in range(200):
+        if turn == 12:
+            link.inbox.append(waiting[-1])
+        if turn > 12 and len(link.finished) == 7:
+            return link
+        loop.turn()
+    raise AssertionError(f"only {link.finished} finished")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run(*on_host())
+
+
+@pytest.mark.parametrize(
+    "overlap",
+    [pytest.param(False, marks=pytest.mark.gpu), True],
+    ids=["settled at once", "overlapped"],
+)
+def test_the_device_samples_what_the_host_samples(overlap, expected):
+    got = run(*on_device(overlap))
+    assert dict(got.tokens) == dict(expected.tokens)
+    assert dict(got.tops) == dict(expected.tops)
+    for sequence, logprobs in expected.logprobs.items():
+        assert got.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
+    assert got.scored.keys() == expected.scored.keys() != set()
+    for sequence, logprobs in expected.scored.items():
+        assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("scattered", [pytest.param(False, marks=pytest.mark.gpu), True])
+def test_the_worst_step_runs(scattered):
+    loop, _ = on_device(overlap=False, captured=False)
+    plan = worst_step(ROWS, PREFILL, POSITIONS, scattered=scattered)
+    assert sum(len(work.slots) for work in plan.works) == ROWS - 1 + PREFILL
+    result = loop.executor.launch(plan).wait()
+    assert len(result.tokens) == ROWS
+    assert sum(map(len, result.prompt_logprobs.values())) == PREFILL
+
+
+def test_integers_reach_the_device_as_they_were_filled_in():
+    import numpy as np
+
+    works = [
+        RowWork(4, 9, np.array([31]), None, samples=True, output_index=3),
+        RowWork(1, 0, np.array([5]), [77], samples=True, output_index=0),
+        RowWork(2, 3, np.array([8, 2, 6]), [1, 2, 3], samples=False, output_index=0),
+    ]
+    counts = Counts(5, 3, 2)
+    words = np.full(counts.words, -9, np.int64)
+    fill(views(words, counts), works)
+    tensors = views(torch.from_numpy(words.copy()), counts)
+    assert tensors.t_token.tolist() == [LAST, 77, 1, 2, 3]
+    assert tensors.t_position.tolist() == [9, 0, 3, 4, 5]
+    assert tensors.t_slot.tolist() == [31, 5, 8, 2, 6]
+    assert tensors.t_row.tolist() == [4, 1, 2, 2, 2]
+    assert tensors.logit_index.tolist() == [0, 1]
+    assert tensors.sample_row.tolist() == [4, 1]
+    assert tensors.sample_position.tolist() == [3, 0]
+    assert tensors.b_row.tolist() == [4, 1, 2]
+    assert tensors.b_start.tolist() == [0, 1, 2, 5]
+    assert tensors.b_context.tolist() == [10, 1, 6]
+    assert tensors.b_row.dtype == tensors.b_start.dtype == tensors.b_context.dtype == torch.int32
+
+
+def test_padding_reads_nothing_and_writes_to_the_sink():
+    import numpy as np
+
+    works = [RowWork(2, 6, np.array([40]), None, samples=True, output_index=5)]
+    counts = Counts.decode(4)
+    words = np.full(counts.words, -9, np.int64)
+    integers = views(words, counts)
+    fill(integers, works)
+    pad(integers, 1, padding_row=6, sink=160)
+    assert integers.t_token.tolist() == [LAST, 0, 0, 0]
+    assert integers.t_slot.tolist() == [40, 160, 160, 160]
+    assert integers.t_row.tolist() == integers.b_row.tolist() == [2, 6, 6, 6]
+    assert integers.b_context.tolist() == [7, 0, 0, 0]
+    assert integers.b_start.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 11, 64, 100, 256, 1000])
+def test_the_ladder_wastes_little(most):
+    sizes = ladder(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for rows in range(1, most + 1):
+        size = next(size for size in sizes if size >= rows)
+        assert size - rows <= max(rows / 8, 7 if rows > 8 else 3)
+    assert len(sizes) <= 48

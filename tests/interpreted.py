@@ -1,0 +1,49 @@
+"""Where Triton kernels are tested: on a GPU if there is one, or else interpreted on the CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _let_scalars_bound_loops() -> None:
+    """Triton 3.6's interpreter holds scalars as [1] arrays, which NumPy 2.4 no longer converts."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_convert(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_convert
+
+
+def _patch_once_a_launch() -> None:
+    """Triton 3.6's interpreter patches its language at each call of a function, at 3 ms a time."""
+    patch = interpreter._patch_lang
+    language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    patched: list[object] = []
+
+    def patch_once(fn):
+        if patched:
+            return patched[0]
+        scope = patch(language)
+        restore = scope.restore
+
+        def restore_and_forget():
+            patched.clear()
+            restore()
+
+        scope.restore = restore_and_forget
+        patched.append(scope)
+        return scope
+
+    interpreter._patch_lang = patch_once
+
+
+_let_scalars_bound_loops()
+_patch_once_a_launch()

@@ -1,0 +1,68 @@
+"""Compiled loops run every item once, on as many threads as torch has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenpod.kernels import compiled, reference
+from tokenpod.kernels.compiled.loops import END, FIRST, arguments, floats, loop, take
+
+
+@loop
+def _count(address):
+    a = arguments(address)
+    visits = floats(a[FIRST], (a[END],))
+    item = take(a)
+    while item < a[END]:
+        visits[item] += 1
+        item = take(a)
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("items", [0, 1, 3, 100_000])
+def test_every_item_is_visited_once(items, threads):
+    visits = torch.zeros(items)
+    for _ in range(3):
+        _count(items, visits.data_ptr())
+    assert torch.equal(visits, torch.full((items,), 3.0))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_threads_share_attention_by_rows_or_by_heads(rows, threads, row, step_over, draw):
+    batch = step_over([row(1, (length % 13 + 1, 5)) for length in range(rows)], 1200)
+    q, keys, values = draw(rows, 6, 16), draw(1200, 3, 16), draw(1200, 3, 16)
+    ops = compiled.OPERATIONS
+    got = ops.attention(q, keys, values, ops.plan_attention(batch, None))
+    expected = reference.attention(q, keys, values, reference.plan_attention(batch, None))
+    torch.testing.assert_close(got, expected, rtol=0, atol=4e-6)
+
+
+def test_bits_do_not_depend_on_the_batch(row, step_over, draw):
+    """A row alone gets the same numbers as among others."""
+    batch = step_over([row(1, (70, 33)), row(1, (200,))], 400)
+    q, keys, values = draw(2, 4, 16), draw(400, 2, 16), draw(400, 2, 16)
+    ops = compiled.OPERATIONS
+    together = ops.attention(q, keys, values, ops.plan_attention(batch, None))
+    alone = step_over([row(1, (70, 33))], 400)
+    alone.b_runs[0][:] = batch.b_runs[0]
+    single = ops.attention(q[:1], keys, values, ops.plan_attention(alone, None))
+    assert torch.equal(together[:1], single)
+
+
+def test_numbers_that_are_none_stay_so(row, step_over, draw):
+    batch = step_over([row(1, (9,)), row(1, (9,))], 60)
+    q, keys, values = draw(2, 2, 16), draw(60, 2, 16), draw(60, 2, 16)
+    first = batch.b_runs[0][0][0]
+    keys[first, 0, 3] = values[first, 0, 3] = float("nan")
+    ops = compiled.OPERATIONS
+    got = ops.attention(q, keys, values, ops.plan_attention(batch, None))
+    assert got[0].isnan().any()
+    assert not got[1].isnan().any()

@@ -1,0 +1,56 @@
+"""The large grid: long contexts and large batches, compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
+
+from tokenpod.kernels.triton.attention import attention, plan_attention
+from tokenpod.kernels.triton.attention_tiles import TILES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+LONG = [Spec(1, 32_768), Spec(1, 32_767, 64), Spec(1, 5), Spec(256, 32_768), Spec(2, 20_001, 48)]
+MANY = [Spec(1, 1 + 37 * i % 3000, piece=None if i % 2 else 16) for i in range(256)]
+PROMPTS = [Spec(1, 1500), Spec(300, 700), Spec(1024, 1024), Spec(130, 2000, piece=33)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("specs", [LONG, MANY, PROMPTS], ids=["long", "many", "prompts"])
+def test_long_contexts_and_large_batches(specs, window, dtype, device):
+    agree(lay_out(specs, device), device, heads=(8, 2), head_dim=128, window=window, dtype=dtype)
+
+
+@pytest.mark.parametrize("group", range(1, 17))
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_every_group_of_every_head_size(group, head_dim, device):
+    step = lay_out(PROMPTS, device)
+    agree(step, device, heads=(2 * group, 2), head_dim=head_dim, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_a_captured_graph_follows_growing_contexts(rows, device):
+    """Its plan was made of one token per row; the device's rows change under it."""
+    grown = lay_out([Spec(1, 200 + 91 * row, piece=50) for row in range(rows)], device)
+    inputs = draw_inputs(grown, 8, 2, 128, torch.bfloat16, device)
+    paged = grown.batch.paged
+    contexts = paged.b_context.clone()
+    paged.b_context.fill_(1)
+    attention(inputs.q, inputs.keys, inputs.values, plan_attention(grown.batch, None))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(inputs.q, inputs.keys, inputs.values, plan_attention(grown.batch, None))
+    paged.b_context.copy_(contexts)
+    graph.replay()
+    assert_close(out, truth(inputs, grown.batch, None), torch.bfloat16)
+
+
+@pytest.mark.parametrize("size", TILES, ids=str)
+def test_tiles_of_every_size_fit(size, device):
+    head_dim, bytes_of_a_number = size
+    dtype = torch.bfloat16 if bytes_of_a_number == 2 else torch.float32
+    for window in (None, 100):
+        agree(lay_out(PROMPTS, device), device, head_dim=head_dim, window=window, dtype=dtype)

@@ -1,0 +1,61 @@
+"""What is decided on the host: tiles of extending rows, shares of decoding ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_steps import Spec, lay_out
+
+from tokenpod.kernels.triton.attention_decode import MAX_SPLITS, choose_splits
+from tokenpod.kernels.triton.attention_extend import list_tiles
+from tokenpod.kernels.triton.attention_tiles import DecodeTile, tiles_for
+
+CPU = torch.device("cpu")
+TILE = DecodeTile(block=64, warps=4, stages=3, programs=4)
+
+
+def test_tiles_cover_every_query_once_with_the_heaviest_first():
+    batch = lay_out([Spec(1, 50), Spec(70, 70), Spec(33, 500), Spec(2, 2)], CPU).batch
+    tiles = list_tiles(batch, None, 32)
+    assert len(tiles.scattered) == 0
+    listed = tiles.contiguous.tolist()
+    covered = [t for token, count, *_ in listed for t in range(token, token + count)]
+    assert sorted(covered) == list(range(1, 1 + 70 + 33 + 2))
+    reach = [position + count for _, count, position, _ in listed]
+    assert reach == sorted(reach, reverse=True)
+
+
+def test_a_tile_names_the_slot_of_position_zero_or_its_row_of_the_table():
+    batch = lay_out([Spec(20, 20), Spec(20, 60, piece=35)], CPU).batch
+    tiles = list_tiles(batch, None, 16)
+    assert tiles.contiguous[:, 3].tolist() == [batch.b_runs[0][0][0]] * 2
+    assert tiles.scattered[:, 3].tolist() == [batch.b_row[1]] * 2
+
+
+def test_a_window_within_one_run_makes_a_tile_contiguous():
+    """Positions 40 to 59 see 36 and later; the second run holds 35 to 59."""
+    batch = lay_out([Spec(20, 60, piece=35)], CPU).batch
+    tiles = list_tiles(batch, 5, 16)
+    assert len(tiles.scattered) == 0
+    assert tiles.contiguous[:, 3].tolist() == [batch.b_runs[0][1][0] - 35] * 2
+
+
+def test_padding_has_no_tiles():
+    batch = lay_out([Spec(1, 9), Spec(2, 0), Spec(2, 4)], CPU).batch
+    tiles = list_tiles(batch, None, 16)
+    assert len(tiles.contiguous) + len(tiles.scattered) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "splits"), [(1, 8, 66), (16, 8, 4), (256, 8, 1), (1, 1, MAX_SPLITS)]
+)
+def test_shares_fill_the_processors(rows, kv_heads, splits):
+    assert choose_splits(rows, kv_heads, 132, TILE) == splits
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_every_size_has_tiles_on_every_gpu(head_dim, dtype, capability):
+    tiles = tiles_for(head_dim, dtype, capability)
+    assert tiles.extend.block_m >= 16  # a query's heads, at most 16 to a key/value head

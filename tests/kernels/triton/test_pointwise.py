@@ -1,0 +1,89 @@
+"""Norm, gate, embedding: against the reference in float64, outputs poisoned before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenpod.kernels import reference
+from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.triton import pointwise
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Fresh tensors hold NaN: what a kernel does not write shows."""
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(*shape, torch.nan, **how))
+
+
+def error(got, truth):
+    return ((got.double() - truth).norm() / truth.norm()).item()
+
+
+def bound(dtype):
+    return 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 72, 4096, 5000])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rms_norm(tokens, n, dtype, draw, device):
+    x, weight = (draw(tokens, n, dtype=dtype) * 3).to(device), draw(n, dtype=dtype).to(device)
+    before = x.clone()
+    got = pointwise.rms_norm(x, weight, 1e-5)
+    assert got.dtype == dtype
+    assert torch.equal(x, before)
+    assert error(got, reference.rms_norm(x.double(), weight.double(), 1e-5)) < bound(dtype)
+    torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_of_rows_that_are_part_of_wider_ones(draw, device):
+    x, weight = draw(3, 100).to(device)[:, :64], draw(64).to(device)
+    got = pointwise.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
+
+
+def test_rms_norm_survives_squares_beyond_half_precision(draw, device):
+    x = (draw(3, 64, dtype=torch.float16) * 3000).to(device)
+    assert pointwise.rms_norm(x, x[0], 1e-6).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("shape", [(1, 40), (3, 1500)], ids=str)
+def test_gated_unit(shape, activation, dtype, draw, device):
+    tokens, n = shape
+    gate_up = (draw(tokens, 2 * n, dtype=dtype) * 4).to(device)
+    got = pointwise.act_mul(gate_up, activation)
+    assert got.shape == shape
+    truth = reference.act_mul(gate_up.double(), activation)
+    tolerance = 1e-5 if dtype == torch.float32 else bound(dtype)
+    assert error(got, truth) < tolerance
+
+
+def test_gates_far_from_zero_saturate(device):
+    gate_up = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]], device=device)
+    for activation in Activation:
+        got = pointwise.act_mul(gate_up, activation)
+        torch.testing.assert_close(got, torch.tensor([[0.0, 0.0, 100.0, 1e4]], device=device))
+
+
+def test_embedding_looks_rows_up(draw, device):
+    table, tokens = draw(10, 4).to(device), torch.tensor([3, 3, 9], device=device)
+    assert torch.equal(pointwise.embed(table, tokens), reference.embed(table, tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 72, 4096, 5000, 8192, 16384])
+@pytest.mark.parametrize("tokens", [1, 7, 300, 5000])
+def test_rows_of_every_size(tokens, n, dtype, draw, device):
+    x, weight = draw(tokens, 2 * n, dtype=dtype).to(device), draw(2 * n, dtype=dtype).to(device)
+    if n <= 8192:
+        truth = reference.rms_norm(x.double(), weight.double(), 1e-5)
+        assert error(pointwise.rms_norm(x, weight, 1e-5), truth) < bound(dtype)
+    truth = reference.act_mul(x.double(), Activation.SILU)
+    tolerance = 1e-5 if dtype == torch.float32 else bound(dtype)
+    assert error(pointwise.act_mul(x, Activation.SILU), truth) < tolerance

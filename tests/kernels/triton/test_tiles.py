@@ -1,0 +1,43 @@
+"""The table of tiles."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile, measured, parse
+
+SMALL = {"kind": "multiply_add", "block_n": 4, "block_k": 512}
+TABLE = {
+    "shapes": [{"n": 6, "k": 8, "tiles": [{"rows": 4, "kind": "library"}, {"rows": 1, **SMALL}]}],
+    "otherwise": [{"rows": 2, "kind": "matrix", "block_n": 16, "block_k": 64, "stages": 3}],
+}
+
+
+def test_the_first_tile_for_that_many_rows_or_more():
+    tiles = parse(TABLE)
+    assert tiles.choose(6, 8, 1) == Tile(Kind.MULTIPLY_ADD, block_n=4, block_k=512)
+    assert tiles.choose(6, 8, 2).kind is Kind.LIBRARY
+    assert tiles.choose(6, 8, 5) == LIBRARY
+
+
+def test_a_shape_nobody_measured_gets_the_general_choice():
+    tiles = parse(TABLE)
+    assert tiles.choose(8, 6, 2) == Tile(Kind.MATRIX, block_n=16, block_k=64, stages=3)
+    assert tiles.choose(8, 6, 3) == LIBRARY
+
+
+def test_a_kernel_nobody_wrote_is_refused():
+    with pytest.raises(ValueError, match="'cublas' is not a valid Kind"):
+        parse({"shapes": [], "otherwise": [{"rows": 1, "kind": "cublas"}]})
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 9), None], ids=str)
+def test_the_package_carries_a_table(capability):
+    tiles = measured(capability)
+    assert tiles.choose(6144, 4096, 4096) == LIBRARY
+    assert tiles.choose(6144, 4096, 1).kind is not Kind.LIBRARY
+
+
+def test_what_was_measured_on_one_generation_is_not_used_on_another():
+    assert measured((8, 9)).by_shape == {}
+    assert measured((8, 9)).otherwise == measured((9, 0)).otherwise

@@ -1,0 +1,206 @@
+"""One process' requests, against a small real server whose answers are chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+import pytest
+
+from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod.protos.generate.v3.generate_pb2_grpc import (
+    TextGenerationServiceServicer,
+    TextGenerationServiceStub,
+    add_TextGenerationServiceServicer_to_server,
+)
+from tokenpod.service.load.arrivals import Closed, Open, Share
+from tokenpod.service.load.asks import Ask, Drawn, Text, TextPrompts, TokenPrompts
+from tokenpod.service.load.client import LevelRun, message
+from tokenpod.service.load.figures import latency
+from tokenpod.service.load.lengths import Fixed
+from tokenpod.service.load.messages import Level, Plan, Sampling, Target
+
+
+@dataclass
+class Canned(TextGenerationServiceServicer):
+    """Answers by the prompt's text; counts how many calls it had at once."""
+
+    address: str = ""
+    requests: list = field(default_factory=list)
+    metadata: list = field(default_factory=list)
+    running: int = 0
+    most: int = 0
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if request.text == "full":
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
+            yield v3.GenerateResponse(started=v3.Started(prompt_tokens=7, cached_tokens=3))
+            if request.text == "slow":
+                await asyncio.sleep(60)
+            for sample in range(max(request.sampling.n, 1)):
+                for ids in ([1], [2, 3], []):
+                    delta = v3.TokenDelta(index=sample, text="x", token_ids=ids)
+                    yield v3.GenerateResponse(tokens=delta)
+                    # Others run meanwhile, so that what runs at once is seen at once.
+                    await asyncio.sleep(0.002)
+                if request.text != "half":
+                    timings = v3.Timings(queue_ns=5_000_000, time_to_first_token_ns=7_000_000)
+                    yield v3.GenerateResponse(finished=v3.Finished(index=sample, timings=timings))
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Canned]:
+    canned = Canned()
+    aio = grpc.aio.server()
+    add_TextGenerationServiceServicer_to_server(canned, aio)
+    canned.address = f"127.0.0.1:{aio.add_insecure_port('127.0.0.1:0')}"
+    await aio.start()
+    yield canned
+    await aio.stop(0)
+
+
+async def run(server, load, requests, *, texts=("hi",), own=None, duration=None, **options):
+    """The records of a level, in the order of their ends."""
+    sampling = Sampling(n=options.pop("n", 1))
+    prompts = TextPrompts([Text(text) for text in texts], Fixed(5))
+    deadline = options.pop("deadline", 30.0)
+    plan = Plan(0, 1, Target([server.address]), prompts, sampling, 1, deadline)
+    level = Level(1, load, requests, duration)
+    slots = load.concurrency if isinstance(load, Closed) else load.most
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stubs = [[TextGenerationServiceStub(channel)]]
+        metadata = (("authorization", "Bearer s"),)
+        level_run = LevelRun(plan, level, own or Share(0, 1, slots), stubs, metadata)
+        await level_run.run(time.monotonic())
+    return level_run.records
+
+
+async def test_a_record_holds_what_the_stream_told(server):
+    (record,) = await run(server, Closed(1), 1)
+    assert (record.code, record.detail, record.ok) == ("OK", "", True)
+    assert (record.prompt_tokens, record.cached_tokens) == (7, 3)
+    assert (record.queue_s, record.first_token_s) == (0.005, 0.007)
+    times = np.frombuffer(record.times, np.float64)
+    assert np.frombuffer(record.tokens, np.uint32).tolist() == [1, 2]
+    assert 0 <= record.due <= record.sent <= times[0] <= times[1] <= record.ended
+    assert server.metadata[0]["authorization"] == "Bearer s"
+
+
+async def test_samples_are_told_apart(server):
+    (record,) = await run(server, Closed(1), 1, n=3)
+    assert np.frombuffer(record.samples, np.uint32).tolist() == [0, 0, 1, 1, 2, 2]
+    assert latency(record).output_tokens == 9
+    assert len(latency(record).itl) == 3
+
+
+async def test_a_refusal_is_a_record_with_its_code(server):
+    bad, good = await run(server, Closed(1), 2, texts=("full", "hi"))
+    assert (bad.code, bad.detail, bad.ok) == ("RESOURCE_EXHAUSTED", "the queue is full", False)
+    assert good.ok
+
+
+async def test_a_deadline_ends_a_request_and_keeps_what_it_was_told(server):
+    (record,) = await run(server, Closed(1), 1, texts=("slow",), deadline=0.3)
+    assert (record.code, record.prompt_tokens) == ("DEADLINE_EXCEEDED", 7)
+
+
+async def test_a_stream_that_ends_well_without_its_last_event_is_no_success(server):
+    (record,) = await run(server, Closed(1), 1, texts=("half",))
+    assert record.code == "UNFINISHED"
+
+
+async def test_a_closed_loop_keeps_its_number_of_requests_in_flight(server):
+    records = await run(server, Closed(3), 12)
+    assert sorted(record.index for record in records) == list(range(12))
+    assert server.most == 3
+    assert all(record.due <= record.sent for record in records)
+
+
+async def test_all_at_once_waits_for_nobody(server):
+    await run(server, Open(None), 8)
+    assert server.most == 8
+
+
+async def test_a_capped_request_waits_from_when_it_was_due(server):
+    records = await run(server, Open(None, most=1), 3)
+    assert server.most == 1
+    assert [record.due for record in records] == [0.0, 0.0, 0.0]
+    # It was sent only when the one before had ended, and that wait is in its latency.
+    for before, after in itertools.pairwise(records):
+        assert after.sent >= before.ended
+        assert latency(after).ttft > after.sent
+
+
+async def test_requests_of_an_open_loop_are_never_early(server):
+    records = await run(server, Open(200.0), 10)
+    assert all(record.sent >= record.due > 0 for record in records)
+
+
+async def test_time_ends_a_level_of_any_number_of_requests(server):
+    for load in (Closed(2), Open(100.0)):
+        records = await run(server, load, None, duration=0.2)
+        assert records
+        assert all(record.due < 0.2 for record in records)
+        assert all(record.ok for record in records)
+
+
+async def test_a_process_sends_its_share_when_the_whole_says(server):
+    all_of_them = await run(server, Open(200.0), 9)
+    own = await run(server, Open(200.0), 9, own=Share(1, 3, None))
+    due = {record.index: record.due for record in all_of_them}
+    assert {record.index: record.due for record in own} == {i: due[i] for i in (1, 4, 7)}
+
+
+async def test_requests_take_turns_at_servers_and_connections(server):
+    prompts = TokenPrompts(Drawn(Fixed(3), Fixed(5)), 10, 20)
+    plan = Plan(0, 1, Target(["a", "b"]), prompts, Sampling(), 1, None)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = TextGenerationServiceStub(channel)
+        calls = []
+
+        class Noting:
+            def __init__(self, name):
+                self.name = name
+
+            def Generate(self, *arguments, **keywords):
+                calls.append(self.name)
+                return stub.Generate(*arguments, **keywords)
+
+        stubs = [[Noting("a0"), Noting("a1")], [Noting("b0"), Noting("b1")]]
+        level_run = LevelRun(plan, Level(1, Closed(1), 6, None), Share(0, 1, 1), stubs, ())
+        await level_run.run(time.monotonic())
+    assert calls == ["a0", "b0", "a1", "b1", "a0", "b0"]
+    assert [record.target for record in level_run.records] == [0, 1] * 3
+
+
+def test_a_message_asks_for_what_was_drawn():
+    sent = message(Ask(4, [5, 6], 9), Sampling(temperature=0.5, top_p=0.25, n=2))
+    assert sent == v3.GenerateRequest(
+        token_ids=v3.TokenIds(ids=[5, 6]),
+        sampling=v3.SamplingOptions(temperature=0.5, top_p=0.25, n=2, seed=4),
+        stopping=v3.StoppingOptions(max_new_tokens=9, ignore_eos=True),
+    )
+
+
+def test_a_message_leaves_unset_what_is_not_given():
+    sent = message(Ask(0, Text("hi"), 9), Sampling(ignore_eos=False))
+    assert sent.text == "hi"
+    assert not sent.sampling.HasField("temperature")
+    assert not sent.stopping.ignore_eos
+
+
+def test_a_chat_is_sent_as_one():
+    sent = message(Ask(0, Text(messages=[("user", "hi")]), 9), Sampling())
+    assert [(m.role, m.content) for m in sent.chat.messages] == [("user", "hi")]

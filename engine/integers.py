@@ -14,8 +14,8 @@ from tokenpod.engine.plan import RowWork
 #: In place of a token: the one that the row sampled last, which the device knows.
 LAST = -1
 
-#: Fields begin at multiples of so many words (128 bytes): Triton compiles a kernel anew for pointers
-#: that are aligned otherwise than before.
+#: Fields begin at multiples of so many words (128 bytes): Triton compiles a kernel once more for a
+#: pointer that is aligned otherwise.
 ALIGNMENT = 16
 
 #: A numpy array where the host fills them in, a tensor where the device reads them.
@@ -40,7 +40,7 @@ class Counts:
     def fields(self) -> list[tuple[int, int]]:
         """Bits of a number and how many, in the order of `Integers`."""
         wide = [(64, self.tokens)] * 4 + [(64, self.samples)] * 3
-        return wide + [(32, self.rows), (32, self.rows), (32, self.rows + 1), (32, self.tiles)]
+        return [*wide, (32, self.rows), (32, self.rows), (32, self.rows + 1), (32, self.tiles)]
 
     @classmethod
     def decode(cls, rows: int) -> Counts:

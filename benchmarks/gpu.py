@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
+import itertools
 import json
 import pstats
 import random
@@ -40,7 +41,6 @@ def _find_tokenpod() -> None:
 
 _find_tokenpod()
 
-import itertools
 
 from tokenpod.engine.assemble import assemble  # noqa: E402
 from tokenpod.engine.loop import EngineLoop  # noqa: E402

@@ -1,4 +1,4 @@
-"""A whole server on a GPU: a checkpoint from disk, `tokenpod serve`, and `tokenpod bench` as client.
+"""A whole server on a GPU: a checkpoint on disk, `tokenpod serve`, `tokenpod bench` as its client.
 
     python -P benchmarks/gpu_serve.py --workload gpu-workload.json --cases sharegpt uneven
 

@@ -5,6 +5,9 @@ in flight. The query heads of a key/value head are packed into one product with 
 read once. A row's visible range is cut into equal shares for `splits` programs; their number
 depends on nothing but shapes, and contexts are read on the device, so a captured graph stays right
 while contexts grow. A second kernel merges the shares by the logarithms of their sums.
+
+Both let the next kernel start early (`launch`): the product behind them asks for its weight while
+they leave memory idle.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from tokenpod.engine.batch import PagedRows
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 from tokenpod.kernels.triton.attention_softmax import LOG2E, add_block, base2_factor, logits_of
 from tokenpod.kernels.triton.attention_tiles import DecodeTile
+from tokenpod.kernels.triton.launch import await_inputs, launch_options
 
 #: A matrix unit's least number of rows.
 LEAST_M = 16
@@ -93,6 +97,7 @@ def decode(
         SOFTCAP=options.softcap is not None,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **launch_options(q.device),
     )
     if split:
         _merge[(heads, rows)](
@@ -105,6 +110,7 @@ def decode(
             DIM=triton.next_power_of_2(head_dim),
             BLOCK=MERGE_BLOCK,
             num_warps=4,
+            **launch_options(q.device),
         )
 
 
@@ -141,6 +147,7 @@ def _attend(
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # Neighbouring programs read neighbouring heads of the same slots.
     kv_head = tl.program_id(0)
@@ -148,6 +155,7 @@ def _attend(
     share = tl.program_id(2)
     ALIBI: tl.constexpr = h_slope is not None
 
+    await_inputs(OVERLAP)
     context = tl.load(b_context + row)
     table = row_table + tl.load(b_row + row).to(tl.int64) * table_stride
     first = 0
@@ -240,6 +248,7 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[row, head] = the parts weighted by exp2 of their log sums; zeros if all are empty."""
     head = tl.program_id(0)
@@ -249,6 +258,7 @@ def _merge(
     most = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     result = tl.zeros([DIM], tl.float32)
+    await_inputs(OVERLAP)
     for at in range(0, splits, BLOCK):
         share = at + tl.arange(0, BLOCK)
         log_sum = tl.load(log_sums + first + share, mask=share < splits, other=float("-inf"))

@@ -1,13 +1,16 @@
 """Products of few tokens with a weight, bound by reading it: every byte once, and nothing else.
 
-Both kernels give a program BLOCK_N rows of the weight and let it walk along them, so that no
-partial sums leave a program (unless rows are too few to occupy the device: see SPLITS): `multiply_add` in ordinary arithmetic for a handful of tokens, and
-`matrix` on the matrix unit, tokens padded to BLOCK_T. Around the product they can do what the model
-does next to it: norm its input (`multiply_add` only), add a bias, apply the gate, add to the
-residual.
+Both kernels give a program BLOCK_N rows of the weight and let it walk along them: `multiply_add` in
+ordinary arithmetic for a handful of tokens, and `matrix` on the matrix unit, tokens padded to
+BLOCK_T. Around the product they can do what the model does next to it: norm its input
+(`multiply_add` only), add a bias, apply the gate, add to the residual.
 
 The norm costs no pass of its own: x·w / rms(x) is linear in 1 / rms(x), so the sum of squares grows
 along with the product and divides it in the end.
+
+A weight of few rows would leave most of the device idle, or make its programs so narrow that they
+read the input as often as the weight. So SPLITS programs of `matrix` may share the walk; their sums
+go through memory to `add_shares`, which adds them in their order: results don't depend on timing.
 
 A weight does not depend on the kernel before. So its first tile is loaded (`multiply_add`), and
 AHEAD bytes more of every row are asked into the L2 cache, before waiting for that kernel

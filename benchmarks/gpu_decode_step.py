@@ -53,6 +53,7 @@ from tokenpod.kernels.ops import Activation
 from tokenpod.kernels.triton import (
     OPERATIONS,
     attention_decode,
+    attention_tiles,
     launch,
     pointwise,
     product,
@@ -224,6 +225,19 @@ def limit(rows: int, context: int) -> float:
 
 
 @contextmanager
+def attention_asking(blocks: int) -> Iterator[None]:
+    """Decode attention asks for so many blocks before its queries are there."""
+    size = (HEAD_DIM, 2)
+    before = attention_tiles.TILES[size]
+    decode = replace(before.decode, ahead=blocks)
+    attention_tiles.TILES[size] = replace(before, decode=decode)
+    try:
+        yield
+    finally:
+        attention_tiles.TILES[size] = before
+
+
+@contextmanager
 def overlap(products: bool, attention: bool) -> Iterator[None]:
     """Which kernels may start before their predecessor has ended."""
     wanted = {product: products, pointwise: products, rotary: products}
@@ -254,30 +268,43 @@ def asking(choice: Choice, ahead: int | None = None) -> Choice:
     }
 
 
-def variants(rows: int) -> dict[str, tuple[Choice, bool, bool]]:
-    """Tiles, and whether products and attention overlap."""
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    choice: Choice
+    products_overlap: bool = True
+    attention_overlaps: bool = True
+    #: Blocks that attention asks for.
+    ahead: int = 0
+
+
+def variants(rows: int) -> list[Variant]:
+    """The first is what the others are compared with."""
     today = table(rows)
-    return {
-        "nothing overlaps": (today, False, False),
-        "products overlap": (today, True, False),
-        "attention overlaps too": (today, True, True),
-        "  asking in bulk": (asking(today), True, True),
-        "  asking in bulk for 1 KiB a row": (asking(today, 1024), True, True),
-        "  for 2 KiB": (asking(today, 2048), True, True),
-        "  for 4 KiB": (asking(today, 4096), True, True),
-        "  for 8 KiB": (asking(today, 8192), True, True),
-    }
+    return [
+        Variant("nothing overlaps", today, False, False),
+        Variant("products overlap", today, True, False),
+        Variant("attention overlaps too", today),
+        *[Variant(f"  and asks for {n} blocks", today, ahead=n) for n in (1, 2, 4, 8)],
+        Variant("  products ask in bulk", asking(today)),
+        *[Variant(f"  for {n} bytes", asking(today, n)) for n in (1024, 2048, 4096, 8192)],
+        Variant("  for 2048 bytes, attention for 2 blocks", asking(today, 2048), ahead=2),
+    ]
 
 
 def compare_variants(stage: Stage, rows: int, context: int) -> None:
     batch, floor = make_batch(rows, context), limit(rows, context)
     print(f"\n{rows} x {context}: limit {floor * 1e3:.3f} ms", flush=True)
     base = None
-    for name, (choice, products, attention) in variants(rows).items():
-        with reporting(name), overlap(products, attention):
-            timed = time_step(stage, batch, choice)
+    for one in variants(rows):
+        with (
+            reporting(one.name),
+            overlap(one.products_overlap, one.attention_overlaps),
+            attention_asking(one.ahead),
+        ):
+            timed = time_step(stage, batch, one.choice)
             base = timed if base is None else base
-            print(f"  {line(timed, floor, base)}  {name}", flush=True)
+            print(f"  {line(timed, floor, base)}  {one.name}", flush=True)
 
 
 def line(timed: Timed, floor: float, base: Timed) -> str:
@@ -380,8 +407,8 @@ def jobs() -> list[Job]:
     """Every kernel to compile."""
     made = []
     for rows, _ in CASES:
-        for choice, *_ in variants(rows).values():
-            made += [(rows, small(s, choice[s.name]), choice[s.name]) for s in SHAPES]
+        for one in variants(rows):
+            made += [(rows, small(s, one.choice[s.name]), one.choice[s.name]) for s in SHAPES]
     for rows, _ in SEARCHED:
         for shape in SHAPES:
             made += [(rows, small(shape, t), t) for t in candidates(rows, shape.name)]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs
+from tokenpod.kernels.triton.launch import ask_lines, await_inputs
 from tokenpod.kernels.triton.pointwise import activated
 
 
@@ -274,14 +274,7 @@ def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
         BYTES: tl.constexpr = start_of_row.dtype.element_ty.primitive_bitwidth // 8
         i = first + tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
         rows = tl.reshape(start_of_row, (start_of_row.numel, 1))
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [rows + tl.minimum(i, k - 1)[None, :]],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        ask_lines(rows + tl.minimum(i, k - 1)[None, :])
 
 
 @triton.jit

@@ -188,7 +188,7 @@ class ServerSettings(BaseSettings):
         None,
         Group.MEMORY,
         "Sequences that run at once.",
-        derived="64 on a CPU, 256 on a GPU",
+        derived="64 on a CPU, 512 on a GPU",
         ge=1,
         le=65_536,
     )

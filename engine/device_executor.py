@@ -156,7 +156,7 @@ class DeviceExecutor:
         fill(host, works)
         if captured.counts.tiles:
             tiles = self._model.tiles(
-                self._ragged(host, works), _most_tiles(captured.counts.tokens)
+                self._ragged(host, works), self._most_tiles(captured.counts.tokens)
             )
             if tiles is None:
                 return None
@@ -284,14 +284,13 @@ class DeviceExecutor:
     def _tile_numbers(self, tokens: int) -> int:
         """How many numbers describe the tiles of a captured step."""
         nobody = RaggedRows([0], [], [], [], 0)
-        tiles = self._model.tiles(nobody, _most_tiles(tokens))
+        tiles = self._model.tiles(nobody, self._most_tiles(tokens))
         assert tiles is not None
         return tiles.size
 
-
-def _most_tiles(tokens: int) -> int:
-    """Room for tiles in a captured step of `tokens` tokens."""
-    return tokens // _LEAST_TILE + _MOST_CAPTURED_EXTENDS
+    def _most_tiles(self, tokens: int) -> int:
+        """Room for tiles of either kind in a captured step of `tokens` tokens."""
+        return tokens // _LEAST_TILE + min(self._rows, _MOST_CAPTURED_EXTENDS)
 
 
 def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:

@@ -1,8 +1,8 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.reference.experts import prepare_experts
 from tokenpod.kernels.triton.attention import attention, plan_attention
+from tokenpod.kernels.triton.experts import prepare_experts
 from tokenpod.kernels.triton.pointwise import act_mul, embed, rms_norm
 from tokenpod.kernels.triton.product import (
     prepare_add_linear,

@@ -1,0 +1,107 @@
+"""Mixtures of experts: six launches for few tokens, seven for many, none waits for the host.
+
+The experts' results are written apart and summed in a launch of their own: sums in memory would
+come in any order and differ from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from tokenpod.kernels.ops import Activation, AddBlock, ExpertWeights, Routing, RowNorm
+from tokenpod.kernels.triton.expert_products import (
+    SUM_BLOCK,
+    most_blocks,
+    product,
+    weighted_sum,
+)
+from tokenpod.kernels.triton.expert_routing import Assignments, assign
+from tokenpod.kernels.triton.expert_tiles import ProductTile, Table, choose_tile, table_for
+from tokenpod.kernels.triton.launch import capability, launch_options
+from tokenpod.kernels.triton.pointwise import rms_norm
+
+#: Blocks of tokens that share an expert's weight while it is in the cache.
+GROUP = 8
+
+
+def prepare_experts(
+    weights: ExpertWeights,
+    norm: RowNorm,
+    activation: Activation,
+    routing: Routing,
+    tiles: Table | None = None,
+) -> AddBlock:
+    """See `ops.PrepareExperts`; `tiles` None means those of expert_tiles."""
+    for name, weight in weights._asdict().items():
+        if not weight.is_contiguous():
+            raise ValueError(f"the experts' {name} {list(weight.shape)} is not contiguous")
+    device = weights.router.device
+    table = tiles or table_for(weights.router.element_size(), capability(device))
+
+    def add_experts(residual: torch.Tensor) -> None:
+        x = rms_norm(residual, norm.weight, norm.epsilon)
+        assignments = assign(x, weights.router, routing)
+        count = assignments.scale.numel()
+        tile = choose_tile(table, count, len(weights.router))
+        inner = torch.empty((count, weights.down.shape[2]), dtype=x.dtype, device=device)
+        _product(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation)
+        outer = torch.empty((count, x.shape[1]), dtype=x.dtype, device=device)
+        _product(inner, weights.down, outer, assignments, tile.block_t, tile.down, None)
+        _add_sum(outer, assignments.scale, residual)
+
+    return add_experts
+
+
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    assignments: Assignments,
+    block_t: int,
+    tile: ProductTile,
+    activation: Activation | None,
+) -> None:
+    """See `expert_products.product`."""
+    count, n = y.shape
+    experts, _, k = weight.shape
+    block_n = tile.block_n if activation is None else tile.block_n // 2
+    blocks = most_blocks(count, experts, block_t)
+    product[(blocks * triton.cdiv(n, block_n),)](
+        x,
+        weight,
+        y,
+        assignments.order,
+        assignments.start,
+        count,
+        blocks,
+        experts,
+        n,
+        k,
+        PER_TOKEN=assignments.scale.shape[1],
+        EXPERTS=triton.next_power_of_2(experts),
+        ACTIVATION="none" if activation is None else activation.value,
+        EVEN=k % tile.block_k == 0,
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        GROUP=GROUP,
+        num_warps=tile.warps,
+        **launch_options(x.device),
+    )
+
+
+def _add_sum(x: torch.Tensor, scale: torch.Tensor, residual: torch.Tensor) -> None:
+    """See `expert_products.weighted_sum`."""
+    tokens, n = residual.shape
+    weighted_sum[(tokens, triton.cdiv(n, SUM_BLOCK))](
+        x,
+        scale,
+        residual,
+        residual.stride(0),
+        n,
+        PER_TOKEN=scale.shape[1],
+        BLOCK=SUM_BLOCK,
+        **launch_options(x.device),
+    )

@@ -20,20 +20,28 @@ def choose(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.
     return weights, experts
 
 
+def mixture(
+    x: torch.Tensor, weights: ExpertWeights, activation: Activation, routing: Routing
+) -> torch.Tensor:
+    """The block's output for its normed input [T, hidden]: [T, hidden] in float32 or float64."""
+    exact = torch.promote_types(weights.router.dtype, torch.float32)
+    x = x.to(exact)
+    scale, chosen = choose(functional.linear(x, weights.router.to(exact)), routing)
+    total = torch.zeros_like(x)
+    for expert, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
+        token, place = torch.nonzero(chosen == expert, as_tuple=True)
+        inner = act_mul(functional.linear(x[token], gate_up.to(exact)), activation)
+        total[token] += scale[token, place, None] * functional.linear(inner, down.to(exact))
+    return total
+
+
 def prepare_experts(
     weights: ExpertWeights, norm: RowNorm, activation: Activation, routing: Routing
 ) -> AddBlock:
     """See `ops.PrepareExperts`."""
-    exact = torch.promote_types(weights.router.dtype, torch.float32)
 
     def add_experts(residual: torch.Tensor) -> None:
-        x = rms_norm(residual, norm.weight, norm.epsilon).to(exact)
-        scale, chosen = choose(functional.linear(x, weights.router.to(exact)), routing)
-        total = torch.zeros_like(x)
-        for expert, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
-            token, place = torch.nonzero(chosen == expert, as_tuple=True)
-            inner = act_mul(functional.linear(x[token], gate_up.to(exact)), activation)
-            total[token] += scale[token, place, None] * functional.linear(inner, down.to(exact))
-        residual += total
+        x = rms_norm(residual, norm.weight, norm.epsilon)
+        residual += mixture(x, weights, activation, routing)
 
     return add_experts

@@ -45,15 +45,15 @@ def prepare_experts(
         count = assignments.scale.numel()
         tile = choose_tile(table, count, len(weights.router))
         inner = torch.empty((count, weights.down.shape[2]), dtype=x.dtype, device=device)
-        _product(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation)
+        multiply(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation)
         outer = torch.empty((count, x.shape[1]), dtype=x.dtype, device=device)
-        _product(inner, weights.down, outer, assignments, tile.block_t, tile.down, None)
+        multiply(inner, weights.down, outer, assignments, tile.block_t, tile.down, None)
         _add_sum(outer, assignments.scale, residual)
 
     return add_experts
 
 
-def _product(
+def multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
     y: torch.Tensor,
@@ -62,7 +62,7 @@ def _product(
     tile: ProductTile,
     activation: Activation | None,
 ) -> None:
-    """See `expert_products.product`."""
+    """Launch `expert_products.product`: gated and gathered if there is an `activation`."""
     count, n = y.shape
     experts, _, k = weight.shape
     block_n = tile.block_n if activation is None else tile.block_n // 2

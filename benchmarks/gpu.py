@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
+import itertools
 import json
 import pstats
 import random
@@ -39,6 +40,7 @@ def _find_tokenpod() -> None:
 
 
 _find_tokenpod()
+
 
 from tokenpod.engine.assemble import assemble  # noqa: E402
 from tokenpod.engine.loop import EngineLoop  # noqa: E402
@@ -238,7 +240,7 @@ def run_case(bench: Bench, name: str, lengths: Lengths, options: argparse.Namesp
     for _ in range(options.rounds):
         seconds = bench.run(lengths)
         arrivals = bench.client.arrivals
-        gaps = [b[0] - a[0] for a, b in zip(arrivals, arrivals[1:], strict=False)]
+        gaps = [b[0] - a[0] for a, b in itertools.pairwise(arrivals)]
         print(
             f"{name:10} {seconds:7.3f} s  {output / seconds:8.0f} tok/s  limit {limit:6.3f} s "
             f"({limit / seconds:4.0%})  median gap {statistics.median(gaps) * 1e3:6.2f} ms "
@@ -273,7 +275,7 @@ def run_decode(bench: Bench, rows: int, context: int, options: argparse.Namespac
     while bench.client.left:
         bench.loop.turn()
     arrivals = bench.client.arrivals[seen:]
-    gaps = [b[0] - a[0] for a, b in zip(arrivals, arrivals[1:], strict=False) if b[1] == rows]
+    gaps = [b[0] - a[0] for a, b in itertools.pairwise(arrivals) if b[1] == rows]
     step = statistics.median(gaps)
     limit = decode_bytes(bench.config, rows, context) / BANDWIDTH
     print(

@@ -83,8 +83,10 @@ def _on_device(
         device=device,
     )
     before = torch.cuda.memory_reserved(device)
-    for scattered in (False, True):
-        executor.launch(worst_step(rows, prompt, positions, scattered=scattered)).wait()
+    # The largest first, then smaller ones: the allocator learns to cut up what it has.
+    for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
+        scattered = tokens == prompt // 2
+        executor.launch(worst_step(rows, max(tokens, 1), positions, scattered=scattered)).wait()
         executor.release(range(rows))
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     captured = torch.cuda.memory_reserved(device) - before

@@ -72,12 +72,12 @@ def product(
         up_sums = tl.zeros((BLOCK_N, BLOCK_T) if GATED else (1, 1), tl.float32)
         for start_k in tl.range(0, k, BLOCK_K, num_stages=STAGES):
             i = start_k + tl.arange(0, BLOCK_K)
-            w = _tile(at_w[:, None] + i[None, :], i[None, :] < k, EVEN)
+            w = load_tile(at_w[:, None] + i[None, :], i[None, :] < k, EVEN)
             is_x = is_own[None, :] & ((i[:, None] < k) | EVEN)
             v = tl.load(at_x[None, :] + i[:, None], mask=is_x, other=0.0)
             sums = tl.dot(w, v, sums, input_precision="ieee")
             if GATED:
-                up = _tile(at_up[:, None] + i[None, :], i[None, :] < k, EVEN)
+                up = load_tile(at_up[:, None] + i[None, :], i[None, :] < k, EVEN)
                 up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
         if GATED:
             sums = activated(sums, ACTIVATION) * up_sums
@@ -141,7 +141,8 @@ def _block(start, assignments, experts, block, EXPERTS: tl.constexpr, BLOCK_T: t
 
 
 @triton.jit
-def _tile(at, inside, EVEN: tl.constexpr):
+def load_tile(at, inside, EVEN: tl.constexpr):
+    """Numbers at `at`, zeros where not inside; EVEN: all are."""
     if EVEN:
         tile = tl.load(at)
     else:

@@ -43,13 +43,19 @@ class Assignments(NamedTuple):
     start: torch.Tensor
     #: [T, K] float32: what a token weighs its experts with.
     scale: torch.Tensor
+    #: [T, K] int32: the experts of a token, ascending.
+    chosen: torch.Tensor
 
 
 def assign(x: torch.Tensor, router: torch.Tensor, routing: Routing) -> Assignments:
     """The experts of x [T, hidden], by a router [E, hidden]."""
-    partial = _scores(x, router)
+    return table_of(_scores(x, router), routing)
+
+
+def table_of(partial: torch.Tensor, routing: Routing) -> Assignments:
+    """The experts of T tokens, by logits that are the sum of partial [splits, T, E] float32."""
     splits, tokens, experts = partial.shape
-    per_token, device = routing.per_token, x.device
+    per_token, device = routing.per_token, partial.device
     padded = triton.next_power_of_2(experts)
     block = _choice_block(tokens, padded)
     blocks = triton.cdiv(tokens, block)
@@ -81,7 +87,7 @@ def assign(x: torch.Tensor, router: torch.Tensor, routing: Routing) -> Assignmen
     )
     if blocks > 1:
         place[(blocks,)](chosen, counts, order, start, tokens, experts, **common)
-    return Assignments(order, start, scale)
+    return Assignments(order, start, scale, chosen)
 
 
 def _choice_block(tokens: int, experts: int) -> int:
@@ -193,12 +199,12 @@ def choose(
 
     at = token * PER_TOKEN + tl.cumsum(picked, axis=1) - 1
     tl.store(scale + at, shares, mask=picked > 0)
+    tl.store(chosen + at, tl.broadcast_to(expert, (BLOCK_T, EXPERTS)), mask=picked > 0)
     if ALONE:
         count = tl.sum(picked, axis=0)
         first = tl.cumsum(count, axis=0) - count
         _write_places(order, start, picked, at, first, first, experts, EXPERTS)
     else:
-        tl.store(chosen + at, tl.broadcast_to(expert, (BLOCK_T, EXPERTS)), mask=picked > 0)
         own = tl.arange(0, EXPERTS)
         tl.store(counts + block * experts + own, tl.sum(picked, axis=0), mask=own < experts)
 

@@ -31,6 +31,17 @@ class Tile:
     down: ProductTile
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTile:
+    """Both products of a block for one token; stages of 1 read straight into registers."""
+
+    gate_up: ProductTile
+    down: ProductTile
+
+
+#: Fits everywhere.
+TOKEN_TILE = TokenTile(ProductTile(4, 1024, 4, 1), ProductTile(4, 1024, 4, 3))
+
 #: (most tokens of an expert on average, tile), ascending; the last is for any number.
 Table = tuple[tuple[float, Tile], ...]
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: six launches for few tokens, seven for many, none waits for the host.
+"""Mixtures of experts: four launches for one token, six or seven for more; none needs the host.
 
 The experts' results are written apart and summed in a launch of their own: sums in memory would
 come in any order and differ from run to run.
@@ -17,7 +17,14 @@ from tokenpod.kernels.triton.expert_products import (
     weighted_sum,
 )
 from tokenpod.kernels.triton.expert_routing import Assignments, assign
-from tokenpod.kernels.triton.expert_tiles import ProductTile, Table, choose_tile, table_for
+from tokenpod.kernels.triton.expert_tiles import (
+    TOKEN_TILE,
+    ProductTile,
+    Table,
+    choose_tile,
+    table_for,
+)
+from tokenpod.kernels.triton.expert_token import add_for_one
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import rms_norm
 
@@ -36,21 +43,37 @@ def prepare_experts(
     for name, weight in weights._asdict().items():
         if not weight.is_contiguous():
             raise ValueError(f"the experts' {name} {list(weight.shape)} is not contiguous")
-    device = weights.router.device
-    table = tiles or table_for(weights.router.element_size(), capability(device))
+    router = weights.router
+    table = tiles or table_for(router.element_size(), capability(router.device))
 
     def add_experts(residual: torch.Tensor) -> None:
-        x = rms_norm(residual, norm.weight, norm.epsilon)
-        assignments = assign(x, weights.router, routing)
-        count = assignments.scale.numel()
-        tile = choose_tile(table, count, len(weights.router))
-        inner = torch.empty((count, weights.down.shape[2]), dtype=x.dtype, device=device)
-        multiply(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation)
-        outer = torch.empty((count, x.shape[1]), dtype=x.dtype, device=device)
-        multiply(inner, weights.down, outer, assignments, tile.block_t, tile.down, None)
-        _add_sum(outer, assignments.scale, residual)
+        if len(residual) == 1:
+            add_for_one(residual, weights, norm, activation, routing, TOKEN_TILE)
+        else:
+            add_for_many(residual, weights, norm, activation, routing, table)
 
     return add_experts
+
+
+def add_for_many(
+    residual: torch.Tensor,
+    weights: ExpertWeights,
+    norm: RowNorm,
+    activation: Activation,
+    routing: Routing,
+    tiles: Table,
+) -> None:
+    """Residual [T, hidden] += the block's output, on the matrix unit."""
+    x = rms_norm(residual, norm.weight, norm.epsilon)
+    assignments = assign(x, weights.router, routing)
+    count = assignments.order.numel()
+    experts, hidden, width = weights.down.shape
+    tile = choose_tile(tiles, count, experts)
+    inner = torch.empty((count, width), dtype=x.dtype, device=x.device)
+    multiply(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation)
+    outer = torch.empty((count, hidden), dtype=x.dtype, device=x.device)
+    multiply(inner, weights.down, outer, assignments, tile.block_t, tile.down, None)
+    _add_sum(outer, assignments.scale, residual)
 
 
 def multiply(

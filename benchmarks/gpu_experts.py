@@ -283,7 +283,8 @@ def compile_one(job: Job) -> str | None:
 
 def compile_all(jobs: list[Job]) -> set[Job]:
     """Compile every job's kernel; the jobs that can't be."""
-    began, broken = time.perf_counter(), set()
+    began = time.perf_counter()
+    broken: set[Job] = set()
     workers = max(1, min(14, (os.cpu_count() or 2) - 1))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -474,7 +475,10 @@ def main() -> int:
     torch.manual_seed(5)
     failed = 0
     with torch.inference_mode():
-        broken = set() if options.what == "check" else compile_all(all_jobs())
+        broken: set[Job] = set()
+        if options.what != "check":
+            with reporting("compiling ahead"):
+                broken = compile_all(all_jobs())
         if options.what != "time":
             failed = check()
         if options.what == "check":

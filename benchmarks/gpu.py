@@ -44,6 +44,7 @@ _find_tokenpod()
 
 from tokenpod.engine.assemble import assemble  # noqa: E402
 from tokenpod.engine.loop import EngineLoop  # noqa: E402
+from tokenpod.engine.memory import let_segments_grow  # noqa: E402
 from tokenpod.engine.types import (  # noqa: E402
     EngineOptions,
     Request,
@@ -165,6 +166,7 @@ class Bench:
 
 def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
     device = torch.device("cuda")
+    let_segments_grow()
     config = config_of(model)
     compilations = Compilations()
     began = time.perf_counter()
@@ -370,8 +372,8 @@ def main() -> None:
     parser.add_argument("--workload", default="gpu-workload.json")
     parser.add_argument("--cases", nargs="*", default=None, help="default: all of the workload")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=256, help="largest batch")
-    parser.add_argument("--prefill", type=int, default=8192, help="prompt tokens a step")
+    parser.add_argument("--rows", type=int, default=512, help="largest batch")
+    parser.add_argument("--prefill", type=int, default=4096, help="prompt tokens a step")
     parser.add_argument("--positions", type=int, default=36_864, help="longest sequence")
     parser.add_argument("--decode", nargs="*", default=["1x256", "64x1024", "16x8192", "256x512"])
     parser.add_argument("--mixed", nargs="*", default=["200+128"])

@@ -12,7 +12,7 @@ from tokenpod.kernels.reference.experts import choose, mixture
 from tokenpod.kernels.triton import experts, pointwise
 from tokenpod.kernels.triton.expert_products import most_blocks
 from tokenpod.kernels.triton.expert_routing import assign
-from tokenpod.kernels.triton.expert_tiles import ANY, ProductTile, Tile, choose_tile
+from tokenpod.kernels.triton.expert_tiles import ANY, ProductTile, Tile, choose_tile, table_for
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SMALL = ((ANY, Tile(16, ProductTile(32, 32, 4, 2), ProductTile(16, 32, 4, 2))),)
@@ -196,6 +196,18 @@ def test_larger_tiles_are_for_more_tokens_of_an_expert():
     assert choose_tile(table, 64, 8) is few
     assert choose_tile(table, 65, 8) is many
     assert choose_tile(table, 10**9, 8) is many
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0), None])
+@pytest.mark.parametrize("number_bytes", [2, 4])
+def test_tiles_fit_the_memory_of_their_devices(number_bytes, capability):
+    kilobytes = 227 if capability in ((9, 0), None) else 99
+    table = table_for(number_bytes, capability)
+    assert table[-1][0] == ANY
+    for _, tile in table:
+        for part in (tile.gate_up, tile.down):
+            stage = (tile.block_t + part.block_n) * part.block_k * number_bytes
+            assert stage * part.stages <= kilobytes << 10
 
 
 @pytest.mark.parametrize("part", ExpertWeights._fields)

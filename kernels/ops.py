@@ -24,6 +24,9 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 #: A product with fixed weights that is added: x [T, in], residual [T, out], changed in place.
 AddLinear = Callable[[torch.Tensor, torch.Tensor], None]
 
+#: A block of a layer: reads the residual stream [T, hidden], norms it, adds its result in place.
+AddBlock = Callable[[torch.Tensor], None]
+
 #: What `Operations.plan_attention` found out about a step; each implementation has its own.
 AttentionPlan = Any
 
@@ -61,6 +64,30 @@ class HeadNorm(NamedTuple):
     #: [D]
     key_weight: torch.Tensor
     epsilon: float
+
+
+class Routing(NamedTuple):
+    """How a token chooses experts and weighs them: by the softmax of the router's logits over all.
+
+    Logits and what follows from them are float32 whatever the weights are, so that rounding does
+    not choose.
+    """
+
+    #: The most probable ones; at most all.
+    per_token: int
+    #: Their weights are divided by their sum.
+    normalised: bool
+
+
+class ExpertWeights(NamedTuple):
+    """A mixture of E experts, each a gated feed-forward block of n features."""
+
+    #: [E, hidden]
+    router: torch.Tensor
+    #: [E, 2n, hidden], each expert's gates first
+    gate_up: torch.Tensor
+    #: [E, hidden, n]
+    down: torch.Tensor
 
 
 class Embed(Protocol):
@@ -229,6 +256,24 @@ class PrepareAddLinear(Protocol):
         ...
 
 
+class PrepareExperts(Protocol):
+    """Choose, once, how a sparse feed-forward block is computed (Shazeer et al. 2017)."""
+
+    def __call__(
+        self,
+        weights: ExpertWeights,
+        norm: RowNorm,
+        activation: Activation,
+        routing: Routing,
+    ) -> AddBlock:
+        """A function computing residual += Σ p_e · down_e · (activation(gate_e · x) · (up_e · x)).
+
+        x is norm(residual), the sum is over the experts that a token chose, p are their weights. A
+        token's result depends on no other token, and a token that holds NaN gets NaN.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Operations:
     """One implementation of everything a model calls, as plain functions."""
@@ -243,5 +288,6 @@ class Operations:
     prepare_linear: PrepareLinear
     prepare_norm_linear: PrepareNormLinear
     prepare_add_linear: PrepareAddLinear
+    prepare_experts: PrepareExperts
     #: None where steps are not captured.
     tile_extends: TileExtends | None = None

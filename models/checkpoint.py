@@ -199,7 +199,7 @@ def _read(
     rank: int,
     world: int,
 ) -> torch.Tensor:
-    """A weight's sources, stacked along their output features."""
+    """A weight's sources, stacked along their output features; one stack an expert."""
     parts = [checkpoint.read(source.name, weight.split, rank, world) for source in weight.sources]
     rows = sum(len(part) for part in parts)
     # A copy even if nothing changes: what was read is backed by the file.
@@ -208,4 +208,4 @@ def _read(
     for part in parts:
         merged[start : start + len(part)].copy_(part)
         start += len(part)
-    return merged
+    return merged if weight.experts is None else merged.view(weight.experts, -1, merged.shape[1])

@@ -6,8 +6,21 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.ops import Activation, Routing
 from tokenpod.models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The feed-forward blocks that are mixtures of experts."""
+
+    #: Experts of a block.
+    count: int
+    #: Width of one expert.
+    intermediate_size: int
+    routing: Routing
+    #: Layers that have them; the others' blocks are dense.
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +30,7 @@ class DecoderConfig:
     architecture: str
     vocab_size: int
     hidden_size: int
-    #: Width of the feed-forward block.
+    #: Width of a dense feed-forward block.
     intermediate_size: int
     layers: int
     #: Query heads.
@@ -43,6 +56,8 @@ class DecoderConfig:
     dtype: torch.dtype | None
     #: Tokens that end a text.
     eos_token_ids: frozenset[int]
+    #: None if every block is dense.
+    experts: Experts | None = None
 
     @property
     def sliding_window(self) -> int | None:

@@ -1,4 +1,7 @@
-"""The one native decoder: embedding, layers of attention and gated feed-forward, norm, head."""
+"""The one native decoder: embedding, layers of attention and gated feed-forward, norm, head.
+
+A layer's feed-forward block is one gated unit, or a mixture of experts.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,17 @@ import torch
 
 from tokenpod.engine.batch import ForwardBatch, RaggedRows
 from tokenpod.engine.pool import KVPool
-from tokenpod.kernels.ops import AddLinear, HeadNorm, Heads, Linear, Operations, RowNorm
+from tokenpod.kernels.ops import (
+    AddBlock,
+    AddLinear,
+    HeadNorm,
+    Heads,
+    Linear,
+    Operations,
+    RowNorm,
+)
 from tokenpod.models.config import DecoderConfig
-from tokenpod.models.linear import add_linear, linear, norm_linear
+from tokenpod.models.linear import add_linear, expert_block, gated_block, linear, norm_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +35,7 @@ class Layer:
     head_norm: HeadNorm | None
     window: int | None
     output: AddLinear
-    #: With the gate applied: [T, hidden] -> [T, intermediate].
-    gate_up: Linear
-    down: AddLinear
+    feed_forward: AddBlock
 
 
 class Decoder:
@@ -75,7 +84,7 @@ class Decoder:
                 layer.qkv(residual), rotation, layer.head_norm, keys, values, batch.t_slot
             )
             layer.output(ops.attention(q, keys, values, plans[layer.window]), residual)
-            layer.down(layer.gate_up(residual), residual)
+            layer.feed_forward(residual)
         return ops.rms_norm(residual, self._norm, config.norm_epsilon)
 
     @property
@@ -109,12 +118,20 @@ def _layer(
             weights.pop(f"{i}.q_norm"), weights.pop(f"{i}.k_norm"), config.norm_epsilon
         )
     input_norm = RowNorm(weights.pop(f"{i}.input_norm"), config.norm_epsilon)
-    mlp_norm = RowNorm(weights.pop(f"{i}.mlp_norm"), config.norm_epsilon)
     return Layer(
         qkv=norm_linear(ops, weights, f"{i}.qkv", input_norm),
         head_norm=head_norm,
         window=config.windows[i],
         output=add_linear(ops, weights, f"{i}.output"),
-        gate_up=norm_linear(ops, weights, f"{i}.gate_up", mlp_norm, config.activation),
-        down=add_linear(ops, weights, f"{i}.down"),
+        feed_forward=_feed_forward(config, weights, ops, i),
     )
+
+
+def _feed_forward(
+    config: DecoderConfig, weights: MutableMapping[str, torch.Tensor], ops: Operations, i: int
+) -> AddBlock:
+    norm = RowNorm(weights.pop(f"{i}.mlp_norm"), config.norm_epsilon)
+    experts = config.experts
+    if experts is None or i not in experts.layers:
+        return gated_block(ops, weights, f"{i}.gate_up", f"{i}.down", norm, config.activation)
+    return expert_block(ops, weights, f"{i}.experts", norm, config.activation, experts.routing)

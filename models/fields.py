@@ -63,6 +63,16 @@ class Fields:
             raise self._refused(name, value, "a list of strings")
         return tuple(value)
 
+    def indices(self, name: str) -> frozenset[int]:
+        """A list of whole numbers from 0 on; absent is empty."""
+        value = self.values.get(name)
+        items = [] if value is None else value
+        if not isinstance(items, list) or not all(
+            type(item) is int and item >= 0 for item in items
+        ):
+            raise self._refused(name, value, "a list of whole numbers from 0 on")
+        return frozenset(items)
+
     def token_ids(self, name: str) -> frozenset[int]:
         """A token id, a list of them, or none."""
         value = self.values.get(name)

@@ -10,7 +10,16 @@ from collections.abc import MutableMapping
 
 import torch
 
-from tokenpod.kernels.ops import Activation, AddLinear, Linear, Operations, RowNorm
+from tokenpod.kernels.ops import (
+    Activation,
+    AddBlock,
+    AddLinear,
+    ExpertWeights,
+    Linear,
+    Operations,
+    Routing,
+    RowNorm,
+)
 
 
 def linear(ops: Operations, weights: MutableMapping[str, torch.Tensor], name: str) -> Linear:
@@ -32,6 +41,37 @@ def norm_linear(
 def add_linear(ops: Operations, weights: MutableMapping[str, torch.Tensor], name: str) -> AddLinear:
     """The layer `name`, added to the residual stream."""
     return ops.prepare_add_linear(*_take(weights, name))
+
+
+def gated_block(
+    ops: Operations,
+    weights: MutableMapping[str, torch.Tensor],
+    gate_up_name: str,
+    down_name: str,
+    norm: RowNorm,
+    activation: Activation,
+) -> AddBlock:
+    """A dense feed-forward block behind `norm`: gated, brought down and added."""
+    gate_up = norm_linear(ops, weights, gate_up_name, norm, activation)
+    down = add_linear(ops, weights, down_name)
+
+    def add_gated(residual: torch.Tensor) -> None:
+        down(gate_up(residual), residual)
+
+    return add_gated
+
+
+def expert_block(
+    ops: Operations,
+    weights: MutableMapping[str, torch.Tensor],
+    name: str,
+    norm: RowNorm,
+    activation: Activation,
+    routing: Routing,
+) -> AddBlock:
+    """A mixture of experts behind `norm`: the layer's router, gate_up and down under `name`."""
+    parts = (weights.pop(f"{name}.{part}") for part in ExpertWeights._fields)
+    return ops.prepare_experts(ExpertWeights(*parts), norm, activation, routing)
 
 
 def _take(

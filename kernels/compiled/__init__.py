@@ -10,6 +10,7 @@ from tokenpod.kernels.compiled.attention import attention, plan_attention
 from tokenpod.kernels.compiled.pointwise import act_mul, rms_norm
 from tokenpod.kernels.compiled.rotary import store_key_value
 from tokenpod.kernels.compose import norm_linear_of
+from tokenpod.kernels.cpu.experts import experts_of
 from tokenpod.kernels.cpu.product import prepare_linear
 
 OPERATIONS = replace(
@@ -20,4 +21,5 @@ OPERATIONS = replace(
     attention=attention,
     act_mul=act_mul,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
+    prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
 )

@@ -3,6 +3,7 @@
 from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.reference.attention import attention, plan_attention
+from tokenpod.kernels.reference.experts import prepare_experts
 from tokenpod.kernels.reference.pointwise import act_mul, embed, rms_norm
 from tokenpod.kernels.reference.product import prepare_linear
 from tokenpod.kernels.reference.rotary import rotate, store_key_value
@@ -18,4 +19,5 @@ OPERATIONS = Operations(
     prepare_linear=prepare_linear,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
+    prepare_experts=prepare_experts,
 )

@@ -2,6 +2,7 @@
 
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.triton.attention import attention, plan_attention, tile_extends
+from tokenpod.kernels.triton.experts import prepare_experts
 from tokenpod.kernels.triton.pointwise import act_mul, embed, rms_norm
 from tokenpod.kernels.triton.product import (
     prepare_add_linear,
@@ -21,5 +22,6 @@ OPERATIONS = Operations(
     prepare_linear=prepare_linear,
     prepare_norm_linear=prepare_norm_linear,
     prepare_add_linear=prepare_add_linear,
+    prepare_experts=prepare_experts,
     tile_extends=tile_extends,
 )

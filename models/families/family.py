@@ -109,15 +109,27 @@ def _dtype(fields: Fields) -> torch.dtype | None:
 
 def gated_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """The tensors under the names that all these families share."""
+    return (*outer_weights(config), *attention_weights(config), *dense_weights(config))
+
+
+def outer_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """What is there once: embedding, final norm and head."""
+    return (*_OUTER, *(() if config.tied_head else _HEAD))
+
+
+def attention_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """The layers' norms and attention."""
     return (
-        *_OUTER,
-        *(() if config.tied_head else _HEAD),
         *_LAYER,
         *(_QKV_BIAS if config.qkv_bias else ()),
         *(_OUTPUT_BIAS if config.output_bias else ()),
-        *(_MLP_BIAS if config.mlp_bias else ()),
         *(_QK_NORM if config.qk_norm else ()),
     )
+
+
+def dense_weights(config: DecoderConfig) -> tuple[Weight, ...]:
+    """The layers' feed-forward blocks, as if all were dense."""
+    return (*_DENSE, *(_MLP_BIAS if config.mlp_bias else ()))
 
 
 _ATTENTION = "model.layers.{i}.self_attn"
@@ -148,6 +160,8 @@ _LAYER = (
         "{i}.mlp_norm",
         (Source("model.layers.{i}.post_attention_layernorm.weight", (Dim.HIDDEN,)),),
     ),
+)
+_DENSE = (
     Weight(
         "{i}.gate_up",
         (

@@ -189,6 +189,53 @@ def test_a_config_that_does_not_fit(folder, field, value, message):
     refused(folder, message)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("mixtral", "num_local_experts", 0, "num_local_experts is 0; expected .* 1 to 1,024"),
+        ("mixtral", "num_local_experts", 10**9, "num_local_experts is 1000000000; expected"),
+        ("mixtral", "num_experts_per_tok", 6, "num_experts_per_tok is 6; expected .* 1 to 5"),
+        ("mixtral", "num_local_experts", 6, r"gate.weight has shape \[5, 64\].*says \[6, 64\]"),
+        ("mixtral", "num_local_experts", 4, r"gate.weight has shape \[5, 64\].*says \[4, 64\]"),
+        ("qwen3-moe", "moe_intermediate_size", 41, r"has shape \[40, 64\].*says \[41, 64\]"),
+        ("qwen3-moe", "mlp_only_layers", [-1], r"mlp_only_layers is \[-1\]; expected a list"),
+        ("qwen3-moe", "mlp_only_layers", [True], r"mlp_only_layers is \[True\]; expected a list"),
+        ("qwen3-moe", "mlp_only_layers", [1], "layers.1.mlp.gate_proj.weight is missing"),
+        ("qwen3-moe", "decoder_sparse_step", 0, "decoder_sparse_step is 0; expected"),
+    ],
+)
+def test_experts_that_do_not_fit(golden, tmp_path, name, field, value, message):
+    shutil.copytree(golden(name).folder, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, **{field: value})
+    refused(tmp_path, message)
+
+
+def test_the_number_of_experts_has_an_older_name(golden, tmp_path):
+    new = golden("qwen3-moe").folder
+    shutil.copytree(new, tmp_path, dirs_exist_ok=True)
+    config = json.loads((new / "config.json").read_text())
+    count = config.pop("num_local_experts", None) or config.pop("num_experts")
+    for name in ("num_experts", "num_local_experts"):
+        (tmp_path / "config.json").write_text(json.dumps(config | {name: count}))
+        assert read_config(tmp_path) == read_config(new)
+        assert read_config(tmp_path).experts.count == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"decoder_sparse_step": 2}, {1, 3}),
+        ({"decoder_sparse_step": 9}, set()),
+        ({"mlp_only_layers": [0, 4, 7]}, {1, 2, 3}),
+    ],
+)
+def test_which_layers_have_experts(golden, tmp_path, settings, layers):
+    shutil.copytree(golden("qwen3-moe").folder, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, num_hidden_layers=5, **settings)
+    assert read_config(tmp_path).experts.layers == layers
+
+
 def test_a_config_without_a_field_that_matters(folder):
     change_config(folder, drop=("vocab_size",))
     refused(folder, "config.json: vocab_size is missing")

@@ -6,20 +6,8 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from interpreted import DEVICE
 from triton.runtime import interpreter
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _let_scalars_bound_loops() -> None:
-    """Triton 3.6's interpreter holds scalars as [1] arrays, which NumPy 2.4 no longer converts."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_convert(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_and_convert
 
 
 def _let_dots_take_bfloat16() -> None:
@@ -38,7 +26,6 @@ def _let_dots_take_bfloat16() -> None:
     interpreter.InterpreterBuilder.create_dot = multiply_widened
 
 
-_let_scalars_bound_loops()
 _let_dots_take_bfloat16()
 
 

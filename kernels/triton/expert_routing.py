@@ -1,0 +1,259 @@
+"""Which tokens each expert works for, found on the device in shapes that do not depend on it.
+
+An assignment is a token and one of its K experts: number token · K + place, places in the order of
+experts. Three steps make the table of assignments by expert that the products read (`Assignments`):
+
+    scores   partial logits, cut along the hidden size so that few tokens fill the device too
+    choose   their sum, softmax, the K best; counts per block of tokens
+    place    where each assignment goes: after lower experts', and after lower tokens' of its own
+
+Where one program can hold the choice of all tokens, `choose` places as well. Everything is counted,
+nothing raced for: the same input gives the same table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tokenpod.kernels.ops import Routing
+from tokenpod.kernels.triton.launch import await_inputs, launch_options
+
+#: Tokens whose choice one program holds; few sizes, for each is compiled.
+CHOICE_BLOCKS = (4, 16, 64)
+#: Tokens times experts that its registers hold.
+CHOICE_MOST = 64 * 128
+#: Elements of 2 bytes along the hidden size that a program of `scores` reads at a time.
+SCORE_STEP = 128
+#: Elements that it reads at least.
+SCORE_LEAST = 256
+#: Programs of `scores` that are enough.
+SCORE_PROGRAMS = 128
+
+
+class Assignments(NamedTuple):
+    """The choice of T tokens among E experts, K each."""
+
+    #: [T · K] int32: assignments by expert, then by token.
+    order: torch.Tensor
+    #: [E] int32: where each expert's begin in `order`.
+    start: torch.Tensor
+    #: [T, K] float32: what a token weighs its experts with.
+    scale: torch.Tensor
+    #: [T, K] int32: the experts of a token, ascending.
+    chosen: torch.Tensor
+
+
+def assign(x: torch.Tensor, router: torch.Tensor, routing: Routing) -> Assignments:
+    """The experts of x [T, hidden], by a router [E, hidden]."""
+    return table_of(_scores(x, router), routing)
+
+
+def table_of(partial: torch.Tensor, routing: Routing) -> Assignments:
+    """The experts of T tokens, by logits that are the sum of partial [splits, T, E] float32."""
+    splits, tokens, experts = partial.shape
+    per_token, device = routing.per_token, partial.device
+    padded = triton.next_power_of_2(experts)
+    block = _choice_block(tokens, padded)
+    blocks = triton.cdiv(tokens, block)
+    scale = torch.empty((tokens, per_token), dtype=torch.float32, device=device)
+    chosen = torch.empty((tokens, per_token), dtype=torch.int32, device=device)
+    counts = torch.empty((blocks, experts), dtype=torch.int32, device=device)
+    order = torch.empty((tokens * per_token,), dtype=torch.int32, device=device)
+    start = torch.empty((experts,), dtype=torch.int32, device=device)
+    common = {
+        "PER_TOKEN": per_token,
+        "EXPERTS": padded,
+        "BLOCK_T": block,
+        "num_warps": 8 if block * padded > CHOICE_MOST // 2 else 4,
+        **launch_options(device),
+    }
+    choose[(blocks,)](
+        partial,
+        chosen,
+        scale,
+        counts,
+        order,
+        start,
+        tokens,
+        experts,
+        splits,
+        NORMALISED=routing.normalised,
+        ALONE=blocks == 1,
+        **common,
+    )
+    if blocks > 1:
+        place[(blocks,)](chosen, counts, order, start, tokens, experts, **common)
+    return Assignments(order, start, scale, chosen)
+
+
+def _choice_block(tokens: int, experts: int) -> int:
+    """Tokens for each program of `choose`: all if they fit."""
+    fitting = [size for size in CHOICE_BLOCKS if size * experts <= CHOICE_MOST]
+    return next((size for size in fitting if size >= tokens), max(fitting, default=1))
+
+
+def _scores(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """Parts [splits, T, E] of the logits, float32: their sum is x · routerᵀ."""
+    tokens, hidden = x.shape
+    experts = len(router)
+    block_t = 16 if tokens <= 16 else 64
+    block_e = 16 if tokens <= 64 else min(64, max(16, triton.next_power_of_2(experts)))
+    programs = triton.cdiv(tokens, block_t) * triton.cdiv(experts, block_e)
+    splits = max(1, min(hidden // SCORE_LEAST, SCORE_PROGRAMS // programs))
+    step = SCORE_STEP // (x.element_size() // 2)
+    steps = triton.cdiv(hidden, splits * step)
+    splits = triton.cdiv(hidden, steps * step)
+    partial = torch.empty((splits, tokens, experts), dtype=torch.float32, device=x.device)
+    scores[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), splits)](
+        x,
+        router,
+        partial,
+        tokens,
+        experts,
+        hidden,
+        steps,
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        BLOCK_K=step,
+        **launch_options(x.device),
+    )
+    return partial
+
+
+@triton.jit(do_not_specialize=["tokens", "steps"])
+def scores(
+    x,
+    router,
+    partial,
+    tokens,
+    experts,
+    hidden,
+    steps,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """So many steps along the hidden size: partial [splits, T, E] from x [T, hidden]."""
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    split = tl.program_id(2)
+    await_inputs(OVERLAP)
+    sums = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    for step in range(split * steps, (split + 1) * steps):
+        i = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        at_w = router + expert[:, None] * hidden + i[None, :]
+        w = tl.load(at_w, mask=(expert[:, None] < experts) & (i[None, :] < hidden), other=0.0)
+        at_x = x + token.to(tl.int64)[None, :] * hidden + i[:, None]
+        v = tl.load(at_x, mask=(token[None, :] < tokens) & (i[:, None] < hidden), other=0.0)
+        sums = tl.dot(w, v, sums, input_precision="ieee")
+    at = partial + (split * tokens + token[None, :]).to(tl.int64) * experts + expert[:, None]
+    tl.store(at, sums, mask=(token[None, :] < tokens) & (expert[:, None] < experts))
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def choose(
+    partial,
+    chosen,
+    scale,
+    counts,
+    order,
+    start,
+    tokens,
+    experts,
+    splits,
+    PER_TOKEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    ALONE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The experts of BLOCK_T tokens; also their places if no other program has any (ALONE)."""
+    block = tl.program_id(0)
+    token = block * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    inside = (token < tokens) & (expert < experts)
+    await_inputs(OVERLAP)
+
+    logits = tl.zeros((BLOCK_T, EXPERTS), tl.float32)
+    for split in range(splits):
+        at = partial + (split * tokens + token).to(tl.int64) * experts + expert
+        logits += tl.load(at, mask=inside, other=0.0)
+    logits = tl.where(expert < experts, logits, float("-inf"))
+    shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    shares /= tl.sum(shares, axis=1)[:, None]
+
+    # A token of NaN has experts too, the first ones: its result is NaN by its input.
+    key = tl.where(shares == shares, shares, -1.0)
+    key = tl.where(expert < experts, key, -3.0)
+    for _ in range(PER_TOKEN):
+        key = tl.where(expert == tl.argmax(key, axis=1)[:, None], -2.0, key)
+    if NORMALISED:
+        shares /= tl.sum(tl.where(key == -2.0, shares, 0.0), axis=1)[:, None]
+    picked = ((key == -2.0) & inside).to(tl.int32)
+
+    at = token * PER_TOKEN + tl.cumsum(picked, axis=1) - 1
+    tl.store(scale + at, shares, mask=picked > 0)
+    tl.store(chosen + at, tl.broadcast_to(expert, (BLOCK_T, EXPERTS)), mask=picked > 0)
+    if ALONE:
+        count = tl.sum(picked, axis=0)
+        first = tl.cumsum(count, axis=0) - count
+        _write_places(order, start, picked, at, first, first, experts, EXPERTS)
+    else:
+        own = tl.arange(0, EXPERTS)
+        tl.store(counts + block * experts + own, tl.sum(picked, axis=0), mask=own < experts)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def place(
+    chosen,
+    counts,
+    order,
+    start,
+    tokens,
+    experts,
+    PER_TOKEN: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """The places of BLOCK_T tokens' assignments, from all blocks' counts."""
+    AT_ONCE: tl.constexpr = 16
+    block, blocks = tl.program_id(0), tl.num_programs(0)
+    token = block * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    await_inputs(OVERLAP)
+
+    total = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)
+    for first_block in range(0, blocks, AT_ONCE):
+        other = first_block + tl.arange(0, AT_ONCE)[:, None]
+        at = counts + other * experts + expert
+        count = tl.load(at, mask=(other < blocks) & (expert < experts), other=0)
+        total += tl.sum(count, axis=0)
+        before += tl.sum(tl.where(other < block, count, 0), axis=0)
+    first = tl.cumsum(total, axis=0) - total
+
+    picked = tl.zeros((BLOCK_T, EXPERTS), tl.int32)
+    for k in range(PER_TOKEN):
+        one = tl.load(chosen + token * PER_TOKEN + k, mask=token < tokens, other=-1)
+        picked += (one == expert).to(tl.int32)
+    at = token * PER_TOKEN + tl.cumsum(picked, axis=1) - 1
+    _write_places(order, start, picked, at, first, first + before, experts, EXPERTS)
+
+
+@triton.jit
+def _write_places(
+    order, start, picked, assignment, first, own_first, experts, EXPERTS: tl.constexpr
+):
+    """Assignments of picked [tokens, experts], each expert's from own_first [experts] on."""
+    position = own_first[None, :] + tl.cumsum(picked, axis=0) - 1
+    tl.store(order + position, assignment, mask=picked > 0)
+    if tl.program_id(0) == 0:
+        expert = tl.arange(0, EXPERTS)
+        tl.store(start + expert, first, mask=expert < experts)

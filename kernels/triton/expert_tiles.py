@@ -1,0 +1,79 @@
+"""Tile sizes of the experts' products: data, found by `benchmarks/gpu_experts.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Compute capability from which `TILES` fit.
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """How one program of a product walks along an expert's weight."""
+
+    #: Rows of the weight: half of them gates where there are gates.
+    block_n: int
+    #: Their elements that it reads at a time.
+    block_k: int
+    warps: int
+    #: Tiles in flight.
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Both products of a block, which cut an expert's tokens alike."""
+
+    #: Tokens of one expert that a program works for.
+    block_t: int
+    gate_up: ProductTile
+    down: ProductTile
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTile:
+    """Both products of a block for one token; stages of 1 read straight into registers."""
+
+    gate_up: ProductTile
+    down: ProductTile
+
+
+#: Fits everywhere.
+TOKEN_TILE = TokenTile(ProductTile(4, 1024, 4, 1), ProductTile(4, 1024, 4, 3))
+
+#: (most tokens of an expert on average, tile), ascending; the last is for any number.
+Table = tuple[tuple[float, Tile], ...]
+
+ANY = float("inf")
+
+TILES: Table = (
+    (8, Tile(16, ProductTile(64, 128, 4, 4), ProductTile(64, 128, 4, 4))),
+    (24, Tile(32, ProductTile(128, 64, 4, 5), ProductTile(128, 64, 4, 5))),
+    (48, Tile(64, ProductTile(128, 64, 4, 4), ProductTile(128, 64, 4, 4))),
+    (ANY, Tile(128, ProductTile(256, 64, 8, 3), ProductTile(256, 64, 8, 3))),
+)
+
+#: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory).
+SMALL_TILES: Table = (
+    (8, Tile(16, ProductTile(64, 64, 4, 4), ProductTile(64, 64, 4, 4))),
+    (24, Tile(32, ProductTile(64, 64, 4, 4), ProductTile(64, 64, 4, 4))),
+    (48, Tile(64, ProductTile(64, 64, 4, 3), ProductTile(64, 64, 4, 3))),
+    (ANY, Tile(128, ProductTile(128, 32, 8, 3), ProductTile(128, 32, 8, 3))),
+)
+
+#: For numbers of 4 bytes, which are multiplied outside the matrix unit.
+WIDE_TILES: Table = ((ANY, Tile(16, ProductTile(64, 32, 4, 2), ProductTile(64, 32, 4, 2))),)
+
+
+def table_for(number_bytes: int, capability: tuple[int, int] | None) -> Table:
+    """The tiles for numbers of so many bytes; capability None where kernels are interpreted."""
+    if number_bytes == 4:
+        return WIDE_TILES
+    return TILES if capability is None or HOPPER <= capability < (12, 0) else SMALL_TILES
+
+
+def choose_tile(table: Table, assignments: int, experts: int) -> Tile:
+    """The tile for so many assignments, which are taken to spread evenly over the experts."""
+    mean = assignments / experts
+    return next(tile for most, tile in table if mean <= most)

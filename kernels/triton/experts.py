@@ -1,0 +1,130 @@
+"""Mixtures of experts: four launches for one token, six or seven for more; none needs the host.
+
+The experts' results are written apart and summed in a launch of their own: sums in memory would
+come in any order and differ from run to run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from tokenpod.kernels.ops import Activation, AddBlock, ExpertWeights, Routing, RowNorm
+from tokenpod.kernels.triton.expert_products import (
+    SUM_BLOCK,
+    most_blocks,
+    product,
+    weighted_sum,
+)
+from tokenpod.kernels.triton.expert_routing import Assignments, assign
+from tokenpod.kernels.triton.expert_tiles import (
+    TOKEN_TILE,
+    ProductTile,
+    Table,
+    choose_tile,
+    table_for,
+)
+from tokenpod.kernels.triton.expert_token import add_for_one
+from tokenpod.kernels.triton.launch import capability, launch_options
+from tokenpod.kernels.triton.pointwise import rms_norm
+
+#: Blocks of tokens that share an expert's weight while it is in the cache.
+GROUP = 8
+
+
+def prepare_experts(
+    weights: ExpertWeights,
+    norm: RowNorm,
+    activation: Activation,
+    routing: Routing,
+    tiles: Table | None = None,
+) -> AddBlock:
+    """See `ops.PrepareExperts`; `tiles` None means those of expert_tiles."""
+    for name, weight in weights._asdict().items():
+        if not weight.is_contiguous():
+            raise ValueError(f"the experts' {name} {list(weight.shape)} is not contiguous")
+    router = weights.router
+    table = tiles or table_for(router.element_size(), capability(router.device))
+
+    def add_experts(residual: torch.Tensor) -> None:
+        if len(residual) == 1:
+            add_for_one(residual, weights, norm, activation, routing, TOKEN_TILE)
+        else:
+            add_for_many(residual, weights, norm, activation, routing, table)
+
+    return add_experts
+
+
+def add_for_many(
+    residual: torch.Tensor,
+    weights: ExpertWeights,
+    norm: RowNorm,
+    activation: Activation,
+    routing: Routing,
+    tiles: Table,
+) -> None:
+    """Residual [T, hidden] += the block's output, on the matrix unit."""
+    x = rms_norm(residual, norm.weight, norm.epsilon)
+    assignments = assign(x, weights.router, routing)
+    count = assignments.order.numel()
+    experts, hidden, width = weights.down.shape
+    tile = choose_tile(tiles, count, experts)
+    inner = torch.empty((count, width), dtype=x.dtype, device=x.device)
+    multiply(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation)
+    outer = torch.empty((count, hidden), dtype=x.dtype, device=x.device)
+    multiply(inner, weights.down, outer, assignments, tile.block_t, tile.down, None)
+    _add_sum(outer, assignments.scale, residual)
+
+
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    y: torch.Tensor,
+    assignments: Assignments,
+    block_t: int,
+    tile: ProductTile,
+    activation: Activation | None,
+) -> None:
+    """Launch `expert_products.product`: gated and gathered if there is an `activation`."""
+    count, n = y.shape
+    experts, _, k = weight.shape
+    block_n = tile.block_n if activation is None else tile.block_n // 2
+    blocks = most_blocks(count, experts, block_t)
+    product[(blocks * triton.cdiv(n, block_n),)](
+        x,
+        weight,
+        y,
+        assignments.order,
+        assignments.start,
+        count,
+        blocks,
+        experts,
+        n,
+        k,
+        PER_TOKEN=assignments.scale.shape[1],
+        EXPERTS=triton.next_power_of_2(experts),
+        ACTIVATION="none" if activation is None else activation.value,
+        EVEN=k % tile.block_k == 0,
+        BLOCK_T=block_t,
+        BLOCK_N=block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.stages,
+        GROUP=GROUP,
+        num_warps=tile.warps,
+        **launch_options(x.device),
+    )
+
+
+def _add_sum(x: torch.Tensor, scale: torch.Tensor, residual: torch.Tensor) -> None:
+    """See `expert_products.weighted_sum`."""
+    tokens, n = residual.shape
+    weighted_sum[(tokens, triton.cdiv(n, SUM_BLOCK))](
+        x,
+        scale,
+        residual,
+        residual.stride(0),
+        n,
+        PER_TOKEN=scale.shape[1],
+        BLOCK=SUM_BLOCK,
+        **launch_options(x.device),
+    )

@@ -1,0 +1,67 @@
+"""Models with experts on the kernels of a GPU say what transformers says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from interpreted import DEVICE
+
+from tokenpod.engine.batch import ForwardBatch, PagedRows
+from tokenpod.engine.pool import KVPool
+from tokenpod.kernels import triton
+from tokenpod.models import load as loading
+from tokenpod.models.load import load_model
+
+FIRST_SLOT = 3
+
+
+@pytest.fixture
+def load_on_device(monkeypatch):
+    """Loads a folder for Triton's operations, interpreted or not."""
+    monkeypatch.setattr(loading, "operations_for", lambda device, dtype: triton.OPERATIONS)
+
+    def load(folder):
+        return load_model(folder, dtype=None, device=DEVICE, progress=lambda done, total: None)
+
+    return load
+
+
+def integers(values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def prompt_step(tokens):
+    """One row, whole."""
+    count = len(tokens)
+    return ForwardBatch(
+        t_token=integers(tokens, torch.int64),
+        t_position=torch.arange(count, device=DEVICE),
+        t_slot=torch.arange(count, device=DEVICE) + FIRST_SLOT,
+        b_start=[0, count],
+        b_context=[count],
+        b_runs=[[(FIRST_SLOT, FIRST_SLOT + count)]],
+        b_row=[0],
+        row_table=integers([range(FIRST_SLOT, FIRST_SLOT + 64)]),
+        single_rows=0,
+        logit_index=torch.arange(count, device=DEVICE),
+        paged=PagedRows(integers([0]), integers([0, count]), integers([count])),
+    )
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-some-dense"])
+def test_a_prompts_logprobs(name, golden, load_on_device, text):
+    reference = golden(name)
+    model = load_on_device(reference.folder)
+    config = model.config
+    pool = KVPool(
+        layers=config.layers,
+        slots=64,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=DEVICE,
+    )
+    tokens = text(9)
+    hidden = model.forward(prompt_step(tokens), pool)
+    got = model.logits(hidden).log_softmax(-1).cpu()
+    torch.testing.assert_close(got, reference.logprobs(tokens), rtol=0, atol=1e-4)

@@ -222,15 +222,18 @@ class EngineClient(asyncio.Protocol):
             outputs.finishes,
             strict=True,
         )
+        sinks = self._sinks
         for at, (sequence_id, token_id, logprob, finish) in enumerate(entries):
-            sink = self._sinks.get(sequence_id)
+            sink = sinks.get(sequence_id)
             if sink is None:
                 continue
             touched[id(sink)] = sink
+            code = FinishCode.RUNNING
             if finish:
-                del self._sinks[sequence_id]
+                del sinks[sequence_id]
+                code = FinishCode(finish)
             top = tops.get(at) if tops else None
-            sink.on_token(sequence_id, token_id, logprob, FinishCode(finish), top)
+            sink.on_token(sequence_id, token_id, logprob, code, top)
         for failure in outputs.failures:
             if sink := self._sinks.pop(failure.sequence_id, None):
                 touched[id(sink)] = sink

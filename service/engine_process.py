@@ -6,11 +6,15 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenpod.engine.types import EngineOptions, Loading, Ready
 from tokenpod.service.client import EngineClient, EngineLost
+
+#: What runs the engine; the number of its end of the link is added. -P: nothing is imported from
+#: the working directory.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.process")
 
 #: Seconds that an engine gets to leave after its link is closed.
 _LEAVE_SECONDS = 5.0
@@ -25,16 +29,19 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls, options: EngineOptions, on_loading: Callable[[Loading], None]
+        cls,
+        options: EngineOptions,
+        on_loading: Callable[[Loading], None],
+        command: Sequence[str] = ENGINE_COMMAND,
     ) -> EngineProcess:
         """Start the process and connect; the model is not loaded yet (await `ready`)."""
         ours, theirs = socket.socketpair()
         with theirs:
-            # -P: nothing is imported from the working directory.
-            command = [sys.executable, "-P", "-m", "tokenpod.engine.process", str(theirs.fileno())]
             # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
             process = subprocess.Popen(  # noqa: ASYNC220
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+                [*command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
             )
         return cls(process, await EngineClient.connect(ours, options, on_loading))
 

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +93,12 @@ class GenerateService:
 
     async def generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """The stream of one `Generate` call."""
+    ) -> None:
+        """Write the stream of one `Generate` call.
+
+        It writes where a generator would yield: each layer around a generator is another switch a
+        token.
+        """
         arrived_at = time.monotonic_ns()
         recorded = self._telemetry.current_call()
         with self._admission.enter() as place:
@@ -115,7 +119,7 @@ class GenerateService:
                 while not writer.done:
                     await generation.news()
                     while (event := writer.next()) is not None:
-                        yield event
+                        await context.write(event)
             finally:
                 generation.cancel()
                 self._report(request_id, generation, writer)

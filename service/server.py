@@ -22,6 +22,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ import uvloop
 from tokenpod.config import ServerSettings
 from tokenpod.engine.types import EngineOptions, Ready
 from tokenpod.service.admission import Admission
-from tokenpod.service.engine_process import EngineLost, EngineProcess
+from tokenpod.service.engine_process import ENGINE_COMMAND, EngineLost, EngineProcess
 from tokenpod.service.generate import GenerateService, Serving
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
@@ -73,10 +74,12 @@ class Server:
     Args:
         settings: the operator's.
         model_folder: where the model lies.
+        engine_command: what runs the engine.
     """
 
     settings: ServerSettings
     model_folder: Path
+    engine_command: Sequence[str] = ENGINE_COMMAND
 
     async def run(self) -> int:
         """Serve until a signal; the process's exit status. Raises StartError."""
@@ -157,7 +160,7 @@ class Server:
             max_batch_total_tokens=settings.max_batch_total_tokens,
             memory_fraction=settings.memory_fraction,
         )
-        engine = await EngineProcess.start(options, bar.update)
+        engine = await EngineProcess.start(options, bar.update, self.engine_command)
         stack.push_async_callback(engine.stop)
         return engine
 
@@ -267,12 +270,12 @@ class Stopping:
             await asyncio.wait_for(self._urgent.wait(), seconds)
 
 
-def run(settings: ServerSettings) -> int:
+def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Run a server in this process; its exit status. One line on standard error if it can't."""
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
         folder = resolve_model(settings.model_id, settings.revision)
-        return uvloop.run(Server(settings, folder).run())
+        return uvloop.run(Server(settings, folder, engine_command).run())
     except (StartError, ModelNotFound) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

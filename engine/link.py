@@ -66,6 +66,10 @@ class Link(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._frames = FrameDecoder[T](kind)
 
+    def fileno(self) -> int:
+        """The socket's number, to wait on."""
+        return self._socket.fileno()
+
     def send(self, message: msgspec.Struct) -> None:
         """Send one message; raises LinkClosed."""
         try:

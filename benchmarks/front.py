@@ -27,13 +27,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.config import load_settings
-from tokenpod.engine.link import Link, LinkClosed
+from tokenpod.engine.exchange import face_of
+from tokenpod.engine.link import LinkClosed
 from tokenpod.engine.types import (
     Abort,
     FinishCode,
@@ -61,12 +61,11 @@ class _Running:
     started: bool = False
 
 
-def emit(endpoint: int, steps_per_second: float, report: Path) -> None:
-    """Be an engine that needs no time: a token a step for all, until the link closes."""
-    link = Link[ToEngine](socket.socket(fileno=endpoint), ToEngine)  # type: ignore[arg-type]
-    options = link.receive(None)[0]
+def emit(endpoints: Sequence[int], steps_per_second: float, report: Path) -> None:
+    """Be an engine that needs no time: a token a step for all, until the first link closes."""
+    link = face_of([socket.socket(fileno=endpoint) for endpoint in endpoints])
+    link.receive(None)
     link.send(_ready())
-    del options
     running: dict[int, _Running] = {}
     draw = random.Random(1)
     step = tokens = busy_ns = 0
@@ -144,7 +143,7 @@ def _ready() -> Ready:
 # -- the server --------------------------------------------------------------------------------
 
 
-def serve(port: int, health_port: int, engine: Sequence[str], flags: dict[str, Any]) -> int:
+def serve(port: int, health_port: int, engine: Sequence[str], front_ends: int) -> int:
     """Run the real server over `engine`."""
     from tokenpod.service.server import run
 
@@ -155,15 +154,15 @@ def serve(port: int, health_port: int, engine: Sequence[str], flags: dict[str, A
         max_concurrent_requests=4096,
         lame_duck_seconds=0.0,
         log_level="warning",
-        **flags,
+        front_ends=front_ends,
     )
     return run(settings, engine_command=engine)
 
 
-def profiled(port: int, health_port: int, engine: Sequence[str], flags: dict[str, Any]) -> int:
+def profiled(port: int, health_port: int, engine: Sequence[str], front_ends: int) -> int:
     """`serve`, and where its time went on standard error."""
     profile = cProfile.Profile()
-    status = profile.runcall(serve, port, health_port, engine, flags)
+    status = profile.runcall(serve, port, health_port, engine, front_ends)
     pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(32)
     return int(status)
 
@@ -215,7 +214,14 @@ def _server(steps: float, report: Path, options: argparse.Namespace) -> Iterator
     port, health_port = _free_port(), _free_port()
     mode = "profile" if options.profile else "serve"
     command = [sys.executable, "-P", __file__, "--mode", mode, "--ports", f"{port},{health_port}"]
-    command += ["--steps", str(steps), "--report", str(report), "--flags", options.flags]
+    command += [
+        "--steps",
+        str(steps),
+        "--report",
+        str(report),
+        "--front-ends",
+        str(options.front_ends),
+    ]
     process = subprocess.Popen(command)
     try:
         _wait_until_serving(f"127.0.0.1:{health_port}", process)
@@ -230,12 +236,24 @@ def _bench(address: str, tokens: int, options: argparse.Namespace, result: Path)
     command += ["--concurrency", str(options.streams), "--requests", str(options.streams)]
     command += ["--input-tokens", "16", "--output-tokens", str(tokens), "--warmup", "0"]
     command += ["--processes", str(options.clients), "--json", str(result)]
+    # The kernel gives connections to front ends by chance: a few for each even it out.
+    command += ["--connections", str(options.connections)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+def _cpu_seconds(server: int) -> float:
+    """Of all front ends: the server and those of its children that are."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    further = [int(pid) for pid in children if b"front_end" in _command(int(pid))]
+    spent = 0.0
+    for pid in (server, *further):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        spent += (int(fields[11]) + int(fields[12])) / _TICKS
+    return spent
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _free_port() -> int:
@@ -262,22 +280,23 @@ def main() -> int:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=1, help="client processes")
+    parser.add_argument("--connections", type=int, default=16, help="of each client process")
+    parser.add_argument("--front-ends", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--flags", default="{}", help="settings of the server, as JSON")
     parser.add_argument("--mode", default="measure", help=argparse.SUPPRESS)
     parser.add_argument("--ports", help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("endpoint", nargs="?", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("endpoints", nargs="*", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.mode == "engine":
-        emit(options.endpoint, float(options.steps), options.report)
+        emit(options.endpoints, float(options.steps), options.report)
         return 0
     if options.mode in ("serve", "profile"):
         engine = [sys.executable, "-P", __file__, "--mode", "engine", "--steps", options.steps]
         engine += ["--report", str(options.report)]
         port, health_port = map(int, options.ports.split(","))
         run = serve if options.mode == "serve" else profiled
-        return run(port, health_port, engine, json.loads(options.flags))
+        return run(port, health_port, engine, options.front_ends)
     print("                                               front end        ms between messages")
     print("  offered  delivered   share  tokens/message  us/token  cores       p50       p99")
     for steps in map(float, options.steps.split(",")):

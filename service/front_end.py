@@ -39,6 +39,8 @@ from tokenpod.service.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("tokenpod")
 
+_TELL_SECONDS = 0.25
+
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
@@ -90,8 +92,7 @@ class FrontEnd:
             bind(server, order.address, credentials(settings))
             await server.start()
             house.set_serving()
-            events = {client.lost, hung_up}
-            await asyncio.wait(events, return_when="FIRST_COMPLETED")
+            await _tell_pending(client, house, hung_up)
             # The calls of a lost engine have been told already; a moment for the answers to leave.
             await server.stop(1.0 if client.lost.done() else 0.5)
             # Ending is not news: the first front end sees the engine's end as well, and says so.
@@ -136,6 +137,14 @@ def main() -> int:
     except (StartError, TokenizerError, EngineLost) as error:
         log.error("a front end cannot start", extra={"reason": str(error)})
         return 1
+
+
+async def _tell_pending(client: EngineClient, house: House, hung_up: asyncio.Task[None]) -> None:
+    """Keep the first front end informed, whose health is the pod's, until either is gone."""
+    gone: set[asyncio.Future[Any]] = {client.lost, hung_up}
+    while not any(future.done() for future in gone):
+        house.set_pending(client.pending)
+        await asyncio.wait(gone, timeout=_TELL_SECONDS, return_when="FIRST_COMPLETED")
 
 
 async def _end_of_input() -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from tokenpod.config import ServerSettings
+from tokenpod.service.client import EngineClient
 from tokenpod.service.house import House
 
 #: -P: nothing is imported from the working directory.
@@ -50,6 +51,29 @@ class Way:
     address: str
     relay_address: str
     relay_secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class PodProgress:
+    """The engine's pulse as the whole pod feels it: the first front end hears of every step."""
+
+    client: EngineClient
+    house: House
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine owes anybody a step."""
+        return self.client.pending or self.house.pending
+
+    @property
+    def last_step_at(self) -> int:
+        """CLOCK_MONOTONIC nanoseconds."""
+        return self.client.last_step_at
+
+    @property
+    def usual_step(self) -> float:
+        """Seconds."""
+        return self.client.usual_step
 
 
 class Order(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 Each process writes its own row and reads all, so nothing is ever locked. The memory has no name:
 it is a file descriptor that children inherit, and is gone when the last process is.
 
-    row k = [requests in the house, prompt tokens that wait, serving]
+    row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step]
     one more number: whether the house is closed, written by the first process
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 import mmap
 import os
 
-_REQUESTS, _WAITING_TOKENS, _SERVING = range(3)
-_COLUMNS = 3
+_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING = range(4)
+_COLUMNS = 4
 _NUMBER = 8  # bytes
 
 
@@ -61,6 +61,11 @@ class House:
         return self._sum(_SERVING) == self.count - 1
 
     @property
+    def pending(self) -> bool:
+        """Whether the engine owes a step to any process that has said so."""
+        return bool(self._sum(_PENDING))
+
+    @property
     def closed(self) -> bool:
         """Whether the first process takes no new work any more, nor may the others."""
         return bool(self._numbers[0])
@@ -78,6 +83,10 @@ class House:
     def set_serving(self) -> None:
         """This process listens, and its model is there."""
         self._numbers[self._row(self.index) + _SERVING] = 1
+
+    def set_pending(self, pending: bool) -> None:
+        """Whether the engine owes this process a step."""
+        self._numbers[self._row(self.index) + _PENDING] = pending
 
     def forget(self, index: int) -> None:
         """Process `index` is gone, and what it had in the house with it."""

@@ -31,7 +31,7 @@ from tokenpod.config import ServerSettings
 from tokenpod.engine.types import EngineOptions, Ready
 from tokenpod.service.admission import Admission
 from tokenpod.service.engine_process import ENGINE_COMMAND, EngineLost, EngineProcess
-from tokenpod.service.front_ends import FrontEndLost, FrontEnds, Way
+from tokenpod.service.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
 from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
@@ -112,7 +112,7 @@ class Server:
                 return 0
             tokenizer, ready = loading.result()
             self._open(engine, tokenizer, ready, listener, generate, rpcs)
-            board.watch(engine.client)
+            board.watch(PodProgress(engine.client, house))
             stack.callback(board.close)
             telemetry.watch(lambda: engine.client.load)
             admission.closed = None

@@ -337,6 +337,7 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "address": listener.address,
         "dtype": ready.dtype,
         "device": ready.device_type,
+        "front_ends": settings.resolved_front_ends,
         "parameters": ready.parameters,
         "kv_slots": ready.slots,
         "load_seconds": round(ready.load_seconds, 2),

@@ -246,6 +246,24 @@ def test_a_second_server_cannot_share_the_port(pod: ServerProcess) -> None:
         assert "the address is in use" in second.log.read_text()
 
 
+def test_every_front_end_wants_the_token_also_for_what_it_hands_on(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("open-sesame\n")
+    with serve("--front-ends", str(FRONT_ENDS), "--auth-token-file", str(tokens)) as server:
+        known = (("authorization", "Bearer open-sesame"),)
+        for client in one_each(server):
+            assert client.stub.Info(pb.InfoRequest(), metadata=known).device_type == "cpu"
+            request = text_request(PROMPT, stopping=SHORT)
+            assert generate(client.stub, request, metadata=known).samples
+            for call in (client.stub.Info, client.stub.Tokens):
+                with pytest.raises(grpc.RpcError) as refused:
+                    call(pb.InfoRequest() if call is client.stub.Info else pb.TokensRequest())
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            health = health_pb2_grpc.HealthStub(client.channel)
+            assert health.Check(health_pb2.HealthCheckRequest()).status == SERVING
+        assert server.stop() == 0
+
+
 def test_a_drain_finishes_the_streams_of_all_and_leaves_nobody() -> None:
     with serve("--front-ends", str(FRONT_ENDS)) as server:
         clients, children = one_each(server), server.children()

@@ -92,7 +92,7 @@ class HealthBoard:
             self._watcher.cancel()
 
     async def _watch(self, progress: Progress) -> None:
-        alive, idle_at = True, time.monotonic_ns()
+        alive, idle_at = True, 0
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic_ns()

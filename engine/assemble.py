@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenpod.engine.device_executor import DeviceExecutor
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.memory import choose_slots, free_bytes
@@ -69,19 +68,25 @@ def _on_device(
     model: Decoder, options: EngineOptions, positions: int, device: torch.device
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
+    # Not on a CPU: these bring Triton with them.
+    from tokenpod.engine.device_executor import DeviceExecutor
+    from tokenpod.engine.device_sampler import DeviceSampler
+
     rows, prompt = options.max_batch_size, options.max_batch_prefill_tokens
     executor = DeviceExecutor(
         model,
         make_pool(model, rows + prompt, device),
+        DeviceSampler(rows=rows, vocab_size=model.config.vocab_size, device=device),
         rows=rows,
         max_positions=positions,
         max_tokens=rows + prompt,
-        vocab_size=model.config.vocab_size,
         device=device,
     )
     before = torch.cuda.memory_reserved(device)
-    for scattered in (False, True):
-        executor.launch(worst_step(rows, prompt, positions, scattered=scattered)).wait()
+    # The largest first, then smaller ones: the allocator learns to cut up what it has.
+    for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
+        scattered = tokens == prompt // 2
+        executor.launch(worst_step(rows, max(tokens, 1), positions, scattered=scattered)).wait()
         executor.release(range(rows))
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     captured = torch.cuda.memory_reserved(device) - before

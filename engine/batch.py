@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,24 @@ class PagedRows:
     b_start: torch.Tensor
     #: [B] int32: tokens of KV per row after this step, these tokens included.
     b_context: torch.Tensor
+    #: In a captured step, what its rows with several tokens are, by window: see `ops.TileExtends`.
+    tiles: Mapping[int | None, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """The rows of a step as the host knows them; see `ForwardBatch`."""
+
+    b_start: list[int]
+    b_context: list[int]
+    b_runs: list[list[Run]]
+    b_row: list[int]
+    single_rows: int
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.b_context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,15 @@ this one. A step in which every row decodes replays a captured graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from tokenpod.engine.batch import ForwardBatch, PagedRows, Run, append_slots
+from tokenpod.engine.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.executor import Model
-from tokenpod.engine.graphs import DecodeGraphs, ladder
+from tokenpod.engine.executor import CapturableModel
+from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
 from tokenpod.engine.integers import LAST, Counts, Integers, fill, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
@@ -25,6 +25,12 @@ from tokenpod.engine.sampler import prompt_logprobs
 
 #: Steps that can be under way: one computes, one waits behind it, one is being filled in.
 _DEPTH = 3
+#: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
+_MOST_CAPTURED_TOKENS = 1024
+#: A captured mixed step has room for so many rows with several tokens.
+_MOST_CAPTURED_EXTENDS = 64
+#: Tiles of rows with several tokens have at least so many queries, but for a row's last.
+_LEAST_TILE = 8
 #: Prompt tokens whose logits are made at a time.
 _SCORED_AT_ONCE = 128
 
@@ -35,49 +41,60 @@ class DeviceExecutor:
     Args:
         model: what computes hidden states and logits.
         pool: keys and values; slots are given by the plans.
+        sampler: for as many rows.
         rows: sequences that can be live at once.
         max_positions: longest sequence, in tokens.
         max_tokens: most tokens of a step.
-        vocab_size: width of the logits.
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
     """
 
     def __init__(
         self,
-        model: Model,
+        model: CapturableModel,
         pool: KVPool,
+        sampler: DeviceSampler,
         *,
         rows: int,
         max_positions: int,
         max_tokens: int,
-        vocab_size: int,
         device: torch.device,
     ) -> None:
         self._model = model
         self._pool = pool
         self._device = device
         self._rows = rows
-        self._sampler = DeviceSampler(rows=rows, vocab_size=vocab_size, device=device)
+        self._sampler = sampler
         # The last row of both is padding's.
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._row_table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
-        words = Counts(max_tokens, rows, rows).words
+        most = min(max_tokens, _MOST_CAPTURED_TOKENS)
+        words = Counts(max_tokens, rows, rows, self._tile_numbers(most)).words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
         self._mailboxes = [Mailbox(rows, words, device) for _ in range(_DEPTH)]
         self._turn = 0
         #: Where the KV of rows with a prompt under way lies.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
-        self._graphs: DecodeGraphs | None = None
+        self._max_tokens = max_tokens
+        self._decode: Graphs | None = None
+        self._mixed: Graphs | None = None
 
     def use(self, pool: KVPool) -> None:
         """Keep keys and values there from now on. No step is under way, no row is taken."""
-        assert self._graphs is None, "captured steps know the pool that they were captured with"
+        assert self._decode is None, "captured steps know the pool that they were captured with"
         self._pool = pool
 
     def capture(self) -> None:
-        """Capture the decode steps; before this, and for other steps, kernels go one by one."""
+        """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
+        most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(self._forward_decode, ladder(self._rows), self._padding)
+            self._mixed = Graphs(
+                self._forward_mixed,
+                mixed_counts(self._rows, most, self._tile_numbers),
+                self._padding,
+            )
+            self._decode = Graphs(
+                self._forward_decode, decode_counts(self._rows), self._padding, self._mixed.memory
+            )
 
     def launch(self, plan: StepPlan) -> Flight:
         """Queue one step."""
@@ -101,16 +118,21 @@ class DeviceExecutor:
         mailbox.begin()
         works = plan.works
         samples = sum(work.samples for work in works)
-        size = self._captured_size(works)
+        for work in works:
+            if work.tokens is not None:
+                append_slots(self._runs[work.row], work.slots)
         scored: dict[int, torch.Tensor] = {}
         logits: torch.Tensor | None
-        if size is not None:
-            logits, integers = self._replay(works, size, mailbox)
+        captured = self._captured(works, mailbox)
+        if captured is not None:
+            logits = captured.replay(mailbox.words[: captured.counts.words])[:samples]
+            integers = captured.integers
         else:
             logits, integers, scored = self._forward(works, samples, mailbox)
         mailbox.forwarded()
         drawn = None
-        if logits is not None:
+        if samples:
+            assert logits is not None
             drawn = self._sampler.sample(
                 logits, integers.sample_row[:samples], integers.sample_position[:samples]
             )
@@ -120,24 +142,27 @@ class DeviceExecutor:
             )
         return mailbox.send(drawn, scored)
 
-    def _captured_size(self, works: Sequence[RowWork]) -> int | None:
-        """The graph for these works, if there is one."""
-        if self._graphs is None:
+    def _captured(self, works: Sequence[RowWork], mailbox: Mailbox) -> Captured | None:
+        """The graph for these works, if there is one, its integers in the mailbox."""
+        if self._decode is None or self._mixed is None or any(w.next_tokens for w in works):
             return None
-        if all(len(w.slots) == 1 and w.samples and w.next_tokens is None for w in works):
-            return self._graphs.size_for(len(works))
-        return None
-
-    def _replay(
-        self, works: Sequence[RowWork], size: int, mailbox: Mailbox
-    ) -> tuple[torch.Tensor, Integers]:
-        assert self._graphs is not None
-        counts, actual = Counts.decode(size), len(works)
-        host = views(mailbox.host_words, counts)
+        if all(len(work.slots) == 1 and work.samples for work in works):
+            captured = self._decode.fitting(len(works))
+        else:
+            captured = self._mixed.fitting(sum(len(work.slots) for work in works))
+        if captured is None:
+            return None
+        host = views(mailbox.host_words, captured.counts)
         fill(host, works)
-        pad(host, actual, padding_row=self._rows, sink=self._pool.sink)
-        logits, integers = self._graphs.replay(size, mailbox.words[: counts.words])
-        return logits[:actual], integers
+        if captured.counts.tiles:
+            tiles = self._model.tiles(
+                self._ragged(host, works), _most_tiles(captured.counts.tokens)
+            )
+            if tiles is None:
+                return None
+            host.tiles[:] = tiles.reshape(-1)
+        pad(host, works, padding_row=self._rows, sink=self._pool.sink)
+        return captured
 
     def _forward(
         self, works: Sequence[RowWork], samples: int, mailbox: Mailbox
@@ -146,13 +171,10 @@ class DeviceExecutor:
         counts = Counts(sum(len(work.slots) for work in works), len(works), samples)
         host = views(mailbox.host_words, counts)
         fill(host, works)
-        for work in works:
-            if work.tokens is not None:
-                append_slots(self._runs[work.row], work.slots)
         words = self._words[: counts.words]
         words.copy_(mailbox.words[: counts.words], non_blocking=True)
         integers = views(words, counts)
-        batch = self._batch(integers, host, works)
+        batch = self._batch(integers, self._ragged(host, works))
         hidden = self._model.forward(batch, self._pool)
         scored = {
             i: self._score_prompt(work, hidden[batch.b_start[i] : batch.b_start[i + 1]])
@@ -163,39 +185,50 @@ class DeviceExecutor:
         return logits, integers, scored
 
     def _forward_decode(self, counts: Counts, integers: Integers) -> torch.Tensor:
-        """What is captured."""
-        rows = counts.rows
-        hidden = self._model.forward(
-            ForwardBatch(
-                t_token=self._resolve(integers),
-                t_position=integers.t_position,
-                t_slot=integers.t_slot,
-                b_start=list(range(rows + 1)),
-                b_context=[0] * rows,  # known on the device only
-                b_runs=[[]] * rows,
-                b_row=[0] * rows,
-                row_table=self._row_table,
-                single_rows=rows,
-                logit_index=integers.logit_index,
-                paged=PagedRows(integers.b_row, integers.b_start, integers.b_context),
-            ),
-            self._pool,
-        )
-        return self._model.logits(hidden)
+        """What is captured of steps in which every row decodes."""
+        rows = RaggedRows(list(range(counts.rows + 1)), *_unknown(counts.rows), counts.rows)
+        return self._model.logits(self._model.forward(self._batch(integers, rows), self._pool))
 
-    def _batch(self, integers: Integers, host: Integers, works: Sequence[RowWork]) -> ForwardBatch:
+    def _forward_mixed(self, counts: Counts, integers: Integers) -> torch.Tensor:
+        """What is captured of mixed steps.
+
+        Rows that decode are fewer than `counts.rows`; what their kernel writes beyond them, zeros,
+        is overwritten by the one that follows, for rows of several tokens.
+        """
+        singles = counts.rows
+        rows = RaggedRows([*range(singles + 1), counts.tokens], *_unknown(singles + 1), singles)
+        by_window = integers.tiles.view(len(self._model.windows), -1)
+        tiles = dict(zip(self._model.windows, by_window, strict=True))
+        hidden = self._model.forward(self._batch(integers, rows, tiles), self._pool)
+        return self._model.logits(hidden.index_select(0, integers.logit_index))
+
+    def _batch(
+        self,
+        integers: Integers,
+        rows: RaggedRows,
+        tiles: Mapping[int | None, torch.Tensor] | None = None,
+    ) -> ForwardBatch:
         return ForwardBatch(
             t_token=self._resolve(integers),
             t_position=integers.t_position,
             t_slot=integers.t_slot,
-            b_start=host.b_start.tolist(),
-            b_context=host.b_context.tolist(),
+            b_start=rows.b_start,
+            b_context=rows.b_context,
+            b_runs=rows.b_runs,
+            b_row=rows.b_row,
+            row_table=self._row_table,
+            single_rows=rows.single_rows,
+            logit_index=integers.logit_index,
+            paged=PagedRows(integers.b_row, integers.b_start, integers.b_context, tiles),
+        )
+
+    def _ragged(self, host: Integers, works: Sequence[RowWork]) -> RaggedRows:
+        return RaggedRows(
+            b_start=host.b_start[: len(works) + 1].tolist(),
+            b_context=host.b_context[: len(works)].tolist(),
             b_runs=[self._runs[work.row] for work in works],
             b_row=[work.row for work in works],
-            row_table=self._row_table,
             single_rows=sum(len(work.slots) == 1 for work in works),
-            logit_index=integers.logit_index,
-            paged=PagedRows(integers.b_row, integers.b_start, integers.b_context),
         )
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
@@ -243,11 +276,27 @@ class DeviceExecutor:
             source = source.pin_memory()
         return source.to(self._device, non_blocking=True)
 
-    def _padding(self, size: int) -> torch.Tensor:
-        counts = Counts.decode(size)
+    def _padding(self, counts: Counts) -> torch.Tensor:
         host = np.zeros(counts.words, np.int64)
-        pad(views(host, counts), 0, padding_row=self._rows, sink=self._pool.sink)
+        pad(views(host, counts), [], padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)
+
+    def _tile_numbers(self, tokens: int) -> int:
+        """How many numbers describe the tiles of a captured step."""
+        nobody = RaggedRows([0], [], [], [], 0)
+        tiles = self._model.tiles(nobody, _most_tiles(tokens))
+        assert tiles is not None
+        return tiles.size
+
+
+def _most_tiles(tokens: int) -> int:
+    """Room for tiles in a captured step of `tokens` tokens."""
+    return tokens // _LEAST_TILE + _MOST_CAPTURED_EXTENDS
+
+
+def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:
+    """Contexts, runs and rows of a captured step, which the device is told."""
+    return [0] * rows, [[]] * rows, [0] * rows
 
 
 def _pieces(following: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

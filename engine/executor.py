@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tokenpod.engine.batch import ForwardBatch
+from tokenpod.engine.batch import ForwardBatch, RaggedRows
 from tokenpod.engine.plan import StepPlan
 from tokenpod.engine.pool import KVPool
 
@@ -27,6 +29,19 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, vocab] float32."""
+        ...
+
+
+class CapturableModel(Model, Protocol):
+    """What more a model must know so that mixed steps can be captured."""
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The different attention windows of its layers."""
+        ...
+
+    def tiles(self, rows: RaggedRows, most: int) -> npt.NDArray[np.int32] | None:
+        """[windows, numbers]: `ops.TileExtends` for each window; None: `most` are too few."""
         ...
 
 

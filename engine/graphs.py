@@ -1,26 +1,32 @@
-"""Captured decode steps: from a step's integers to logits in one launch.
+"""Captured steps: from a step's integers to logits in one launch.
 
-A graph replays the same kernels on the same memory, so there is one for each of a ladder of batch
-sizes; a step takes the next larger one and pads. What changes from step to step (tokens, positions,
-slots, contexts) the kernels read from the graph's own copy of the step's integers.
+A graph replays the same kernels on the same memory, so there is one for each of a ladder of sizes;
+a step takes the next larger one and pads. What changes from step to step (tokens, positions, slots,
+contexts, tiles) the kernels read from the graph's own copy of the step's integers. Where kernels
+are interpreted there are no graphs: "replaying" runs the same padded step again.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tokenpod.engine.integers import Counts, Integers, views
+
+#: Smaller mixed steps are filled up to this.
+LEAST_MIXED = 16
 
 #: From a step's integers on the device to [n, vocab] float32 logits.
 Forward = Callable[[Counts, Integers], torch.Tensor]
 
 
 def ladder(most: int) -> list[int]:
-    """Batch sizes to capture for steps of up to `most` rows: padding costs an eighth at most."""
+    """Sizes to capture up to `most`: 1, 2, 4, 8 and so on; padding costs an eighth at most."""
     sizes, size = [], 1
     while size < most:
         sizes.append(size)
@@ -30,59 +36,88 @@ def ladder(most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    #: What the graph reads.
+class Captured:
+    """One size of step."""
+
+    counts: Counts
+    #: What the graph reads, and its fields.
     words: torch.Tensor
     integers: Integers
-    #: [size, vocab] float32, overwritten by each replay.
-    logits: torch.Tensor
+    #: Runs it: [counts.samples, vocab] float32 logits, overwritten by the next run.
+    run: Callable[[], torch.Tensor]
+
+    def replay(self, words: torch.Tensor) -> torch.Tensor:
+        """Run the step whose integers are in `words`; its logits, until the next replay.
+
+        Args:
+            words: pinned, laid out for `counts`.
+        """
+        self.words.copy_(words, non_blocking=True)
+        return self.run()
 
 
-class DecodeGraphs:
-    """A captured step for each batch size in `sizes`.
+class Graphs:
+    """Captured steps of one kind, one for each of a ladder of sizes.
 
     Args:
         forward: run and then captured for each size, the largest first: they share one memory.
-        sizes: rising.
-        padded: a step's integers, all padding, of so many rows: what captures run on.
+        counts: of each size, rising.
+        padded: integers of a step that is nothing but padding: what captures run on.
+        memory: of graphs captured before, to be shared; only one graph runs at a time.
     """
 
     def __init__(
         self,
         forward: Forward,
-        sizes: Sequence[int],
-        padded: Callable[[int], torch.Tensor],
+        counts: dict[int, Counts],
+        padded: Callable[[Counts], torch.Tensor],
+        memory: Any = None,
     ) -> None:
-        self._sizes = list(sizes)
-        self._captured: dict[int, _Captured] = {}
-        memory = None
+        self._sizes = sorted(counts)
+        self._captured: dict[int, Captured] = {}
+        self.memory = memory
         for size in reversed(self._sizes):
-            counts, words = Counts.decode(size), padded(size)
-            integers = views(words, counts)
-            forward(counts, integers)  # compiles and loads what capturing must not
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=memory):
-                logits = forward(counts, integers)
-            memory = memory or graph.pool()
-            self._captured[size] = _Captured(graph, words, integers, logits)
+            words = padded(counts[size])
+            integers = views(words, counts[size])
+            step = functools.partial(forward, counts[size], integers)
+            step()  # compiles and loads what capturing must not
+            run = self._capture(step) if words.is_cuda else step
+            self._captured[size] = Captured(counts[size], words, integers, run)
 
-    def size_for(self, rows: int) -> int | None:
-        """The smallest captured size for `rows`; None if there is none."""
-        at = bisect.bisect_left(self._sizes, rows)
-        return self._sizes[at] if at < len(self._sizes) else None
+    def _capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.memory):
+            logits = step()
+        self.memory = self.memory or graph.pool()
 
-    def replay(self, size: int, words: torch.Tensor) -> tuple[torch.Tensor, Integers]:
-        """Run the step whose integers are in `words`.
+        def run() -> torch.Tensor:
+            graph.replay()
+            return logits
 
-        Returns [size, vocab] logits, and the integers on the device: both until the next replay.
+        return run
 
-        Args:
-            size: a captured size.
-            words: pinned, laid out for `Counts.decode(size)`.
-        """
-        captured = self._captured[size]
-        captured.words.copy_(words, non_blocking=True)
-        captured.graph.replay()
-        return captured.logits, captured.integers
+    def fitting(self, size: int) -> Captured | None:
+        """The smallest captured step of at least `size`; None if there is none."""
+        at = bisect.bisect_left(self._sizes, size)
+        return self._captured[self._sizes[at]] if at < len(self._sizes) else None
+
+
+def decode_counts(rows: int) -> dict[int, Counts]:
+    """Steps in which up to `rows` rows decode."""
+    return {size: Counts.decode(size) for size in ladder(rows)}
+
+
+def mixed_counts(rows: int, tokens: int, numbers_of: Callable[[int], int]) -> dict[int, Counts]:
+    """Steps of up to `tokens` tokens, some of them prompts'.
+
+    Args:
+        rows: sequences that can be live at once.
+        tokens: most tokens.
+        numbers_of: how many numbers describe the tiles of a step of so many tokens.
+    """
+    return {
+        size: Counts(size, min(size, rows), min(size, rows), numbers_of(size))
+        for size in ladder(tokens)
+        if size >= min(LEAST_MIXED, tokens)
+    }

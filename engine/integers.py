@@ -14,22 +14,33 @@ from tokenpod.engine.plan import RowWork
 #: In place of a token: the one that the row sampled last, which the device knows.
 LAST = -1
 
+#: Fields begin at multiples of so many words (128 bytes): Triton compiles a kernel once more for a
+#: pointer that is aligned otherwise.
+ALIGNMENT = 16
+
 #: A numpy array where the host fills them in, a tensor where the device reads them.
 Array = Any
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How long a step's fields are: T tokens, B rows, and n rows that sample."""
+    """How long a step's fields are: T tokens, B rows, n rows that sample, numbers about tiles."""
 
     tokens: int
     rows: int
     samples: int
+    tiles: int = 0
 
     @property
     def words(self) -> int:
         """int64 words that hold all fields."""
-        return 4 * self.tokens + 3 * self.samples + 2 * _half(self.rows) + _half(self.rows + 1)
+        return sum(_words(bits, length) for bits, length in self.fields)
+
+    @property
+    def fields(self) -> list[tuple[int, int]]:
+        """Bits of a number and how many, in the order of `Integers`."""
+        wide = [(64, self.tokens)] * 4 + [(64, self.samples)] * 3
+        return [*wide, (32, self.rows), (32, self.rows), (32, self.rows + 1), (32, self.tiles)]
 
     @classmethod
     def decode(cls, rows: int) -> Counts:
@@ -54,20 +65,19 @@ class Integers:
     b_row: Array
     b_context: Array
     b_start: Array
+    #: Of captured steps: see `ops.TileExtends`.
+    tiles: Array
 
 
 def views(words: Array, counts: Counts) -> Integers:
     """The fields in an int64 numpy array or tensor of at least `counts.words`."""
     narrow = torch.int32 if isinstance(words, torch.Tensor) else np.int32
-    wide = [counts.tokens] * 4 + [counts.samples] * 3
-    narrower = [counts.rows, counts.rows, counts.rows + 1]
     at, fields = 0, []
-    for length in wide:
-        fields.append(words[at : at + length])
-        at += length
-    for length in narrower:
-        fields.append(words[at : at + _half(length)].view(narrow)[:length])
-        at += _half(length)
+    for bits, length in counts.fields:
+        end = at + _words(bits, length)
+        field = words[at:end] if bits == 64 else words[at:end].view(narrow)
+        fields.append(field[:length])
+        at = end
     return Integers(*fields)
 
 
@@ -95,27 +105,33 @@ def fill(into: Integers, works: Sequence[RowWork]) -> None:
     into.sample_position[: len(which)] = [works[i].output_index for i in which]
 
 
-def pad(into: Integers, rows: int, *, padding_row: int, sink: int) -> None:
-    """Fill what a decode step of `rows` leaves of a longer one: rows that read and write nothing.
+def pad(into: Integers, works: Sequence[RowWork], *, padding_row: int, sink: int) -> None:
+    """Fill what `works` leave of a longer, captured step: tokens and rows that change nothing.
+
+    Rows with several tokens are known to the device by their tiles only.
 
     Args:
-        into: fields of `Counts.decode` of the longer step.
-        rows: how many there are.
+        into: fields that `fill` has filled.
+        works: what it filled them with.
         padding_row: a row that belongs to nobody.
         sink: the slot that padding writes to.
     """
-    into.t_token[rows:] = 0
-    into.t_position[rows:] = 0
-    into.t_slot[rows:] = sink
-    into.t_row[rows:] = padding_row
-    into.logit_index[rows:] = np.arange(rows, len(into.logit_index))
-    into.sample_row[rows:] = padding_row
-    into.sample_position[rows:] = 0
-    into.b_row[rows:] = padding_row
-    into.b_context[rows:] = 0
-    into.b_start[rows:] = np.arange(rows, len(into.b_start))
+    tokens = sum(len(work.slots) for work in works)
+    into.t_token[tokens:] = 0
+    into.t_position[tokens:] = 0
+    into.t_slot[tokens:] = sink
+    into.t_row[tokens:] = padding_row
+    samples = sum(work.samples for work in works)
+    into.logit_index[samples:] = 0
+    into.sample_row[samples:] = padding_row
+    into.sample_position[samples:] = 0
+    singles = sum(len(work.slots) == 1 for work in works)
+    into.b_row[singles:] = padding_row
+    into.b_context[singles:] = 0
+    into.b_start[singles:] = singles
 
 
-def _half(length: int) -> int:
-    """int64 words that hold `length` int32."""
-    return (length + 1) // 2
+def _words(bits: int, length: int) -> int:
+    """int64 words that hold `length` numbers, up to the next field."""
+    words = -(-length * bits // 64)
+    return -(-words // ALIGNMENT) * ALIGNMENT

@@ -33,6 +33,15 @@ def choose_slots(
     return max(min(fits, most_useful), 1)
 
 
+def let_segments_grow() -> None:
+    """Have torch map GPU memory piece by piece behind what it has, instead of in fixed segments.
+
+    Steps have all sizes; in fixed segments their tensors leave gaps that fit nothing, until torch
+    must ask the driver, which stops the GPU. To be called before anything is on the GPU.
+    """
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated; on a CPU the container's limit counts too."""
     if device.type == "cuda":

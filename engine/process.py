@@ -22,6 +22,7 @@ from tokenpod.engine.assemble import EngineError, assemble
 from tokenpod.engine.exchange import Face, face_of
 from tokenpod.engine.link import LinkClosed
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.parent import die_with_parent
 from tokenpod.engine.types import Broken, EngineOptions, Loading, Ready
 from tokenpod.models.load import ModelError, load_model
@@ -67,6 +68,8 @@ def start_engine(options: EngineOptions, link: Face) -> tuple[EngineLoop, Ready]
     # up all of them at its end.
     torch.set_num_threads(options.threads or max(len(os.sched_getaffinity(0)) - 1, 1))
     device = torch.device(options.device)
+    if device.type == "cuda":
+        let_segments_grow()
     began = time.monotonic()
     reported = 0.0
 

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tokenpod.engine.batch import ForwardBatch
+from tokenpod.engine.batch import ForwardBatch, RaggedRows
 
 #: A product with fixed weights: [T, in] -> [T, out].
 Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -138,6 +140,30 @@ class PlanAttention(Protocol):
         ...
 
 
+class TileExtends(Protocol):
+    """What a captured step must be told about its rows with several tokens.
+
+    A captured step replays launches of one shape, so the rows come as a list of tiles of a fixed
+    length, on the device, instead of being planned for.
+    """
+
+    def __call__(
+        self, rows: RaggedRows, window: int | None, heads: Heads, most: int
+    ) -> npt.NDArray[np.int32] | None:
+        """A flat array of always the same size for `most` tiles; None: there are more tiles."""
+        ...
+
+
+class Heads(NamedTuple):
+    """The shape of a model's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Attention(Protocol):
     """Causal softmax(q · kᵀ / sqrt(D)) · v over the KV that each row's runs name."""
 
@@ -217,3 +243,5 @@ class Operations:
     prepare_linear: PrepareLinear
     prepare_norm_linear: PrepareNormLinear
     prepare_add_linear: PrepareAddLinear
+    #: None where steps are not captured.
+    tile_extends: TileExtends | None = None

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tokenpod.engine.batch import ForwardBatch
+from tokenpod.engine.batch import ForwardBatch, RaggedRows
 from tokenpod.engine.pool import KVPool
-from tokenpod.kernels.ops import AddLinear, HeadNorm, Linear, Operations, RowNorm
+from tokenpod.kernels.ops import AddLinear, HeadNorm, Heads, Linear, Operations, RowNorm
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.linear import add_linear, linear, norm_linear
 
@@ -75,6 +77,22 @@ class Decoder:
             layer.output(ops.attention(q, keys, values, plans[layer.window]), residual)
             layer.down(layer.gate_up(residual), residual)
         return ops.rms_norm(residual, self._norm, config.norm_epsilon)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The different windows of the layers."""
+        return sorted(set(self.config.windows), key=lambda window: window or 0)
+
+    def tiles(self, rows: RaggedRows, most: int) -> npt.NDArray[np.int32] | None:
+        """`ops.TileExtends` for each of `windows`, [windows, numbers]; None: `most` are too few."""
+        assert self._ops.tile_extends is not None, "these operations are not captured"
+        config = self.config
+        shape = Heads(
+            config.heads, config.kv_heads, config.head_dim, self.dtype, self._embedding.device
+        )
+        lists = [self._ops.tile_extends(rows, window, shape, most) for window in self.windows]
+        packed = [tiles for tiles in lists if tiles is not None]
+        return np.stack(packed) if len(packed) == len(lists) else None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,8 @@ class Batcher:
         self._rows = rows
         self._arrivals = 0
         self._waiting: list[_Entry] = []
+        #: Requests that came since `before_first_token` was last asked.
+        self._new: list[Sequence] = []
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
         self._ready: deque[Sequence] = deque()
@@ -67,9 +69,20 @@ class Batcher:
         """Whether prompt tokens are to be processed."""
         return bool(self._ready or self._prefilling or self._waiting)
 
+    def before_first_token(self) -> list[Sequence]:
+        """A sample of each request that is next to be computed, or under way; whoever is new too.
+
+        Those in the middle of the queue were asked about when they came, and will be when their
+        turn has come.
+        """
+        new, self._new = self._new, []
+        head = [self._waiting[0][2][0]] if self._waiting else []
+        return [*(s for s in new if not s.dead), *head, *self._prefilling]
+
     def queue(self, samples: list[Sequence]) -> None:
         """Add a request to the queue."""
         self._arrivals += 1
+        self._new.append(samples[0])
         self._enqueue((-samples[0].request.priority, self._arrivals, samples))
 
     def forecast(self, frozen: Iterable[Sequence] = ()) -> Forecast:

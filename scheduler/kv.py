@@ -54,6 +54,13 @@ class KV:
         sequence.node = node
         sequence.shared = sequence.cached = sequence.computed = length
 
+    def known(self, sequence: Sequence) -> int:
+        """Prompt tokens that need not be computed (any more), as far as the tree knows now."""
+        if sequence.node is not None:
+            return sequence.computed
+        usable = sequence.prompt[: sequence.prompt_length - 1]
+        return self.tree.known(usable, sequence.request.salt)
+
     def follow(self, sibling: Sequence, first: Sequence) -> None:
         """Begin a sample with the prompt of the first one, which has just been shared."""
         assert first.node is not None
@@ -76,11 +83,14 @@ class KV:
 
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions; raises OutOfSlots."""
-        if n > self._allocator.free:
-            self._evict(n - self._allocator.free)
         position = sequence.computed
         room = max(sequence.bound - position - n, 0)
         extents = sequence.extents
+        # Room for all that is to come at once: what is evicted token by token lies apart, and
+        # attention reads runs faster.
+        wanted = n if extents else n + room
+        if wanted > self._allocator.free:
+            self._evict(wanted - self._allocator.free)
         if not extents:
             extents += self._allocator.allocate(n, position=position, room=room)
             return _slots_from(extents, position, n)

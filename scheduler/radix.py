@@ -9,6 +9,7 @@ locks is a cache, and its least recently used leaves are evicted when slots are 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,7 +25,7 @@ _NO_SLOTS = np.empty(0, np.int64)
 class Node:
     """A run of tokens and their slots; `tokens` and `slots` are parallel."""
 
-    __slots__ = ("children", "listed", "locks", "parent", "slots", "tokens", "used_at")
+    __slots__ = ("children", "listed", "locks", "parent", "queued", "slots", "tokens", "used_at")
 
     def __init__(self, tokens: Tokens, slots: Slots, parent: Node | None) -> None:
         self.tokens = tokens
@@ -36,6 +37,8 @@ class Node:
         self.used_at = 0
         #: Whether its parent knows it: `match` finds it, and it outlives its last lock.
         self.listed = True
+        #: Whether it is in line for eviction.
+        self.queued = False
 
 
 class RadixTree:
@@ -47,6 +50,10 @@ class RadixTree:
         self.locked_tokens = 0
         self._roots: dict[str, Node] = {}
         self._unlisted: set[Node] = set()
+        #: (used_at, ticket, node): every leaf that nobody locks is in line, once. What has changed
+        #: since it got in line is seen when its turn has come.
+        self._line: list[tuple[int, int, Node]] = []
+        self._tickets = itertools.count()
         self._clock = 0
 
     @property
@@ -73,6 +80,18 @@ class RadixTree:
             at += common
         return node, at
 
+    def known(self, tokens: Tokens, salt: str = "") -> int:
+        """The length of the longest known prefix; unlike `match` it leaves no trace."""
+        node, at = self._roots.get(salt), 0
+        while node is not None and at < len(tokens):
+            node = node.children.get(int(tokens[at]))
+            if node is not None:
+                common = _common_prefix(node.tokens, tokens[at:])
+                at += common
+                if common < len(node.tokens):
+                    break
+        return at
+
     def append(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
         """Hang `tokens` below `node`; no child there may begin with the same token."""
         if not len(tokens):
@@ -82,6 +101,7 @@ class RadixTree:
         child.used_at = self._clock
         node.children[int(tokens[0])] = child
         self.tokens += len(tokens)
+        self._get_in_line(child)
         return child
 
     def hang_unlisted(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
@@ -109,6 +129,7 @@ class RadixTree:
             assert each.locks >= 0, "unlocked more often than locked"
             if each.locks == 0:
                 self.locked_tokens -= len(each.tokens)
+                self._get_in_line(each)
         if node.listed or node.locks:
             return _NO_SLOTS
         self._unlisted.remove(node)
@@ -122,13 +143,16 @@ class RadixTree:
 
     def evict(self, n: int) -> list[Slots]:
         """Forget at least `n` tokens, or all that nobody uses; their slots."""
-        leaves = [(node.used_at, id(node), node) for node in self._leaves() if not node.locks]
-        heapq.heapify(leaves)
         freed: list[Slots] = []
-        while leaves and n > 0:
-            _, _, leaf = heapq.heappop(leaves)
+        while self._line and n > 0:
+            used_at, _, leaf = heapq.heappop(self._line)
+            leaf.queued = False
+            if leaf.used_at != used_at:
+                self._get_in_line(leaf)
+                continue
             parent = leaf.parent
-            if parent is None:
+            if leaf.children or leaf.locks or parent is None:
+                # It comes back when its last child or lock is gone.
                 continue
             keep = max(len(leaf.tokens) - n, 0)
             freed.append(leaf.slots[keep:])
@@ -136,10 +160,10 @@ class RadixTree:
             self.tokens -= len(leaf.tokens) - keep
             if keep:
                 leaf.tokens, leaf.slots = leaf.tokens[:keep].copy(), leaf.slots[:keep].copy()
-                break
-            del parent.children[int(leaf.tokens[0])]
-            if not parent.children and not parent.locks:
-                heapq.heappush(leaves, (parent.used_at, id(parent), parent))
+                self._get_in_line(leaf)
+            else:
+                del parent.children[int(leaf.tokens[0])]
+                self._get_in_line(parent)
         return freed
 
     def nodes(self) -> Iterator[Node]:
@@ -151,8 +175,12 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def _leaves(self) -> Iterator[Node]:
-        return (node for node in self.nodes() if not node.children and node.listed)
+    def _get_in_line(self, node: Node) -> None:
+        """See that a leaf without locks can be evicted; no harm for others."""
+        evictable = node.listed and not node.locks and not node.children
+        if evictable and not node.queued and node.parent is not None:
+            node.queued = True
+            heapq.heappush(self._line, (node.used_at, next(self._tickets), node))
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` in two; the new upper part. `node` itself, as lockers know it, is the end."""

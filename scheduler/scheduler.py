@@ -26,6 +26,7 @@ from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.held import HeldSequences
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.pace import Pace
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.work import Limits, Settled, Step, Work
@@ -45,10 +46,13 @@ class Scheduler:
     #: Every sequence that exists, by id.
     _sequences: dict[int, Sequence] = field(default_factory=dict)
     _deadlines: Deadlines = field(default_factory=Deadlines)
+    _pace: Pace = field(init=False)
+    _settled_at: int = 0
     _events: Settled = field(default_factory=Settled)
 
     def __post_init__(self) -> None:
         self.kv = KV(self.limits.slots)
+        self._pace = Pace(self.limits.prefill_tokens)
         self._rows = Rows(self.limits.max_rows)
         self._batcher = Batcher(self.limits, self.kv, self._rows)
         self._held = HeldSequences(self.limits, self.kv, self._rows)
@@ -92,6 +96,7 @@ class Scheduler:
     def plan(self, now: int) -> Step | None:
         """The next step, or None if nothing can run."""
         self._drop_late(now)
+        self._drop_hopeless(now)
         works = self._held.plan(now, share=self._batcher.has_prompts)
         prompt_tokens = sum(work.n_tokens for work in works if not work.decodes)
         works += self._batcher.plan(
@@ -106,7 +111,8 @@ class Scheduler:
         singles = [work for work in works if work.n_tokens == 1]
         if len(singles) < len(works):
             works = singles + [work for work in works if work.n_tokens > 1]
-        return Step(works, fresh=self._rows.take_fresh(), freed=self._rows.take_freed())
+        fresh, freed = self._rows.take_fresh(), self._rows.take_freed()
+        return Step(works, fresh=fresh, freed=freed, planned_at=now)
 
     def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
         """Take a step's outcome.
@@ -116,6 +122,9 @@ class Scheduler:
             tokens: one for each work that needs logits, in order; -1: its logits held NaN or Inf.
         """
         settled = Settled()
+        # A step that was planned during another began no sooner than that one ended.
+        self._pace.note(step.prompt_tokens, now - max(step.planned_at, self._settled_at))
+        self._settled_at = now
         token = iter(tokens)
         for work in step.works:
             sequence = work.sequence
@@ -255,6 +264,28 @@ class Scheduler:
                 self._events.token_ids.append(-1)
                 self._events.finishes.append(FinishCode.TIME_LIMIT)
             self._end(sequence)
+
+    def _drop_hopeless(self, now: int) -> None:
+        """End what can't have its first token in time, before it costs one."""
+        for sequence in self._batcher.before_first_token():
+            deadline = sequence.request.deadline_at
+            if sequence.dead or deadline is None:
+                continue
+            if now + self._pace.least(sequence.prompt_length) <= deadline:
+                continue
+            least = self._pace.least(sequence.prompt_length - self.kv.known(sequence))
+            if now + least <= deadline:
+                continue
+            problem = (
+                f"the deadline can't be met any more: it is {max(deadline - now, 0) / 1e9:.3f} s"
+                f" away, and the prompt takes {least / 1e9:.3f} s at the least"
+            )
+            for sequence_id in sequence.request.sequence_ids:
+                other = self._sequences.get(sequence_id)
+                if other is not None and not other.dead:
+                    failure = Failure(other.id, FailureCode.DEADLINE_EXCEEDED, problem)
+                    self._events.failures.append(failure)
+                    self._end(other)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.dead:

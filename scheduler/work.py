@@ -54,6 +54,13 @@ class Step:
     #: Sequences that got a row since the last step, and rows that were given back.
     fresh: list[Sequence]
     freed: list[int]
+    #: When, in nanoseconds.
+    planned_at: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens in it."""
+        return sum(work.n_tokens for work in self.works if not work.decodes)
 
 
 @dataclass(slots=True)

@@ -16,16 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import tokenpod
-from tokenpod.service.connection import (
-    Address,
-    Deadline,
-    Tls,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    Token,
-    remote_of,
-)
+from tokenpod.service.connection import Connection, connected
 from tokenpod.service.load.cli import bench
 
 _UINT32 = 2**32 - 1
@@ -96,9 +87,9 @@ def _serve() -> None:
 
 
 @app.command()
+@connected("127.0.0.1:50051")
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue; - reads standard input.")],
-    address: Address = "127.0.0.1:50051",
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     json_lines: Annotated[
@@ -158,12 +149,8 @@ def generate(
     truncate: Annotated[int, _count("Keep the prompt's last N tokens.", Stopping)] = 0,
     request_id: Annotated[str, typer.Option(help="Name in logs and traces.")] = "",
     priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher runs first.")] = 0,
-    deadline: Deadline = None,
-    token: Token = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Continue a prompt and print the text as it comes."""
     from tokenpod.service import commands
@@ -173,55 +160,53 @@ def generate(
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
     options["logit_bias"] = dict(map(_bias, logit_bias or ()))
-    remote = remote_of(address, token, tls, tls_ca, tls_cert, tls_key)
     request = commands.generate_request(_text(prompt), options)
-    commands.run(commands.generate(remote, request, json_lines=json_lines, deadline=deadline))
+    commands.run(
+        commands.generate(
+            connection.remote, request, json_lines=json_lines, deadline=connection.deadline
+        )
+    )
 
 
 app.command("bench")(bench)
 
 
 @app.command()
+@connected("127.0.0.1:50052")
 def health(
     service: Annotated[
         str, typer.Option(help="readiness, liveness, startup or a gRPC service; all if not given.")
     ] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Print every change.")] = False,
-    address: Address = "127.0.0.1:50052",
-    deadline: Deadline = None,
-    token: Token = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Ask for a server's health: exit status 0 if it is SERVING, else 1."""
     from tokenpod.service import commands
 
-    remote = remote_of(address, token, tls, tls_ca, tls_cert, tls_key)
-    healthy = commands.run(commands.health(remote, service, watch=watch, deadline=deadline))
+    healthy = commands.run(
+        commands.health(connection.remote, service, watch=watch, deadline=connection.deadline)
+    )
     raise typer.Exit(0 if healthy else 1)
 
 
 @app.command()
+@connected("127.0.0.1:50051")
 def info(
-    address: Address = "127.0.0.1:50051",
     json_output: Json = False,
-    deadline: Deadline = None,
-    token: Token = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Show what a server runs."""
     from tokenpod.service import commands
 
-    remote = remote_of(address, token, tls, tls_ca, tls_cert, tls_key)
-    commands.run(commands.info(remote, json_output=json_output, deadline=deadline))
+    commands.run(
+        commands.info(connection.remote, json_output=json_output, deadline=connection.deadline)
+    )
 
 
 @app.command()
+@connected("127.0.0.1:50051")
 def tokens(
     text: Annotated[str, typer.Argument(help="What to count; - reads standard input.")],
     chat: Annotated[bool, typer.Option("--chat", help="The text is a user's message.")] = False,
@@ -229,21 +214,19 @@ def tokens(
     special: Annotated[
         bool, typer.Option("--special/--no-special", help="Count what Generate would add.")
     ] = True,
-    address: Address = "127.0.0.1:50051",
     json_output: Json = False,
-    deadline: Deadline = None,
-    token: Token = None,
-    tls: Tls = False,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    connection: Connection,
 ) -> None:
     """Count the tokens of a text."""
     from tokenpod.service import commands
 
-    remote = remote_of(address, token, tls, tls_ca, tls_cert, tls_key)
     request = commands.tokens_request(_text(text), chat=chat, ids=ids, special=special)
-    commands.run(commands.tokens(remote, request, json_output=json_output, deadline=deadline))
+    commands.run(
+        commands.tokens(
+            connection.remote, request, json_output=json_output, deadline=connection.deadline
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
 """The further front ends of a pod, as the first one sees them: child processes on the same port.
 
 One Python process streams some 12,000 messages a second, about as many tokens as one GPU makes;
-beyond, tokens share messages and readers get them later. Further processes
-share the port (the kernel gives each new connection to one of them) and serve what streams tokens;
-all else they hand on to the first, which is the pod (`relay.py`).
+beyond, tokens share messages and readers get them later. Further processes share the port (the
+kernel gives each new connection to one of them) and serve what streams tokens; all else they hand
+on to the first, which is the pod (`relay.py`).
 
     first        health, a router's batches, drain, the engine's life      + Generate, Tokens
     further      the relay                                                 + Generate, Tokens

@@ -30,8 +30,10 @@ from tokenpod.service.tokenizer import Tokenizer
 
 log = logging.getLogger("tokenpod.generate")
 
-#: Characters from which on a text is tokenised on a thread: the event loop must stay free.
+#: Characters from which on texts are tokenised on a thread: the event loop must stay free.
 _LONG_TEXT = 2_000
+#: What a text costs besides its length, in characters.
+_CALL_CHARACTERS = 20
 #: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
 _FOREVER_SECONDS = 1e9
 _REQUEST_ID_KEY = "x-request-id"
@@ -73,7 +75,8 @@ class Encoder:
     async def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
         """Raises InvalidArgument if the model's chat template refuses the messages."""
         if isinstance(prompt, str):
-            return await self._encode_text(prompt, special)
+            (ids,) = await self.encode_all([(prompt, special)])
+            return ids
         if isinstance(prompt, ChatPrompt):
             try:
                 # Templates are the model's code: a slow one must not hold up the event loop.
@@ -86,10 +89,22 @@ class Encoder:
                 raise InvalidArgument("chat", str(error)) from error
         return list(prompt or ())
 
-    async def _encode_text(self, text: str, special: bool) -> list[int]:
-        if len(text) < _LONG_TEXT:
-            return self._tokenizer.encode(text, add_special_tokens=special)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
+    async def encode_all(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
+        """The ids of each text; the flag with it says whether to add special tokens."""
+        if sum(len(text) + _CALL_CHARACTERS for text, _ in texts) < _LONG_TEXT:
+            encode = self._tokenizer.encode
+            return [encode(text, add_special_tokens=special) for text, special in texts]
+        ids: list[list[int]] = [[] for _ in texts]
+        for special in {special for _, special in texts}:
+            where = [at for at, (_, flag) in enumerate(texts) if flag == special]
+            parts = await asyncio.to_thread(
+                self._tokenizer.encode_all,
+                [texts[at][0] for at in where],
+                add_special_tokens=special,
+            )
+            for at, part in zip(where, parts, strict=True):
+                ids[at] = part
+        return ids
 
 
 class GenerateService:

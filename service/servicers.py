@@ -117,10 +117,7 @@ class ShardServicer:
     async def FilterBatch(self, request: Any, context: Context) -> Any:
         """Drop what is not named."""
         batch = self.rpcs.shard.filter(request.batch_id, list(request.request_ids))
-        response = self.codec.pb.FilterBatchResponse()
-        if batch is not None:
-            response.batch.CopyFrom(self.codec.cached_batch(batch))
-        return response
+        return self.codec.pb.FilterBatchResponse(batch=self.codec.cached_batch(batch))
 
     async def Warmup(self, request: Any, context: Context) -> Any:
         """The true token budget."""

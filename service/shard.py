@@ -123,15 +123,15 @@ class ShardService:
         concat_ns = time.monotonic_ns() - began if len(batch_ids) > 1 else None
         return await self._finish(self._step(batch_ids[0], sequences, concat_ns=concat_ns))
 
-    def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch | None:
-        """Keep only these requests of a batch. None: nothing of it is left."""
+    def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+        """Keep only these requests of a batch; with none of them left the batch is gone."""
         self._expect(batch_id)
-        if not request_ids:
-            raise InvalidArgument("request_ids", "is empty; ClearCache drops a whole batch")
         keep = set(request_ids)
         batch = self._batches.pop(batch_id)
         self._drop(sequence for sequence in batch if sequence.request_id not in keep)
-        return self._put(batch_id, [s for s in batch if s.request_id in keep], stopped_too=True)
+        kept = [sequence for sequence in batch if sequence.request_id in keep]
+        left = self._put(batch_id, kept, stopped_too=True)
+        return left or CachedBatch(batch_id, request_ids=(), max_tokens=0, current_tokens=0)
 
     async def clear(self, batch_id: int | None) -> None:
         """Forget a batch, or all of them, those that an rpc is working on included."""
@@ -210,8 +210,9 @@ class ShardService:
         """Tokenise a batch's prompts; nothing exists in the engine yet."""
         requests: list[Request] = []
         sequences: list[HeldSequence] = []
-        for at, asked in enumerate(batch.requests):
-            prompt = await self._encoder.encode(asked.inputs, special=asked.add_special_tokens)
+        texts = [(asked.inputs, asked.add_special_tokens) for asked in batch.requests]
+        prompts = await self._encoder.encode_all(texts)
+        for at, (asked, prompt) in enumerate(zip(batch.requests, prompts, strict=True)):
             if asked.truncate:
                 prompt = prompt[-asked.truncate :]
             validate.check_shard_length(asked, at, len(prompt), self._serving.limits)

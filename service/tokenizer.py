@@ -84,6 +84,18 @@ class Tokenizer:
         """Return the ids of `text`; special tokens written out in it become their ids."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the ids of each text, as `encode` does, and let other threads run meanwhile.
+
+        `encode` keeps the interpreter's lock: quick, but no text that is long may go there.
+        """
+        encodings = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in encodings]
+
     def render_chat(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
@@ -103,7 +115,7 @@ class Tokenizer:
         ChatTemplateError: as `render_chat`.
         """
         prompt = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode(prompt, add_special_tokens=False)
+        return self.encode_all([prompt], add_special_tokens=False)[0]
 
     def is_special(self, token_id: int) -> bool:
         """Whether text never shows this token."""

@@ -20,7 +20,7 @@ from tokenpod.service.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod.service.errors import InvalidArgument
+from tokenpod.service.errors import InvalidArgument, ResourceExhausted
 
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256
@@ -240,6 +240,12 @@ def check_shard_batch(batch: ShardBatch, limits: RequestLimits) -> None:
         raise InvalidArgument("batch.requests", "is empty; at least one request is needed")
     if len({request.id for request in batch.requests}) < len(batch.requests):
         raise InvalidArgument("batch.requests", "holds two requests with the same id")
+    if len(batch.requests) > limits.rows:
+        raise ResourceExhausted(
+            f"{len(batch.requests)} sequences are to start; this server runs at most {limits.rows}"
+            " at once (--max-batch-size)",
+            limit="max_batch_size",
+        )
     for at, request in enumerate(batch.requests):
         _check_shard_request(f"batch.requests[{at}]", request, limits)
 

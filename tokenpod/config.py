@@ -197,7 +197,7 @@ class ServerSettings(BaseSettings):
         None,
         Group.MEMORY,
         "Sequences that run at once.",
-        derived="64 on a CPU, 256 on a GPU",
+        derived="64 on a CPU, 512 on a GPU",
         ge=1,
         le=65_536,
     )
@@ -306,7 +306,7 @@ class ServerSettings(BaseSettings):
     @property
     def resolved_batch_size(self) -> int:
         """Sequences that run at once."""
-        return self.max_batch_size or (64 if self.resolved_device == "cpu" else 256)
+        return self.max_batch_size or (64 if self.resolved_device == "cpu" else 512)
 
     @property
     def resolved_prefill_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.triton.attention import attention, plan_attention
+from tokenpod.kernels.triton.attention import attention, plan_attention, tile_extends
 from tokenpod.kernels.triton.pointwise import act_mul, embed, rms_norm
 from tokenpod.kernels.triton.product import (
     prepare_add_linear,
@@ -21,4 +21,5 @@ OPERATIONS = Operations(
     prepare_linear=prepare_linear,
     prepare_norm_linear=prepare_norm_linear,
     prepare_add_linear=prepare_add_linear,
+    tile_extends=tile_extends,
 )

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tokenpod.engine.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
+from tokenpod.engine.batch import ForwardBatch, PagedRows, RaggedRows
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, Heads
 from tokenpod.kernels.triton.attention_decode import choose_splits, decode
 from tokenpod.kernels.triton.attention_extend import (
     TileList,
+    cut_rows,
     extend,
     list_tiles,
+    pack_tiles,
     queries_per_tile,
+    unpack_tiles,
 )
 from tokenpod.kernels.triton.attention_tiles import HOPPER, tiles_for
 
@@ -54,6 +59,8 @@ class Plan:
 
     def tiles(self, queries: int) -> TileList:
         """Tiles of up to `queries` queries."""
+        if self.paged.tiles is not None:
+            return unpack_tiles(self.paged.tiles[self.window])
         if queries not in self._tiles:
             self._tiles[queries] = list_tiles(self.batch, self.window, queries)
         return self._tiles[queries]
@@ -71,6 +78,15 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
     if batch.paged is None:
         raise ValueError(f"a batch of {batch.rows} rows has no paged rows; these kernels need them")
     return Plan(batch, batch.paged, window)
+
+
+def tile_extends(
+    rows: RaggedRows, window: int | None, heads: Heads, most: int
+) -> npt.NDArray[np.int32] | None:
+    """See `ops.TileExtends`."""
+    tile = tiles_for(heads.head_dim, heads.dtype, _describe(heads.device).capability).extend
+    queries = queries_per_tile(heads.heads, heads.kv_heads, tile)
+    return pack_tiles(*cut_rows(rows, window, queries), most)
 
 
 def attention(

@@ -5,6 +5,10 @@ in flight. The query heads of a key/value head are packed into one product with 
 read once. A row's visible range is cut into equal shares for `splits` programs; their number
 depends on nothing but shapes, and contexts are read on the device, so a captured graph stays right
 while contexts grow. A second kernel merges the shares by the logarithms of their sums.
+
+Both let the next kernel start early (`launch`): the product behind them asks for its weight while
+they leave memory idle. The first one itself starts early, and asks for its first AHEAD blocks: only
+the step's own keys and values, the last of each row, are not there yet.
 """
 
 from __future__ import annotations
@@ -17,12 +21,16 @@ from tokenpod.engine.batch import PagedRows
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 from tokenpod.kernels.triton.attention_softmax import LOG2E, add_block, base2_factor, logits_of
 from tokenpod.kernels.triton.attention_tiles import DecodeTile
+from tokenpod.kernels.triton.launch import ask_lines, await_inputs, launch_options
 
 #: A matrix unit's least number of rows.
 LEAST_M = 16
 
 #: More shares than this cost more to merge than they bring.
 MAX_SPLITS = 32
+
+#: Bytes that one request brings into the L2 cache.
+LINE: tl.constexpr = tl.constexpr(128)
 
 #: Shares merged at a time.
 MERGE_BLOCK = 32
@@ -59,6 +67,7 @@ def decode(
     if split:
         parts = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         log_sums = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
+    launched = launch_options(q.device)
     _attend[(kv_heads, rows, splits)](
         q,
         keys,
@@ -91,8 +100,10 @@ def decode(
         SPLIT=split,
         WINDOWED=window is not None,
         SOFTCAP=options.softcap is not None,
+        AHEAD=tile.ahead if launched["OVERLAP"] else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **launched,
     )
     if split:
         _merge[(heads, rows)](
@@ -105,6 +116,7 @@ def decode(
             DIM=triton.next_power_of_2(head_dim),
             BLOCK=MERGE_BLOCK,
             num_warps=4,
+            **launched,
         )
 
 
@@ -141,6 +153,8 @@ def _attend(
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     # Neighbouring programs read neighbouring heads of the same slots.
     kv_head = tl.program_id(0)
@@ -160,6 +174,18 @@ def _attend(
     else:
         start = first
         end = context
+
+    keys += kv_head * key_head_stride
+    values += kv_head * value_head_stride
+    offsets = tl.arange(0, BLOCK)
+    for block in tl.static_range(AHEAD):
+        asked = start + block * BLOCK + offsets
+        slots = tl.load(table + asked, mask=asked < end, other=0).to(tl.int64)
+        _ask_heads(keys + slots * key_slot_stride, HEAD_DIM)
+        _ask_heads(values + slots * value_slot_stride, HEAD_DIM)
+    # Slots are read a block ahead: addresses are known when keys and values are to be fetched.
+    slots = tl.load(table + start + offsets, mask=start + offsets < end, other=0).to(tl.int64)
+    await_inputs(OVERLAP)
 
     members = tl.arange(0, M)
     heads = kv_head * GROUP + members
@@ -186,11 +212,6 @@ def _attend(
     result = tl.zeros([M, DIM], tl.float32)
 
     factor = base2_factor(scale, SOFTCAP, ALIBI)
-    keys += kv_head * key_head_stride
-    values += kv_head * value_head_stride
-    offsets = tl.arange(0, BLOCK)
-    # Slots are read a block ahead: addresses are known when keys and values are to be fetched.
-    slots = tl.load(table + start + offsets, mask=start + offsets < end, other=0).to(tl.int64)
     for at in tl.range(start, end, BLOCK):
         seen = at + offsets < end
         is_key = seen[:, None]
@@ -230,6 +251,16 @@ def _attend(
         )
 
 
+@triton.jit
+def _ask_heads(at, HEAD_DIM: tl.constexpr):
+    """Ask a head's key or value [HEAD_DIM] at each address into the L2 cache."""
+    BYTES: tl.constexpr = at.dtype.element_ty.primitive_bitwidth // 8
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(HEAD_DIM * BYTES, LINE))
+    # The last line is asked twice where the number of lines is no power of two.
+    i = tl.minimum(tl.arange(0, LINES) * (LINE // BYTES), HEAD_DIM - 1)
+    ask_lines(at[:, None] + i[None, :])
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
     parts,
@@ -240,6 +271,7 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """out[row, head] = the parts weighted by exp2 of their log sums; zeros if all are empty."""
     head = tl.program_id(0)
@@ -249,6 +281,7 @@ def _merge(
     most = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     result = tl.zeros([DIM], tl.float32)
+    await_inputs(OVERLAP)
     for at in range(0, splits, BLOCK):
         share = at + tl.arange(0, BLOCK)
         log_sum = tl.load(log_sums + first + share, mask=share < splits, other=float("-inf"))

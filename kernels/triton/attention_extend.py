@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenpod.engine.batch import ForwardBatch, Run
+from tokenpod.engine.batch import ForwardBatch, RaggedRows, Run
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 from tokenpod.kernels.triton.attention_softmax import LOG2E, add_block, base2_factor, logits_of
 from tokenpod.kernels.triton.attention_tiles import ExtendTile
@@ -39,19 +39,46 @@ class TileList:
 
 def list_tiles(batch: ForwardBatch, window: int | None, queries: int) -> TileList:
     """Cut the rows after the first `single_rows` into tiles of up to `queries` queries."""
-    rows = range(batch.single_rows, batch.rows)
-    cut = [_cut_row(batch, row, window, queries) for row in rows if batch.b_context[row]]
+    rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
+    contiguous, scattered = cut_rows(rows, window, queries)
+    listed = np.concatenate([contiguous, scattered])
+    on_device = _upload(torch.from_numpy(listed), batch.t_slot.device)
+    return TileList(on_device[: len(contiguous)], on_device[len(contiguous) :])
+
+
+def cut_rows(
+    rows: RaggedRows, window: int | None, queries: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """[tiles, FIELDS] each, heaviest first: those with contiguous keys, and the others."""
+    several = range(rows.single_rows, rows.rows)
+    cut = [_cut_row(rows, row, window, queries) for row in several if rows.b_context[row]]
     tiles = np.concatenate([np.empty((0, FIELDS + 2), np.int64), *cut])
     tiles = tiles[np.argsort(-tiles[:, FIELDS], kind="stable")]
     is_contiguous = tiles[:, FIELDS + 1] == 1
-    count = int(is_contiguous.sum())
-    listed = np.concatenate([tiles[is_contiguous], tiles[~is_contiguous]])[:, :FIELDS]
-    on_device = _upload(torch.from_numpy(listed.astype(np.int32)), batch.t_slot.device)
-    return TileList(on_device[:count], on_device[count:])
+    fields = tiles[:, :FIELDS].astype(np.int32)
+    return fields[is_contiguous], fields[~is_contiguous]
+
+
+def pack_tiles(
+    contiguous: npt.NDArray[np.int32], scattered: npt.NDArray[np.int32], most: int
+) -> npt.NDArray[np.int32] | None:
+    """Both lists, filled up with empty tiles to `most` each; None if one is longer."""
+    if max(len(contiguous), len(scattered)) > most:
+        return None
+    packed = np.zeros((2, most, FIELDS), np.int32)
+    packed[0, : len(contiguous)] = contiguous
+    packed[1, : len(scattered)] = scattered
+    return packed.reshape(-1)
+
+
+def unpack_tiles(packed: torch.Tensor) -> TileList:
+    """What `pack_tiles` made, on the device."""
+    contiguous, scattered = packed.view(2, -1, FIELDS)
+    return TileList(contiguous, scattered)
 
 
 def _cut_row(
-    batch: ForwardBatch, row: int, window: int | None, queries: int
+    batch: RaggedRows, row: int, window: int | None, queries: int
 ) -> npt.NDArray[np.int64]:
     """[tiles, FIELDS + 2]: the fields, then the number of keys and whether they are contiguous."""
     token, end = batch.b_start[row], batch.b_start[row + 1]

@@ -18,6 +18,8 @@ class DecodeTile:
     stages: int
     #: Programs to start per multiprocessor, if there are rows and blocks enough.
     programs: int
+    #: Blocks that are asked for before the step's own keys and values are there.
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

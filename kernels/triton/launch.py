@@ -6,7 +6,10 @@ launch) and wait inside. The rules that keep this right:
 
 - every program of an overlapping kernel calls `await_inputs` before it reads or writes anything
   that another kernel writes: also outputs, which an earlier kernel may still read;
-- before that it may touch weights only, which nothing writes;
+- before that it may touch only what no overlapping kernel writes: weights, and the step's integers
+  and row table. Those are there, because the kernel behind the one that makes them does not start
+  early: in a chain of overlapping kernels, the first starts when all before it have ended;
+- it may ask anything into the L2 cache, which is where the device's memory is kept coherent;
 - no program returns early. A kernel that has waited has also waited for all before its predecessor,
   so any chain is in order.
 """
@@ -56,3 +59,16 @@ def await_inputs(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def ask_lines(at):
+    """Ask the line at each address into the L2 cache; addresses are of the device's memory."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -9,11 +9,17 @@ from torch.nn import functional
 from tokenpod.kernels.ops import Activation, AddLinear, Linear, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
-from tokenpod.kernels.triton.product_kernels import matrix, multiply_add
+from tokenpod.kernels.triton.product_kernels import add_shares, matrix, multiply_add
 from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
 
 #: The matrix unit's smallest side.
 LEAST_MATRIX_ROWS = 16
+
+#: Outputs that one program sums the shares of.
+SHARES_BLOCK = 512
+
+#: A bulk request's address and size are multiples of this many bytes.
+BULK_BYTES = 16
 
 
 def prepare_linear(
@@ -99,7 +105,7 @@ def multiply(
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
     With an `activation` the weight is [2n, k], gates first. Rows of x, y and weight are contiguous;
-    `norm` needs `Kind.MULTIPLY_ADD`.
+    `norm` needs `Kind.MULTIPLY_ADD`. Only a `Kind.MATRIX` without activation heeds `splits`.
     """
     tokens, n = y.shape
     k = weight.shape[1]
@@ -118,7 +124,9 @@ def multiply(
         **launch_options(x.device),
     }
     common["AHEAD"] = tile.ahead if common["OVERLAP"] else 0
-    grid = (triton.cdiv(n, block_n),)
+    common["BULK"] = tile.bulk and _allows_bulk(weight, block_k)
+    splits = tile.splits if tile.kind is Kind.MATRIX and activation is None else 1
+    grid = (triton.cdiv(n, block_n), splits)
     biases = weight if bias is None else bias
     block_t = triton.next_power_of_2(tokens)
     if tile.kind is Kind.MULTIPLY_ADD:
@@ -141,16 +149,42 @@ def multiply(
         )
     else:
         assert norm is None
+        target = y
+        if splits > 1:
+            target = torch.empty((splits, tokens, n), dtype=torch.float32, device=y.device)
+            common |= {"BIAS": False, "ADD": False}
         matrix[grid](
             x,
             weight,
             biases,
-            y,
+            target,
             x.stride(0),
-            y.stride(0),
+            target.stride(-2),
             tokens,
             n,
             k,
             BLOCK_T=max(block_t, least),
+            SPLITS=splits,
             **common,
         )
+        if splits > 1:
+            add_shares[(tokens, triton.cdiv(n, SHARES_BLOCK))](
+                target,
+                biases,
+                y,
+                y.stride(0),
+                tokens,
+                n,
+                BIAS=bias is not None,
+                ADD=add,
+                SPLITS=splits,
+                BLOCK=SHARES_BLOCK,
+                num_warps=2,
+                **launch_options(x.device),
+            )
+
+
+def _allows_bulk(weight: torch.Tensor, block_k: int) -> bool:
+    """Every row, and every block of it, begins where a bulk request may."""
+    starts = (weight.data_ptr(), weight.stride(0) * weight.itemsize, block_k * weight.itemsize)
+    return all(start % BULK_BYTES == 0 for start in starts)

@@ -1,13 +1,16 @@
 """Products of few tokens with a weight, bound by reading it: every byte once, and nothing else.
 
-Both kernels give a program BLOCK_N rows of the weight and let it walk along them, so that no
-partial sums leave a program: `multiply_add` in ordinary arithmetic for a handful of tokens, and
-`matrix` on the matrix unit, tokens padded to BLOCK_T. Around the product they can do what the model
-does next to it: norm its input (`multiply_add` only), add a bias, apply the gate, add to the
-residual.
+Both kernels give a program BLOCK_N rows of the weight and let it walk along them: `multiply_add` in
+ordinary arithmetic for a handful of tokens, and `matrix` on the matrix unit, tokens padded to
+BLOCK_T. Around the product they can do what the model does next to it: norm its input
+(`multiply_add` only), add a bias, apply the gate, add to the residual.
 
 The norm costs no pass of its own: x·w / rms(x) is linear in 1 / rms(x), so the sum of squares grows
 along with the product and divides it in the end.
+
+A weight of few rows would leave most of the device idle, or make its programs so narrow that they
+read the input as often as the weight. So SPLITS programs of `matrix` may share the walk; their sums
+go through memory to `add_shares`, which adds them in their order: results don't depend on timing.
 
 A weight does not depend on the kernel before. So its first tile is loaded (`multiply_add`), and
 AHEAD bytes more of every row are asked into the L2 cache, before waiting for that kernel
@@ -19,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.launch import await_inputs
+from tokenpod.kernels.triton.launch import ask_lines, await_inputs
 from tokenpod.kernels.triton.pointwise import activated
 
 
@@ -46,6 +49,7 @@ def multiply_add(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    BULK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] = x [tokens, k] · weightᵀ; with ACTIVATION the weight is [2n, k], gates first.
@@ -69,9 +73,15 @@ def multiply_add(
 
     w = _weight_tile(start_of_row + i, i < k, EVEN)
     up = _weight_tile(start_of_up + i, i < k, EVEN) if GATED else w
-    _ask_ahead(start_of_row, BLOCK_K, k, AHEAD)
-    if GATED:
-        _ask_ahead(start_of_up, BLOCK_K, k, AHEAD)
+    if BULK:
+        first_row = tl.program_id(0) * BLOCK_N
+        _ask_rows(weight, first_row, n, BLOCK_K, k, BLOCK_N, AHEAD)
+        if GATED:
+            _ask_rows(weight, first_row + n, 2 * n, BLOCK_K, k, BLOCK_N, AHEAD)
+    else:
+        _ask_ahead(start_of_row, BLOCK_K, k, AHEAD)
+        if GATED:
+            _ask_ahead(start_of_up, BLOCK_K, k, AHEAD)
     await_inputs(OVERLAP)
     v, squares = _input_tile(
         at_x, norm_weight, i, token < tokens, k, squares, NORM, EVEN, BLOCK_T == 1
@@ -129,6 +139,8 @@ def matrix(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
+    BULK: tl.constexpr,
+    SPLITS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """As `multiply_add`, without the norm. The weight is the left factor: its rows are many."""
@@ -137,16 +149,28 @@ def matrix(
     start_of_row = weight + own.to(tl.int64) * k
     start_of_up = weight + (own + n).to(tl.int64) * k
     GATED: tl.constexpr = ACTIVATION != "none"
-    _ask_ahead(start_of_row, 0, k, AHEAD)
-    if GATED:
-        _ask_ahead(start_of_up, 0, k, AHEAD)
+    length = k
+    start = 0
+    if SPLITS > 1:
+        length = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLITS) * BLOCK_K
+        start = tl.program_id(1) * length
+    end = tl.minimum(start + length, k)
+    if BULK:
+        first_row = tl.program_id(0) * BLOCK_N
+        _ask_rows(weight, first_row, n, start, k, BLOCK_N, AHEAD)
+        if GATED:
+            _ask_rows(weight, first_row + n, 2 * n, start, k, BLOCK_N, AHEAD)
+    else:
+        _ask_ahead(start_of_row, start, k, AHEAD)
+        if GATED:
+            _ask_ahead(start_of_up, start, k, AHEAD)
     await_inputs(OVERLAP)
 
     token = tl.arange(0, BLOCK_T)
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     up_sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-        i = start + tl.arange(0, BLOCK_K)
+    for at in tl.range(start, end, BLOCK_K, num_stages=STAGES):
+        i = at + tl.arange(0, BLOCK_K)
         w = _weight_tile(start_of_row[:, None] + i[None, :], i[None, :] < k, EVEN)
         is_x = (token[None, :] < tokens) & ((i[:, None] < k) | EVEN)
         v = tl.load(x + token[None, :] * x_stride + i[:, None], mask=is_x, other=0.0)
@@ -156,14 +180,45 @@ def matrix(
             up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
 
     out = sums
-    if BIAS:
+    if SPLITS > 1:
+        # A share: `add_shares` does the rest.
+        y += tl.program_id(1).to(tl.int64) * tokens * n
+    elif BIAS:
         out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
     if GATED:
+        tl.static_assert(SPLITS == 1)
         if BIAS:
             up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
         out = activated(out, ACTIVATION) * up_sums
     at_y = y + token[None, :] * y_stride + row[:, None]
     _write(at_y, out, (token[None, :] < tokens) & (row[:, None] < n), ADD)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def add_shares(
+    shares,
+    bias,
+    y,
+    y_stride,
+    tokens,
+    n,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Y [tokens, n] (+)= bias + shares [SPLITS, tokens, n] float32, summed in their order."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    out = tl.zeros([BLOCK], tl.float32)
+    if BIAS:
+        out += tl.load(bias + i, mask=i < n, other=0.0).to(tl.float32)
+    await_inputs(OVERLAP)
+    for share in tl.static_range(SPLITS):
+        at = (tokens * share + token) * n + i
+        out += tl.load(shares + at, mask=i < n, other=0.0)
+    _write(y + token * y_stride + i, out, i < n, ADD)
 
 
 @triton.jit
@@ -219,10 +274,33 @@ def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
         BYTES: tl.constexpr = start_of_row.dtype.element_ty.primitive_bitwidth // 8
         i = first + tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
         rows = tl.reshape(start_of_row, (start_of_row.numel, 1))
+        ask_lines(rows + tl.minimum(i, k - 1)[None, :])
+
+
+@triton.jit
+def _ask_rows(weight, row, rows, first, k, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask AHEAD bytes, from element `first`, of BLOCK_N rows into the L2 cache: a request a row.
+
+    A thread asks for each row, so at most as many rows as threads. Addresses and sizes are
+    multiples of 16 bytes.
+    """
+    if AHEAD > 0:
+        BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        size = tl.minimum(AHEAD, (k - first) * BYTES)
+        asked = tl.where(size > 0, tl.minimum(BLOCK_N, rows - row), 0)
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            "=r,l",
-            [rows + tl.minimum(i, k - 1)[None, :]],
+            """{
+            .reg .pred own;
+            .reg .u32 thread;
+            .reg .u64 at;
+            mov.u32 thread, %tid.x;
+            setp.lt.s32 own, thread, $2;
+            mad.wide.u32 at, thread, $3, $1;
+            @own cp.async.bulk.prefetch.L2.global [at], $4;
+            mov.u32 $0, 0;
+            }""",
+            "=r,l,r,r,r",
+            [weight + row.to(tl.int64) * k + first, asked, k * BYTES, size],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

@@ -35,6 +35,11 @@ class Tile:
     stages: int = 1
     #: Bytes of each row that are asked for before the input is there.
     ahead: int = 0
+    #: Ask in one request a row, not a line; rows at odd addresses are asked for by lines.
+    bulk: bool = False
+    #: Programs that share a row of the weight, along k; their sums are added by a kernel behind.
+    #: A gated product has rows enough, and `multiply_add` too: they take it for 1.
+    splits: int = 1
 
 
 LIBRARY = Tile(Kind.LIBRARY)

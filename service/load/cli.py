@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenpod.service.connection import Connection, Tls, TlsCa, TlsCert, TlsKey, Token, remote_of
+from tokenpod.service.connection import PANEL, Tls, TlsCa, TlsCert, TlsKey, Token, remote_of
 
 _LOAD = "Load"
 _PROMPTS = "Prompts"
@@ -26,12 +26,12 @@ def bench(
         list[str] | None,
         _option(
             "A server; requests take turns. Repeatable. Default: 127.0.0.1:50051.",
-            Connection,
+            PANEL,
             "HOST:PORT|unix:PATH",
         ),
     ] = None,
     connections: Annotated[
-        int, _option("Connections of each process to each server.", Connection, "N", min=1)
+        int, _option("Connections of each process to each server.", PANEL, "N", min=1)
     ] = 1,
     token: Token = None,
     tls: Tls = False,

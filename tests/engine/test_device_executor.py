@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 from interpreted import DEVICE
 
 from tokenpod.engine.assemble import worst_step
 from tokenpod.engine.device_executor import DeviceExecutor
+from tokenpod.engine.device_sampler import DeviceSampler, Tiles
 from tokenpod.engine.graphs import ladder
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.integers import LAST, Counts, fill, pad, views
@@ -122,13 +124,19 @@ def on_device(overlap, captured=True):
     executor = DeviceExecutor(
         model(triton.OPERATIONS, DEVICE),
         pool(DEVICE),
+        DeviceSampler(
+            rows=ROWS,
+            vocab_size=VOCABULARY,
+            device=DEVICE,
+            most_edits=16,
+            tiles=Tiles(split=64, groups=4, block=64, pivots=4),
+        ),
         rows=ROWS,
         max_positions=POSITIONS,
         max_tokens=ROWS + PREFILL,
-        vocab_size=VOCABULARY,
         device=DEVICE,
     )
-    if captured and DEVICE.type == "cuda":
+    if captured:
         executor.capture()
     return engine(executor, overlap)
 
@@ -172,9 +180,16 @@ def expected():
     return run(*on_host())
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
-def test_the_device_samples_what_the_host_samples(overlap, expected):
-    got = run(*on_device(overlap))
+@pytest.mark.parametrize(
+    ("overlap", "captured"),
+    [
+        pytest.param(False, True, marks=pytest.mark.gpu, id="settled at once"),
+        pytest.param(True, False, marks=pytest.mark.gpu, id="kernel by kernel"),
+        pytest.param(True, True, id="overlapped, captured"),
+    ],
+)
+def test_the_device_samples_what_the_host_samples(overlap, captured, expected):
+    got = run(*on_device(overlap, captured))
     assert dict(got.tokens) == dict(expected.tokens)
     assert dict(got.tops) == dict(expected.tops)
     for sequence, logprobs in expected.logprobs.items():
@@ -184,7 +199,7 @@ def test_the_device_samples_what_the_host_samples(overlap, expected):
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("scattered", [pytest.param(False, marks=pytest.mark.gpu), True])
 def test_the_worst_step_runs(scattered):
     loop, _ = on_device(overlap=False, captured=False)
     plan = worst_step(ROWS, PREFILL, POSITIONS, scattered=scattered)
@@ -195,8 +210,6 @@ def test_the_worst_step_runs(scattered):
 
 
 def test_integers_reach_the_device_as_they_were_filled_in():
-    import numpy as np
-
     works = [
         RowWork(4, 9, np.array([31]), None, samples=True, output_index=3),
         RowWork(1, 0, np.array([5]), [77], samples=True, output_index=0),
@@ -220,19 +233,31 @@ def test_integers_reach_the_device_as_they_were_filled_in():
 
 
 def test_padding_reads_nothing_and_writes_to_the_sink():
-    import numpy as np
-
-    works = [RowWork(2, 6, np.array([40]), None, samples=True, output_index=5)]
-    counts = Counts.decode(4)
+    works = [
+        RowWork(2, 6, np.array([40]), None, samples=True, output_index=5),
+        RowWork(3, 1, np.array([50, 51]), [8, 9], samples=True, output_index=0),
+    ]
+    counts = Counts(6, 4, 4, tiles=8)
     words = np.full(counts.words, -9, np.int64)
     integers = views(words, counts)
     fill(integers, works)
-    pad(integers, 1, padding_row=6, sink=160)
-    assert integers.t_token.tolist() == [LAST, 0, 0, 0]
-    assert integers.t_slot.tolist() == [40, 160, 160, 160]
-    assert integers.t_row.tolist() == integers.b_row.tolist() == [2, 6, 6, 6]
+    pad(integers, works, padding_row=6, sink=160)
+    assert integers.t_token.tolist() == [LAST, 8, 9, 0, 0, 0]
+    assert integers.t_slot.tolist() == [40, 50, 51, 160, 160, 160]
+    assert integers.t_row.tolist() == [2, 3, 3, 6, 6, 6]
+    assert integers.logit_index.tolist() == [0, 2, 0, 0]
+    assert integers.sample_row.tolist() == [2, 3, 6, 6]
+    # Rows of several tokens are known by their tiles only.
+    assert integers.b_row.tolist() == [2, 6, 6, 6]
     assert integers.b_context.tolist() == [7, 0, 0, 0]
-    assert integers.b_start.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_fields_are_aligned_whatever_their_lengths():
+    for tokens in (1, 2, 3, 17):
+        words = torch.zeros(Counts(tokens, 3, 2, tiles=5).words, dtype=torch.int64)
+        fields = views(words, Counts(tokens, 3, 2, tiles=5))
+        offsets = [getattr(fields, name).data_ptr() - words.data_ptr() for name in fields.__slots__]
+        assert all(offset % 128 == 0 for offset in offsets)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 11, 64, 100, 256, 1000])

@@ -141,10 +141,10 @@ class FakeShard:
 
     def filter_batch(self, request: Any) -> Any:
         self.calls.append(("FilterBatch", (request.batch_id,)))
-        if not request.request_ids:
-            raise invalid("request_ids is empty: at least one request must stay")
         held = self._pop(request.batch_id)
         kept = [each for each in held if each.request.id in set(request.request_ids)]
+        if not kept:
+            return pb.FilterBatchResponse(batch=pb.CachedBatch(id=request.batch_id))
         self.batches[request.batch_id] = kept
         return pb.FilterBatchResponse(batch=self._describe(request.batch_id))
 

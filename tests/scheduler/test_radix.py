@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tokenpod.scheduler.radix import RadixTree
 
@@ -86,3 +88,42 @@ def test_a_prefix_is_never_there_twice(tree):
     tree.append(node, tokens("bc"), np.array([1, 2]))
     with pytest.raises(AssertionError, match="already"):
         tree.append(node, tokens("bd"), np.array([3, 4]))
+
+
+def test_eviction_looks_at_no_more_than_it_evicts(tree, monkeypatch):
+    # With a full cache every decoding sequence asks for one slot a step: a walk would be the step.
+    for first in range(20):
+        insert(tree, chr(ord("a") + first) * 3, 10 * first)
+    monkeypatch.setattr(tree, "nodes", None)
+    freed = [int(slots[0]) for _ in range(60) for slots in tree.evict(1)]
+    assert freed == [10 * first + at for first in range(20) for at in (2, 1, 0)]
+    assert tree.evict(1) == []
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.data())
+def test_leaves_go_in_the_order_of_their_last_use_whatever_happened_between(data):
+    tree = RadixTree()
+    locked = []
+    for step in range(40):
+        match data.draw(st.sampled_from(["insert", "match", "lock", "unlock", "evict"])):
+            case "insert":
+                text = data.draw(st.text("ab", min_size=1, max_size=5))
+                insert(tree, text, 100 * step)
+            case "match":
+                tree.match(tokens(data.draw(st.text("ab", min_size=1, max_size=5))))
+            case "lock":
+                locked.append(tree.match(tokens(data.draw(st.text("ab", max_size=5))))[0])
+                tree.lock(locked[-1])
+            case "unlock" if locked:
+                tree.unlock(locked.pop(data.draw(st.integers(0, len(locked) - 1))))
+            case "evict" if tree.evictable:
+                leaves = [n for n in tree.nodes() if not n.children and not n.locks]
+                used_at = {int(slot): leaf.used_at for leaf in leaves for slot in leaf.slots}
+                (freed,) = tree.evict(1)
+                assert used_at[int(freed[0])] == min(used_at.values())
+    for node in locked:
+        tree.unlock(node)
+    tree.evict(tree.evictable)
+    assert tree.tokens == 0
+    assert list(tree.nodes()) == []

@@ -3,6 +3,8 @@ import random
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,26 @@ def test_text_survives_encoding_and_decoding(folder):
     tokenizer = Tokenizer.load(folder)
     text = "naïve 你好 👩‍👩‍👧‍👦\n\tend "
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_many_texts_are_encoded_as_each_alone(folder):
+    tokenizer = Tokenizer.load(folder)
+    texts = ["fox", "", "naïve 你好 👩‍👩‍👧‍👦", "<|user|>a", "fox " * 500]
+    for special in (True, False):
+        alone = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
+        assert tokenizer.encode_all(texts, add_special_tokens=special) == alone
+
+
+def test_a_long_text_is_encoded_without_holding_up_other_threads(folder):
+    tokenizer = Tokenizer.load(folder)
+    thread = threading.Thread(target=tokenizer.encode_all, args=(["a fox " * 100_000],))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    # With the lock held there would be one or two: before and after.
+    assert turns > 5
 
 
 def test_special_tokens_are_added_only_if_asked_for(folder):

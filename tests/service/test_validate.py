@@ -19,7 +19,7 @@ from tokenpod.service.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod.service.errors import InvalidArgument
+from tokenpod.service.errors import InvalidArgument, ResourceExhausted
 from tokenpod.service.validate import RequestLimits
 
 LIMITS = RequestLimits(
@@ -290,3 +290,10 @@ def test_a_routers_prompt_and_bound_fit_together() -> None:
         validate.check_shard_length(SHARD, 0, 46, LIMITS)
     with pytest.raises(InvalidArgument, match="has no tokens"):
         validate.check_shard_length(SHARD, 0, 0, LIMITS)
+
+
+def test_a_batch_with_more_requests_than_can_run_is_refused_before_it_is_tokenised() -> None:
+    crowd = [dataclasses.replace(SHARD, id=at) for at in range(LIMITS.rows + 1)]
+    validate.check_shard_batch(ShardBatch(7, crowd[1:]), LIMITS)
+    with pytest.raises(ResourceExhausted, match="--max-batch-size"):
+        validate.check_shard_batch(ShardBatch(7, crowd), LIMITS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
@@ -54,3 +56,14 @@ def test_tiles_of_every_size_fit(size, device):
     dtype = torch.bfloat16 if bytes_of_a_number == 2 else torch.float32
     for window in (None, 100):
         agree(lay_out(PROMPTS, device), device, head_dim=head_dim, window=window, dtype=dtype)
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_asking_ahead_changes_nothing(blocks, head_dim, device, monkeypatch):
+    for size, tiles in TILES.items():
+        asking = replace(tiles, decode=replace(tiles.decode, ahead=blocks))
+        monkeypatch.setitem(TILES, size, asking)
+    for specs in (LONG, MANY):
+        step = lay_out(specs, device)
+        agree(step, device, heads=(8, 2), head_dim=head_dim, window=100, dtype=torch.bfloat16)

@@ -47,7 +47,8 @@ def test_padding_has_no_tiles():
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "splits"), [(1, 8, 66), (16, 8, 4), (256, 8, 1), (1, 1, MAX_SPLITS)]
+    ("rows", "kv_heads", "splits"),
+    [(1, 8, MAX_SPLITS), (16, 8, 4), (256, 8, 1), (1, 1, MAX_SPLITS)],
 )
 def test_shares_fill_the_processors(rows, kv_heads, splits):
     assert choose_splits(rows, kv_heads, 132, TILE) == splits

@@ -16,8 +16,9 @@ from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MULTIPLY_ADD = Tile(Kind.MULTIPLY_ADD, block_n=4, block_k=64, ahead=256)
 MATRIX = Tile(Kind.MATRIX, block_n=16, block_k=32, warps=2, stages=3, ahead=256)
+SHARED = replace(MATRIX, splits=3, bulk=True)
 LIBRARY = Tile(Kind.LIBRARY)
-TILES = {"multiply_add": MULTIPLY_ADD, "matrix": MATRIX, "library": LIBRARY}
+TILES = {"multiply_add": MULTIPLY_ADD, "matrix": MATRIX, "shared": SHARED, "library": LIBRARY}
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,13 @@ def test_a_token_does_not_depend_on_its_neighbours(tiles, case):
     assert torch.equal(got[[0, 1, 3]], expected[[0, 1, 3]])
 
 
+def test_shares_of_nothing_add_nothing(case):
+    x, weight, offset = case(3, 21, 40, torch.float32, True)
+    more_than_blocks = Tiles({}, [(64, replace(SHARED, splits=5))])
+    got = product.prepare_linear(weight, offset, more_than_blocks)(x)
+    agree(got, functional.linear(wide(x), wide(weight), wide(offset)))
+
+
 def test_a_weight_whose_rows_are_not_one_after_another_is_refused(draw, device):
     weight = draw(8, 6).to(device).t()
     with pytest.raises(ValueError, match=r"\[6, 8\] is not contiguous"):
@@ -161,7 +169,7 @@ def test_models_shapes(tokens, shape, dtype, case, draw, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [MULTIPLY_ADD, MATRIX], ids=lambda tile: tile.kind.value)
+@pytest.mark.parametrize("tile", [MULTIPLY_ADD, MATRIX, SHARED], ids=["rows", "matrix", "shared"])
 @pytest.mark.parametrize("stages", [1, 4])
 @pytest.mark.parametrize("block_n", [2, 16, 64])
 def test_tiles_of_every_size(tile, stages, block_n, case):

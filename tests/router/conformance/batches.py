@@ -87,12 +87,16 @@ async def test_filter_keeps_a_batch_of_stopped_requests(any_shard: ShardClient) 
     assert filtered.request_ids == (1,)
 
 
-async def test_filter_to_no_request_is_refused_and_the_batch_lives(any_shard: ShardClient) -> None:
-    await any_shard.prefill(batch_of(4, ask(1)))
-    with pytest.raises(ShardError) as caught:
-        await any_shard.filter_batch(4, [])
-    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert await any_shard.filter_batch(4, [1]) is not None
+@pytest.mark.parametrize("keep", [[], [7, 8]], ids=["none", "strangers"])
+async def test_filter_that_keeps_nothing_releases_the_batch(
+    any_shard: ShardClient, keep: list[int]
+) -> None:
+    await any_shard.prefill(batch_of(4, ask(1, max_new_tokens=6), ask(2, max_new_tokens=6)))
+    filtered = await any_shard.filter_batch(4, keep)
+    assert filtered is not None
+    assert (filtered.id, filtered.request_ids, filtered.size, filtered.max_tokens) == (4, (), 0, 0)
+    with not_found(4):
+        await any_shard.filter_batch(4, [1])
 
 
 @pytest.mark.parametrize("method", ["Decode", "FilterBatch"])

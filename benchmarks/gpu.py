@@ -1,0 +1,400 @@
+"""The engine in process on a GPU: the workload's cases, each beside what the hardware allows.
+
+    python -P benchmarks/gpu.py --workload gpu-workload.json
+    python -P benchmarks/gpu.py --workload gpu-workload.json --cases latency --profile 40
+
+A Llama shape with random bf16 weights, greedy, end of sequence ignored. Limits: prefill's products
+at the matrix rate, then decode's bytes at the read bandwidth, not overlapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import itertools
+import json
+import pstats
+import random
+import statistics
+import sys
+import time
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _find_tokenpod() -> None:
+    """Make the folders importable as `tokenpod` in a checkout that is not installed."""
+    try:
+        import tokenpod.engine  # noqa: F401
+    except ImportError:
+        package = types.ModuleType("tokenpod")
+        package.__path__ = [str(ROOT), str(ROOT / "tokenpod")]  # type: ignore[attr-defined]
+        sys.modules["tokenpod"] = package
+
+
+_find_tokenpod()
+
+
+from tokenpod.engine.assemble import assemble  # noqa: E402
+from tokenpod.engine.loop import EngineLoop  # noqa: E402
+from tokenpod.engine.memory import let_segments_grow  # noqa: E402
+from tokenpod.engine.types import (  # noqa: E402
+    EngineOptions,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    StoppingParams,
+)
+from tokenpod.kernels.ops import Activation  # noqa: E402
+from tokenpod.kernels.registry import operations_for  # noqa: E402
+from tokenpod.models.config import DecoderConfig  # noqa: E402
+from tokenpod.models.decoder import Decoder  # noqa: E402
+from tokenpod.models.families import FAMILIES  # noqa: E402
+from tokenpod.models.rope import Rope  # noqa: E402
+from tokenpod.models.weights import expand  # noqa: E402
+from tokenpod.scheduler.scheduler import Limits, Scheduler  # noqa: E402
+
+#: Measured on an H200: bytes a second read, bf16 operations a second.
+BANDWIDTH, MATRIX_RATE = 4.617e12, 687e12
+
+Lengths = list[tuple[int, int]]
+
+
+def config_of(model: dict[str, Any]) -> DecoderConfig:
+    head_dim, layers = model["head_dim"], model["num_hidden_layers"]
+    frequencies = 1 / model["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=model["vocab_size"],
+        hidden_size=model["hidden_size"],
+        intermediate_size=model["intermediate_size"],
+        layers=layers,
+        heads=model["num_attention_heads"],
+        kv_heads=model["num_key_value_heads"],
+        head_dim=head_dim,
+        max_positions=model["max_position_embeddings"],
+        norm_epsilon=model["rms_norm_eps"],
+        activation=Activation.SILU,
+        rope=Rope(tuple(frequencies.tolist())),
+        windows=(None,) * layers,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tied_head=False,
+        dtype=torch.bfloat16,
+        eos_token_ids=frozenset(),
+    )
+
+
+def random_model(config: DecoderConfig, device: torch.device) -> Decoder:
+    torch.manual_seed(0)
+    weights = {}
+    for weight in expand(FAMILIES[0].weights(config), config.layers):
+        rows = sum(source.shape[0].length(config) for source in weight.sources)
+        columns = [dim.length(config) for dim in weight.sources[0].shape[1:]]
+        made = torch.randn(rows, *columns, device=device, dtype=torch.bfloat16)
+        weights[weight.name] = made.mul_(0.02) if columns else made.mul_(0.02).add_(1)
+    return Decoder(config, weights, operations_for(device, torch.bfloat16))
+
+
+class Compilations:
+    """Counts kernels that Triton compiles."""
+
+    def __init__(self) -> None:
+        import triton
+
+        self.names: list[str] = []
+        triton.knobs.runtime.jit_post_compile_hook = self._note
+
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        self.names.append(str(kwargs.get("repr", "?"))[:80])
+
+
+class Client:
+    """The other end of the engine's link: hands requests in, times what comes out."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        #: (when, tokens) of each message that brought any.
+        self.arrivals: list[tuple[float, int]] = []
+        self.left = 0
+
+    def receive(self, seconds: float | None) -> list[Request]:
+        del seconds
+        requests, self.requests = self.requests, []
+        return requests
+
+    def send(self, message: object) -> None:
+        assert isinstance(message, StepOutputs)
+        assert not message.failures, message.failures[0]
+        if message.sequence_ids:
+            self.arrivals.append((time.perf_counter(), len(message.sequence_ids)))
+            self.left -= sum(finish != 0 for finish in message.finishes)
+
+
+@dataclass
+class Bench:
+    """An engine and its client."""
+
+    config: DecoderConfig
+    loop: EngineLoop
+    client: Client
+    compilations: Compilations
+    next_id: int = 0
+    draw: random.Random = field(default_factory=lambda: random.Random(3))
+
+    def run(self, lengths: Lengths) -> float:
+        """Seconds for all of them at once."""
+        for prompt, output in lengths:
+            _submit(self, prompt, output)
+        self.client.left = len(lengths)
+        self.client.arrivals.clear()
+        began = time.perf_counter()
+        while self.client.left:
+            self.loop.turn()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+
+def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
+    device = torch.device("cuda")
+    let_segments_grow()
+    config = config_of(model)
+    compilations = Compilations()
+    began = time.perf_counter()
+    decoder = random_model(config, device)
+    torch.cuda.synchronize()
+    made = time.perf_counter()
+    engine = EngineOptions(
+        model_folder="",
+        dtype=None,
+        device="cuda",
+        threads=0,
+        max_batch_size=options.rows,
+        max_batch_prefill_tokens=options.prefill,
+    )
+    with torch.inference_mode():
+        ready = assemble(decoder, engine, positions=options.positions, device=device)
+    limits = Limits(
+        slots=ready.slots,
+        max_rows=options.rows,
+        max_positions=options.positions,
+        prefill_tokens=options.prefill,
+    )
+    client = Client()
+    scheduler = Scheduler(limits)
+    loop = EngineLoop(client, scheduler, ready.executor, overlap=ready.overlap)  # type: ignore[arg-type]
+    print(
+        f"weights made in {made - began:.1f} s, engine warm "
+        f"after {time.perf_counter() - made:.1f} s; "
+        f"{ready.slots:,} slots; {torch.cuda.memory_reserved() / 2**30:.1f} GiB reserved",
+        flush=True,
+    )
+    return Bench(config, loop, client, compilations)
+
+
+# -- limits ------------------------------------------------------------------------------------
+
+
+def decode_bytes(config: DecoderConfig, rows: int, context: float) -> float:
+    """Bytes that one decode step must read: weights without the embedding, keys and values."""
+    layer = config.hidden_size * (config.query_width * 2 + config.key_width * 2)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    weights = 2 * (layer * config.layers + config.vocab_size * config.hidden_size)
+    return weights + rows * context * 4 * config.key_width * config.layers
+
+
+def prefill_operations(config: DecoderConfig, tokens: int) -> float:
+    """Multiplications and additions of a prompt: products, causal attention, one row of logits."""
+    layer = config.hidden_size * (config.query_width * 2 + config.key_width * 2)
+    layer += 3 * config.hidden_size * config.intermediate_size
+    attention = 2 * tokens * tokens * config.query_width
+    return config.layers * (2 * layer * tokens + attention)
+
+
+def limit_seconds(config: DecoderConfig, lengths: Lengths, rows: int) -> float:
+    """Prefill at the matrix rate, then decode at the read bandwidth in batches of up to `rows`."""
+    prefill = sum(prefill_operations(config, prompt) for prompt, _ in lengths) / MATRIX_RATE
+    kv = sum(
+        (prompt + output / 2) * output * 4 * config.key_width * config.layers
+        for prompt, output in lengths
+    )
+    steps = max(max(output for _, output in lengths), sum(output for _, output in lengths) / rows)
+    return prefill + (steps * decode_bytes(config, 0, 0) + kv) / BANDWIDTH
+
+
+# -- cases -------------------------------------------------------------------------------------
+
+
+def run_case(bench: Bench, name: str, lengths: Lengths, options: argparse.Namespace) -> None:
+    limit = limit_seconds(bench.config, lengths, options.rows)
+    output = sum(count for _, count in lengths)
+    stats = torch.cuda.memory_stats()
+    compiled = len(bench.compilations.names)
+    for _ in range(options.rounds):
+        seconds = bench.run(lengths)
+        arrivals = bench.client.arrivals
+        gaps = [b[0] - a[0] for a, b in itertools.pairwise(arrivals)]
+        print(
+            f"{name:10} {seconds:7.3f} s  {output / seconds:8.0f} tok/s  limit {limit:6.3f} s "
+            f"({limit / seconds:4.0%})  median gap {statistics.median(gaps) * 1e3:6.2f} ms "
+            f"over {len(arrivals)} steps",
+            flush=True,
+        )
+    after = torch.cuda.memory_stats()
+    grown = after["num_device_alloc"] - stats["num_device_alloc"]
+    print(
+        f"{name:10} while serving: {grown} device allocations, kernels compiled: "
+        f"{bench.compilations.names[compiled:]}",
+        flush=True,
+    )
+
+
+def run_decode(bench: Bench, rows: int, context: int, options: argparse.Namespace) -> None:
+    """Steps in which `rows` rows decode around `context`; the profile says when the GPU waits."""
+    steps = 64
+    bench.run([(16, 2)])
+    lengths = [(context - steps // 2, steps + 8)] * rows
+    for prompt, output in lengths:
+        _submit(bench, prompt, output)
+    bench.client.left = rows
+    bench.client.arrivals.clear()
+    while len(bench.client.arrivals) < 4 or bench.client.arrivals[-1][1] < rows:
+        bench.loop.turn()
+    torch.cuda.synchronize()
+    busy = None
+    if options.profile:
+        busy = profile(bench, options.profile)
+    seen = len(bench.client.arrivals)
+    while bench.client.left:
+        bench.loop.turn()
+    arrivals = bench.client.arrivals[seen:]
+    gaps = [b[0] - a[0] for a, b in itertools.pairwise(arrivals) if b[1] == rows]
+    step = statistics.median(gaps)
+    limit = decode_bytes(bench.config, rows, context) / BANDWIDTH
+    print(
+        f"decode {rows:4} x {context:6}: {step * 1e3:6.3f} ms, limit {limit * 1e3:6.3f} "
+        f"({limit / step:4.0%})" + (f", GPU idle {1 - busy:5.1%}" if busy is not None else ""),
+        flush=True,
+    )
+
+
+def profile(bench: Bench, turns: int) -> float:
+    """Share of the time in which some kernel ran."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as torch_profile
+
+    with torch_profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(turns):
+            bench.loop.turn()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    covered, end = 0.0, spans[0][0]
+    for first, last in spans:
+        covered += max(last - max(first, end), 0)
+        end = max(end, last)
+    by_name: dict[str, float] = {}
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            by_name[event.name[:60]] = (
+                by_name.get(event.name[:60], 0) + event.time_range.elapsed_us()
+            )
+    for name, spent in sorted(by_name.items(), key=lambda item: -item[1])[:14]:
+        print(f"    {spent / turns:9.1f} us a step  {name}")
+    return covered / (end - spans[0][0])
+
+
+def run_mixed(bench: Bench, rows: int, chunk: int) -> None:
+    """Steps of `rows` decoding rows and a prompt of `chunk` tokens: what Python costs them."""
+    bench.client.left = rows
+    for _ in range(rows):
+        _submit(bench, 64, 400)
+    bench.client.arrivals.clear()
+    while not bench.client.arrivals or bench.client.arrivals[-1][1] < rows - 1:
+        bench.loop.turn()
+    gaps = []
+    profiler = cProfile.Profile()
+    for turn in range(24):
+        _submit(bench, chunk, 1)
+        bench.client.left += 1
+        began = time.perf_counter()
+        if turn == 12:
+            profiler.enable()
+        bench.loop.turn()
+        gaps.append(time.perf_counter() - began)
+    profiler.disable()
+    torch.cuda.synchronize()
+    print(
+        f"mixed {rows} + {chunk}: {statistics.median(gaps[2:12]) * 1e3:6.2f} ms a turn", flush=True
+    )
+    out = io.StringIO()
+    pstats.Stats(profiler, stream=out).sort_stats("tottime").print_stats(28)
+    print("\n".join(line[:110] for line in out.getvalue().splitlines() if line.strip()), flush=True)
+    while bench.client.left:
+        bench.loop.turn()
+
+
+def _submit(bench: Bench, prompt: int, output: int) -> None:
+    tokens = [bench.draw.randrange(10, 128_000) for _ in range(prompt)]
+    stopping = StoppingParams(max_new_tokens=output)
+    bench.client.requests.append(Request([bench.next_id], tokens, SamplingParams(), stopping))
+    bench.next_id += 1
+
+
+def run_prefill(bench: Bench, tokens: int) -> None:
+    times = []
+    for _ in range(4):
+        bench.run([(tokens, 1)])
+        times.append(bench.run([(tokens, 1)]))
+    seconds = min(times)
+    rate = prefill_operations(bench.config, tokens) / seconds
+    print(
+        f"prefill {tokens:6}: {seconds * 1e3:8.2f} ms, {rate / 1e12:4.0f} TFLOP/s "
+        f"({rate / MATRIX_RATE:4.0%})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--workload", default="gpu-workload.json")
+    parser.add_argument("--cases", nargs="*", default=None, help="default: all of the workload")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=512, help="largest batch")
+    parser.add_argument("--prefill", type=int, default=4096, help="prompt tokens a step")
+    parser.add_argument("--positions", type=int, default=36_864, help="longest sequence")
+    parser.add_argument("--decode", nargs="*", default=["1x256", "64x1024", "16x8192", "256x512"])
+    parser.add_argument("--mixed", nargs="*", default=["200+128"])
+    parser.add_argument("--prompts", nargs="*", type=int, default=[2048, 8192, 32768])
+    parser.add_argument("--profile", type=int, default=0, help="decode turns to profile")
+    options = parser.parse_args()
+    workload = json.loads(Path(options.workload).read_text())
+    bench = make_bench(workload["model"], options)
+    with torch.inference_mode():
+        for spec in options.decode:
+            rows, context = map(int, spec.split("x"))
+            run_decode(bench, rows, context, options)
+        for spec in options.mixed:
+            rows, chunk = map(int, spec.split("+"))
+            run_mixed(bench, rows, chunk)
+        for tokens in options.prompts:
+            run_prefill(bench, tokens)
+        for case in workload["cases"]:
+            if options.cases is None or case["name"] in options.cases:
+                run_case(bench, case["name"], [tuple(r) for r in case["requests"]], options)
+
+
+if __name__ == "__main__":
+    main()

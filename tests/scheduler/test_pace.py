@@ -1,0 +1,141 @@
+"""What a prompt takes at the least, and who is dropped because of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from scheduler_house import House, request
+
+from tokenpod.scheduler.pace import Pace
+
+MS = 1_000_000
+
+
+def paced(*steps: tuple[int, int], prefill_tokens: int = 64) -> Pace:
+    """A pace that has seen each (prompt tokens, milliseconds) often enough."""
+    pace = Pace(prefill_tokens)
+    for tokens, took in steps:
+        for _ in range(16):
+            pace.note(tokens, took * MS)
+    return pace
+
+
+def test_nothing_is_said_of_what_was_not_measured_often_enough():
+    pace = Pace(64)
+    for _ in range(15):
+        pace.note(64, 10 * MS)
+    assert pace.least(1000) == 0
+    pace.note(64, 10 * MS)
+    assert pace.least(128) > 0
+
+
+def test_whole_steps_count_half_of_the_fastest_one_each():
+    pace = paced((64, 10), (64, 7), (64, 12))
+    # 64 is the largest step there is.
+    assert pace.least(5 * 64) == 5 * 7 * MS // 2
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (2, 0), (3, 0), (31, 3), (63, 3)])
+def test_the_rest_counts_as_the_slowest_of_the_sizes_below_it(tokens, expected):
+    pace = paced((16, 6), (4, 1), (20, 7))
+    assert pace.least(tokens) == expected * MS
+
+
+def test_a_small_step_says_nothing_of_a_larger_one_but_that_it_takes_no_less():
+    # Sixteen of ten tokens at 10 ms do not make a prompt of 1000 tokens take a second.
+    assert paced((10, 10), prefill_tokens=1024).least(1000) == 5 * MS
+
+
+def test_what_was_long_ago_is_forgotten():
+    pace = paced((64, 1))
+    for _ in range(200):
+        pace.note(64, 20 * MS)
+    assert pace.least(64) == 10 * MS
+    for _ in range(16):
+        pace.note(64, 5 * MS)
+    assert pace.least(64) == 5 * MS // 2
+
+
+def test_steps_without_prompt_tokens_do_not_count():
+    pace = Pace(64)
+    for _ in range(100):
+        pace.note(0, 50 * MS)
+    assert pace.least(640) == 0
+
+
+def test_more_tokens_never_take_less():
+    chance = random.Random(0)
+    pace = Pace(50)
+    for _ in range(3000):
+        pace.note(chance.randint(1, 50), chance.randint(1, 100) * MS)
+    least = [pace.least(tokens) for tokens in range(400)]
+    assert all(later >= sooner for sooner, later in itertools.pairwise(least[:50]))
+    assert all(least[n + 50] >= least[n] for n in range(350))
+
+
+# -- in the house ------------------------------------------------------------------------------
+
+
+def busy_house(**limits) -> House:
+    """A house where every step of 8 prompt tokens has taken 100."""
+    house = House(**{"slots": 400, "max_rows": 8, "prefill_tokens": 8, "overlap": True} | limits)
+    house.submit(request(1000, [9] * 200, max_new_tokens=1))
+    while house.turn():
+        house.now += 100
+    return house
+
+
+def drop_times(house: House) -> list[str]:
+    return [house.sequences[i].ended for i in sorted(house.sequences) if i < 1000]
+
+
+def test_a_deadline_that_the_prompt_alone_outlasts_is_refused_at_once():
+    house = busy_house()
+    # Five steps: 250 at the least, by the careful half.
+    house.submit(request(1, list(range(40)), deadline_at=house.now + 240))
+    house.submit(request(2, list(range(100, 140)), deadline_at=house.now + 260))
+    steps = house.steps
+    house.turn()
+    assert drop_times(house) == ["failure DEADLINE_EXCEEDED", ""]
+    assert house.planned() == {2: 8}
+    assert house.steps == steps + 1
+    house.abort(2)
+    house.drain()
+
+
+def test_a_prompt_that_falls_behind_is_dropped_between_its_pieces():
+    house = busy_house()
+    house.submit(request(1, list(range(40)), deadline_at=house.now + 400))
+    for _ in range(3):
+        house.turn()
+        house.now += 150
+    # Two pieces are left: 100 at the least, and 50 to go... one turn later it is plain.
+    house.turn()
+    assert drop_times(house) == ["failure DEADLINE_EXCEEDED"]
+    house.drain()
+
+
+def test_what_the_cache_holds_needs_no_time():
+    house = busy_house()
+    house.submit(request(1, [9] * 200, deadline_at=house.now + 60, max_new_tokens=1))
+    house.submit(request(2, [8] * 200, deadline_at=house.now + 60, max_new_tokens=1))
+    house.run()
+    assert drop_times(house) == ["finish", "failure DEADLINE_EXCEEDED"]
+    house.drain()
+
+
+def test_all_samples_of_a_request_are_dropped_together():
+    house = busy_house()
+    house.submit(request([1, 2, 3], list(range(40)), deadline_at=house.now + 100))
+    house.turn()
+    assert drop_times(house) == ["failure DEADLINE_EXCEEDED"] * 3
+    house.drain()
+
+
+def test_a_fresh_server_drops_nothing_before_its_deadline():
+    house = House(slots=400, max_rows=8, prefill_tokens=8)
+    house.submit(request(1, list(range(160)), deadline_at=10, max_new_tokens=1))
+    house.run()
+    assert drop_times(house) == ["finish"]

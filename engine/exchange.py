@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -35,8 +36,16 @@ class Face(Protocol):
         """
 
 
-def face_of(endpoints: Sequence[socket.socket]) -> Face:
-    """The engine's end of `endpoints`, one a front end, the first one's first."""
+def face_of(endpoints: Sequence[socket.socket], *, patience: float = 5.0) -> Face:
+    """The engine's end of `endpoints`, one a front end, the first one's first.
+
+    Args:
+        patience: seconds that the engine waits for a further front end that reads no more.
+    """
+    for endpoint in endpoints[1:]:
+        seconds, rest = divmod(patience, 1)
+        interval = struct.pack("ll", int(seconds), int(rest * 1e6))
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
     links = [Link[ToEngine](endpoint, ToEngine) for endpoint in endpoints]  # type: ignore[arg-type]
     return links[0] if len(links) == 1 else Exchange(links)
 
@@ -44,8 +53,9 @@ def face_of(endpoints: Sequence[socket.socket]) -> Face:
 class Exchange:
     """Several links as one. Made by `face_of`.
 
-    The first front end is the pod's: its end is the engine's. Another that is gone leaves its
-    sequences behind, which are aborted; the rest goes on.
+    The first front end is the pod's: its end is the engine's. Another that is gone, or has not read
+    for so long that a message did not fit any more, leaves its sequences behind, which are aborted;
+    the rest goes on.
     """
 
     def __init__(self, links: Sequence[Link[ToEngine]]) -> None:
@@ -53,12 +63,14 @@ class Exchange:
         self._count = len(links)
         #: Sequences that each front end waits for.
         self._owned: list[set[int]] = [set() for _ in links]
+        #: For front ends that were found gone by sending.
+        self._aborts: list[ToEngine] = []
 
     def receive(self, wait: float | None = 0.0) -> list[ToEngine]:
         """Messages of all front ends; see `Face`."""
         links = {link.fileno(): at for at, link in self._links.items()}
-        messages: list[ToEngine] = []
-        for descriptor in select.select(list(links), [], [], wait)[0]:
+        messages, self._aborts = self._aborts, []
+        for descriptor in select.select(list(links), [], [], 0.0 if messages else wait)[0]:
             at = links[descriptor]
             try:
                 arrived = self._links[at].receive(0.0)
@@ -94,14 +106,13 @@ class Exchange:
         try:
             self._links[at].send(message)
         except LinkClosed:
-            if at == 0:
-                raise
-            # `receive` will see it too, and abort what is left.
+            self._aborts.append(self._gone(at))
 
     def _gone(self, at: int) -> Abort:
+        """Hang up on a front end; what is left to abort. Raises LinkClosed for the first one."""
         if at == 0:
             raise LinkClosed
-        del self._links[at]
+        self._links.pop(at).close()
         left, self._owned[at] = self._owned[at], set()
         return Abort(sorted(left))
 

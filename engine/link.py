@@ -70,6 +70,10 @@ class Link(Generic[T]):
         """The socket's number, to wait on."""
         return self._socket.fileno()
 
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
     def send(self, message: msgspec.Struct) -> None:
         """Send one message; raises LinkClosed."""
         try:

@@ -93,11 +93,14 @@ class FrontEnd:
             await server.start()
             house.set_serving()
             await _tell_pending(client, house, hung_up)
-            # The calls of a lost engine have been told already; a moment for the answers to leave.
-            await server.stop(1.0 if client.lost.done() else 0.5)
-            # Ending is not news: the first front end sees the engine's end as well, and says so.
-            await hung_up
-        return 0
+            if not client.lost.done():
+                await server.stop(0.5)
+                return 0
+            # Its calls have been told already; a moment for the answers to leave. If the engine
+            # lives and has only given up on this front end, the first one hears of it by our end.
+            await server.stop(1.0)
+            log.error("the link to the engine was lost", extra={"front_end": order.index})
+        return 1
 
     async def _server(
         self,

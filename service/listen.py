@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -90,14 +91,13 @@ def check_port(settings: ServerSettings) -> None:
     Sharing asks for nothing but the same user: without this look, two servers would split the
     clients of one port between them.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        settings.hostname, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.hostname, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-        except OSError as error:
-            raise StartError(
-                f"cannot listen on {settings.address}: the address is in use"
-            ) from error
+    except OSError as error:
+        problem = "the address is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise StartError(f"cannot listen on {settings.address}: {problem}") from error

@@ -34,7 +34,7 @@ class House:
 
     def __init__(self) -> None:
         pairs = [socket.socketpair() for _ in range(3)]
-        self.engine = face_of([theirs for _, theirs in pairs])
+        self.engine = face_of([theirs for _, theirs in pairs], patience=0.1)
         self.front_ends = [Link[FromEngine](ours, FromEngine) for ours, _ in pairs]  # type: ignore[arg-type]
         self.sockets = [end for pair in pairs for end in pair]
 
@@ -149,6 +149,23 @@ def test_a_step_for_one_that_has_just_gone_reaches_the_others(house: House) -> N
         house.engine.send(step([1, 2]))
     assert house.told(2) == [step([2])] * 3
     assert house.engine.receive(1.0) == [Abort([1])]
+
+
+def test_a_front_end_that_reads_no_more_is_given_up_and_the_others_go_on(house: House) -> None:
+    house.front_ends[1].send(request(1))
+    house.engine.receive(1.0)
+    rows = step([1] * 5000)
+    for _ in range(100):
+        house.engine.send(rows)
+        house.told(0)
+        if house.engine.receive(0.0) == [Abort([1])]:
+            break
+    else:
+        raise AssertionError("it was waited for again and again")
+    house.engine.send(step([1, 2]))
+    assert house.told(2) == [step([2])]
+    with pytest.raises(LinkClosed):
+        house.told(1)
 
 
 def test_without_the_first_there_is_nobody_to_work_for(house: House) -> None:

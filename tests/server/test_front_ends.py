@@ -297,6 +297,21 @@ def test_a_killed_front_end_costs_its_own_streams_and_the_pod_drains() -> None:
         assert all(gone(pid) for pid in children)
 
 
+@pytest.mark.slow
+def test_a_front_end_that_hangs_is_given_up_and_holds_up_nobody_for_long() -> None:
+    with serve("--front-ends", str(FRONT_ENDS)) as server:
+        clients = one_each(server)
+        hung, other = clients[1].long(), clients[2].long()
+        os.kill(clients[1].front_end, signal.SIGSTOP)
+        try:
+            assert len(collect(other.rest(), 1).samples[0].token_ids) == 1900
+        finally:
+            os.kill(clients[1].front_end, signal.SIGCONT)
+        assert hung.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(30) == 1
+        assert "front end 1 ended with status 1" in server.log.read_text()
+
+
 def test_a_lost_engine_is_lost_to_all() -> None:
     with serve("--front-ends", str(FRONT_ENDS)) as server:
         clients, children = one_each(server), server.children()

@@ -28,9 +28,10 @@ _HEALTH = HealthBoard.service_name
 SECRET_KEY = "tokenpod-relay"  # noqa: S105 (a name, not a secret)
 
 #: What the transport makes itself, or what the other hop must not be told twice.
-_HOP = ("grpc-", ":", "user-agent", "te", "content-type")
-#: Trailing metadata of an error that the contract promises, though the names begin with grpc-.
-_CONTRACT = ("grpc-status-details-bin", "grpc-retry-pushback-ms")
+_HOP = frozenset({"user-agent", "te", "content-type"})
+_HOP_PREFIXES = ("grpc-", ":")
+#: What the contract promises of an error, though the names begin with grpc-.
+_CONTRACT = frozenset({"grpc-status-details-bin", "grpc-retry-pushback-ms"})
 
 #: grpc.aio.ServicerContext and grpc.RpcMethodHandler, which are generic in their stubs only.
 Context = Any
@@ -170,10 +171,12 @@ class Relay(grpc.aio.ServerInterceptor):
 
 
 def _passed(metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
-    return tuple((key, value) for key, value in metadata or () if not key.startswith(_HOP))
+    return tuple(
+        (key, value)
+        for key, value in metadata or ()
+        if key in _CONTRACT or not (key in _HOP or key.startswith(_HOP_PREFIXES))
+    )
 
 
 async def _pass_on(error: grpc.aio.AioRpcError, context: Context) -> None:
-    trailing = (*error.trailing_metadata(),)
-    kept = [(k, v) for k, v in trailing if not k.startswith(_HOP) or k in _CONTRACT]
-    await context.abort(error.code(), error.details() or "", tuple(kept))
+    await context.abort(error.code(), error.details() or "", _passed(error.trailing_metadata()))

@@ -111,12 +111,13 @@ async def two_front_ends(secret: str = SECRET) -> AsyncIterator[Both]:
 async def test_a_call_and_its_answer_pass_with_metadata_and_deadline() -> None:
     async with two_front_ends() as both:
         trace = ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
-        call = both.once(b"abc", timeout=20, metadata=(trace,))
+        call = both.once(b"abc", timeout=20, metadata=(trace, ("tenant", "a")))
         assert await call == b"cba"
         initial = dict(await call.initial_metadata())
         assert (initial["model"], initial["raw-bin"]) == ("demo", b"\x00\xff")
         assert dict(await call.trailing_metadata())["took"] == "3"
         assert both.first.metadata["traceparent"] == trace[1]
+        assert both.first.metadata["tenant"] == "a"
         assert both.first.remaining is not None
         assert 10 < both.first.remaining <= 20
 

@@ -66,6 +66,14 @@ class Link(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._frames = FrameDecoder[T](kind)
 
+    def fileno(self) -> int:
+        """The socket's number, to wait on."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
     def send(self, message: msgspec.Struct) -> None:
         """Send one message; raises LinkClosed."""
         try:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor, Launched, StepResult
-from tokenpod.engine.link import Link
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.types import (
     Abort,
@@ -53,7 +53,7 @@ class _InFlight:
 class EngineLoop:
     """Turns messages into steps, and steps into messages, until the link closes."""
 
-    link: Link[ToEngine]
+    link: Face
     scheduler: Scheduler
     executor: Executor
     overlap: bool = False

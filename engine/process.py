@@ -1,12 +1,12 @@
-"""The engine as a process of its own: `python -m tokenpod.engine.process FD`.
+"""The engine as a process of its own: `python -m tokenpod.engine.process FD...`.
 
-It is started by the service, talks over the inherited socket FD alone, and ends when that closes.
+It is started by the service, talks over the inherited sockets alone (one a front end), and ends
+when the first of them closes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -19,23 +19,23 @@ from pathlib import Path
 import torch
 
 from tokenpod.engine.assemble import EngineError, assemble
-from tokenpod.engine.link import Link, LinkClosed
+from tokenpod.engine.exchange import Face, face_of
+from tokenpod.engine.link import LinkClosed
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
-from tokenpod.engine.types import Broken, EngineOptions, Loading, Ready, ToEngine
+from tokenpod.engine.parent import die_with_parent
+from tokenpod.engine.types import Broken, EngineOptions, Loading, Ready
 from tokenpod.models.load import ModelError, load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> int:
-    """Serve one link until it closes."""
-    _die_with_parent()
+    """Serve the links until the first closes."""
+    die_with_parent()
     # The service decides when to stop; a terminal's Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = Link[ToEngine](socket.socket(fileno=int(sys.argv[1])), ToEngine)  # type: ignore[arg-type]
+    link = face_of([socket.socket(fileno=int(number)) for number in sys.argv[1:]])
     try:
         options = link.receive(None)[0]
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
@@ -59,7 +59,7 @@ def main() -> int:
     return 0
 
 
-def start_engine(options: EngineOptions, link: Link[ToEngine]) -> tuple[EngineLoop, Ready]:
+def start_engine(options: EngineOptions, link: Face) -> tuple[EngineLoop, Ready]:
     """Load the model, size and make the pool, warm up.
 
     Raises EngineError or ModelError with one line that says what is wrong.
@@ -108,12 +108,6 @@ def start_engine(options: EngineOptions, link: Link[ToEngine]) -> tuple[EngineLo
     )
     loop = EngineLoop(link, Scheduler(limits), assembled.executor, overlap=assembled.overlap)
     return loop, ready
-
-
-def _die_with_parent() -> None:
-    """Be killed when the service is, even by SIGKILL: no orphan keeps a GPU busy."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -10,30 +10,53 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tokenpod.service.errors import ResourceExhausted, Unavailable
+from tokenpod.service.house import House
 
 #: Seconds after which a refused client should try again.
 _RETRY_SECONDS = 1.0
+_DRAINING = "the server is draining"
 
 
 class Admission:
-    """Counts the requests in the house.
+    """Counts the requests in the house, those of all front-end processes together.
+
+    Limits hold for the pod, not for a process: where a connection lands is chance. Two processes
+    that count at the same instant may let one too many in.
 
     Args:
         max_requests: `Generate` calls at once, running and waiting together.
         max_queue_tokens: prompt tokens that may wait for their computation.
+        house: where the counts are; None: this process is alone.
     """
 
-    def __init__(self, *, max_requests: int, max_queue_tokens: int) -> None:
+    def __init__(
+        self, *, max_requests: int, max_queue_tokens: int, house: House | None = None
+    ) -> None:
         self.max_requests = max_requests
         self.max_queue_tokens = max_queue_tokens
-        #: Calls in the house, and the prompt tokens of those that have not started.
-        self.requests = 0
-        self.waiting_tokens = 0
+        self.house = house or House.create(1)
         #: Why nothing is taken in: the server is starting or draining.
         self.closed: str | None = "the server is starting: the model is not loaded yet"
 
+    @property
+    def requests(self) -> int:
+        """Calls in the house."""
+        return self.house.requests
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of the calls that have not started."""
+        return self.house.waiting_tokens
+
+    def drain(self) -> None:
+        """Take in nothing more, in any process."""
+        self.closed = _DRAINING
+        self.house.close()
+
     def check_open(self) -> None:
         """Raise Unavailable while the server takes no new work."""
+        if self.house.closed:
+            self.closed = _DRAINING
         if self.closed:
             raise Unavailable(self.closed, retry_after=_RETRY_SECONDS)
 
@@ -41,20 +64,20 @@ class Admission:
     def enter(self) -> Iterator[Place]:
         """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
         self.check_open()
-        if self.requests >= self.max_requests:
+        if (requests := self.requests) >= self.max_requests:
             raise ResourceExhausted(
-                f"{self.requests} requests are running or waiting; this server takes at most"
+                f"{requests} requests are running or waiting; this server takes at most"
                 f" {self.max_requests} (--max-concurrent-requests)",
                 limit="max_concurrent_requests",
                 retry_after=_RETRY_SECONDS,
             )
-        self.requests += 1
+        self.house.add(requests=1)
         place = Place(self)
         try:
             yield place
         finally:
             place.leave_queue()
-            self.requests -= 1
+            self.house.add(requests=-1)
 
 
 class Place:
@@ -78,9 +101,9 @@ class Place:
                 retry_after=_RETRY_SECONDS,
             )
         self._tokens = prompt_tokens
-        self._admission.waiting_tokens += prompt_tokens
+        self._admission.house.add(waiting_tokens=prompt_tokens)
 
     def leave_queue(self) -> None:
         """The prompt has been computed, or the call is over."""
-        self._admission.waiting_tokens -= self._tokens
+        self._admission.house.add(waiting_tokens=-self._tokens)
         self._tokens = 0

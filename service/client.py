@@ -69,11 +69,18 @@ class EngineClient(asyncio.Protocol):
 
     Args:
         on_loading: hears of progress while weights are read.
+        index, count: which front end of how many this is. It names sequences by the numbers that
+            leave `index` when divided by `count`: the engine tells by them whose they are.
         now: nanoseconds of the clock that all processes share.
     """
 
     def __init__(
-        self, *, on_loading: Callable[[Loading], None], now: Callable[[], int] = time.monotonic_ns
+        self,
+        *,
+        on_loading: Callable[[Loading], None],
+        index: int = 0,
+        count: int = 1,
+        now: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.load = _NO_LOAD
         #: Seconds that a step usually takes, and when (CLOCK_MONOTONIC, ns) the last one settled.
@@ -92,16 +99,26 @@ class EngineClient(asyncio.Protocol):
         self._sinks: dict[int, Sink] = {}
         self._ops: dict[int, asyncio.Future[Advanced]] = {}
         self._next_op = 0
-        self._next_sequence = 0
+        self._next_sequence = index
+        self._stride = count
 
     @classmethod
     async def connect(
-        cls, endpoint: socket.socket, options: EngineOptions, on_loading: Callable[[Loading], None]
+        cls,
+        endpoint: socket.socket,
+        options: EngineOptions | None,
+        on_loading: Callable[[Loading], None],
+        *,
+        index: int = 0,
+        count: int = 1,
     ) -> EngineClient:
-        """Take over `endpoint` and tell the engine what to load."""
+        """Take over `endpoint`; with `options`, tell the engine what to load."""
         loop = asyncio.get_running_loop()
-        _, client = await loop.create_connection(lambda: cls(on_loading=on_loading), sock=endpoint)
-        client._send(options)
+        _, client = await loop.create_connection(
+            lambda: cls(on_loading=on_loading, index=index, count=count), sock=endpoint
+        )
+        if options is not None:
+            client._send(options)
         return client
 
     # -- requests ------------------------------------------------------------------------------
@@ -114,8 +131,8 @@ class EngineClient(asyncio.Protocol):
     def new_sequence_ids(self, n: int) -> list[int]:
         """Ids that nobody has."""
         first = self._next_sequence
-        self._next_sequence += n
-        return list(range(first, first + n))
+        self._next_sequence += n * self._stride
+        return list(range(first, self._next_sequence, self._stride))
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` hears of its sequences until each has finished or failed."""
@@ -222,15 +239,18 @@ class EngineClient(asyncio.Protocol):
             outputs.finishes,
             strict=True,
         )
+        sinks = self._sinks
         for at, (sequence_id, token_id, logprob, finish) in enumerate(entries):
-            sink = self._sinks.get(sequence_id)
+            sink = sinks.get(sequence_id)
             if sink is None:
                 continue
             touched[id(sink)] = sink
+            code = FinishCode.RUNNING
             if finish:
-                del self._sinks[sequence_id]
+                del sinks[sequence_id]
+                code = FinishCode(finish)
             top = tops.get(at) if tops else None
-            sink.on_token(sequence_id, token_id, logprob, FinishCode(finish), top)
+            sink.on_token(sequence_id, token_id, logprob, code, top)
         for failure in outputs.failures:
             if sink := self._sinks.pop(failure.sequence_id, None):
                 touched[id(sink)] = sink

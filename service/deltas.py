@@ -6,10 +6,10 @@ message carries one page, so that catching up never makes a large one.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from tokenpod.engine.types import Top
 
@@ -17,25 +17,20 @@ from tokenpod.engine.types import Top
 _PAGE_BYTES = 8 * 1024
 
 
-def _ids() -> array[int]:
-    return array("I")
-
-
-def _floats() -> array[float]:
-    return array("f")
-
-
-@dataclass(slots=True)
 class Delta:
     """A run of a sample's output. `token_ids`, `logprobs` and `tops` have one entry a token."""
 
-    _text: bytearray = field(default_factory=bytearray)
-    token_ids: array[int] = field(default_factory=_ids)
-    logprobs: array[float] = field(default_factory=_floats)
-    #: All top tokens, one token's after the other's, and how many each token has.
-    _top_ids: array[int] = field(default_factory=_ids)
-    _top_logprobs: array[float] = field(default_factory=_floats)
-    _top_counts: array[int] = field(default_factory=_ids)
+    __slots__ = ("_text", "_top_counts", "_top_ids", "_top_logprobs", "logprobs", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids = array("I")
+        self.logprobs = array("f")
+        self._text = bytearray()
+        #: All top tokens, one token's after the other's, and how many each token has; none of it
+        #: exists where none were asked for: most streams make one of these a token.
+        self._top_ids: array[int] | None = None
+        self._top_logprobs: array[float] = self.logprobs
+        self._top_counts: array[int] = self.token_ids
 
     @property
     def text(self) -> str:
@@ -45,12 +40,17 @@ class Delta:
     @property
     def size(self) -> int:
         """Bytes."""
-        return len(self._text) + 4 * (
-            2 * len(self.token_ids) + 2 * len(self._top_ids) + len(self._top_counts)
-        )
+        size = len(self._text) + 8 * len(self.token_ids)
+        if self._top_ids is not None:
+            size += 8 * len(self._top_ids) + 4 * len(self._top_counts)
+        return size
 
     def tops(self) -> Iterator[tuple[array[int], array[float]]]:
         """The top tokens of each token: ids and log probabilities."""
+        if self._top_ids is None:
+            for _ in self.token_ids:
+                yield array("I"), array("f")
+            return
         at = 0
         for count in self._top_counts:
             yield self._top_ids[at : at + count], self._top_logprobs[at : at + count]
@@ -58,16 +58,23 @@ class Delta:
 
     def add_token(self, token_id: int, logprob: float, top: Top | None) -> None:
         """One more token."""
+        if top is not None or self._top_ids is not None:
+            self._add_top(top)
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+
+    def add_text(self, text: bytes) -> None:
+        """More text, in UTF-8."""
+        self._text += text
+
+    def _add_top(self, top: Top | None) -> None:
+        if self._top_ids is None:
+            self._top_ids, self._top_logprobs = array("I"), array("f")
+            self._top_counts = array("I", bytes(4 * len(self.token_ids)))
         if top is not None:
             self._top_ids.extend(top.token_ids)
             self._top_logprobs.extend(top.logprobs)
         self._top_counts.append(len(top.token_ids) if top is not None else 0)
-
-    def add_text(self, text: str) -> None:
-        """More text."""
-        self._text += text.encode()
 
 
 class Unread:
@@ -78,7 +85,7 @@ class Unread:
     """
 
     def __init__(self, *, paged: bool) -> None:
-        self._page_bytes = _PAGE_BYTES if paged else None
+        self._page_bytes = _PAGE_BYTES if paged else sys.maxsize
         self._pages: deque[Delta] = deque()
         #: Of all pages but the last, which still grows.
         self._full_bytes = 0
@@ -95,8 +102,8 @@ class Unread:
         """One more token."""
         self._page().add_token(token_id, logprob, top)
 
-    def add_text(self, text: str) -> None:
-        """More text."""
+    def add_text(self, text: bytes) -> None:
+        """More text, in UTF-8."""
         self._page().add_text(text)
 
     def take(self) -> Delta:
@@ -118,7 +125,11 @@ class Unread:
         pages = self._pages
         if not pages:
             pages.append(Delta())
-        elif self._page_bytes is not None and pages[-1].size >= self._page_bytes:
-            self._full_bytes += pages[-1].size
-            pages.append(Delta())
+            return pages[0]
+        last = pages[-1]
+        size = last.size
+        if size < self._page_bytes:
+            return last
+        self._full_bytes += size
+        pages.append(Delta())
         return pages[-1]

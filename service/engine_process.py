@@ -6,37 +6,57 @@ import asyncio
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tokenpod.engine.types import EngineOptions, Loading, Ready
 from tokenpod.service.client import EngineClient, EngineLost
+
+#: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
+#: from the working directory.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.process")
 
 #: Seconds that an engine gets to leave after its link is closed.
 _LEAVE_SECONDS = 5.0
 
 
 class EngineProcess:
-    """One engine and the link to it. Make it with `start`."""
+    """One engine and the link to it. Make it with `start`.
 
-    def __init__(self, process: subprocess.Popen[bytes], client: EngineClient) -> None:
+    `spare_links` are the ends of further links, for front ends to come: sockets to be handed on.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        client: EngineClient,
+        spare_links: Sequence[socket.socket],
+    ) -> None:
         self.client = client
+        self.spare_links = spare_links
         self._process = process
 
     @classmethod
     async def start(
-        cls, options: EngineOptions, on_loading: Callable[[Loading], None]
+        cls,
+        options: EngineOptions,
+        on_loading: Callable[[Loading], None],
+        command: Sequence[str] = ENGINE_COMMAND,
+        *,
+        links: int = 1,
     ) -> EngineProcess:
         """Start the process and connect; the model is not loaded yet (await `ready`)."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P: nothing is imported from the working directory.
-            command = [sys.executable, "-P", "-m", "tokenpod.engine.process", str(theirs.fileno())]
-            # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
-            process = subprocess.Popen(  # noqa: ASYNC220
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
-        return cls(process, await EngineClient.connect(ours, options, on_loading))
+        pairs = [socket.socketpair() for _ in range(links)]
+        theirs = [pair[1].fileno() for pair in pairs]
+        # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
+        process = subprocess.Popen(  # noqa: ASYNC220
+            [*command, *map(str, theirs)], pass_fds=theirs, stdin=subprocess.DEVNULL
+        )
+        for _, end in pairs:
+            end.close()
+        ours, *spare = [pair[0] for pair in pairs]
+        client = await EngineClient.connect(ours, options, on_loading, count=links)
+        return cls(process, client, spare)
 
     @property
     def pid(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenpod.engine.types import FinishCode
@@ -82,24 +82,22 @@ class EventWriter:
             self._opened = True
             return pb.GenerateResponse(started=self._started())
         if self._call.output.stream:
-            return self._next_of(self._in_turn())
+            return self._next_of(generation.samples)
         if generation.finished:
-            return self._next_of(list(enumerate(self._best())))
+            return self._next_of(self._best())
         return None
 
-    def _in_turn(self) -> Iterable[tuple[int, Sample]]:
-        """The samples, those that have waited longest first."""
-        samples = self._generation.samples
-        order = (*range(self._turn, len(samples)), *range(self._turn))
-        return [(index, samples[index]) for index in order]
-
-    def _next_of(self, samples: Iterable[tuple[int, Sample]]) -> pb.GenerateResponse | None:
-        for index, sample in samples:
+    def _next_of(self, samples: Sequence[Sample]) -> pb.GenerateResponse | None:
+        """The next event of `samples`, those first that have waited longest."""
+        count = len(samples)
+        for offset in range(count):
+            index = (self._turn + offset) % count
             if index in self._closed:
                 continue
+            sample = samples[index]
             if sample.has_news:
                 self._turn = index + 1
-                return pb.GenerateResponse(tokens=self._delta(sample.take(), index))
+                return self._delta(sample.take(), index)
             if sample.ending is not None:
                 self._closed.add(index)
                 return pb.GenerateResponse(finished=self._finished(sample, index))
@@ -128,15 +126,21 @@ class EventWriter:
             message.prompt.texts.extend(self._texts(ids))
         return message
 
-    def _delta(self, delta: Delta, index: int) -> pb.TokenDelta:
-        message = pb.TokenDelta(index=index, text=delta.text, token_ids=delta.token_ids)
-        message.special.extend(self._tokenizer.is_special(token) for token in delta.token_ids)
+    def _delta(self, delta: Delta, index: int) -> pb.GenerateResponse:
+        special = self._tokenizer.special_ids
+        # Written in place: a message is copied when it becomes part of another.
+        response = pb.GenerateResponse()
+        message = response.tokens
+        message.index = index
+        message.text = delta.text
+        message.token_ids.extend(delta.token_ids)
+        message.special.extend([token in special for token in delta.token_ids])
         if self._call.output.logprobs:
             message.logprobs.extend(delta.logprobs)
         if self._call.output.top_n_tokens:
             for ids, logprobs in delta.tops():
                 message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self._texts(ids))
-        return message
+        return response
 
     def _finished(self, sample: Sample, index: int) -> pb.Finished:
         ending, request, usage = sample.ending, self._generation.request, self.usage()

@@ -7,13 +7,14 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from tokenpod.engine.types import Request, StoppingParams
+from tokenpod.config import ServerSettings
+from tokenpod.engine.types import Ready, Request, StoppingParams
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service import convert, validate
 from tokenpod.service.admission import Admission, Place
@@ -46,6 +47,23 @@ class Serving:
     tokenizer: Tokenizer
     limits: validate.RequestLimits
     model_id: str
+
+
+def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:
+    """What one request may ask for, by the operator's word and the model's."""
+    total = min(settings.max_total_tokens or ready.max_positions, ready.max_positions, ready.slots)
+    return validate.RequestLimits(
+        vocab_size=ready.vocab_size,
+        max_input_tokens=min(settings.max_input_tokens or total - 1, total - 1),
+        max_total_tokens=total,
+        max_samples=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_stop_sequence_bytes=settings.max_stop_sequence_bytes,
+        max_top_n_tokens=settings.max_top_n_tokens,
+        max_logit_bias=settings.max_logit_bias,
+        slots=ready.slots,
+        rows=settings.resolved_batch_size,
+    )
 
 
 class Encoder:
@@ -108,8 +126,12 @@ class GenerateService:
 
     async def generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[pb.GenerateResponse]:
-        """The stream of one `Generate` call."""
+    ) -> None:
+        """Write the stream of one `Generate` call.
+
+        It writes where a generator would yield: each layer around a generator is another switch a
+        token.
+        """
         arrived_at = time.monotonic_ns()
         recorded = self._telemetry.current_call()
         with self._admission.enter() as place:
@@ -130,7 +152,7 @@ class GenerateService:
                 while not writer.done:
                     await generation.news()
                     while (event := writer.next()) is not None:
-                        yield event
+                        await context.write(event)
             finally:
                 generation.cancel()
                 self._report(request_id, generation, writer)

@@ -87,19 +87,14 @@ class Sample:
         self, token_id: int, logprob: float, finish: FinishCode, top: Top | None, at: int
     ) -> None:
         """Take one token, or none (-1). Sets `ending` when the sample is over."""
-        if token_id >= 0:
+        if not finish:
             self._note(token_id, logprob, top, at)
-        if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
             active = self.generated >= self._min_new_tokens
             self._emit(self._stops.push(self._detokenizer.push(token_id), active=active))
-        if finish and self._stops.matched is None:
-            self._emit(self._stops.push(self._detokenizer.finish()))
-        if self._stops.matched is not None:
-            self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched)
-        elif finish:
-            self._emit(self._stops.finish())
-            stop_token = token_id if finish is FinishCode.STOP_TOKEN else None
-            self.ending = Ending(finish, stop_token_id=stop_token)
+            if self._stops.matched is not None:
+                self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched)
+            return
+        self._push_last(token_id, logprob, finish, top, at)
 
     def take(self) -> Delta:
         """The oldest page of what has come and was not taken yet."""
@@ -119,6 +114,23 @@ class Sample:
         """Forget what was not taken."""
         self._unread.clear()
 
+    def _push_last(
+        self, token_id: int, logprob: float, finish: FinishCode, top: Top | None, at: int
+    ) -> None:
+        if token_id >= 0:
+            self._note(token_id, logprob, top, at)
+        if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
+            active = self.generated >= self._min_new_tokens
+            self._emit(self._stops.push(self._detokenizer.push(token_id), active=active))
+        if self._stops.matched is None:
+            self._emit(self._stops.push(self._detokenizer.finish()))
+        if self._stops.matched is not None:
+            self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched)
+        else:
+            self._emit(self._stops.finish())
+            stop_token = token_id if finish is FinishCode.STOP_TOKEN else None
+            self.ending = Ending(finish, stop_token_id=stop_token)
+
     def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
         self.generated += 1
         self.cumulative_logprob += logprob
@@ -128,8 +140,9 @@ class Sample:
 
     def _emit(self, text: str) -> None:
         if text:
-            self._text += text.encode()
-            self._unread.add_text(text)
+            encoded = text.encode()
+            self._text += encoded
+            self._unread.add_text(encoded)
 
 
 class Generation:
@@ -162,7 +175,9 @@ class Generation:
         self._step_at = step_at
         self._abort = abort
         self._on_begin = on_begin
-        self._news = asyncio.Event()
+        #: Something has come that `news` has not told yet, and who waits for it.
+        self._fresh = False
+        self._waiter: asyncio.Future[None] | None = None
         self._by_id = {sample.sequence_id: sample for sample in samples}
 
     @property
@@ -176,9 +191,18 @@ class Generation:
         return sum(sample.unread_bytes for sample in self.samples)
 
     async def news(self) -> None:
-        """Wait until something has come; raises the failure, if that is what came."""
-        await self._news.wait()
-        self._news.clear()
+        """Wait until something has come; raises the failure, if that is what came.
+
+        For one reader.
+        """
+        if not self._fresh:
+            # A bare future: an Event costs twice as much, once a token.
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._fresh = False
         if self.failure is not None:
             raise self.failure
 
@@ -207,8 +231,6 @@ class Generation:
         if sample.ending is not None and not finish:
             # A stop sequence: the engine does not know yet.
             self._abort([sequence_id])
-        if self._streamed and self.unread_bytes > UNREAD_BYTES:
-            self._give_up_reader()
 
     def on_failure(self, failure: Failure) -> None:
         """A failure of one sample is the call's: there is no partial answer to a request."""
@@ -216,7 +238,12 @@ class Generation:
 
     def wake(self) -> None:
         """Let the stream look."""
-        self._news.set()
+        # What came before has not even been looked at: only then may there be much of it.
+        if self._fresh and self._streamed and self.unread_bytes > UNREAD_BYTES:
+            self._give_up_reader()
+        self._fresh = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _give_up_reader(self) -> None:
         self.failure = ResourceExhausted(

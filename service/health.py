@@ -34,10 +34,15 @@ class Progress(Protocol):
         """Whether work is waiting for a step."""
         ...
 
-    #: CLOCK_MONOTONIC nanoseconds of the last step, or of the work that began a wait.
-    last_step_at: int
-    #: Seconds that a step usually takes.
-    usual_step: float
+    @property
+    def last_step_at(self) -> int:
+        """CLOCK_MONOTONIC nanoseconds of the last step, or of the work that began a wait."""
+        ...
+
+    @property
+    def usual_step(self) -> float:
+        """Seconds that a step usually takes."""
+        ...
 
 
 class HealthBoard:
@@ -87,10 +92,13 @@ class HealthBoard:
             self._watcher.cancel()
 
     async def _watch(self, progress: Progress) -> None:
-        alive = True
+        alive, idle_at = True, 0
         while True:
             await asyncio.sleep(_POLL_SECONDS)
-            stuck = (time.monotonic_ns() - progress.last_step_at) / 1e9 if progress.pending else 0.0
+            now = time.monotonic_ns()
+            if not progress.pending:
+                idle_at = now
+            stuck = (now - max(progress.last_step_at, idle_at)) / 1e9
             moving = stuck < max(5.0, 20 * progress.usual_step)
             if moving != self._moving:
                 self._moving = moving

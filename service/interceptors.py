@@ -76,7 +76,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if self._knows(given):
             return handler
         problem = "the call carries a token that is not known" if given else "the call has no token"
-        return _refusing(handler, f"{problem} (authorization: Bearer TOKEN)")
+        return refusing(handler, Unauthenticated(f"{problem} (authorization: Bearer TOKEN)"))
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
@@ -122,6 +122,15 @@ def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
     return _remade(handler, behaviour, handler.request_deserializer)
 
 
+def refusing(handler: Handler, error: ServiceError) -> Handler:
+    """A handler that answers `error`; what a stranger sends is not even decoded."""
+
+    async def refuse(request: Any, context: Context) -> None:
+        await _abort(context, error)
+
+    return _remade(handler, refuse, None)
+
+
 def _remade(
     handler: Handler, behaviour: Any, deserialize: Callable[[bytes], Any] | None
 ) -> Handler:
@@ -151,14 +160,6 @@ def _guarded(handler: Handler, method: str) -> Handler:
     behaviour = generator if inspect.isasyncgenfunction(inner) else coroutine
     deserialize = handler.request_deserializer
     return _remade(handler, behaviour, tolerant(deserialize) if deserialize else None)
-
-
-def _refusing(handler: Handler, problem: str) -> Handler:
-    async def refuse(request: Any, context: Context) -> None:
-        await _abort(context, Unauthenticated(problem))
-
-    # What a stranger sends is not even decoded.
-    return _remade(handler, refuse, None)
 
 
 async def _answer(error: Exception, context: Context, method: str) -> None:

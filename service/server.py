@@ -16,12 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import socket
-import stat
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,29 +30,33 @@ import uvloop
 from tokenpod.config import ServerSettings
 from tokenpod.engine.types import EngineOptions, Ready
 from tokenpod.service.admission import Admission
-from tokenpod.service.engine_process import EngineLost, EngineProcess
-from tokenpod.service.generate import GenerateService, Serving
+from tokenpod.service.engine_process import ENGINE_COMMAND, EngineLost, EngineProcess
+from tokenpod.service.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
+from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
+from tokenpod.service.house import House
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.listen import (
+    StartError,
+    bind,
+    channel_options,
+    check_port,
+    credentials,
+    free_socket,
+    reason,
+    remove,
+)
 from tokenpod.service.logs import configure_logging
 from tokenpod.service.model_store import ModelNotFound, resolve_model
 from tokenpod.service.progress import LoadingBar
 from tokenpod.service.reflection import enable_reflection
+from tokenpod.service.relay import serve_relay
 from tokenpod.service.servicers import Rpcs, add_servicers
 from tokenpod.service.shard import ShardService
 from tokenpod.service.telemetry import Telemetry, TelemetrySettings
 from tokenpod.service.tokenizer import Tokenizer, TokenizerError
-from tokenpod.service.validate import RequestLimits
 
 log = logging.getLogger("tokenpod")
-
-
-#: gRPC's own "never", for times in milliseconds.
-_NEVER_MS = 2**31 - 1
-
-
-class StartError(Exception):
-    """The server cannot start; the text is one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,12 @@ class Server:
     Args:
         settings: the operator's.
         model_folder: where the model lies.
+        engine_command: what runs the engine.
     """
 
     settings: ServerSettings
     model_folder: Path
+    engine_command: Sequence[str] = ENGINE_COMMAND
 
     async def run(self) -> int:
         """Serve until a signal; the process's exit status. Raises StartError."""
@@ -86,9 +90,11 @@ class Server:
                 settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio
             )
         )
+        house = House.create(settings.resolved_front_ends)
         admission = Admission(
             max_requests=settings.max_concurrent_requests,
             max_queue_tokens=settings.max_queue_tokens,
+            house=house,
         )
         board = HealthBoard()
         generate = GenerateService(admission, telemetry)
@@ -98,20 +104,21 @@ class Server:
             stopping = _signals()
             listener = await self._listen(rpcs, telemetry, board, stack)
             engine = await self._start_engine(stack)
-            loading = asyncio.create_task(self._load(engine))
+            others = await self._start_front_ends(rpcs, board, listener, engine, house, stack)
+            loading = asyncio.create_task(self._load(engine, others))
             await asyncio.wait([loading, stopping.task()], return_when="FIRST_COMPLETED")
             if not loading.done():
                 loading.cancel()
                 return 0
             tokenizer, ready = loading.result()
             self._open(engine, tokenizer, ready, listener, generate, rpcs)
-            board.watch(engine.client)
+            board.watch(PodProgress(engine.client, house))
             stack.callback(board.close)
             telemetry.watch(lambda: engine.client.load)
             admission.closed = None
             await board.set_serving(True)
             log.info("serving", extra=_summary(settings, ready, listener))
-            return await self._serve(listener.server, engine, admission, board, stopping)
+            return await self._serve(listener.server, engine, others, admission, board, stopping)
 
     async def _listen(
         self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
@@ -121,23 +128,27 @@ class Server:
         interceptors.append(ErrorInterceptor())
         if settings.auth_token_file is not None:
             interceptors.append(AuthInterceptor(settings.auth_token_file))
-        server = grpc.aio.server(interceptors=interceptors, options=_channel_options(settings))
+        shared = settings.resolved_front_ends > 1
+        if shared:
+            check_port(settings)
+        options = channel_options(settings, shared_port=shared)
+        server = grpc.aio.server(interceptors=interceptors, options=options)
         names = add_servicers(rpcs, server)
         await board.add_to(server, names)
         enable_reflection([*names, board.service_name], server)
-        port = _bind(server, settings.address, _credentials(settings))
+        port = bind(server, settings.address, credentials(settings))
         address = f"{settings.address.rpartition(':')[0]}:{port}"
         shard_url = address
         if (path := settings.socket_path) is not None:
-            _free_socket(path)
-            _bind(server, f"unix:{path}", None)
-            stack.callback(_remove, path)
+            free_socket(path)
+            bind(server, f"unix:{path}", None)
+            stack.callback(remove, path)
             shard_url = f"unix://{path}"
         if (health_address := settings.health_address) is not None:
             try:
                 health, _ = await serve_health(health_address, board)
             except (OSError, RuntimeError) as error:
-                raise StartError(f"cannot listen on {health_address}: {_reason(error)}") from error
+                raise StartError(f"cannot listen on {health_address}: {reason(error)}") from error
             stack.push_async_callback(health.stop, None)
         await server.start()
         return Listener(server, address, shard_url)
@@ -157,16 +168,44 @@ class Server:
             max_batch_total_tokens=settings.max_batch_total_tokens,
             memory_fraction=settings.memory_fraction,
         )
-        engine = await EngineProcess.start(options, bar.update)
+        engine = await EngineProcess.start(
+            options, bar.update, self.engine_command, links=settings.resolved_front_ends
+        )
         stack.push_async_callback(engine.stop)
         return engine
 
-    async def _load(self, engine: EngineProcess) -> tuple[Tokenizer, Ready]:
+    async def _start_front_ends(
+        self,
+        rpcs: Rpcs,
+        board: HealthBoard,
+        listener: Listener,
+        engine: EngineProcess,
+        house: House,
+        stack: contextlib.AsyncExitStack,
+    ) -> FrontEnds:
+        """The further front ends, and what they reach this one by; none if one is enough."""
+        if house.count == 1:
+            return FrontEnds([], house)
+        relay, address, secret = await serve_relay(rpcs, board)
+        stack.push_async_callback(relay.stop, None)
+        others = FrontEnds.start(
+            self.settings,
+            self.model_folder,
+            engine.spare_links,
+            house,
+            Way(listener.address, address, secret),
+        )
+        stack.push_async_callback(others.stop)
+        return others
+
+    async def _load(self, engine: EngineProcess, others: FrontEnds) -> tuple[Tokenizer, Ready]:
         try:
             async with asyncio.timeout(self.settings.start_timeout):
                 tokenizer = await asyncio.to_thread(Tokenizer.load, self.model_folder)
-                return tokenizer, await engine.ready()
-        except (TokenizerError, EngineLost) as error:
+                ready = await engine.ready()
+                await others.serving()
+                return tokenizer, ready
+        except (TokenizerError, EngineLost, FrontEndLost) as error:
             raise StartError(str(error)) from error
         except TimeoutError as error:
             seconds = self.settings.start_timeout
@@ -198,13 +237,14 @@ class Server:
         self,
         server: grpc.aio.Server,
         engine: EngineProcess,
+        others: FrontEnds,
         admission: Admission,
         board: HealthBoard,
         stopping: Stopping,
     ) -> int:
-        """Until a signal, or until the engine is lost."""
+        """Until a signal, or until the engine or a front end is lost."""
         lost = engine.client.lost
-        futures: set[asyncio.Future[Any]] = {stopping.task(), lost}
+        futures: set[asyncio.Future[Any]] = {stopping.task(), lost, others.lost}
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
         if lost.done():
             await board.set_serving(False)
@@ -212,12 +252,16 @@ class Server:
             # Its clients have been told already; a moment for the answers to leave.
             await server.stop(1.0)
             return 1
-        await self._drain(server, admission, board, stopping)
-        return 0
+        if others.lost.done():
+            # Its streams are gone; those of the others may end well before the pod starts anew.
+            log.error("a front end was lost", extra={"reason": str(others.lost.result())})
+        await self._drain(server, others, admission, board, stopping)
+        return 1 if others.lost.done() else 0
 
     async def _drain(
         self,
         server: grpc.aio.Server,
+        others: FrontEnds,
         admission: Admission,
         board: HealthBoard,
         stopping: Stopping,
@@ -227,12 +271,13 @@ class Server:
         await board.drain()
         # Endpoints take time to hear of it: until then clients still come, and are served.
         await stopping.sleep(settings.lame_duck_seconds)
-        admission.closed = "the server is draining"
+        admission.drain()
         deadline = time.monotonic() + settings.graceful_termination_timeout
         while admission.requests and time.monotonic() < deadline and not stopping.urgent:
             await stopping.sleep(0.05)
         # Closes the listener at once, so it comes last.
-        await server.stop(0.0 if stopping.urgent else 0.5)
+        grace = 0.0 if stopping.urgent else 0.5
+        await asyncio.gather(server.stop(grace), others.stop())
         log.info("stopped", extra={"cut_off": admission.requests})
 
 
@@ -267,32 +312,15 @@ class Stopping:
             await asyncio.wait_for(self._urgent.wait(), seconds)
 
 
-def run(settings: ServerSettings) -> int:
+def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
     """Run a server in this process; its exit status. One line on standard error if it can't."""
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
         folder = resolve_model(settings.model_id, settings.revision)
-        return uvloop.run(Server(settings, folder).run())
+        return uvloop.run(Server(settings, folder, engine_command).run())
     except (StartError, ModelNotFound) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def request_limits(settings: ServerSettings, ready: Ready) -> RequestLimits:
-    """What one request may ask for, by the operator's word and the model's."""
-    total = min(settings.max_total_tokens or ready.max_positions, ready.max_positions, ready.slots)
-    return RequestLimits(
-        vocab_size=ready.vocab_size,
-        max_input_tokens=min(settings.max_input_tokens or total - 1, total - 1),
-        max_total_tokens=total,
-        max_samples=settings.max_best_of,
-        max_stop_sequences=settings.max_stop_sequences,
-        max_stop_sequence_bytes=settings.max_stop_sequence_bytes,
-        max_top_n_tokens=settings.max_top_n_tokens,
-        max_logit_bias=settings.max_logit_bias,
-        slots=ready.slots,
-        rows=settings.resolved_batch_size,
-    )
 
 
 def _signals() -> Stopping:
@@ -309,68 +337,9 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "address": listener.address,
         "dtype": ready.dtype,
         "device": ready.device_type,
+        "front_ends": settings.resolved_front_ends,
         "parameters": ready.parameters,
         "kv_slots": ready.slots,
         "load_seconds": round(ready.load_seconds, 2),
         "warmup_seconds": round(ready.warmup_seconds, 2),
     }
-
-
-def _channel_options(settings: ServerSettings) -> list[tuple[str, int]]:
-    age = settings.max_connection_age_seconds
-    return [
-        # A second server on the port must fail to bind, not share it.
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.keepalive_time_ms", int(settings.keepalive_seconds * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-        ("grpc.max_connection_age_ms", int(age * 1000) if age else _NEVER_MS),
-        ("grpc.max_connection_age_grace_ms", 600_000),
-    ]
-
-
-def _credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    try:
-        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-        client_ca = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
-    except OSError as error:
-        raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
-    return grpc.ssl_server_credentials([pair], client_ca, client_ca is not None)
-
-
-def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
-    try:
-        if credentials is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, credentials)
-    except (OSError, RuntimeError) as error:
-        raise StartError(f"cannot listen on {address}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    return "the address is in use" if "in use" in text or "Failed to bind" in text else text
-
-
-def _free_socket(path: str) -> None:
-    """Remove a socket that a dead server left; raises StartError if one answers on it."""
-    if not os.path.exists(path):
-        return
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
-        raise StartError(f"--uds-path: {path} exists and is not a socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            os.unlink(path)
-            return
-    raise StartError(f"--uds-path: another server listens on {path}")
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)

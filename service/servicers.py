@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -163,10 +163,9 @@ class ServicerV3(ShardServicer, v3_grpc.TextGenerationServiceServicer):
         listed = ids if call.return_ids else ()
         return self.codec.pb.TokensResponse(ntokens=len(ids), ids=listed)
 
-    async def Generate(self, request: Any, context: Context) -> AsyncIterator[Any]:
+    async def Generate(self, request: Any, context: Context) -> None:  # type: ignore[override]
         """Stream a generation."""
-        async for event in self.rpcs.generate.generate(request, context):
-            yield event
+        await self.rpcs.generate.generate(request, context)
 
 
 def add_servicers(rpcs: Rpcs, server: grpc.aio.Server) -> list[str]:

@@ -150,9 +150,17 @@ def test_what_is_derived_fits_what_is_given():
     assert (on_cpu.resolved_prefill_tokens, on_cpu.resolved_batch_size) == (100, 64)
     assert on_cpu.resolved_dtype == "float32"
     on_gpu = load_settings(device="cuda")
-    assert (on_gpu.resolved_prefill_tokens, on_gpu.resolved_batch_size) == (4096, 256)
+    assert (on_gpu.resolved_prefill_tokens, on_gpu.resolved_batch_size) == (4096, 512)
     assert on_gpu.resolved_dtype is None
     assert load_settings(device="cuda", dtype="float16").resolved_dtype == "float16"
+
+
+def test_one_front_end_is_enough_for_a_cpu_and_a_gpu_may_have_up_to_four():
+    assert load_settings(device="cpu").resolved_front_ends == 1
+    assert load_settings(device="cpu", front_ends=3).resolved_front_ends == 3
+    assert 1 <= load_settings(device="cuda").resolved_front_ends <= 4
+    assert load_settings(device="cuda", front_ends=6).resolved_front_ends == 6
+    assert "front-ends" in fault(front_ends=-1)
 
 
 def test_an_ipv6_address_is_bracketed():

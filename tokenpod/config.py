@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,6 +122,14 @@ class ServerSettings(BaseSettings):
         "Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none.",
         ge=0,
         le=65535,
+    )
+    front_ends: int = _setting(
+        0,
+        Group.NETWORK,
+        "Processes that share the port and stream tokens; a client's connection stays with one of"
+        " them. 0: one on a CPU; on a GPU one for 4 cores, 4 at most.",
+        ge=0,
+        le=64,
     )
     uds_path: str | None = _setting(
         None,
@@ -306,6 +315,13 @@ class ServerSettings(BaseSettings):
             return self.max_batch_prefill_tokens
         usual = 512 if self.resolved_device == "cpu" else 4096
         return min(usual, self.max_batch_total_tokens or usual)
+
+    @property
+    def resolved_front_ends(self) -> int:
+        """Processes that share the port. Only Linux spreads connections over them."""
+        if self.front_ends or self.resolved_device == "cpu" or sys.platform != "linux":
+            return self.front_ends or 1
+        return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
 
     @property
     def address(self) -> str:

@@ -128,6 +128,12 @@ def step(*tokens: tuple[int, int, FinishCode], at: int = 1, **rest: Any) -> Step
 RUNNING, LENGTH = FinishCode.RUNNING, FinishCode.LENGTH
 
 
+async def test_front_ends_never_name_a_sequence_alike() -> None:
+    clients = [EngineClient(on_loading=print, index=index, count=3) for index in range(3)]
+    named = [client.new_sequence_ids(2) + client.new_sequence_ids(1) for client in clients]
+    assert named == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
 async def test_loading_and_readiness_are_passed_on() -> None:
     loading: list[Loading] = []
     async with linked(loading) as (client, engine):

@@ -30,7 +30,7 @@ def test_what_goes_in_comes_out_in_order_however_it_is_taken(pieces, paged, take
     for (token, logprob, top, text), take in zip(pieces, takes, strict=False):
         made = None if top is None else Top(0, top, [-1.0] * len(top))
         unread.add_token(token, logprob, made)
-        unread.add_text(text)
+        unread.add_text(text.encode())
         if take:
             pages.append(unread.take())
     while unread:
@@ -50,7 +50,7 @@ def fill(unread: Unread, size: int, top: Top | None) -> int:
     tokens = 0
     while unread.size < size:
         unread.add_token(tokens % 50_000, -0.5, top)
-        unread.add_text("four")
+        unread.add_text(b"four")
         tokens += 1
     return tokens
 

@@ -32,11 +32,10 @@ class Words(Detokenizer):
 class Names:
     """Names tokens, as a tokenizer does."""
 
+    special_ids: frozenset[int] = frozenset()
+
     def token_text(self, token_id: int) -> str:
         return f"w{token_id} "
-
-    def is_special(self, token_id: int) -> bool:
-        return False
 
 
 class Call:

@@ -159,6 +159,16 @@ async def test_what_is_not_stuck_stays_ready(probe: Probe, engine: Any) -> None:
         assert await probe.ready()
 
 
+async def test_work_that_comes_after_a_long_idle_time_is_not_stuck(probe: Probe) -> None:
+    await probe.board.set_serving(True)
+    engine = pulse(pending=False, age=600.0)
+    with probe.watching(engine):
+        await several_polls()
+        engine.pending = True
+        await several_polls()
+        assert await probe.ready()
+
+
 async def test_slow_steps_are_given_twenty_of_their_kind(probe: Probe) -> None:
     await probe.board.set_serving(True)
     with probe.watching(pulse(age=25.0, usual_step=1.0)):

@@ -161,6 +161,15 @@ async def test_a_call_is_a_server_span_with_the_current_attributes(
     assert collector.resources[0]["service.name"] == "tokenpod-test"
 
 
+async def test_each_front_end_counts_for_itself(collector: Collector) -> None:
+    for _ in range(2):
+        telemetry = Telemetry.start(TelemetrySettings(collector.endpoint, "tokenpod-test"))
+        await call_info(telemetry)
+        telemetry.shutdown()
+    one, other = (resource["service.instance.id"] for resource in collector.resources)
+    assert one != other
+
+
 async def test_the_callers_trace_goes_on(telemetry: Telemetry, collector: Collector) -> None:
     parent = ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01")
     await call_info(telemetry, metadata=(parent,))

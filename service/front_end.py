@@ -1,0 +1,171 @@
+"""A further front end as a process of its own: `python -m tokenpod.service.front_end`.
+
+It is started by the first one, which writes an `Order` to its standard input, and ends when that
+closes. Signals are the first one's business. See front_ends.py for who does what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import msgspec
+import uvloop
+
+from tokenpod.config import ServerSettings
+from tokenpod.engine.parent import die_with_parent
+from tokenpod.engine.types import Loading
+from tokenpod.service.admission import Admission
+from tokenpod.service.client import EngineClient, EngineLost
+from tokenpod.service.front_ends import Order
+from tokenpod.service.generate import GenerateService, Serving, request_limits
+from tokenpod.service.house import House
+from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.listen import StartError, bind, channel_options, credentials
+from tokenpod.service.logs import configure_logging
+from tokenpod.service.reflection import enable_reflection
+from tokenpod.service.relay import relay_of
+from tokenpod.service.servicers import Rpcs, add_servicers
+from tokenpod.service.telemetry import Telemetry, TelemetrySettings
+from tokenpod.service.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger("tokenpod")
+
+_TELL_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """One further front end.
+
+    Args:
+        order: from the first.
+        settings: the operator's.
+    """
+
+    order: Order
+    settings: ServerSettings
+
+    async def run(self) -> int:
+        """Serve until the first front end hangs up; the exit status. Raises StartError."""
+        settings, order = self.settings, self.order
+        hung_up = asyncio.create_task(_end_of_input())
+        telemetry = Telemetry.start(
+            TelemetrySettings(
+                settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio
+            )
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(telemetry.shutdown)
+            client = await EngineClient.connect(
+                socket.socket(fileno=order.link),
+                None,
+                _ignore,
+                index=order.index,
+                count=order.count,
+            )
+            stack.callback(client.close)
+            house = House.join(order.house, order.index, order.count)
+            admission = Admission(
+                max_requests=settings.max_concurrent_requests,
+                max_queue_tokens=settings.max_queue_tokens,
+                house=house,
+            )
+            generate = GenerateService(admission, telemetry)
+            server = await self._server(admission, generate, telemetry, stack)
+            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(order.model_folder))
+            events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
+            await asyncio.wait(events, return_when="FIRST_COMPLETED")
+            if hung_up.done() or client.lost.done():
+                return 0
+            limits = request_limits(settings, client.ready.result())
+            generate.start(Serving(client, tokenizer, limits, settings.model_id))
+            admission.closed = None
+            bind(server, order.address, credentials(settings))
+            await server.start()
+            house.set_serving()
+            await _tell_pending(client, house, hung_up)
+            if not client.lost.done():
+                await server.stop(0.5)
+                return 0
+            # Its calls have been told already; a moment for the answers to leave. If the engine
+            # lives and has only given up on this front end, the first one hears of it by our end.
+            await server.stop(1.0)
+            log.error("the link to the engine was lost", extra={"front_end": order.index})
+        return 1
+
+    async def _server(
+        self,
+        admission: Admission,
+        generate: GenerateService,
+        telemetry: Telemetry,
+        stack: contextlib.AsyncExitStack,
+    ) -> grpc.aio.Server:
+        """All of the pod's services, not listening yet."""
+        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors()]
+        interceptors.append(ErrorInterceptor())
+        if self.settings.auth_token_file is not None:
+            interceptors.append(AuthInterceptor(self.settings.auth_token_file))
+        relay = await stack.enter_async_context(
+            relay_of(self.order.relay_address, self.order.relay_secret)
+        )
+        interceptors.append(relay)
+        options = channel_options(self.settings, shared_port=True)
+        server = grpc.aio.server(interceptors=interceptors, options=options)
+        # Whether the pod is healthy is the first one's to say, and is relayed.
+        names = add_servicers(Rpcs(admission, generate, healthy=_never_asked), server)
+        enable_reflection([*names, "grpc.health.v1.Health"], server)
+        return server
+
+
+def main() -> int:
+    """Be one front end."""
+    die_with_parent()
+    # The first front end decides when to stop; a terminal's Ctrl-C reaches the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    settings = ServerSettings.model_validate(order.settings)
+    configure_logging(level=settings.log_level, json_output=settings.json_output)
+    try:
+        return uvloop.run(FrontEnd(order, settings).run())
+    except (StartError, TokenizerError, EngineLost) as error:
+        log.error("a front end cannot start", extra={"reason": str(error)})
+        return 1
+
+
+async def _tell_pending(client: EngineClient, house: House, hung_up: asyncio.Task[None]) -> None:
+    """Keep the first front end informed, whose health is the pod's, until either is gone."""
+    gone: set[asyncio.Future[Any]] = {client.lost, hung_up}
+    while not any(future.done() for future in gone):
+        house.set_pending(client.pending)
+        await asyncio.wait(gone, timeout=_TELL_SECONDS, return_when="FIRST_COMPLETED")
+
+
+async def _end_of_input() -> None:
+    """Until standard input closes."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    await reader.read()
+
+
+def _ignore(loading: Loading) -> None:
+    """Progress is shown once, by the first front end."""
+
+
+def _never_asked() -> bool:
+    raise AssertionError("health is relayed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

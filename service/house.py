@@ -1,0 +1,109 @@
+"""What several front-end processes must know of each other: a few numbers in shared memory.
+
+Each process writes its own row and reads all, so nothing is ever locked. The memory has no name:
+it is a file descriptor that children inherit, and is gone when the last process is.
+
+    row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step]
+    one more number: whether the house is closed, written by the first process
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING = range(4)
+_COLUMNS = 4
+_NUMBER = 8  # bytes
+
+
+class House:
+    """The numbers, seen by process `index` of `count`. Make it with `create` or `join`.
+
+    `descriptor` is what the other processes inherit; None where there are none.
+    """
+
+    def __init__(
+        self, numbers: memoryview, index: int, count: int, descriptor: int | None = None
+    ) -> None:
+        self.index = index
+        self.count = count
+        self.descriptor = descriptor
+        self._numbers = numbers.cast("q")
+
+    @classmethod
+    def create(cls, count: int) -> House:
+        """New numbers, all zero, for `count` processes; the caller is the first."""
+        if count == 1:
+            return cls(memoryview(bytearray(_size(1))), 0, 1)
+        descriptor = os.memfd_create("tokenpod-house")
+        os.ftruncate(descriptor, _size(count))
+        return cls(_mapped(descriptor, count), 0, count, descriptor)
+
+    @classmethod
+    def join(cls, descriptor: int, index: int, count: int) -> House:
+        """The numbers that the first process made, seen by process `index`."""
+        return cls(_mapped(descriptor, count), index, count, descriptor)
+
+    @property
+    def requests(self) -> int:
+        """`Generate` calls in the house."""
+        return self._sum(_REQUESTS)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that wait for their computation."""
+        return self._sum(_WAITING_TOKENS)
+
+    @property
+    def all_serving(self) -> bool:
+        """Whether every process but the first, which needs no telling, serves."""
+        return self._sum(_SERVING) == self.count - 1
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine owes a step to any process that has said so."""
+        return bool(self._sum(_PENDING))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the first process takes no new work any more, nor may the others."""
+        return bool(self._numbers[0])
+
+    def close(self) -> None:
+        """No process takes new work any more. For the first process."""
+        self._numbers[0] = 1
+
+    def add(self, *, requests: int = 0, waiting_tokens: int = 0) -> None:
+        """Change what this process has in the house."""
+        row = self._row(self.index)
+        self._numbers[row + _REQUESTS] += requests
+        self._numbers[row + _WAITING_TOKENS] += waiting_tokens
+
+    def set_serving(self) -> None:
+        """This process listens, and its model is there."""
+        self._numbers[self._row(self.index) + _SERVING] = 1
+
+    def set_pending(self, pending: bool) -> None:
+        """Whether the engine owes this process a step."""
+        self._numbers[self._row(self.index) + _PENDING] = pending
+
+    def forget(self, index: int) -> None:
+        """Process `index` is gone, and what it had in the house with it."""
+        row = self._row(index)
+        for column in range(_COLUMNS):
+            self._numbers[row + column] = 0
+
+    def _row(self, index: int) -> int:
+        return 1 + _COLUMNS * index
+
+    def _sum(self, column: int) -> int:
+        return sum(self._numbers[self._row(index) + column] for index in range(self.count))
+
+
+def _size(count: int) -> int:
+    return _NUMBER * (1 + _COLUMNS * count)
+
+
+def _mapped(descriptor: int, count: int) -> memoryview:
+    return memoryview(mmap.mmap(descriptor, _size(count)))

@@ -1,0 +1,103 @@
+"""What a front end listens on, and what of that can go wrong at start."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+
+import grpc
+
+from tokenpod.config import ServerSettings
+
+#: gRPC's own "never", for times in milliseconds.
+_NEVER_MS = 2**31 - 1
+
+
+class StartError(Exception):
+    """The server cannot start; the text is one line for the operator."""
+
+
+def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tuple[str, int]]:
+    """gRPC's options of the public server; `shared_port`: other processes listen on it too."""
+    age = settings.max_connection_age_seconds
+    return [
+        # Unless it is to be shared, a second server on the port must fail to bind.
+        ("grpc.so_reuseport", int(shared_port)),
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", int(settings.keepalive_seconds * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.max_connection_age_ms", int(age * 1000) if age else _NEVER_MS),
+        ("grpc.max_connection_age_grace_ms", 600_000),
+    ]
+
+
+def credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
+    """TLS as the operator wants it; raises StartError for a file that cannot be read."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    try:
+        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
+        client_ca = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
+    except OSError as error:
+        raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
+    return grpc.ssl_server_credentials([pair], client_ca, client_ca is not None)
+
+
+def bind(server: grpc.aio.Server, address: str, with_tls: grpc.ServerCredentials | None) -> int:
+    """Listen on `address`; the port. Raises StartError."""
+    try:
+        if with_tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, with_tls)
+    except (OSError, RuntimeError) as error:
+        raise StartError(f"cannot listen on {address}: {reason(error)}") from error
+
+
+def reason(error: Exception) -> str:
+    """Why an address can't be had, in few words."""
+    text = str(error)
+    return "the address is in use" if "in use" in text or "Failed to bind" in text else text
+
+
+def free_socket(path: str) -> None:
+    """Remove a socket that a dead server left; raises StartError if one answers on it."""
+    if not os.path.exists(path):
+        return
+    if not stat.S_ISSOCK(os.stat(path).st_mode):
+        raise StartError(f"--uds-path: {path} exists and is not a socket")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            os.unlink(path)
+            return
+    raise StartError(f"--uds-path: another server listens on {path}")
+
+
+def remove(path: str) -> None:
+    """Remove a socket, if it is still there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def check_port(settings: ServerSettings) -> None:
+    """Raise StartError if a port that front ends will share has another owner already.
+
+    Sharing asks for nothing but the same user: without this look, two servers would split the
+    clients of one port between them.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.hostname, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        problem = "the address is in use" if error.errno == errno.EADDRINUSE else error.strerror
+        raise StartError(f"cannot listen on {settings.address}: {problem}") from error

@@ -1,0 +1,182 @@
+"""Calls that reach a further front end but belong to the first: handed on as they are.
+
+A TGI router's batches, health and everything else that is one thing a pod live in the first front
+end. A connection lands on any of them. So a further one serves streams itself and passes the rest
+on, undecoded, over a socket that has no name in any file system. The socket is open to whoever
+shares the network namespace, hence the secret: callers have shown their own tokens to the front end
+that they reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any
+
+import grpc
+
+from tokenpod.service.convert import codecs
+from tokenpod.service.errors import Unauthenticated
+from tokenpod.service.health import HealthBoard
+from tokenpod.service.interceptors import Continuation, ErrorInterceptor, refusing
+from tokenpod.service.servicers import Rpcs, add_servicers
+
+_HEALTH = HealthBoard.service_name
+#: Metadata of a relayed call: the secret that the front ends share.
+SECRET_KEY = "tokenpod-relay"  # noqa: S105 (a name, not a secret)
+
+#: What the transport makes itself, or what the other hop must not be told twice.
+_HOP = frozenset({"user-agent", "te", "content-type"})
+_HOP_PREFIXES = ("grpc-", ":")
+#: What the contract promises of an error, though the names begin with grpc-.
+_CONTRACT = frozenset({"grpc-status-details-bin", "grpc-retry-pushback-ms"})
+
+#: grpc.aio.ServicerContext and grpc.RpcMethodHandler, which are generic in their stubs only.
+Context = Any
+Handler = Any
+
+
+async def serve_relay(rpcs: Rpcs, board: HealthBoard) -> tuple[grpc.aio.Server, str, str]:
+    """Serve the further front ends; the server, its address and the secret that it asks for.
+
+    It records nothing: the front end that a call reached has done so.
+    """
+    secret = secrets.token_hex(32)
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor(), RelayGuard(secret)],
+        options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
+    )
+    await board.add_to(server, add_servicers(rpcs, server))
+    address = f"unix-abstract:tokenpod-{secrets.token_hex(8)}"
+    server.add_insecure_port(address)
+    await server.start()
+    return server, address, secret
+
+
+@contextlib.asynccontextmanager
+async def relay_of(address: str, secret: str) -> AsyncIterator[Relay]:
+    """What a further front end hands on to the first, at `address`."""
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        v1, v2, v3 = (
+            codec.pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
+            for codec in codecs()
+        )
+        yield Relay(
+            channel,
+            secret=secret,
+            streams={f"/{_HEALTH}/Watch"},
+            own={f"/{v1}/Tokens", f"/{v3}/Tokens", f"/{v3}/Generate"},
+            services={v1, v2, v3, _HEALTH},
+        )
+
+
+class RelayGuard(grpc.aio.ServerInterceptor):
+    """Lets relayed calls pass alone.
+
+    Args:
+        secret: what they carry.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called by grpc."""
+        handler = await continuation(handler_call_details)
+        given = str(dict(handler_call_details.invocation_metadata or ()).get(SECRET_KEY, ""))
+        if handler is None or hmac.compare_digest(given.encode(), self._secret):
+            return handler
+        return refusing(handler, Unauthenticated("only this pod's own front ends may call here"))
+
+
+class Relay(grpc.aio.ServerInterceptor):
+    """Answers for the first front end by asking it. The innermost interceptor: callers have passed.
+
+    Args:
+        channel: to the first front end.
+        secret: what shows that a front end asks.
+        streams: full names of the methods that answer with a stream; the others answer once.
+        own: full names of the methods that this process serves itself.
+        services: full names of the services that the first front end has.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        secret: str,
+        streams: Collection[str],
+        own: Collection[str],
+        services: Collection[str],
+    ) -> None:
+        self._channel = channel
+        self._secret = secret
+        self._streams = streams
+        self._own = own
+        self._services = services
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called by grpc."""
+        method = handler_call_details.method
+        if method in self._own or method.split("/")[1] not in self._services:
+            return await continuation(handler_call_details)
+        if method in self._streams:
+            return grpc.unary_stream_rpc_method_handler(self._stream(method))
+        return grpc.unary_unary_rpc_method_handler(self._once(method))
+
+    def _once(self, method: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
+        multicallable: Any = self._channel.unary_unary(method)
+
+        async def ask(request: bytes, context: Context) -> bytes:
+            call = multicallable(request, **self._options(context))
+            try:
+                answer = await call
+            except grpc.aio.AioRpcError as error:
+                await _pass_on(error, context)
+                raise AssertionError("abort raises") from error
+            await context.send_initial_metadata(_passed(await call.initial_metadata()))
+            context.set_trailing_metadata(_passed(await call.trailing_metadata()))
+            return bytes(answer)
+
+        return ask
+
+    def _stream(self, method: str) -> Callable[[bytes, Context], AsyncIterator[bytes]]:
+        multicallable: Any = self._channel.unary_stream(method)
+
+        async def ask(request: bytes, context: Context) -> AsyncIterator[bytes]:
+            call = multicallable(request, **self._options(context))
+            try:
+                async for answer in call:
+                    yield answer
+            except grpc.aio.AioRpcError as error:
+                await _pass_on(error, context)
+            finally:
+                call.cancel()
+
+        return ask
+
+    def _options(self, context: Context) -> dict[str, Any]:
+        metadata = _passed(context.invocation_metadata())
+        return {
+            "timeout": context.time_remaining(),
+            "metadata": (*metadata, (SECRET_KEY, self._secret)),
+        }
+
+
+def _passed(metadata: Any) -> tuple[tuple[str, str | bytes], ...]:
+    return tuple(
+        (key, value)
+        for key, value in metadata or ()
+        if key in _CONTRACT or not (key in _HOP or key.startswith(_HOP_PREFIXES))
+    )
+
+
+async def _pass_on(error: grpc.aio.AioRpcError, context: Context) -> None:
+    await context.abort(error.code(), error.details() or "", _passed(error.trailing_metadata()))

@@ -1,0 +1,332 @@
+"""Several front ends on one port: clients see one server, whichever process they reach."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from harness import NOT_SERVING, SERVING, ServerProcess, collect, generate, serve, text_request
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+
+FRONT_ENDS = 3
+PROMPT = "import os\n"
+SHORT = {"max_new_tokens": 5, "ignore_eos": True}
+LONG = {"max_new_tokens": 1900, "ignore_eos": True}
+
+
+def further(server: ServerProcess) -> list[int]:
+    """Process ids of the further front ends, in order."""
+    return [
+        pid
+        for pid in server.children()
+        if b"front_end" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def connected(server: ServerProcess) -> dict[int, set[int]]:
+    """Front end's process id -> remote ports of the public port's connections that it has."""
+    mine = f":{server.port:04X}"
+    remote_of = {}
+    tables = [Path(f"/proc/net/{table}").read_text() for table in ("tcp", "tcp6")]
+    for line in "".join(tables).splitlines():
+        _, local, remote, state, *rest = line.split()
+        if local.endswith(mine) and state == "01":
+            remote_of[f"socket:[{rest[5]}]"] = int(remote.rpartition(":")[2], 16)
+    found: dict[int, set[int]] = {}
+    for pid in (server.process.pid, *further(server)):
+        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        found[pid] = {remote_of[link] for link in links if link in remote_of}
+    return found
+
+
+class Client:
+    """A connection of its own, and the front end that it reached."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        before = connected(server)
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.insecure_channel(server.address, options=options)
+        server.channels.append(self.channel)
+        grpc.channel_ready_future(self.channel).result(20)
+        self.stub: Any = rpc.TextGenerationServiceStub(self.channel)
+        self.front_end = self._found(server, before)
+
+    def _found(self, server: ServerProcess, before: dict[int, set[int]]) -> int:
+        for _ in range(200):
+            for pid, ports in connected(server).items():
+                if ports - before[pid]:
+                    return pid
+            time.sleep(0.01)
+        raise AssertionError("nobody has the connection")
+
+    def long(self) -> Stream:
+        return Stream(self)
+
+
+class Stream:
+    """A long `Generate` call that has begun."""
+
+    def __init__(self, client: Client, **stopping: Any) -> None:
+        request = text_request(PROMPT, stopping={**LONG, **stopping})
+        self.call = client.stub.Generate(request, timeout=120)
+        self.events = [next(self.call), next(self.call)]
+
+    def rest(self) -> list[Any]:
+        self.events += self.call
+        return self.events
+
+    def code(self) -> grpc.StatusCode:
+        with pytest.raises(grpc.RpcError) as ended:
+            self.rest()
+        return ended.value.code()
+
+
+def one_each(server: ServerProcess) -> list[Client]:
+    """A client of every front end, the first one's first."""
+    found: dict[int, Client] = {}
+    for _ in range(100):
+        client = Client(server)
+        found.setdefault(client.front_end, client)
+        if len(found) == FRONT_ENDS:
+            return [found[pid] for pid in (server.process.pid, *further(server))]
+    raise AssertionError(f"100 connections reached {len(found)} front ends")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def pod() -> Iterator[ServerProcess]:
+    with serve("--front-ends", str(FRONT_ENDS), "--max-concurrent-requests", "6") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def clients(pod: ServerProcess) -> list[Client]:
+    return one_each(pod)
+
+
+def test_every_front_end_streams_the_same(clients: list[Client]) -> None:
+    request = text_request(PROMPT, stopping=LONG | {"max_new_tokens": 40})
+    texts = {generate(client.stub, request).samples[0].text for client in clients}
+    assert len(texts) == 1
+
+
+def test_calls_at_once_on_all_front_ends_do_not_mix(clients: list[Client]) -> None:
+    asked = [("def f(x):\n", 30), ("import sys\n", 50), ("class A:\n", 40)]
+    requests = [
+        text_request(text, stopping=LONG | {"max_new_tokens": tokens}) for text, tokens in asked
+    ]
+    alone = [generate(clients[0].stub, request).samples[0].text for request in requests]
+    calls = [
+        client.stub.Generate(request, timeout=60)
+        for client, request in zip(clients, requests, strict=True)
+    ]
+    assert [collect(list(call), 1).samples[0].text for call in calls] == alone
+
+
+def batch(batch_id: int, request_id: int) -> pb.Batch:
+    made = pb.Request(
+        id=request_id,
+        inputs=PROMPT,
+        truncate=100,
+        parameters=pb.NextTokenChooserParameters(temperature=1.0, repetition_penalty=1.0),
+        stopping_parameters=pb.StoppingCriteriaParameters(max_new_tokens=9),
+    )
+    made.input_chunks.chunks.add(text=PROMPT)
+    return pb.Batch(id=batch_id, requests=[made], size=1, max_tokens=100)
+
+
+def test_a_routers_batch_is_the_pods_whichever_front_end_its_next_call_reaches(
+    clients: list[Client],
+) -> None:
+    prefilled = clients[1].stub.Prefill(pb.PrefillRequest(batch=batch(1, 11)))
+    assert prefilled.batch.request_ids == [11]
+    for client in (clients[2], clients[0], clients[1]):
+        decoded = client.stub.Decode(pb.DecodeRequest(batches=[prefilled.batch]))
+        assert [made.request_id for made in decoded.generations] == [11]
+    clients[2].stub.ClearCache(pb.ClearCacheRequest())
+    for client in clients:
+        with pytest.raises(grpc.RpcError) as unknown:
+            client.stub.Decode(pb.DecodeRequest(batches=[prefilled.batch]))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_relayed_error_has_all_of_its_details(clients: list[Client]) -> None:
+    errors = []
+    for client in clients:
+        with pytest.raises(grpc.RpcError) as unknown:
+            client.stub.FilterBatch(pb.FilterBatchRequest(batch_id=404, request_ids=[1]))
+        status = rpc_status.from_call(unknown.value)
+        assert status is not None
+        errors.append((unknown.value.code(), status.message, str(status.details)))
+    assert len(set(errors)) == 1
+
+
+def test_an_undecodable_call_is_the_clients_fault_on_every_front_end(clients: list[Client]) -> None:
+    for client in clients:
+        method = "/generate.v3.TextGenerationService/Decode"
+        with pytest.raises(grpc.RpcError) as refused:
+            client.channel.unary_unary(method)(b"\xff\xff", timeout=10)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.RpcError) as unknown:
+            client.channel.unary_unary(f"{method}r")(b"", timeout=10)
+        assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_the_model_is_named_and_health_told_on_every_front_end(clients: list[Client]) -> None:
+    for client in clients:
+        answer, call = client.stub.Info.with_call(pb.InfoRequest(), timeout=10)
+        assert answer.device_type == "cpu"
+        assert dict(call.initial_metadata())["tokenpod-model-id"] == "demo"
+        health = health_pb2_grpc.HealthStub(client.channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)
+        assert next(watch).status == SERVING
+        watch.cancel()
+
+
+def test_the_queue_is_the_pods(pod: ServerProcess, clients: list[Client]) -> None:
+    running = [client.long() for client in clients for _ in range(2)]
+    for client in clients:
+        with pytest.raises(grpc.RpcError) as full:
+            generate(client.stub, text_request(PROMPT, stopping=SHORT))
+        assert full.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "6 requests" in full.value.details()
+    for stream in running:
+        stream.call.cancel()
+
+    def free_again() -> bool:
+        try:
+            return bool(generate(clients[2].stub, text_request(PROMPT, stopping=SHORT)).samples)
+        except grpc.RpcError:
+            return False
+
+    wait_for(free_again)
+
+
+def test_a_stuck_engine_is_seen_though_only_a_further_front_end_waits(
+    pod: ServerProcess, clients: list[Client]
+) -> None:
+    (engine,) = set(pod.children()) - set(further(pod))
+    stream = clients[1].long()
+    time.sleep(0.6)  # The front ends tell each other four times a second.
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        wait_for(lambda: pod.health() == NOT_SERVING)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    wait_for(lambda: pod.health() == SERVING)
+    stream.call.cancel()
+
+
+def test_a_second_server_cannot_share_the_port(pod: ServerProcess) -> None:
+    with serve("--front-ends", "2", "--port", str(pod.port), wait=False) as second:
+        assert second.process.wait(30) == 1
+        assert "the address is in use" in second.log.read_text()
+
+
+def test_every_front_end_wants_the_token_also_for_what_it_hands_on(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("open-sesame\n")
+    with serve("--front-ends", str(FRONT_ENDS), "--auth-token-file", str(tokens)) as server:
+        known = (("authorization", "Bearer open-sesame"),)
+        for client in one_each(server):
+            assert client.stub.Info(pb.InfoRequest(), metadata=known).device_type == "cpu"
+            request = text_request(PROMPT, stopping=SHORT)
+            assert generate(client.stub, request, metadata=known).samples
+            for call in (client.stub.Info, client.stub.Tokens):
+                with pytest.raises(grpc.RpcError) as refused:
+                    call(pb.InfoRequest() if call is client.stub.Info else pb.TokensRequest())
+                assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            health = health_pb2_grpc.HealthStub(client.channel)
+            assert health.Check(health_pb2.HealthCheckRequest()).status == SERVING
+        assert server.stop() == 0
+
+
+def test_a_drain_finishes_the_streams_of_all_and_leaves_nobody() -> None:
+    with serve("--front-ends", str(FRONT_ENDS)) as server:
+        clients, children = one_each(server), server.children()
+        streams = [Stream(client, max_new_tokens=500) for client in clients]
+        server.process.send_signal(signal.SIGTERM)
+        for pid in further(server):
+            # As an init process or a terminal might: stopping is the first one's business.
+            os.kill(pid, signal.SIGTERM)
+        wait_for(lambda: server.health() == NOT_SERVING)
+        time.sleep(0.2)
+        for client in clients:
+            with pytest.raises(grpc.RpcError) as refused:
+                generate(client.stub, text_request(PROMPT, stopping=SHORT))
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        for stream in streams:
+            assert len(collect(stream.rest(), 1).samples[0].token_ids) == 500
+        assert server.process.wait(30) == 0
+        assert all(gone(pid) for pid in children)
+
+
+def test_a_killed_front_end_costs_its_own_streams_and_the_pod_drains() -> None:
+    with serve("--front-ends", str(FRONT_ENDS)) as server:
+        clients, children = one_each(server), server.children()
+        streams = [Stream(client, max_new_tokens=500) for client in clients]
+        os.kill(clients[1].front_end, signal.SIGKILL)
+        assert streams[1].code() is grpc.StatusCode.UNAVAILABLE
+        for stream in (streams[0], streams[2]):
+            assert len(collect(stream.rest(), 1).samples[0].token_ids) == 500
+        assert server.process.wait(30) == 1
+        assert "front end 1 ended with status -9" in server.log.read_text()
+        assert all(gone(pid) for pid in children)
+
+
+@pytest.mark.slow
+def test_a_front_end_that_hangs_is_given_up_and_holds_up_nobody_for_long() -> None:
+    with serve("--front-ends", str(FRONT_ENDS)) as server:
+        clients = one_each(server)
+        hung, other = clients[1].long(), clients[2].long()
+        os.kill(clients[1].front_end, signal.SIGSTOP)
+        try:
+            assert len(collect(other.rest(), 1).samples[0].token_ids) == 1900
+        finally:
+            os.kill(clients[1].front_end, signal.SIGCONT)
+        assert hung.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(30) == 1
+        assert "front end 1 ended with status 1" in server.log.read_text()
+
+
+def test_a_lost_engine_is_lost_to_all() -> None:
+    with serve("--front-ends", str(FRONT_ENDS)) as server:
+        clients, children = one_each(server), server.children()
+        streams = [client.long() for client in clients]
+        (engine,) = set(children) - set(further(server))
+        os.kill(engine, signal.SIGKILL)
+        assert {stream.code() for stream in streams} == {grpc.StatusCode.UNAVAILABLE}
+        assert server.process.wait(30) == 1
+        assert all(gone(pid) for pid in children)
+
+
+def test_nobody_outlives_a_killed_first_front_end() -> None:
+    with serve("--front-ends", str(FRONT_ENDS)) as server:
+        children = server.children()
+        assert len(children) == FRONT_ENDS
+        server.process.kill()
+        server.process.wait()
+        wait_for(lambda: all(gone(pid) for pid in children))

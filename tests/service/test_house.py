@@ -1,0 +1,96 @@
+"""What front ends know of each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tokenpod.service.admission import Admission
+from tokenpod.service.errors import ResourceExhausted, Unavailable
+from tokenpod.service.house import House
+
+JOINED = """
+import sys
+from tokenpod.service.house import House
+house = House.join(int(sys.argv[1]), 1, 3)
+house.add(requests=int(sys.argv[2]), waiting_tokens=50)
+house.set_serving()
+print(house.requests, house.closed)
+"""
+
+
+def joined(house: House, requests: int) -> str:
+    """What another process sees that has joined the house with so many requests."""
+    assert house.descriptor is not None
+    command = [sys.executable, "-P", "-c", JOINED, str(house.descriptor), str(requests)]
+    return subprocess.run(
+        command, pass_fds=[house.descriptor], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_processes_see_what_the_others_have() -> None:
+    house = House.create(3)
+    house.add(requests=2, waiting_tokens=10)
+    assert joined(house, 5) == "7 False"
+    assert (house.requests, house.waiting_tokens) == (7, 60)
+    house.close()
+    assert joined(house, -1) == "6 True"
+
+
+def test_all_serve_once_each_of_the_others_has_said_so() -> None:
+    house = House.create(3)
+    assert not house.all_serving
+    joined(house, 0)
+    assert not house.all_serving
+    House.join(house.descriptor or -1, 2, 3).set_serving()
+    assert house.all_serving
+    assert House.create(1).all_serving
+
+
+def test_a_process_that_is_gone_leaves_no_requests() -> None:
+    house = House.create(3)
+    house.add(requests=1)
+    joined(house, 5)
+    house.forget(1)
+    assert (house.requests, house.waiting_tokens) == (1, 0)
+
+
+def test_one_process_alone_needs_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    house = House.create(1)
+    house.add(requests=3, waiting_tokens=4)
+    assert (house.requests, house.waiting_tokens, house.descriptor) == (3, 4, None)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def two_front_ends() -> tuple[Admission, Admission]:
+    house = House.create(2)
+    other = House.join(house.descriptor or -1, 1, 2)
+    made = [Admission(max_requests=2, max_queue_tokens=100, house=h) for h in (house, other)]
+    for admission in made:
+        admission.closed = None
+    return made[0], made[1]
+
+
+def test_limits_are_the_pods_whichever_front_end_a_request_reaches() -> None:
+    one, two = two_front_ends()
+    with one.enter() as place:
+        place.queue(80)
+        with two.enter() as late:
+            with pytest.raises(ResourceExhausted, match="80 prompt tokens are waiting"):
+                late.queue(30)
+            for full in (one, two):
+                with pytest.raises(ResourceExhausted, match="2 requests"), full.enter():
+                    pass
+    assert (one.requests, two.waiting_tokens) == (0, 0)
+
+
+def test_a_drain_closes_every_front_end() -> None:
+    one, two = two_front_ends()
+    one.drain()
+    for closed in (one, two):
+        with pytest.raises(Unavailable, match="draining"):
+            closed.check_open()

@@ -1,0 +1,181 @@
+"""Calls that one front end hands on to another: nothing of them is lost, and strangers get none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod.service.admission import Admission
+from tokenpod.service.errors import Unavailable
+from tokenpod.service.generate import GenerateService
+from tokenpod.service.health import HealthBoard
+from tokenpod.service.interceptors import ErrorInterceptor
+from tokenpod.service.relay import SECRET_KEY, Relay, RelayGuard, serve_relay
+from tokenpod.service.servicers import Rpcs
+from tokenpod.service.telemetry import Telemetry, TelemetrySettings
+
+SECRET = "between us"
+
+
+class First:
+    """The first front end, of which one sees what reached it."""
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, Any] = {}
+        self.remaining: float | None = None
+        self.cancelled = asyncio.Event()
+
+    async def once(self, request: bytes, context: Any) -> bytes:
+        self.metadata = dict(context.invocation_metadata())
+        self.remaining = context.time_remaining()
+        if request == b"unknown":
+            raise Unavailable("the batch is elsewhere", retry_after=2.0)
+        if request == b"slow":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.cancelled.set()
+        await context.send_initial_metadata((("model", "demo"), ("raw-bin", b"\x00\xff")))
+        context.set_trailing_metadata((("took", "3"),))
+        return request[::-1]
+
+    async def stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        try:
+            for byte in request:
+                yield bytes([byte])
+            if request.endswith(b"..."):
+                await asyncio.sleep(60)
+        finally:
+            self.cancelled.set()
+
+
+class Both:
+    """A channel to a further front end, and what is behind it."""
+
+    def __init__(self, channel: grpc.aio.Channel, first: First) -> None:
+        self.first = first
+        self.once: Any = channel.unary_unary("/shard.Service/Once")
+        self.stream: Any = channel.unary_stream("/shard.Service/Stream")
+        self.own: Any = channel.unary_unary("/shard.Service/Own")
+
+
+async def own(request: bytes, context: Any) -> bytes:
+    return b"mine"
+
+
+@contextlib.asynccontextmanager
+async def two_front_ends(secret: str = SECRET) -> AsyncIterator[Both]:
+    first = First()
+    behind = grpc.aio.server(interceptors=[ErrorInterceptor(), RelayGuard(SECRET)])
+    behind.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "shard.Service",
+                {
+                    "Once": grpc.unary_unary_rpc_method_handler(first.once),
+                    "Stream": grpc.unary_stream_rpc_method_handler(first.stream),
+                },
+            ),
+        )
+    )
+    port = behind.add_insecure_port("127.0.0.1:0")
+    await behind.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as between:
+        relay = Relay(
+            between,
+            secret=secret,
+            streams={"/shard.Service/Stream"},
+            own={"/shard.Service/Own"},
+            services={"shard.Service"},
+        )
+        front = grpc.aio.server(interceptors=[ErrorInterceptor(), relay])
+        handler = {"Own": grpc.unary_unary_rpc_method_handler(own)}
+        front.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("shard.Service", handler),)
+        )
+        port = front.add_insecure_port("127.0.0.1:0")
+        await front.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Both(channel, first)
+        await front.stop(None)
+    await behind.stop(None)
+
+
+async def test_a_call_and_its_answer_pass_with_metadata_and_deadline() -> None:
+    async with two_front_ends() as both:
+        trace = ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+        call = both.once(b"abc", timeout=20, metadata=(trace, ("tenant", "a")))
+        assert await call == b"cba"
+        initial = dict(await call.initial_metadata())
+        assert (initial["model"], initial["raw-bin"]) == ("demo", b"\x00\xff")
+        assert dict(await call.trailing_metadata())["took"] == "3"
+        assert both.first.metadata["traceparent"] == trace[1]
+        assert both.first.metadata["tenant"] == "a"
+        assert both.first.remaining is not None
+        assert 10 < both.first.remaining <= 20
+
+
+async def test_what_a_process_serves_itself_is_not_passed_on() -> None:
+    async with two_front_ends() as both:
+        assert await both.own(b"") == b"mine"
+
+
+async def test_an_error_arrives_with_its_details() -> None:
+    async with two_front_ends() as both:
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await both.once(b"unknown")
+        assert unknown.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert unknown.value.details() == "the batch is elsewhere"
+        trailing = dict(unknown.value.trailing_metadata())
+        assert "grpc-status-details-bin" in trailing
+        assert trailing["grpc-retry-pushback-ms"] == "2000"
+
+
+async def test_a_stream_passes_message_by_message() -> None:
+    async with two_front_ends() as both:
+        assert [message async for message in both.stream(b"xyz")] == [b"x", b"y", b"z"]
+        call = both.stream(b"x...")
+        assert [await call.read() for _ in range(4)] == [b"x", b".", b".", b"."]
+        both.first.cancelled.clear()
+        call.cancel()
+        await asyncio.wait_for(both.first.cancelled.wait(), 20)
+
+
+async def test_a_client_that_goes_away_takes_the_relayed_call_with_it() -> None:
+    async with two_front_ends() as both:
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await both.once(b"slow", timeout=0.3)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await asyncio.wait_for(both.first.cancelled.wait(), 20)
+
+
+async def test_a_clients_word_is_not_taken_for_the_secret() -> None:
+    async with two_front_ends(secret="a guess") as both:
+        for claimed in ((), ((SECRET_KEY, "another guess"),)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await both.once(b"abc", metadata=claimed)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert both.first.metadata == {}
+
+
+async def test_the_real_relay_is_closed_to_strangers() -> None:
+    admission = Admission(max_requests=1, max_queue_tokens=1)
+    generate = GenerateService(admission, Telemetry.start(TelemetrySettings()))
+    rpcs = Rpcs(admission, generate, healthy=lambda: True)
+    server, address, secret = await serve_relay(rpcs, HealthBoard())
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = rpc.TextGenerationServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Info(pb.InfoRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as starting:
+            await stub.Info(pb.InfoRequest(), metadata=((SECRET_KEY, secret),))
+        assert starting.value.code() is grpc.StatusCode.UNAVAILABLE
+    await server.stop(None)

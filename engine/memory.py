@@ -39,7 +39,7 @@ def let_segments_grow() -> None:
     Steps have all sizes; in fixed segments their tensors leave gaps that fit nothing, until torch
     must ask the driver, which stops the GPU. To be called before anything is on the GPU.
     """
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int:

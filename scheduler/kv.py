@@ -19,6 +19,9 @@ from tokenpod.scheduler.radix import RadixTree, Slots
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.slots import Extent, SlotAllocator
 
+#: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
+ROOM_TO_EVICT_FOR = 256
+
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
@@ -86,12 +89,8 @@ class KV:
         position = sequence.computed
         room = max(sequence.bound - position - n, 0)
         extents = sequence.extents
-        # Room for all that is to come at once: what is evicted token by token lies apart, and
-        # attention reads runs faster.
-        wanted = n if extents else n + room
-        if wanted > self._allocator.free:
-            self._evict(wanted - self._allocator.free)
         if not extents:
+            self._make_space(n, room)
             extents += self._allocator.allocate(n, position=position, room=room)
             return _slots_from(extents, position, n)
         last = extents[-1]
@@ -101,6 +100,8 @@ class KV:
             last.room -= 1
             self._allocator.free -= 1
             return np.array((last.end - 1,), np.int64)
+        if n > last.room:
+            self._make_space(n - last.room, room)
         extents += self._allocator.grow(last, n, room)
         return _slots_from(extents, position, n)
 
@@ -175,6 +176,17 @@ class KV:
         assert sequence.node is not None
         self._free(self.tree.unlock(sequence.node))
         sequence.node = None
+
+    def _make_space(self, n: int, room: int) -> None:
+        """Evict what `n` slots and some room after them need, if others have a claim on the rest.
+
+        Slots that are freed one by one, as several sequences grow side by side, end up in turns
+        with one and the other, and attention over scattered slots is slower.
+        """
+        wanted = n + min(room, ROOM_TO_EVICT_FOR)
+        missing = wanted - self._allocator.unclaimed
+        if missing > 0:
+            self._evict(missing)
 
     def _evict(self, n: int) -> None:
         for slots in self.tree.evict(n):

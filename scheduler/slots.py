@@ -50,6 +50,11 @@ class SlotAllocator:
         self._length = {0: total} if total else {}
         self._roomy: dict[int, Extent] = {}
 
+    @property
+    def unclaimed(self) -> int:
+        """Free slots that are nobody's room."""
+        return self.free - sum(extent.room for extent in self._roomy.values())
+
     def allocate(self, n: int, *, position: int, room: int) -> list[Extent]:
         """`n` slots for positions from `position` on: one run if there is one, else several.
 

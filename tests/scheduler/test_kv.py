@@ -151,3 +151,24 @@ def test_samples_that_fill_the_cache_with_their_prompt_once_are_served():
     house.submit(request([3, 4], [6] * 60, max_new_tokens=16))
     assert house.sequences[3].ended == "failure INVALID_ARGUMENT"
     house.drain()
+
+
+def test_sequences_that_grow_side_by_side_get_runs_also_when_the_cache_is_full():
+    kv = KV(1000)
+    old = [begun(kv, i, [i] * 50, max_new_tokens=50) for i in range(10)]
+    for sequence in old:
+        compute(kv, sequence, 50)
+    for _ in range(49):
+        for sequence in old:
+            compute(kv, sequence, 1)
+            sequence.outputs.append(1)
+    for sequence in old:
+        kv.release(sequence)
+    assert kv.free < 50  # the rest is cached
+    young = [begun(kv, 100 + i, [100 + i] * 20, max_new_tokens=60) for i in range(8)]
+    slots = {sequence.id: [compute(kv, sequence, 20)] for sequence in young}
+    for _ in range(59):
+        for sequence in young:
+            slots[sequence.id].append(compute(kv, sequence, 1))
+    runs = [1 + int((np.diff(np.concatenate(s)) != 1).sum()) for s in slots.values()]
+    assert max(runs) <= 10, runs

@@ -28,6 +28,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -144,10 +145,13 @@ def _team() -> Callable[[int, int, int, int], None] | None:
     """GOMP_parallel of the OpenMP runtime that torch has loaded; None where it has none."""
     try:
         with open("/proc/self/maps") as lines:
-            paths = {line.split()[-1] for line in lines if "omp" in line}
+            # Address, permissions, offset, device, inode, and a path that may hold spaces.
+            mapped = {fields[5] for line in lines if len(fields := line.strip().split(None, 5)) > 5}
     except OSError:
         return None
-    for path in sorted(path for path in paths if path.endswith((".so", ".so.1"))):
+    for path in sorted(mapped):
+        if not Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
+            continue
         entry = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if entry is not None:
             entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -75,7 +75,10 @@ async def fleet(plan: Plan) -> AsyncIterator[Fleet]:
         for process in range(plan.processes):
             # -P: nothing is imported from the working directory.
             command = [sys.executable, "-P", "-m", "tokenpod.service.load.worker"]
-            worker = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+            # A group of its own: Ctrl-C is the command's to hear, also while a worker starts.
+            worker = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, process_group=0
+            )
             workers.append(worker)
             await _tell(worker, msgspec.structs.replace(plan, process=process))
         yield Fleet(workers)

@@ -70,13 +70,23 @@ def _on_device(
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
     from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import DeviceSampler
+    from tokenpod.engine.device_sampler import MOST_TOKENS, DeviceSampler
 
+    vocab_size = model.config.vocab_size
+    if vocab_size > MOST_TOKENS:
+        raise EngineError(
+            f"the vocabulary has {vocab_size} tokens; sampling on a GPU handles {MOST_TOKENS}"
+        )
     rows, prompt = options.max_batch_size, options.max_batch_prefill_tokens
     executor = DeviceExecutor(
         model,
         make_pool(model, rows + prompt, device),
-        DeviceSampler(rows=rows, vocab_size=model.config.vocab_size, device=device),
+        DeviceSampler(
+            rows=rows,
+            vocab_size=vocab_size,
+            device=device,
+            most_edits=max(options.max_logit_edits + len(model.config.eos_token_ids), 1),
+        ),
         rows=rows,
         max_positions=positions,
         max_tokens=rows + prompt,

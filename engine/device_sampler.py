@@ -22,6 +22,9 @@ from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
 #: Tokens reported a row where any row asks for top tokens.
 MOST_TOP_TOKENS = int(top_tokens.MOST_TOP_TOKENS.value)
 
+#: The largest vocabulary.
+MOST_TOKENS = 1 << 18
+
 _WORDS = int(sampling_rows.WORDS.value)
 _Ints = npt.NDArray[np.int64]
 
@@ -92,7 +95,7 @@ class DeviceSampler:
         most_edits: int = 4096,
         tiles: Tiles | None = None,
     ) -> None:
-        assert vocab_size <= 1 << 18, f"a vocabulary of {vocab_size}; at most {1 << 18} are handled"
+        assert vocab_size <= MOST_TOKENS, f"{vocab_size} tokens; at most {MOST_TOKENS} are handled"
         assert tiles is None or tiles.split >= MOST_TOP_TOKENS, f"splits of {tiles.split} tokens"
         self._vocab_size = vocab_size
         self._device = device

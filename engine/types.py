@@ -249,6 +249,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: KV slots; None: as many as fit into `memory_fraction` of the free memory.
     max_batch_total_tokens: int | None = None
     memory_fraction: float = 0.9
+    #: Logit biases and stop tokens that one request can have in all.
+    max_logit_edits: int = 2048
 
 
 ToEngine = Request | Abort | Advance | EngineOptions

@@ -167,6 +167,7 @@ class Server:
             max_total_tokens=settings.max_total_tokens,
             max_batch_total_tokens=settings.max_batch_total_tokens,
             memory_fraction=settings.memory_fraction,
+            max_logit_edits=2 * settings.max_logit_bias,
         )
         engine = await EngineProcess.start(
             options, bar.update, self.engine_command, links=settings.resolved_front_ends

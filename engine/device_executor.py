@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tokenpod.engine.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots
-from tokenpod.engine.device_sampler import DeviceSampler
+from tokenpod.engine.device_sampler import DeviceSamples
 from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
 from tokenpod.engine.integers import LAST, Counts, Integers, fill, pad, views
@@ -22,6 +22,7 @@ from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
 from tokenpod.engine.sampler import prompt_logprobs
+from tokenpod.engine.shared_sampler import RowSampler
 
 #: Steps that can be under way: one computes, one waits behind it, one is being filled in.
 _DEPTH = 3
@@ -52,7 +53,7 @@ class DeviceExecutor:
         self,
         model: CapturableModel,
         pool: KVPool,
-        sampler: DeviceSampler,
+        sampler: RowSampler[DeviceSamples],
         *,
         rows: int,
         max_positions: int,

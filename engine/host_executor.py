@@ -10,10 +10,13 @@ import torch
 
 from tokenpod.engine.batch import ForwardBatch, Run, append_slots
 from tokenpod.engine.executor import Model, StepResult
+from tokenpod.engine.group import Group
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
-from tokenpod.engine.sampler import Sampler, prompt_logprobs
+from tokenpod.engine.sampler import Sampler, Samples, prompt_logprobs
+from tokenpod.engine.shared_sampler import FollowingSampler, LeadingSampler, RowSampler
 
+_CPU = torch.device("cpu")
 #: A CPU reads runs.
 _NO_TABLE = torch.zeros((0, 0), dtype=torch.int32)
 
@@ -37,12 +40,21 @@ class HostExecutor:
         pool: keys and values; slots are given by the plans.
         rows: sequences that can be live at once.
         vocab_size: width of the logits.
+        group: the ranks that the model is divided among, if it is.
     """
 
-    def __init__(self, model: Model, pool: KVPool, *, rows: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        *,
+        rows: int,
+        vocab_size: int,
+        group: Group | None = None,
+    ) -> None:
         self._model = model
         self._pool = pool
-        self._sampler = Sampler(rows=rows, vocab_size=vocab_size, device=torch.device("cpu"))
+        self._sampler = _sampler(rows, vocab_size, group)
         self._last_token = torch.zeros(rows, dtype=torch.int64)
         #: Where each row's keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
@@ -160,3 +172,13 @@ class HostExecutor:
             logits = self._model.logits(hidden[at : at + len(part)])
             scores += prompt_logprobs(logits, part).tolist()
         return scores
+
+
+def _sampler(rows: int, vocab_size: int, group: Group | None) -> RowSampler[Samples]:
+    """The sampler of a rank; without a group there is one rank."""
+    if group is not None and group.rank > 0:
+        return FollowingSampler(
+            group, lambda tokens: Samples(tokens, torch.zeros(len(tokens), dtype=torch.float32))
+        )
+    sampler = Sampler(rows=rows, vocab_size=vocab_size, device=_CPU)
+    return sampler if group is None else LeadingSampler(sampler, group)

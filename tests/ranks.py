@@ -40,12 +40,11 @@ class Said(msgspec.Struct):
 
 
 class Job(msgspec.Struct):
-    """What one rank does: in each of its groups, answer the requests with each model."""
+    """What one rank does: in each of its groups, answer the requests with each of its models."""
 
     rank: int
-    #: (world, port) of groups to join, one after the other.
-    groups: list[tuple[int, int]]
-    folders: list[str]
+    #: (world, port, folders of models) of groups to join, one after the other.
+    groups: list[tuple[int, int, list[str]]]
     requests: list[Request]
     options: EngineOptions
 
@@ -138,9 +137,9 @@ def main() -> None:
     torch.set_num_threads(1)
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     said = []
-    for world, port in job.groups:
+    for world, port, folders in job.groups:
         group = join_group(job.rank, world, "127.0.0.1", port, device=CPU, timeout=TIMEOUT)
-        said.append([answer(Path(f), job.requests, job.options, group) for f in job.folders])
+        said.append([answer(Path(f), job.requests, job.options, group) for f in folders])
         group.close()
     sys.stdout.buffer.write(msgspec.msgpack.encode(said))
 

@@ -298,11 +298,6 @@ def _one_thread():
 
 
 @pytest.fixture(scope="session")
-def kinds() -> list[str]:
-    return list(KINDS)
-
-
-@pytest.fixture(scope="session")
 def load_folder() -> Callable[..., Decoder]:
     return load
 

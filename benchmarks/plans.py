@@ -11,6 +11,7 @@ that a GPU would set.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import statistics
 import time
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from tokenpod.engine.errors import EngineError
 from tokenpod.engine.plan import RowWork, StepPlan
 from tokenpod.engine.shards.codec import decode_plan, encode_plan
 from tokenpod.engine.shards.follower import PlanStream
@@ -50,7 +52,7 @@ def placement(rank: int, world: int) -> Placement:
     )
 
 
-def ignore(said: str | Letter) -> None:
+def ignore(said: str | Letter, fault: bool = False) -> None:
     """Nobody is told."""
 
 
@@ -58,9 +60,10 @@ def follow(rank: int, world: int, pipe: Connection) -> None:
     """Note when each plan is there."""
     stream = PlanStream(placement(rank, world), {}, on_lost=ignore, on_letter=ignore)
     stream.join(ignore)
-    stream.ready(1)
-    stream.await_serving()
-    arrived = [time.monotonic_ns() for _ in stream.plans()]
+    stream.come_up(1)
+    arrived: list[int] = []
+    with contextlib.suppress(EngineError):
+        arrived.extend(time.monotonic_ns() for _ in stream.plans())
     pipe.send(arrived)
 
 
@@ -76,8 +79,7 @@ def measure(rows: int, seconds: float, steps: int, followers: int) -> list[float
         process.start()
     server.gather(ignore)
     server.form(1)
-    server.await_ready(1)
-    server.serve()
+    server.come_up(1)
     began, took = [], []
     cpu = time.process_time_ns()
     for step in range(steps):

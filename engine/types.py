@@ -262,6 +262,12 @@ class Letter(Message, frozen=True, array_like=True, tag=True):
     body: bytes
 
 
+class Over(Message, frozen=True, array_like=True, tag=True):
+    """The group is over, for another rank of this pod is lost; one line for the operator."""
+
+    message: str
+
+
 class ShardTls(msgspec.Struct, frozen=True, array_like=True):
     """Files (PEM) with which ranks of different pods know each other, both ways."""
 
@@ -319,5 +325,5 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
 ToEngine = Request | Abort | Advance | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
 #: What travels on a rank's line, besides its link: see engine/shards/line.py.
-ToRank = Letter
+ToRank = Letter | Over
 FromRank = Pulse | Waiting | Joined | Letter | Broken

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from enum import StrEnum
 from collections.abc import Mapping
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -387,7 +387,7 @@ class ServerSettings(BaseSettings):
     @property
     def resolved_front_ends(self) -> int:
         """Processes that share the port. Only Linux spreads connections over them."""
-        if self.node_rank:
+        if not self.leads:
             # A follower streams nothing.
             return 1
         if self.front_ends or self.resolved_device == "cpu" or sys.platform != "linux":
@@ -397,12 +397,12 @@ class ServerSettings(BaseSettings):
     @property
     def address(self) -> str:
         """Where every service listens, as gRPC writes it."""
-        return f"{_host(self.hostname)}:{self.port}"
+        return f"{host_of(self.hostname)}:{self.port}"
 
     @property
     def health_address(self) -> str | None:
         """Where the health port listens; None: nowhere."""
-        return f"{_host(self.hostname)}:{self.health_port}" if self.health_port else None
+        return f"{host_of(self.hostname)}:{self.health_port}" if self.health_port else None
 
     @property
     def socket_path(self) -> str | None:
@@ -413,6 +413,11 @@ class ServerSettings(BaseSettings):
     def world(self) -> int:
         """Ranks of the whole group."""
         return self.num_nodes * self.num_shard
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 is in this pod."""
+        return self.node_rank == 0
 
     @property
     def first_rank(self) -> int:
@@ -466,7 +471,8 @@ def _fault(loc: tuple[int | str, ...], text: str, value: object, flags: dict[str
     return f"{launchers or variable(name)} is {value}: {text}"
 
 
-def _host(hostname: str) -> str:
+def host_of(hostname: str) -> str:
+    """A host as it stands before a port."""
     return f"[{hostname}]" if ":" in hostname and not hostname.startswith("[") else hostname
 
 

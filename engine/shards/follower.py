@@ -1,6 +1,6 @@
 """A follower's end of its plan stream.
 
-    join -> await_form -> ready -> await_serving -> plans
+    join -> come_up -> plans
 
 Until the leader says `Form` nothing is lost with a stream: `join` tries again, and says why. From
 then on its end, or the leader's silence, is reported once to `on_lost`, on some thread.
@@ -38,7 +38,7 @@ class PlanStream:
     Args:
         placement: this rank's.
         facts: what the leader must agree on.
-        on_lost: told once, why the group can't go on.
+        on_lost: told once, why the group can't go on, and whether it is of no use to try again.
         on_letter: hears what the leader's front end answers.
     """
 
@@ -47,7 +47,7 @@ class PlanStream:
         placement: Placement,
         facts: Mapping[str, str],
         *,
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str, bool], None],
         on_letter: Callable[[Letter], None],
     ) -> None:
         self.silence = Silence[int]()
@@ -94,23 +94,21 @@ class PlanStream:
                 on_waiting(told := outcome)
             time.sleep(_RETRY_SECONDS)
 
-    def ready(self, slots: int) -> None:
-        """This rank is warm."""
+    def come_up(self, slots: int) -> None:
+        """This rank is warm: wait until all are. Raises EngineError if the stream ends before."""
         self._outbox.put(pb.FollowRequest(ready=pb.Ready(slots=slots)))
-
-    def await_serving(self) -> None:
-        """Wait until all ranks are. Raises EngineError if the stream ends before."""
         message = self._inbox.get()
         if not isinstance(message, pb.Serving):
             raise EngineError(f"the group did not come up: {message}")
 
     def plans(self) -> Iterator[StepPlan]:
-        """Every step's plan, in order. Raises EngineError at a gap; ends with the stream."""
+        """Every step's plan, in order. Raises EngineError at a gap, and when the stream ends."""
         while isinstance(message := self._inbox.get(), pb.Plan):
             if message.number != self._begun + 1:
                 raise EngineError(f"plan {message.number} came after plan {self._begun}")
             self._begun = message.number
             yield decode_plan(message)
+        raise EngineError(f"there are no more plans: {message}")
 
     def send_letter(self, letter: Letter) -> None:
         """To the leader's front end."""
@@ -121,19 +119,24 @@ class PlanStream:
         """One heartbeat for the leader."""
         self._outbox.put(pb.FollowRequest(heartbeat=pb.Heartbeat(plan=self._begun)))
 
-    def lose(self, reason: str) -> None:
+    def miss(self, rank: int, seconds: float) -> None:
+        """The leader has been silent for so long."""
+        self.lose(f"the leader was lost: it has not been heard for {seconds:g} s")
+
+    def lose(self, reason: str, *, fault: bool = False) -> None:
         """The group is over; only the first call counts."""
         with self._lock:
             if self._over:
                 return
             self._over = True
-        self._on_lost(reason)
+        self._on_lost(reason, fault)
 
-    def close(self, farewell: str) -> None:
+    def close(self, farewell: str, *, fault: bool = False) -> None:
         """Tell the leader why, and hang up."""
         with self._lock:
             self._over = True
-        self._outbox.put(pb.FollowRequest(farewell=pb.Farewell(reason=farewell)))
+        message = pb.Farewell(reason=farewell, fault=fault)
+        self._outbox.put(pb.FollowRequest(farewell=message))
         self._outbox.put(None)
 
     # -- one stream ----------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class PlanStream:
 
     def _read(self, call: Any, inbox: SimpleQueue[Any]) -> None:
         """Take what the leader says until the stream ends; then the inbox gets a text: why."""
-        reason, farewell = "its connection ended", ""
+        reason, farewell = "its connection ended", pb.Farewell()
         try:
             for response in call:
                 self.silence.heard(LEADER)
@@ -176,7 +179,7 @@ class PlanStream:
                     letter = response.letter
                     self._on_letter(Letter(self._placement.rank, letter.id, letter.body))
                 elif kind == "farewell":
-                    farewell = response.farewell.reason
+                    farewell = response.farewell
                 elif kind != "heartbeat":
                     self._formed = self._formed or kind == "form"
                     inbox.put(getattr(response, kind))
@@ -185,14 +188,16 @@ class PlanStream:
         except Exception as error:
             reason = f"it said what this rank can't read: {error}"
         self.silence.forget(LEADER)
-        inbox.put(farewell or reason)
+        inbox.put(farewell.reason or reason)
         if self._formed:
-            self.lose(farewell or f"the leader was lost: {reason}")
+            self.lose(farewell.reason or f"the leader was lost: {reason}", fault=farewell.fault)
 
 
 def _reason(error: grpc.RpcError, otherwise: str) -> str:
     """Why a call failed, in few words; `otherwise` if it had begun well."""
-    details = str(error.details() or "")
-    if "failed to connect" not in details and "resolution" not in details:
-        return otherwise
-    return details.rpartition("last error: ")[2] or details
+    details = " ".join(str(error.details() or "").split())
+    if "Connection refused" in details:
+        return "nobody listens there"
+    if "resolution" in details:
+        return "there is no such name"
+    return details.rpartition("last error: ")[2] if "failed to connect" in details else otherwise

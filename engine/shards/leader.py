@@ -3,7 +3,7 @@
 Each follower has a seat: the stream that it opened, and a queue of frames for it. The step loop
 only puts a frame into each queue; gRPC's threads do the rest.
 
-    gather -> form -> await_ready -> serve -> send_plan ...
+    gather -> form -> come_up -> send_plan ...
 
 Until `form` a follower may come and go. From then on the group needs every one of them: a stream
 that ends, or a follower that is silent, is reported once to `on_lost`, on some thread.
@@ -52,7 +52,7 @@ class PlanServer:
     Args:
         placement: rank 0's.
         facts: what every follower must agree on.
-        on_lost: told once, why the group can't go on.
+        on_lost: told once, why the group can't go on, and whether it is of no use to try again.
         on_letter: hears what a follower's front end has to say.
 
     Raises:
@@ -64,7 +64,7 @@ class PlanServer:
         placement: Placement,
         facts: Mapping[str, str],
         *,
-        on_lost: Callable[[str], None],
+        on_lost: Callable[[str, bool], None],
         on_letter: Callable[[Letter], None],
     ) -> None:
         #: Names this life of the group.
@@ -101,16 +101,17 @@ class PlanServer:
             self._formed = True
         self._send(pb.FollowResponse(form=pb.Form(port=port)))
 
-    def await_ready(self, slots: int) -> None:
-        """Wait until every follower is warm. Raises EngineError if their pools are not alike."""
+    def come_up(self, slots: int) -> None:
+        """Wait until every follower is warm, and tell them all that they may say so.
+
+        Raises:
+            EngineError: their pools have not `slots` KV slots each, as the leader's has.
+        """
         with self._changed:
             self._changed.wait_for(lambda: all(s.slots is not None for s in self._seats.values()))
             for rank, seat in sorted(self._seats.items()):
                 if seat.slots != slots:
                     raise EngineError(f"rank {rank} has {seat.slots} KV slots, rank 0 has {slots}")
-
-    def serve(self) -> None:
-        """The followers may say that they serve."""
         self._send(pb.FollowResponse(serving=pb.Serving()))
 
     def send_plan(self, plan: StepPlan) -> None:
@@ -135,19 +136,26 @@ class PlanServer:
         with self._changed:
             return max((self._plans - seat.begun for seat in self._seats.values()), default=0)
 
-    def lose(self, reason: str) -> None:
+    def miss(self, rank: int, seconds: float) -> None:
+        """A follower has been silent for so long."""
+        with self._changed:
+            seat = self._seats.get(rank)
+        if seat is not None:
+            self._left(seat, f"it has not been heard for {seconds:g} s")
+
+    def lose(self, reason: str, *, fault: bool = False) -> None:
         """The group is over; only the first call counts."""
         with self._changed:
             if self._over:
                 return
             self._over = True
-        self._on_lost(reason)
+        self._on_lost(reason, fault)
 
-    def close(self, farewell: str) -> None:
+    def close(self, farewell: str, *, fault: bool = False) -> None:
         """Tell the followers why, and end their streams."""
         with self._changed:
             self._over = True
-        self._send(pb.FollowResponse(farewell=pb.Farewell(reason=farewell)))
+        self._send(pb.FollowResponse(farewell=pb.Farewell(reason=farewell, fault=fault)))
         with self._changed:
             for seat in self._seats.values():
                 seat.outbox.put(None)
@@ -257,9 +265,11 @@ class PlanServer:
             case "letter":
                 self._on_letter(Letter(seat.rank, request.letter.id, request.letter.body))
             case "farewell":
-                self._left(seat, request.farewell.reason)
+                self._left(seat, request.farewell.reason, fault=request.farewell.fault)
 
-    def _left(self, seat: _Seat, reason: str = "its connection ended") -> None:
+    def _left(
+        self, seat: _Seat, reason: str = "its connection ended", *, fault: bool = False
+    ) -> None:
         with self._changed:
             if self._seats.get(seat.rank) is not seat:
                 return
@@ -269,7 +279,8 @@ class PlanServer:
             formed = self._formed
             self._changed.notify_all()
         if formed:
-            self.lose(f"rank {seat.rank} was lost: {reason}")
+            verb = "failed" if fault else "was lost"
+            self.lose(f"rank {seat.rank} {verb}: {reason}", fault=fault)
 
     def _send(self, message: pb.FollowResponse) -> None:
         frame = message.SerializeToString()

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 from tokenpod.engine.link import Link, LinkClosed
-from tokenpod.engine.types import FromRank, Letter, ToRank
+from tokenpod.engine.types import FromRank, Letter, Over, ToRank
 
 
 class Line:
@@ -22,6 +22,7 @@ class Line:
     Args:
         endpoint: the inherited socket.
         on_letter: hears, on a thread of its own, what the front end has for another one.
+        on_over: hears, on that thread, why the front end gives the group up.
         on_closed: the front end has hung up or is gone.
     """
 
@@ -30,11 +31,13 @@ class Line:
         endpoint: socket.socket,
         *,
         on_letter: Callable[[Letter], None],
+        on_over: Callable[[str], None],
         on_closed: Callable[[], None],
     ) -> None:
-        self._link = Link[ToRank](endpoint, ToRank)
+        self._link = Link[ToRank](endpoint, ToRank)  # type: ignore[arg-type]
         self._lock = threading.Lock()
         self._on_letter = on_letter
+        self._on_over = on_over
         self._on_closed = on_closed
 
     def listen(self) -> None:
@@ -49,7 +52,11 @@ class Line:
     def _listen(self) -> None:
         try:
             while True:
-                for letter in self._link.receive(None):
-                    self._on_letter(letter)
+                for message in self._link.receive(None):
+                    match message:
+                        case Letter():
+                            self._on_letter(message)
+                        case Over():
+                            self._on_over(message.message)
         except LinkClosed:
             self._on_closed()

@@ -48,15 +48,17 @@ class Leader:
         self.letters: SimpleQueue[Letter] = SimpleQueue()
         self.waiting: SimpleQueue[str] = SimpleQueue()
         self.server = PlanServer(
-            placement(0, world, plans), FACTS, on_lost=self.lost.put, on_letter=self.letters.put
+            placement(0, world, plans), FACTS, on_lost=self._lost, on_letter=self.letters.put
         )
 
     def serve(self) -> None:
         """Bring up the whole group."""
         self.server.gather(self.waiting.put)
         self.server.form(1234)
-        self.server.await_ready(100)
-        self.server.serve()
+        self.server.come_up(100)
+
+    def _lost(self, reason: str, fault: bool) -> None:
+        self.lost.put(f"fault: {reason}" if fault else reason)
 
 
 class Follower:
@@ -67,17 +69,19 @@ class Follower:
         self.plans: SimpleQueue[StepPlan] = SimpleQueue()
         self.joined: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.stream = PlanStream(
-            where, facts or FACTS, on_lost=self.lost.put, on_letter=self.letters.put
+            where, facts or FACTS, on_lost=self._lost, on_letter=self.letters.put
         )
         threading.Thread(target=self._live, daemon=True).start()
 
     def _live(self) -> None:
         self.joined.put(self.stream.join(self.waiting.put))
-        self.stream.ready(100)
         with contextlib.suppress(EngineError):
-            self.stream.await_serving()
+            self.stream.come_up(100)
             for received in self.stream.plans():
                 self.plans.put(received)
+
+    def _lost(self, reason: str, fault: bool) -> None:
+        self.lost.put(f"fault: {reason}" if fault else reason)
 
 
 @pytest.fixture
@@ -196,8 +200,7 @@ def test_a_leader_that_is_not_there_yet_is_waited_for(
 def test_a_wrong_address_is_named() -> None:
     where = f"127.0.0.1:{free_port()}"
     said = refusal(Follower(placement(1, 2, where)))
-    assert said.startswith(f"waiting for the leader at {where}: ")
-    assert "refused" in said
+    assert said == f"waiting for the leader at {where}: nobody listens there"
 
 
 def test_two_leaders_cannot_have_one_address(address: str) -> None:
@@ -236,6 +239,28 @@ def test_a_follower_that_leaves_a_formed_group_is_missed_once(
     assert leader.lost.empty()
 
 
+def test_a_fault_of_a_follower_is_told_as_one_to_all(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(3)
+    followers = [Follower(placement(rank, 3, address)) for rank in (1, 2)]
+    leader.serve()
+    followers[0].stream.close("no memory", fault=True)
+    told = leader.lost.get(timeout=SECONDS)
+    assert told == "fault: rank 1 failed: no memory"
+    leader.server.close(told, fault=True)
+    assert followers[1].lost.get(timeout=SECONDS) == "fault: " + told
+
+
+def test_a_silent_follower_is_missed(start: Callable[[int], Leader], address: str) -> None:
+    leader = start(2)
+    Follower(placement(1, 2, address))
+    leader.serve()
+    leader.server.silence.tick(0.2)
+    leader.server.miss(1, 0.2)
+    assert leader.lost.get(timeout=SECONDS) == "rank 1 was lost: it has not been heard for 0.2 s"
+
+
 def test_a_leader_that_leaves_says_why(start: Callable[[int], Leader], address: str) -> None:
     leader = start(2)
     follower = Follower(placement(1, 2, address))
@@ -250,7 +275,7 @@ def test_pools_that_differ_are_refused(start: Callable[[int], Leader], address: 
     leader.server.gather(leader.waiting.put)
     leader.server.form(1)
     with pytest.raises(EngineError, match="rank 1 has 100 KV slots, rank 0 has 99"):
-        leader.server.await_ready(99)
+        leader.server.come_up(99)
 
 
 def test_a_gap_in_the_plans_is_an_error(start: Callable[[int], Leader], address: str) -> None:
@@ -259,8 +284,7 @@ def test_a_gap_in_the_plans_is_an_error(start: Callable[[int], Leader], address:
     stream = PlanStream(where, FACTS, on_lost=print, on_letter=print)
     threading.Thread(target=leader.serve, daemon=True).start()
     stream.join(lambda text: None)
-    stream.ready(100)
-    stream.await_serving()
+    stream.come_up(100)
     leader.server.send_plan(plan(1))
     leader.server._plans += 1
     leader.server.send_plan(plan(3))

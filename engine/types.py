@@ -293,6 +293,8 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     leader_address: str
     #: What the processes of one pod share; "" between pods.
     secret: str = ""
+    #: Between pods: where followers find `plans`, by the address that they are given.
+    found_at: str = ""
     tls: ShardTls | None = None
     #: Seconds that ranks wait for each other in a collective.
     timeout: float = 600.0

@@ -58,12 +58,13 @@ def placements(settings: ServerSettings, address: str) -> list[Placement]:
     alone = settings.num_nodes == 1
     plans, secret = f"unix-abstract:tokenpod-{secrets.token_hex(8)}", secrets.token_hex(16)
     meeting = settings.master_addr or ""
+    found_at = "" if alone else f"{host_of(meeting)}:{settings.shard_port}"
     made = []
     for local_rank in range(settings.num_shard):
         rank = settings.first_rank + local_rank
         if not alone:
-            host = settings.hostname if rank == 0 else meeting
-            plans, secret = f"{host_of(host)}:{settings.shard_port}", ""
+            bound = f"{host_of(settings.hostname)}:{settings.shard_port}"
+            plans, secret = found_at if rank else bound, ""
         made.append(
             Placement(
                 rank=rank,
@@ -74,6 +75,7 @@ def placements(settings: ServerSettings, address: str) -> list[Placement]:
                 meeting_port=0 if alone else settings.master_port,
                 leader_address=f"{host_of(meeting)}:{address.rpartition(':')[2]}",
                 secret=secret,
+                found_at=found_at,
                 tls=None if alone else _tls(settings),
                 timeout=settings.start_timeout,
             )

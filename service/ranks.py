@@ -114,14 +114,15 @@ class Ranks:
         self._lose(EngineLost(f"{engine.name}'s process ended") if line else ended.result())
 
     async def _listen(self) -> None:
-        """Until a rank is silent that has been heard."""
+        """Until a rank is silent."""
         silence, heard = Silence[int](), [0] * len(self._engines)
+        for at, engine in enumerate(self._engines):
+            if engine.line is not None:
+                silence.watch(at)
         while not self.lost.done():
             await asyncio.sleep(BEAT_SECONDS)
             for at, engine in enumerate(self._engines):
                 pulses = engine.line.pulses if engine.line else 0
-                if pulses and not heard[at]:
-                    silence.watch(at)
                 if pulses != heard[at]:
                     silence.heard(at)
                     heard[at] = pulses

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from tokenpod.engine.errors import EngineError
 from tokenpod.engine.plan import StepPlan
 from tokenpod.engine.shards.codec import encode_plan
 from tokenpod.engine.shards.facts import PROTOCOL, difference
+from tokenpod.engine.shards.rival import find_rival
 from tokenpod.engine.shards.silence import Silence
 from tokenpod.engine.shards.transport import SERVER_OPTIONS, SERVICE, server_credentials
 from tokenpod.engine.types import Letter, Placement
@@ -32,6 +34,8 @@ from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Threads for streams that are refused, besides one a seat.
 _SPARE_THREADS = 4
+#: Between two looks for another leader.
+_LOOK_SECONDS = 2.0
 
 
 @dataclass(eq=False)
@@ -80,6 +84,8 @@ class PlanServer:
         self._plans = 0
         #: Why a rank that came was not let in, by rank; for the operator.
         self._refused: dict[int, str] = {}
+        #: Another leader in our place.
+        self._rival: str | None = None
         #: Guards what is above, and tells that it has changed.
         self._changed = threading.Condition()
         self._server = self._listen()
@@ -89,6 +95,8 @@ class PlanServer:
     def gather(self, on_waiting: Callable[[str], None]) -> None:
         """Wait until every follower has a seat; `on_waiting` hears whom it waits for."""
         told = ""
+        if self._placement.found_at:
+            threading.Thread(target=self._look_for_rivals, name="rivals", daemon=True).start()
         with self._changed:
             while text := self._missing():
                 if text != told:
@@ -254,6 +262,15 @@ class PlanServer:
         except Exception as error:
             self.lose(f"rank {seat.rank} said what the leader can't read: {error}")
 
+    def _look_for_rivals(self) -> None:
+        place = self._placement
+        while not self._formed and not self._over:
+            rival = find_rival(place.found_at, self.generation, place.tls)
+            with self._changed:
+                self._rival = rival
+                self._changed.notify_all()
+            time.sleep(_LOOK_SECONDS)
+
     def _take(self, seat: _Seat, request: Any) -> None:
         match request.WhichOneof("message"):
             case "heartbeat":
@@ -295,5 +312,6 @@ class PlanServer:
             return ""
         ranks = ", ".join(map(str, absent))
         text = f"waiting for rank {ranks} of {world} at {self._placement.plans}"
-        notes = [f"rank {rank} was refused: {why}" for rank, why in sorted(self._refused.items())]
+        notes = [self._rival] if self._rival else []
+        notes += [f"rank {rank} was refused: {why}" for rank, why in sorted(self._refused.items())]
         return "; ".join([text, *notes])

@@ -13,9 +13,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from tokenpod.engine.executor import Executor, Launched, Launcher
 from tokenpod.engine.plan import StepPlan
 from tokenpod.engine.shards.facts import facts_of
 from tokenpod.engine.shards.follower import PlanStream
@@ -27,6 +26,10 @@ from tokenpod.engine.shards.silence import (
     PATIENCE_SECONDS,
 )
 from tokenpod.engine.types import Broken, EngineOptions, Joined, Letter, Pulse, Waiting
+
+if TYPE_CHECKING:
+    # It brings torch, whose import takes seconds in which a member is to be heard already.
+    from tokenpod.engine.executor import Executor, Launched, Launcher
 
 #: Seconds for last words to leave the process.
 _LAST_WORDS_SECONDS = 0.1
@@ -50,6 +53,8 @@ class Member:
     def __init__(self, options: EngineOptions) -> None:
         assert options.placement is not None
         self.placement = placement = options.placement
+        #: Where the ranks meet for collectives, once `meet` knows.
+        self.meeting_port = 0
         self._serving = False
         self._line = Line(
             socket.socket(fileno=placement.line),
@@ -74,21 +79,20 @@ class Member:
 
     # -- the main thread's -----------------------------------------------------------------------
 
-    def meet(self) -> int:
-        """Wait for the other ranks; the port where collectives meet. No time limit of its own."""
+    def meet(self) -> None:
+        """Wait for the other ranks, without a time limit of its own."""
         if self._leader is not None:
             self._leader.gather(self._wait)
-            port = self.placement.meeting_port or _free_port(self.placement.meeting)
-            self._leader.form(port)
+            self.meeting_port = self.placement.meeting_port or _free_port(self.placement.meeting)
+            self._leader.form(self.meeting_port)
         else:
             assert self._follower is not None
-            leader_address, port = self._follower.join(self._wait)
+            leader_address, self.meeting_port = self._follower.join(self._wait)
             self._line.send(Joined(leader_address))
-        return port
+        self._wait("waiting for all ranks to load")
 
     def come_up(self, slots: int) -> None:
         """This rank is warm: wait until all are. Raises EngineError."""
-        self._wait("waiting for the other ranks to load")
         self._peers.come_up(slots)
         self._serving = True
 

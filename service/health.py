@@ -65,6 +65,7 @@ class HealthBoard:
         self._draining = False
         self._moving = True
         self._watcher: asyncio.Task[None] | None = None
+        self._stuck: asyncio.Future[None] | None = None
 
     async def add_to(self, server: grpc.aio.Server, services: Sequence[str]) -> None:
         """Answer on `server`, also for `services` by name."""
@@ -90,10 +91,17 @@ class HealthBoard:
         self._draining = True
         await self._tell()
 
+    @property
+    def stuck(self) -> asyncio.Future[None]:
+        """Done once the engine that is watched has stood still for so long that it never moves."""
+        if self._stuck is None:
+            self._stuck = asyncio.get_running_loop().create_future()
+        return self._stuck
+
     def watch(self, progress: Progress) -> None:
         """Take the engine's pulse from now on, and no other one's."""
         self.close()
-        self._moving = True
+        self._moving, self._stuck = True, None
         self._watcher = asyncio.create_task(self._watch(progress))
 
     def close(self) -> None:
@@ -103,6 +111,7 @@ class HealthBoard:
 
     async def _watch(self, progress: Progress) -> None:
         alive, idle_at = True, 0
+        await self._servicer.set("liveness", _SERVING)
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic_ns()
@@ -116,6 +125,8 @@ class HealthBoard:
             lives = stuck < max(60.0, 200 * progress.usual_step)
             if lives != alive:
                 alive = lives
+                if not alive and not self.stuck.done():
+                    self.stuck.set_result(None)
                 await self._servicer.set("liveness", _SERVING if alive else _NOT_SERVING)
 
     async def _tell(self) -> None:

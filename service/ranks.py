@@ -90,6 +90,10 @@ class Ranks:
         self._serving = True
         return answers[0]
 
+    def give_up(self, why: str) -> None:
+        """The group is over, though its ranks don't know; the text is for the operator."""
+        self._lose(EngineLost(why))
+
     async def stop(self) -> None:
         """Hang up and wait; kill what does not leave. Also after a loss."""
         for watcher in self._watchers:

@@ -241,6 +241,9 @@ class Server:
         house = parts.house
         if house.count == 1:
             return FrontEnds([], house)
+        for index in range(1, house.count):
+            # What a life before has left.
+            house.forget(index)
         relay, address, secret = await serve_relay(parts.rpcs, parts.board)
         life.push_async_callback(relay.stop, None)
         others = FrontEnds.start(
@@ -302,7 +305,11 @@ class Server:
     ) -> int | None:
         """Until a signal, or until an engine or a front end is lost; see `_live`."""
         futures: set[asyncio.Future[Any]] = {parts.stopping.task(), ranks.lost, others.lost}
+        if self.settings.world > 1:
+            futures.add(parts.board.stuck)
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
+        if self.settings.world > 1 and parts.board.stuck.done():
+            ranks.give_up("no step has finished for too long: a rank must be stuck")
         if ranks.lost.done():
             return await self._lose(parts, ranks.lost.result())
         if others.lost.done():

@@ -225,7 +225,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
     late = Request([30], list(range(20)), SAMPLED, StoppingParams(max_new_tokens=2))
 
     def tokens(requests):
-        loop, link = on_device(overlap=True, poison=poison)
+        loop, link = on_device(overlap=True, captured=False, poison=poison)
         link.inbox += requests
         for turn in range(12):
             if turn == 6:

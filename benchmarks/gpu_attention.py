@@ -1,7 +1,9 @@
 """Check and time the attention kernels on a GPU.
 
-    python benchmarks/gpu_attention.py check time
+    python benchmarks/gpu_attention.py small check time
 
+`small` (a minute) times decode where a launch costs about as much as the reading, for one or two
+kernels, numbers of shares and tiles, and checks that replays agree with each other to the bit.
 `check` compares with the reference in float64 over a grid of shapes. `time` measures decode (TB/s)
 and extend (TFLOP/s) for several tiles, beside torch's own kernels for prefill, and prints the best
 tile of each case as JSON, for kernels/triton/attention_tiles.py. Decode runs as replayed graphs and
@@ -36,11 +38,13 @@ except ImportError:
     tokenpod.__path__ = [str(Path(__file__).resolve().parent.parent)]
     sys.modules["tokenpod"] = tokenpod
 
+import attention_decode_two_kernels
+
 from tokenpod.engine.batch import ForwardBatch, PagedRows
 from tokenpod.kernels import reference
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 from tokenpod.kernels.triton.attention import attention, plan_attention
-from tokenpod.kernels.triton.attention_decode import MAX_SPLITS, choose_splits, decode
+from tokenpod.kernels.triton.attention_decode import MAX_SPLITS, choose_splits, count_none, decode
 from tokenpod.kernels.triton.attention_extend import (
     TileList,
     extend,
@@ -69,6 +73,24 @@ DECODE_VARIANTS = [
         [(64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (32, 4, 6), (32, 2, 4)],
         [1, 2, 4, 8],
     )
+]
+#: Of `small`: tiles, and shares a processor that they are tried with.
+SMALL_VARIANTS = [
+    replace(tile, ahead=ahead)
+    for tile in (
+        DecodeTile(32, 2, 4, 4),
+        DecodeTile(32, 4, 4, 4),
+        DecodeTile(64, 2, 3, 3),
+        DecodeTile(64, 4, 3, 3),
+        DecodeTile(128, 4, 2, 2),
+    )
+    for ahead in (0, 3)
+]
+SMALL_CASES = [
+    *((1, context) for context in (256, 1024, 4096, 8192, 32_768)),
+    *((4, context) for context in (1024, 8192)),
+    *((16, context) for context in (256, 1024, 4096, 8192)),
+    *((64, context) for context in (256, 1024)),
 ]
 EXTEND_VARIANTS = [
     ExtendTile(128, 64, 8, 2),
@@ -246,7 +268,7 @@ class DecodeCase:
     def __init__(self, rows: int, context: int, pools: torch.Tensor, piece: int | None) -> None:
         self.rows, self.pools = rows, pools
         self.bytes = rows * context * KV_HEADS * HEAD_DIM * 4
-        copies = min(max(2 * ROTATED_BYTES // self.bytes, 1), 40)
+        copies = min(max(2 * ROTATED_BYTES // self.bytes, 1), 120)
         self.batches: list[ForwardBatch] = []
         first = 3
         for _ in range(copies):
@@ -255,19 +277,26 @@ class DecodeCase:
                 break
             self.batches.append(batch)
         self.q = torch.randn(rows, HEADS, HEAD_DIM, device="cuda", dtype=pools.dtype)
+        self.arrivals = count_none(self.q.device)
 
-    def measure(self, tile: DecodeTile, splits: int) -> float:
-        """Bytes per second."""
+    def run(self, tile: DecodeTile, splits: int, *, merged_after: bool = False) -> torch.Tensor:
+        """One launch for each batch; the output of the last."""
         out = torch.empty(self.rows, HEADS * HEAD_DIM, device="cuda", dtype=self.q.dtype)
         keys, values = self.pools
+        for batch in self.batches:
+            assert batch.paged is not None
+            given = (self.q, keys, values, out, batch.row_table, batch.paged, self.rows, None, tile)
+            if merged_after:
+                attention_decode_two_kernels.decode(*given, splits)
+            else:
+                decode(*given, splits, self.arrivals)
+        return out
+
+    def measure(self, tile: DecodeTile, splits: int, *, merged_after: bool = False) -> float:
+        """Bytes per second."""
 
         def run() -> None:
-            for batch in self.batches:
-                assert batch.paged is not None
-                decode(
-                    self.q, keys, values, out, batch.row_table, batch.paged,
-                    self.rows, None, tile, splits,
-                )  # fmt: skip
+            self.run(tile, splits, merged_after=merged_after)
 
         return self.bytes / milliseconds(run, len(self.batches)) * 1e3
 
@@ -307,6 +336,64 @@ def time_decode(best: dict[str, object]) -> None:
                 for (tile, splits), rate in sorted(rates.items(), key=lambda item: -item[1])[:8]:
                     sizes = f"{tile.block}/{tile.warps}/{tile.stages}"
                     say(f"        {sizes:8s} splits {splits:3d} {rate / 1e9:6.0f}")
+        except Exception:
+            say(f"{name}: {traceback.format_exc(limit=-3)}")
+
+
+def splits_to_try(rows: int, context: int, tile: DecodeTile) -> list[int]:
+    """Those that start half a program a processor to twice what the tile asks for."""
+    programs = [(n, rows * KV_HEADS * n) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
+    blocks = context // tile.block
+    return [n for n, p in programs if n == 1 or (60 <= p <= 264 * tile.programs and n <= blocks)]
+
+
+def same_each_time(case: DecodeCase, tile: DecodeTile, splits: int) -> bool:
+    """Whether 200 replays of a captured launch give the same bits: a race would show."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.run(tile, splits)
+    seen = []
+    for _ in range(200):
+        graph.replay()
+        seen.append(out.clone())
+    return all(torch.equal(one, seen[0]) for one in seen) and not case.arrivals.any().item()
+
+
+def time_small() -> None:
+    say("\ndecode, small: microseconds a launch (share of the read bandwidth)")
+    pools = torch.randn((2, 900_000, KV_HEADS, HEAD_DIM), device="cuda", dtype=torch.bfloat16)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for rows, context in SMALL_CASES:
+        name = f"{rows:3d} x {context:6d}"
+        try:
+            case = DecodeCase(rows, context, pools, None)
+            limit = case.bytes / READ_BYTES_PER_SECOND * 1e6
+            table = TILES[HEAD_DIM, 2].decode
+            splits = choose_splits(rows, KV_HEADS, processors, table)
+            two = [case.bytes / case.measure(table, splits, merged_after=True) for _ in range(2)]
+            before = case.run(table, splits, merged_after=True).double()
+            taken = {}
+            for tile, least in itertools.product(SMALL_VARIANTS, (1, 2, 4)):
+                for n in splits_to_try(rows, context, tile):
+                    if least == 1 or context // tile.block // n < least:
+                        variant = replace(tile, least=least)
+                        taken[variant, n] = case.bytes / case.measure(variant, n) * 1e6
+            ranked = sorted(taken.items(), key=lambda item: item[1])
+            (best, n), _ = ranked[0]
+            now = case.run(best, n).double()
+            say(
+                f"{name}: limit {limit:6.1f}; two kernels {min(two) * 1e6:6.1f} "
+                f"({limit / min(two) / 1e6:4.0%}) to {max(two) * 1e6:6.1f}; "
+                f"difference {((now - before).norm() / before.norm()).item():.1e}; "
+                f"replays {'agree' if same_each_time(case, best, n) else 'DIFFER'}"
+            )
+            alike = [item for item in ranked if replace(item[0][0], ahead=0, least=1) == table]
+            for (tile, n), microseconds in ranked[:6] + alike[:3]:
+                sizes = f"{tile.block}/{tile.warps}/{tile.stages}"
+                say(
+                    f"      {microseconds:6.1f} ({limit / microseconds:4.0%})  {sizes:8s} "
+                    f"splits {n:2d} ahead {tile.ahead} least {tile.least}"
+                )
         except Exception:
             say(f"{name}: {traceback.format_exc(limit=-3)}")
 
@@ -395,7 +482,7 @@ def compile_variant(variant: DecodeTile | ExtendTile) -> None:
         else:
             pools = torch.zeros((2, 400, KV_HEADS, HEAD_DIM), device="cuda").bfloat16()
             for splits in (1, 2):
-                DecodeCase(1, 256, pools, None).measure(variant, splits)
+                DecodeCase(1, 256, pools, None).run(variant, splits)
     except Exception as error:
         say(f"{variant}: {type(error).__name__} {str(error)[:300]}")
 
@@ -416,14 +503,23 @@ def measure(processes: int) -> None:
     say(f"\n{json.dumps(best)}\ntime: {time.monotonic() - began:.0f} s")
 
 
+def measure_small(processes: int) -> None:
+    began = time.monotonic()
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_variant, SMALL_VARIANTS))
+    say(f"compiled in {time.monotonic() - began:.0f} s")
+    time_small()
+    say(f"small: {time.monotonic() - began:.0f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("parts", nargs="+", choices=["check", "time"])
+    parser.add_argument("parts", nargs="+", choices=["small", "check", "time"])
     parser.add_argument("--processes", type=int, default=12, help="that compile at once")
     arguments = parser.parse_args()
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for part in arguments.parts:
-        {"check": check, "time": measure}[part](arguments.processes)
+        {"small": measure_small, "check": check, "time": measure}[part](arguments.processes)
 
 
 if __name__ == "__main__":

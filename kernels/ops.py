@@ -30,6 +30,9 @@ AddBlock = Callable[[torch.Tensor], None]
 #: What `Operations.plan_attention` found out about a step; each implementation has its own.
 AttentionPlan = Any
 
+#: What `Operations.rotate` found out about a step; each implementation has its own.
+Rotation = Any
+
 
 class Activation(Enum):
     """The gate's non-linearity."""
@@ -37,15 +40,6 @@ class Activation(Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
-
-
-class Rotation(NamedTuple):
-    """Angles of rotary position embedding for the tokens of a step."""
-
-    #: [T, 1, D/2]
-    cos: torch.Tensor
-    #: [T, 1, D/2]
-    sin: torch.Tensor
 
 
 class RowNorm(NamedTuple):
@@ -118,7 +112,7 @@ class Rotate(Protocol):
     ) -> Rotation:
         """t_position [T] int64, inverse_frequencies [D/2] float32 -> scale · cos, scale · sin.
 
-        Angles are float32 whatever `dtype`, which the result has.
+        Angles are float32 whatever `dtype`, which the heads to be turned have.
         """
         ...
 

@@ -17,7 +17,8 @@ from tokenpod.kernels.compiled.loops import (
     take,
 )
 from tokenpod.kernels.compiled.pointwise import norm_factor
-from tokenpod.kernels.ops import HeadNorm, Rotation
+from tokenpod.kernels.ops import HeadNorm
+from tokenpod.kernels.reference.rotary import Rotation
 
 _F = np.float32
 

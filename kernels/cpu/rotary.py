@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tokenpod.kernels.cpu.pointwise import rms_norm
-from tokenpod.kernels.ops import HeadNorm, Rotation
-from tokenpod.kernels.reference.rotary import rotate
+from tokenpod.kernels.ops import HeadNorm
+from tokenpod.kernels.reference.rotary import Rotation, rotate
 
 __all__ = ["rotate", "store_key_value"]
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from tokenpod.kernels.ops import HeadNorm, Rotation
+from tokenpod.kernels.ops import HeadNorm
 from tokenpod.kernels.reference.pointwise import rms_norm
+
+
+class Rotation(NamedTuple):
+    """Angles of rotary position embedding for the tokens of a step."""
+
+    #: [T, 1, D/2]
+    cos: torch.Tensor
+    #: [T, 1, D/2]
+    sin: torch.Tensor
 
 
 def rotate(

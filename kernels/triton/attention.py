@@ -14,7 +14,7 @@ import torch
 
 from tokenpod.engine.batch import ForwardBatch, PagedRows, RaggedRows
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, Heads
-from tokenpod.kernels.triton.attention_decode import choose_splits, decode
+from tokenpod.kernels.triton.attention_decode import choose_splits, count_none, decode
 from tokenpod.kernels.triton.attention_extend import (
     TileList,
     cut_rows,
@@ -55,6 +55,8 @@ class Plan:
     batch: ForwardBatch
     paged: PagedRows
     window: int | None
+    #: See `count_none`.
+    arrivals: torch.Tensor
     _tiles: dict[int, TileList] = field(default_factory=dict)
 
     def tiles(self, queries: int) -> TileList:
@@ -77,7 +79,7 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
     """
     if batch.paged is None:
         raise ValueError(f"a batch of {batch.rows} rows has no paged rows; these kernels need them")
-    return Plan(batch, batch.paged, window)
+    return Plan(batch, batch.paged, window, count_none(batch.row_table.device))
 
 
 def tile_extends(
@@ -121,6 +123,7 @@ def attention(
             plan.window,
             shape.decode,
             splits,
+            plan.arrivals,
             options,
         )
     if batch.rows > batch.single_rows:

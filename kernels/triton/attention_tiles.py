@@ -20,6 +20,8 @@ class DecodeTile:
     programs: int
     #: Blocks that are asked for before the step's own keys and values are there.
     ahead: int = 0
+    #: Blocks that a program has at least, if it has any: merging more shares costs more.
+    least: int = 1
 
 
 @dataclass(frozen=True, slots=True)

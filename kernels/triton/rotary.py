@@ -12,13 +12,16 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.ops import HeadNorm
+from tokenpod.kernels.ops import HeadNorm, KVScales
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
 
 #: Heads that one program turns: few at a time as long as that gives the device more programs.
 FEW_HEADS, MANY_HEADS = 2, 16
 #: Tokens from which there are programs enough with many heads each.
 MANY_TOKENS = 64
+
+#: The largest number of type e4m3.
+LARGEST: tl.constexpr = tl.constexpr(448.0)
 
 
 class Angles(NamedTuple):
@@ -65,6 +68,7 @@ def store_key_value(
     keys: torch.Tensor,
     values: torch.Tensor,
     t_slot: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `ops.StoreKeyValue`. Leaves `qkv` as it is."""
     kv_heads, head_dim = keys.shape[1:]
@@ -85,6 +89,8 @@ def store_key_value(
         keys,
         values,
         t_slot,
+        scales.keys if scales else None,
+        scales.values if scales else None,
         qkv.stride(0),
         keys.stride(0),
         values.stride(0),
@@ -142,6 +148,8 @@ def _store_key_value(
     keys,
     values,
     t_slot,
+    key_scales,
+    value_scales,
     qkv_stride,
     keys_stride,
     values_stride,
@@ -175,8 +183,10 @@ def _store_key_value(
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + HALF, mask=inside, other=0.0)
     value_at = values + slot * values_stride + (head - heads - kv_heads) * (2 * HALF) + i
-    tl.store(value_at, first, mask=is_value & inside)
-    tl.store(value_at + HALF, second, mask=is_value & inside)
+    is_value = is_value & inside
+    value_scale = _scale_of(value_scales, head - heads - kv_heads, is_value)
+    tl.store(value_at, _quantised(first, value_scale), mask=is_value)
+    tl.store(value_at + HALF, _quantised(second, value_scale), mask=is_value)
 
     a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
@@ -198,5 +208,27 @@ def _store_key_value(
     tl.store(query_at, turned_a, mask=is_query & inside)
     tl.store(query_at + HALF, turned_b, mask=is_query & inside)
     key_at = keys + slot * keys_stride + (head - heads) * (2 * HALF) + i
-    tl.store(key_at, turned_a, mask=is_key & inside)
-    tl.store(key_at + HALF, turned_b, mask=is_key & inside)
+    is_key = is_key & inside
+    key_scale = _scale_of(key_scales, head - heads, is_key)
+    tl.store(key_at, _quantised(turned_a, key_scale), mask=is_key)
+    tl.store(key_at + HALF, _quantised(turned_b, key_scale), mask=is_key)
+
+
+@triton.jit
+def _scale_of(scales, head, mask):
+    """[BLOCK_HEADS, BLOCK_HALF], or None: numbers are stored as they are."""
+    if scales is None:
+        return None
+    else:
+        return tl.load(scales + head + tl.zeros(mask.shape, tl.int32), mask=mask, other=1.0)
+
+
+@triton.jit
+def _quantised(x, scale):
+    """The e4m3 multiple of `scale`, at most ±448; what is no number stays none."""
+    if scale is None:
+        return x
+    else:
+        multiple = tl.div_rn(x.to(tl.float32), scale)
+        multiple = tl.where(multiple > LARGEST, LARGEST, multiple)
+        return tl.where(multiple < -LARGEST, -LARGEST, multiple).to(tl.float8e4nv)

@@ -53,15 +53,13 @@ def test_every_head_size_and_type(head_dim, dtype, device):
 
 @pytest.mark.parametrize(
     ("splits", "block", "window"),
-    [(1, 64, None), (2, 64, 40), (3, 16, None), (32, 16, 40), (20, 64, None)],
+    [(1, 64, None), (2, 64, 40), (3, 16, None), (40, 16, 40), (20, 64, None)],
 )
-@pytest.mark.parametrize("least", [1, 3])
-def test_any_number_of_shares_gives_the_same_result(splits, block, window, least, device):
+def test_any_number_of_shares_gives_the_same_result(splits, block, window, device):
     """More shares than a row has blocks, than are merged at a time, and just one."""
     step = lay_out(DECODES, device)
     inputs = draw_inputs(step, 2, 1, 64, torch.float32, device)
     out = torch.empty(step.batch.tokens, 128, device=device)
-    arrivals = attention_decode.count_none(torch.device(device))
     attention_decode.decode(
         inputs.q,
         inputs.keys,
@@ -71,12 +69,10 @@ def test_any_number_of_shares_gives_the_same_result(splits, block, window, least
         step.batch.paged,
         len(DECODES),
         window,
-        DecodeTile(block=block, warps=4, stages=2, programs=1, least=least),
+        DecodeTile(block=block, warps=4, stages=2, programs=1),
         splits,
-        arrivals,
     )
     assert_close(out, truth(inputs, step.batch, window), torch.float32)
-    assert arrivals.eq(0).all()  # as the next launch needs them
 
 
 def test_a_padding_row_gives_zeros(device):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenpod.kernels import reference
-from tokenpod.kernels.ops import HeadNorm
+from tokenpod.kernels.ops import HeadNorm, KVScales
 from tokenpod.kernels.triton import rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -88,6 +88,32 @@ def test_every_shape_of_heads(heads, head_dim, draw, device):
 
 def test_many_tokens(draw, device):
     check(rotary.MANY_TOKENS, 12, 3, 16, True, torch.bfloat16, draw, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [5, rotary.MANY_TOKENS])
+def test_keys_and_values_of_8_bits(tokens, dtype, draw, device):
+    """As multiples of each head's scale; what is too large is the largest, and NaN stays NaN."""
+    heads, kv_heads, head_dim = 6, 3, 16
+    qkv = draw(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype).to(device)
+    qkv[1, -20:-17] = torch.tensor([3e4, -3e4, float("nan")], dtype=dtype)
+    scales = KVScales(*torch.tensor([[0.01, 0.003, 2.0], [0.5, 0.0007, 1.0]], device=device))
+    slots = torch.arange(tokens, device=device) + 3
+    pools = []
+    for ops in (reference, rotary):
+        pool = torch.zeros(2, SLOTS, kv_heads, head_dim, device=device).to(torch.float8_e4m3fn)
+        angles = ops.rotate(slots * 700, frequencies_of(head_dim, device), 1.0, dtype)
+        ops.store_key_value(qkv.clone(), angles, None, *pool, slots, scales)
+        pools.append(pool)
+    (expected_keys, expected_values), (keys, values) = pools
+    bits = torch.uint8
+    assert torch.equal(values.view(bits), expected_values.view(bits))
+    assert values.float().abs().nan_to_num().max() == rotary.LARGEST
+    assert values.isnan().sum() == 1
+    # Rotation may differ in the last place, and end on the next multiple.
+    both = [pool.float() * scales.keys[:, None] for pool in (keys, expected_keys)]
+    torch.testing.assert_close(*both, rtol=1 / 7, atol=16 * torch.finfo(dtype).eps)
+    assert (keys.view(bits) != expected_keys.view(bits)).float().mean() < 0.05
 
 
 @pytest.mark.gpu

@@ -37,6 +37,7 @@ class Activation(Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    RELU = "relu"
 
 
 class Rotation(NamedTuple):

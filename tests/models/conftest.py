@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-relu": ("Llama", {"hidden_act": "relu"}),
     "llama-wide-heads": ("Llama", {"head_dim": 24}),
     "llama-linear": ("Llama", rope("linear", factor=4.0)),
     "llama-dynamic": ("Llama", rope("dynamic", factor=2.0)),

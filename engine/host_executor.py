@@ -73,7 +73,7 @@ class HostExecutor:
         sampling = [work for work in plan.works if work.samples]
         if not sampling:
             return StepResult([], [], [], scored, forward_ns=time.monotonic_ns() - began)
-        logits = self._model.logits(hidden[batch.logit_index])
+        logits = self._model.logits(hidden[batch.logit_index]).float()
         forwarded = time.monotonic_ns()
         rows = [work.row for work in sampling]
         samples = self._sampler.sample(logits, rows, [work.output_index for work in sampling])
@@ -157,6 +157,6 @@ class HostExecutor:
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
         for at in range(0, len(following), 128):
             part = following[at : at + 128]
-            logits = self._model.logits(hidden[at : at + len(part)])
+            logits = self._model.logits(hidden[at : at + len(part)]).float()
             scores += prompt_logprobs(logits, part).tolist()
         return scores

@@ -105,8 +105,8 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden [n, hidden] -> [n, vocabulary] float32, an inference tensor."""
-        return self._head(hidden).float()
+        """Hidden [n, hidden] -> [n, vocabulary] in the model's dtype, an inference tensor."""
+        return self._head(hidden)
 
 
 def _layer(

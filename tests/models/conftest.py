@@ -259,7 +259,7 @@ class HandScheduler:
             logit_index=torch.arange(len(tokens)),
         )
         hidden = self.model.forward(batch, self.pool)
-        logprobs = self.model.logits(hidden[batch.logit_index]).log_softmax(-1)
+        logprobs = self.model.logits(hidden[batch.logit_index]).float().log_softmax(-1)
         results: list[torch.Tensor] = [torch.empty(0)] * len(works)
         for place, i in enumerate(order):
             results[i] = logprobs[starts[place] : starts[place + 1]]

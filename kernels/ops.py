@@ -49,6 +49,7 @@ class Activation(Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    RELU = "relu"
 
 
 class KVScales(NamedTuple):

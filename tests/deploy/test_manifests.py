@@ -64,7 +64,7 @@ DRESSED = {
     "extraEnvFrom": [{"secretRef": {"name": "more"}}],
     "extraVolumes": [{"name": "more", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
-    "cache": {"existingClaim": "kernels"},
+    "cache": {"existingClaim": "kernels", "copyFromImage": True},
     "podDisruptionBudget": {"minAvailable": "50%"},
     "extraObjects": [
         {

@@ -181,6 +181,17 @@ def test_secrets_are_files_that_only_the_servers_group_reads(helm: Helm) -> None
     assert not any("subPath" in mount for mount in mounts(given).values())
 
 
+def test_the_cache_can_begin_with_the_images_own(helm: Helm) -> None:
+    given = pod(helm, {"cache": {"copyFromImage": True}, "initContainers": [{"name": "more"}]})
+    copy, more = given["spec"]["initContainers"]
+    (cache,) = copy["volumeMounts"]
+    assert copy["image"] == container(given)["image"]
+    assert copy["securityContext"] == container(given)["securityContext"]
+    assert mounts(given)[copy["command"][2].removesuffix("/.")]["name"] == cache["name"]
+    assert copy["command"][3] == cache["mountPath"]
+    assert more["name"] == "more"
+
+
 def test_every_mount_has_its_volume(helm: Helm) -> None:
     rendered = helm.install(EVERYTHING)
     for given in (pod_of(rendered.one("Deployment")), *rendered.hooks):

@@ -74,6 +74,7 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str) -> N
             {"tls": {"existingSecret": "t", "mtls": {"enabled": True}}},
             "helmTest.tlsSecret",
         ),
+        ({"tls": {"shards": {"existingSecret": "t"}}}, "with parallelism.mode pod"),
         ({"extraArgs": ["--health-port=1"]}, "--health-port"),
         ({"extraArgs": ["--num-shard", "2"]}, "--num-shard"),
         ({"autoscaling": {"hpa": {"enabled": True}}}, "autoscaling.hpa.metrics"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.helm import Helm, Object
-from deploy.manifests import container, expanded, pod_of, variables
+from deploy.manifests import container, expanded, mounts, pod_of, variables, volumes
 
 INDEX = "apps.kubernetes.io/pod-index"
 LWS_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
@@ -119,6 +119,22 @@ def test_groups_can_be_replaced_by_hand(helm: Helm) -> None:
     values["parallelism"]["statefulset"] = {"updateStrategy": {"type": "OnDelete"}}
     for each in helm.install(values).all("StatefulSet"):
         assert each["spec"]["updateStrategy"]["type"] == "OnDelete"
+
+
+def test_pods_show_each_other_certificates(helm: Helm) -> None:
+    values = groups(tls={"shards": {"existingSecret": "peers"}})
+    given = pod_of(helm.install(values).one("StatefulSet", "demo-tokenpod-0"))
+    assert volumes(given)["shard-tls"]["secret"]["secretName"] == "peers"
+    folder = "/etc/tokenpod/shard-tls"
+    assert mounts(given)[folder]["readOnly"] is True
+    flags = {
+        "--shard-tls-cert": "tls.crt",
+        "--shard-tls-key": "tls.key",
+        "--shard-tls-ca": "ca.crt",
+    }
+    assert {f"{flag}={folder}/{file}" for flag, file in flags.items()} <= set(
+        container(given)["args"]
+    )
 
 
 def test_ports_between_shards_are_opened_for_groups_alone(helm: Helm) -> None:

@@ -77,6 +77,11 @@ $(LWS_LEADER_ADDRESS)
 {{- if .tls.mtls.enabled }}
 - --tls-client-ca=/etc/tokenpod/client-ca/{{ .tls.mtls.key }}
 {{- end }}
+{{- if .tls.shards.existingSecret }}
+- --shard-tls-cert=/etc/tokenpod/shard-tls/tls.crt
+- --shard-tls-key=/etc/tokenpod/shard-tls/tls.key
+- --shard-tls-ca=/etc/tokenpod/shard-tls/ca.crt
+{{- end }}
 {{- if .auth.existingSecret }}
 - --auth-token-file=/etc/tokenpod/auth/{{ .auth.key }}
 {{- end }}

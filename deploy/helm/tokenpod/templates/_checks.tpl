@@ -81,6 +81,9 @@
 {{- if and .tls.mtls.enabled (not .tls.existingSecret) -}}
 {{- fail "tls.mtls is enabled: it needs the server's own certificate too, in tls.existingSecret" -}}
 {{- end -}}
+{{- if and .tls.shards.existingSecret (eq .parallelism.mode "pod") -}}
+{{- fail "tls.shards.existingSecret is set with parallelism.mode pod: the ranks of one pod need no certificates" -}}
+{{- end -}}
 {{- if and .tls.mtls.enabled .helmTest.enabled (not .helmTest.tlsSecret) -}}
 {{- fail "tls.mtls is enabled: name a client certificate for `helm test` in helmTest.tlsSecret, or set helmTest.enabled=false" -}}
 {{- end -}}
@@ -89,7 +92,7 @@
 
 {{/* Flags that something else in the chart depends on. */}}
 {{- define "tokenpod.checkFlags" -}}
-{{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--auth-token-file" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" -}}
+{{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" -}}
 {{- range .Values.extraArgs -}}
 {{- $name := splitList "=" . | first -}}
 {{- if has $name $ours -}}

@@ -55,9 +55,23 @@ spec:
   topologySpreadConstraints:
     {{- tpl (toYaml .) $root | nindent 4 }}
   {{- end }}
-  {{- with .initContainers }}
+  {{- if or .cache.copyFromImage .initContainers }}
   initContainers:
+    {{- if .cache.copyFromImage }}
+    # The cache's volume lies over the image's own folder.
+    - name: kernels
+      image: {{ include "tokenpod.image" $root | quote }}
+      imagePullPolicy: {{ .image.pullPolicy }}
+      command: [cp, -R, /var/cache/tokenpod/., /cache]
+      resources: {requests: {cpu: 100m, memory: 64Mi}, limits: {memory: 64Mi}}
+      securityContext:
+        {{- toYaml .securityContext | nindent 8 }}
+      volumeMounts:
+        - {name: cache, mountPath: /cache}
+    {{- end }}
+    {{- with .initContainers }}
     {{- tpl (toYaml .) $root | nindent 4 }}
+    {{- end }}
   {{- end }}
   containers:
     - name: server

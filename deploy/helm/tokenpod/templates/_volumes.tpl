@@ -40,6 +40,16 @@
     items:
       - {key: {{ .mtls.key }}, path: {{ .mtls.key }}}
 {{- end }}
+{{- if .shards.existingSecret }}
+- name: shard-tls
+  secret:
+    secretName: {{ .shards.existingSecret }}
+    defaultMode: 0440
+    items:
+      - {key: tls.crt, path: tls.crt}
+      - {key: tls.key, path: tls.key}
+      - {key: ca.crt, path: ca.crt}
+{{- end }}
 {{- end }}
 {{- with .Values.auth }}
 {{- if .existingSecret }}
@@ -101,6 +111,11 @@
 {{- if .Values.tls.mtls.enabled }}
 - name: client-ca
   mountPath: /etc/tokenpod/client-ca
+  readOnly: true
+{{- end }}
+{{- if .Values.tls.shards.existingSecret }}
+- name: shard-tls
+  mountPath: /etc/tokenpod/shard-tls
   readOnly: true
 {{- end }}
 {{- if .Values.auth.existingSecret }}

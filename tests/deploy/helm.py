@@ -6,6 +6,7 @@ with threads and signal handlers of its own, which a process that forks servers 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -59,6 +60,7 @@ class Helm:
             # Releases are kept in memory. Go reads the environment as it was at the start.
             env={**os.environ, "HELM_DRIVER": "memory", "PYTHONPATH": str(_TESTS)},
         )
+        self._rendered: dict[str, Rendered] = {}
 
     def install(self, values: Object | None = None, *, kubernetes: str = "1.34") -> Rendered:
         """Install the chart with these values. Raises Refused."""
@@ -70,10 +72,11 @@ class Helm:
             "values": values or {},
             "kubernetes": kubernetes,
         }
-        release = self._ask(order)
-        manifest = list(yaml.safe_load_all(release["manifest"]))
-        hooks = [yaml.safe_load(hook["manifest"]) for hook in release.get("hooks") or ()]
-        return Rendered([each for each in manifest if each], hooks, release["info"]["notes"])
+        key = json.dumps(order, sort_keys=True)
+        if key not in self._rendered:
+            self._rendered[key] = _rendered(self._ask(order))
+        # Tests may change what they get.
+        return copy.deepcopy(self._rendered[key])
 
     def lint(self) -> Object:
         """What `helm lint` says."""
@@ -94,3 +97,9 @@ class Helm:
         if "refused" in answer:
             raise Refused(answer["refused"])
         return answer["done"]
+
+
+def _rendered(release: Object) -> Rendered:
+    manifest = yaml.load_all(release["manifest"], yaml.CSafeLoader)
+    hooks = [yaml.load(hook["manifest"], yaml.CSafeLoader) for hook in release.get("hooks") or ()]
+    return Rendered([each for each in manifest if each], hooks, release["info"]["notes"])

@@ -23,7 +23,7 @@ def pod_of(controller: Object) -> Object:
     return spec["template"]
 
 
-def container(pod: Object) -> Object:
+def container_of(pod: Object) -> Object:
     """The server's container."""
     (server,) = [each for each in pod["spec"]["containers"] if each["name"] == "server"]
     return server
@@ -31,7 +31,7 @@ def container(pod: Object) -> Object:
 
 def probes(pod: Object) -> dict[str, Object]:
     """startup, readiness, liveness."""
-    server = container(pod)
+    server = container_of(pod)
     return {name: server[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
 
 
@@ -42,13 +42,13 @@ def volumes(pod: Object) -> dict[str, Object]:
 
 def mounts(pod: Object) -> dict[str, Object]:
     """The server's, by path."""
-    return {mount["mountPath"]: mount for mount in container(pod)["volumeMounts"]}
+    return {mount["mountPath"]: mount for mount in container_of(pod)["volumeMounts"]}
 
 
-def variables(pod: Object, fields: dict[str, str]) -> dict[str, str]:
-    """The server's environment; `fields` are what the downward API knows of the pod."""
+def environment(container: Object, fields: dict[str, str]) -> dict[str, str]:
+    """A container's variables; `fields` are what the downward API knows of the pod."""
     found: dict[str, str] = {}
-    for each in container(pod)["env"]:
+    for each in container["env"]:
         if "value" in each:
             found[each["name"]] = expanded(each["value"], found)
         else:
@@ -64,6 +64,6 @@ def expanded(text: str, known: dict[str, str]) -> str:
 def settings_of(pod: Object) -> ServerSettings:
     """The settings that the server makes of the pod's arguments."""
     command: Any = typer.main.get_command(serve_app())
-    context = command.make_context("serve", list(container(pod)["args"]))
+    context = command.make_context("serve", list(container_of(pod)["args"]))
     given = {name: value for name, value in context.params.items() if value is not None}
     return load_settings(**{n: v for n, v in given.items() if n not in _FILES})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deploy.helm import CHART, Helm, Object
-from deploy.manifests import container, mounts, pod_of, probes, settings_of, volumes
+from deploy.manifests import container_of, mounts, pod_of, probes, settings_of, volumes
 from tokenpod.service import engine_process, front_ends, otlp
 
 LIMITED = {"resources": {"limits": {"cpu": "8", "memory": "8Gi"}}}
@@ -57,7 +57,7 @@ def test_telemetry_names_the_release_and_the_pod(helm: Helm) -> None:
     assert settings.otlp_endpoint == "https://collector:4317"
     assert settings.otlp_service_name == "demo-tokenpod"
     assert settings.otlp_sample_ratio == 0.25
-    names = [variable["name"] for variable in container(given)["env"]]
+    names = [variable["name"] for variable in container_of(given)["env"]]
     # $(POD_NAME) is expanded only if it is defined before.
     assert names.index("POD_NAME") < names.index("OTEL_RESOURCE_ATTRIBUTES")
 
@@ -70,7 +70,7 @@ def test_threads_follow_the_cpu_limit(helm: Helm, cpu: object, threads: int) -> 
 
 
 def test_threads_are_shared_by_a_pods_ranks(helm: Helm) -> None:
-    args = container(pod(helm, {**LIMITED, "parallelism": {"tensor": 2}}))["args"]
+    args = container_of(pod(helm, {**LIMITED, "parallelism": {"tensor": 2}}))["args"]
     assert "--threads=3" in args
 
 
@@ -79,7 +79,7 @@ def test_threads_that_are_given_are_kept(helm: Helm) -> None:
 
 
 def test_without_a_limit_the_server_counts_cores_itself(helm: Helm) -> None:
-    assert not any(arg.startswith("--threads") for arg in container(pod(helm))["args"])
+    assert not any(arg.startswith("--threads") for arg in container_of(pod(helm))["args"])
 
 
 # -- The model -----------------------------------------------------------------------------------
@@ -92,12 +92,12 @@ def test_a_claim_is_mounted_read_only_and_a_folder_in_it_served(helm: Helm) -> N
         "readOnly": True,
     }
     assert mounts(given)["/model"]["readOnly"] is True
-    assert "--model-id=/model/a/b" in container(given)["args"]
+    assert "--model-id=/model/a/b" in container_of(given)["args"]
 
 
 def test_a_model_of_a_cache_is_found_by_its_name(helm: Helm) -> None:
     model = {"source": "pvc", "existingClaim": "hub", "id": "org/name", "revision": "v2"}
-    server = container(pod(helm, {"model": model}))
+    server = container_of(pod(helm, {"model": model}))
     assert {"--model-id=org/name", "--revision=v2"} <= set(server["args"])
     assert {"name": "HF_HUB_CACHE", "value": "/model"} in server["env"]
 
@@ -112,11 +112,11 @@ def test_a_folder_of_the_node_can_be_served_and_installing_it_warns(helm: Helm) 
 def test_an_image_can_be_the_model(helm: Helm) -> None:
     given = pod(helm, {"model": {"source": "oci", "image": {"reference": "r/m:1"}}})
     assert volumes(given)["model"]["image"]["reference"] == "r/m:1"
-    assert "--model-id=/model" in container(given)["args"]
+    assert "--model-id=/model" in container_of(given)["args"]
 
 
 def test_nothing_is_fetched_at_start(helm: Helm) -> None:
-    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in container(pod(helm))["env"]
+    assert {"name": "HF_HUB_OFFLINE", "value": "1"} in container_of(pod(helm))["env"]
 
 
 # -- What it may do ------------------------------------------------------------------------------
@@ -162,14 +162,14 @@ def test_what_the_server_writes_goes_to_volumes(helm: Helm) -> None:
     given = pod(helm)
     written = {"/tmp", "/var/cache/tokenpod", "/dev/shm"}
     assert {path for path, mount in mounts(given).items() if not mount.get("readOnly")} == written
-    for variable in container(given)["env"]:
+    for variable in container_of(given)["env"]:
         if variable["name"].endswith("_DIR") or variable["name"] == "HOME":
             assert any(Path(variable["value"]).is_relative_to(path) for path in written)
 
 
 def test_secrets_are_files_that_only_the_servers_group_reads(helm: Helm) -> None:
     given = pod(helm, EVERYTHING)
-    args = container(given)["args"]
+    args = container_of(given)["args"]
     for name in ("tls", "client-ca", "auth"):
         assert volumes(given)[name]["secret"]["defaultMode"] == 0o440
         assert mounts(given)[f"/etc/tokenpod/{name}"]["readOnly"] is True
@@ -185,8 +185,8 @@ def test_the_cache_can_begin_with_the_images_own(helm: Helm) -> None:
     given = pod(helm, {"cache": {"copyFromImage": True}, "initContainers": [{"name": "more"}]})
     copy, more = given["spec"]["initContainers"]
     (cache,) = copy["volumeMounts"]
-    assert copy["image"] == container(given)["image"]
-    assert copy["securityContext"] == container(given)["securityContext"]
+    assert copy["image"] == container_of(given)["image"]
+    assert copy["securityContext"] == container_of(given)["securityContext"]
     assert mounts(given)[copy["command"][2].removesuffix("/.")]["name"] == cache["name"]
     assert copy["command"][3] == cache["mountPath"]
     assert more["name"] == "more"
@@ -241,7 +241,7 @@ def test_the_grace_period_covers_every_part_of_the_drain(
     helm: Helm, drain: Object, kubernetes: str
 ) -> None:
     given = pod(helm, {"drain": drain}, kubernetes=kubernetes)
-    hook = container(given).get("lifecycle", {}).get("preStop", {}).get("sleep", {})
+    hook = container_of(given).get("lifecycle", {}).get("preStop", {}).get("sleep", {})
     settings = settings_of(given)
     asleep = hook.get("seconds", 0)
     before_refusing = asleep + settings.lame_duck_seconds
@@ -258,13 +258,13 @@ def test_the_grace_period_covers_every_part_of_the_drain(
 
 def test_a_rank_has_a_gpu_of_its_own(helm: Helm) -> None:
     values = {"gpu": {"enabled": True}, "parallelism": {"tensor": 4}, **LIMITED}
-    server = container(pod(helm, values))
+    server = container_of(pod(helm, values))
     assert server["resources"]["limits"] == {"cpu": "8", "memory": "8Gi", "nvidia.com/gpu": "4"}
     assert "--num-shard=4" in server["args"]
 
 
 def test_one_rank_is_not_told_of_shards(helm: Helm) -> None:
-    assert not any("shard" in arg for arg in container(pod(helm))["args"])
+    assert not any("shard" in arg for arg in container_of(pod(helm))["args"])
 
 
 def test_shared_memory_has_the_size_that_was_asked_for(helm: Helm) -> None:
@@ -282,4 +282,4 @@ def test_the_chart_and_its_image_have_the_packages_version(helm: Helm) -> None:
     import tokenpod
 
     assert f"appVersion: {tokenpod.__version__}\n" in (CHART / "Chart.yaml").read_text()
-    assert container(pod(helm))["image"] == f"tokenpod:{tokenpod.__version__}"
+    assert container_of(pod(helm))["image"] == f"tokenpod:{tokenpod.__version__}"

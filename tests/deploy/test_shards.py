@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.helm import Helm, Object
-from deploy.manifests import container, expanded, mounts, pod_of, variables, volumes
+from deploy.manifests import container_of, environment, expanded, mounts, pod_of, volumes
 
 INDEX = "apps.kubernetes.io/pod-index"
 LWS_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
@@ -24,8 +24,8 @@ def arguments(pod: Object, labels: dict[str, str], **known: str) -> dict[str, st
     fields = {f"metadata.labels['{name}']": value for name, value in labels.items()}
     fields |= {"metadata.name": "pod", "metadata.namespace": "models"}
     fields |= {"status.podIP": "10.0.0.1", "spec.nodeName": "node"}
-    known |= variables(pod, fields)
-    pairs = (expanded(arg, known).partition("=") for arg in container(pod)["args"])
+    known |= environment(container_of(pod), fields)
+    pairs = (expanded(arg, known).partition("=") for arg in container_of(pod)["args"])
     return {name: value for name, _, value in pairs}
 
 
@@ -59,7 +59,7 @@ def test_a_leader_worker_sets_pods_are_placed_by_its_own_labels(helm: Helm) -> N
 
 def test_all_modes_share_one_pod(helm: Helm) -> None:
     def common(pod: Object) -> Object:
-        server = dict(container(pod))
+        server = dict(container_of(pod))
         del server["args"], server["env"], server["ports"]
         return {**pod["spec"], "containers": [server]}
 
@@ -105,7 +105,7 @@ def test_clients_of_single_pods_reach_them_all(helm: Helm) -> None:
 
 def test_a_pod_has_gpus_for_its_own_ranks(helm: Helm) -> None:
     for each in helm.install(groups(gpu={"enabled": True})).all("StatefulSet"):
-        assert container(pod_of(each))["resources"]["limits"]["nvidia.com/gpu"] == "4"
+        assert container_of(pod_of(each))["resources"]["limits"]["nvidia.com/gpu"] == "4"
 
 
 def test_a_copy_of_the_model_is_kept_whole_while_nodes_are_drained(helm: Helm) -> None:
@@ -133,12 +133,12 @@ def test_pods_show_each_other_certificates(helm: Helm) -> None:
         "--shard-tls-ca": "ca.crt",
     }
     assert {f"{flag}={folder}/{file}" for flag, file in flags.items()} <= set(
-        container(given)["args"]
+        container_of(given)["args"]
     )
 
 
 def test_ports_between_shards_are_opened_for_groups_alone(helm: Helm) -> None:
     (first, _) = helm.install(groups()).all("StatefulSet")
     alone = helm.install().one("Deployment")
-    assert [p["name"] for p in container(pod_of(alone))["ports"]] == ["grpc", "health"]
-    assert [p["name"] for p in container(pod_of(first))["ports"]][2:] == ["rendezvous", "plans"]
+    assert [p["name"] for p in container_of(pod_of(alone))["ports"]] == ["grpc", "health"]
+    assert [p["name"] for p in container_of(pod_of(first))["ports"]][2:] == ["rendezvous", "plans"]

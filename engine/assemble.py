@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenpod.engine.capacity import choose_slots
 from tokenpod.engine.errors import EngineError
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.group import Group
 from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.memory import choose_slots, free_bytes
+from tokenpod.engine.memory import free_bytes
 from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
 from tokenpod.engine.types import EngineOptions, SamplingParams

@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-relu": ("Llama", {"hidden_act": "relu"}),
     "llama-wide-heads": ("Llama", {"head_dim": 24}),
     "llama-linear": ("Llama", rope("linear", factor=4.0)),
     "llama-dynamic": ("Llama", rope("dynamic", factor=2.0)),

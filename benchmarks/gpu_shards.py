@@ -171,7 +171,7 @@ def say(executor: Executor) -> dict[str, Any]:
 
 
 def decode_plans(rows: int, context: int, steps: int) -> Iterator[StepPlan]:
-    """Rows whose context lies in the pool, whatever it says, and steps in which each has a token."""
+    """Steps of one token a row; the rows' context is whatever the pool holds."""
     per_row = SLOTS // ROWS
     fresh = [new_row(row, context, [7] * (context + 1), row * per_row) for row in range(rows)]
     for i in range(steps):

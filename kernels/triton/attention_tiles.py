@@ -53,6 +53,13 @@ TILES = {
     (256, 4): Tiles(DecodeTile(32, 4, 2, 2), ExtendTile(32, 16, 4, 2)),
 }
 
+#: Of a pool of 8 bits, by head size, on any device that can read one.
+EIGHT_BIT_TILES = {
+    64: DecodeTile(64, 2, 4, 8),
+    128: DecodeTile(64, 4, 3, 4),
+    256: DecodeTile(32, 4, 3, 4),
+}
+
 #: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory to a
 #: program); compute capability 8.0 has 163 KB, and gets these too.
 SMALL_TILES = {
@@ -71,4 +78,15 @@ HOPPER = (9, 0)
 def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     """The tiles for heads of up to 256 numbers of 2 or 4 bytes."""
     table = TILES if HOPPER <= capability < (12, 0) else SMALL_TILES
-    return table[max(64, 1 << (head_dim - 1).bit_length()), dtype.itemsize]
+    return table[_padded(head_dim), dtype.itemsize]
+
+
+def decode_tile_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> DecodeTile:
+    """How rows of heads of up to 256 numbers, in a pool of 1, 2 or 4 bytes, are decoded."""
+    if dtype.itemsize == 1:
+        return EIGHT_BIT_TILES[_padded(head_dim)]
+    return tiles_for(head_dim, dtype, capability).decode
+
+
+def _padded(head_dim: int) -> int:
+    return max(64, 1 << (head_dim - 1).bit_length())

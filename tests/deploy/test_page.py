@@ -6,7 +6,11 @@ import json
 import re
 from typing import Any
 
-from deploy.helm import CHART
+import pytest
+import yaml
+
+from deploy.helm import CHART, Helm
+from deploy.schemas import validate
 
 PAGE = (CHART.parents[2] / "docs" / "kubernetes.md").read_text()
 SCHEMA: Any = json.loads((CHART / "values.schema.json").read_text())
@@ -31,6 +35,12 @@ def test_every_value_that_the_page_names_exists() -> None:
     named = {name for name in named if not name.startswith(foreign) and not name.endswith(files)}
     assert len(named) > 20
     assert not {name for name in named if not exists(name)}
+
+
+@pytest.mark.parametrize("text", re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL))
+def test_values_that_the_page_shows_can_be_installed(helm: Helm, text: str) -> None:
+    for each in helm.install(yaml.safe_load(text)).objects:
+        validate(each, "1.34")
 
 
 def test_the_page_has_every_example() -> None:

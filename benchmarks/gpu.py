@@ -20,6 +20,8 @@ import statistics
 import sys
 import time
 import types
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,10 @@ _find_tokenpod()
 
 
 from tokenpod.engine.assemble import assemble  # noqa: E402
+from tokenpod.engine.executor import Executor, Launched, StepResult  # noqa: E402
 from tokenpod.engine.loop import EngineLoop  # noqa: E402
 from tokenpod.engine.memory import let_segments_grow  # noqa: E402
+from tokenpod.engine.plan import StepPlan  # noqa: E402
 from tokenpod.engine.types import (  # noqa: E402
     EngineOptions,
     Request,
@@ -151,17 +155,62 @@ class Bench:
     next_id: int = 0
     draw: random.Random = field(default_factory=lambda: random.Random(3))
 
-    def run(self, lengths: Lengths) -> float:
-        """Seconds for all of them at once."""
+    def run(self, lengths: Lengths, profiled: range = range(0)) -> float:
+        """Seconds for all of them at once; of the turns `profiled` a profile is printed."""
         for prompt, output in lengths:
             _submit(self, prompt, output)
         self.client.left = len(lengths)
         self.client.arrivals.clear()
-        began = time.perf_counter()
+        began, turn = time.perf_counter(), 0
         while self.client.left:
+            if profiled and turn == profiled.start:
+                busy = profile(self, len(profiled))
+                print(f"    turns {profiled}: GPU idle {1 - busy:5.1%}", flush=True)
             self.loop.turn()
+            turn += 1
         torch.cuda.synchronize()
         return time.perf_counter() - began
+
+
+class StepTimes:
+    """An executor between the loop and another one: where the time goes, by kind of step."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._ended = 0.0
+        #: (kind, tokens of a step rounded up) -> seconds of each.
+        self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """As the other one's; a step lasts from the end of the one before to its own."""
+        tokens = sum(len(work.slots) for work in plan.works)
+        kind = "decode" if tokens == len(plan.works) else "mixed"
+        flight = self._executor.launch(plan)
+
+        def wait() -> StepResult:
+            result = flight.wait()
+            now = time.perf_counter()
+            if self._ended:
+                self.seconds[kind, -(-tokens // 64) * 64].append(now - self._ended)
+            self._ended = now
+            return result
+
+        return types.SimpleNamespace(wait=wait)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """As the other one's."""
+        self._executor.release(rows)
+
+    def report(self) -> None:
+        """Print and forget."""
+        for (kind, tokens), seconds in sorted(self.seconds.items()):
+            print(
+                f"    {kind:6} <= {tokens:5} tokens: {len(seconds):5} steps, "
+                f"{sum(seconds):7.3f} s, median {statistics.median(seconds) * 1e3:7.2f} ms",
+                flush=True,
+            )
+        self.seconds.clear()
+        self._ended = 0.0
 
 
 def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
@@ -191,7 +240,8 @@ def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
     )
     client = Client()
     scheduler = Scheduler(limits)
-    loop = EngineLoop(client, scheduler, ready.executor, overlap=ready.overlap)  # type: ignore[arg-type]
+    executor = StepTimes(ready.executor) if options.steps else ready.executor
+    loop = EngineLoop(client, scheduler, executor, overlap=ready.overlap)  # type: ignore[arg-type]
     print(
         f"weights made in {made - began:.1f} s, engine warm "
         f"after {time.perf_counter() - made:.1f} s; "
@@ -240,7 +290,10 @@ def run_case(bench: Bench, name: str, lengths: Lengths, options: argparse.Namesp
     stats = torch.cuda.memory_stats()
     compiled = len(bench.compilations.names)
     for _ in range(options.rounds):
-        seconds = bench.run(lengths)
+        profiled = range(options.profile_case, options.profile_case + options.profile)
+        seconds = bench.run(lengths, profiled if options.profile_case else range(0))
+        if isinstance(bench.loop.executor, StepTimes):
+            bench.loop.executor.report()
         arrivals = bench.client.arrivals
         gaps = [b[0] - a[0] for a, b in itertools.pairwise(arrivals)]
         print(
@@ -260,9 +313,11 @@ def run_case(bench: Bench, name: str, lengths: Lengths, options: argparse.Namesp
 
 def run_decode(bench: Bench, rows: int, context: int, options: argparse.Namespace) -> None:
     """Steps in which `rows` rows decode around `context`; the profile says when the GPU waits."""
-    steps = 64
+    # The first rows decode while the last ones' prompts are computed.
+    steps = 64 + options.profile
+    joining = rows * context // options.prefill
     bench.run([(16, 2)])
-    lengths = [(context - steps // 2, steps + 8)] * rows
+    lengths = [(max(context - joining - steps // 2, 16), steps + joining + 8)] * rows
     for prompt, output in lengths:
         _submit(bench, prompt, output)
     bench.client.left = rows
@@ -378,7 +433,9 @@ def main() -> None:
     parser.add_argument("--decode", nargs="*", default=["1x256", "64x1024", "16x8192", "256x512"])
     parser.add_argument("--mixed", nargs="*", default=["200+128"])
     parser.add_argument("--prompts", nargs="*", type=int, default=[2048, 8192, 32768])
-    parser.add_argument("--profile", type=int, default=0, help="decode turns to profile")
+    parser.add_argument("--profile", type=int, default=0, help="turns to profile")
+    parser.add_argument("--profile-case", type=int, default=0, help="cases too, from this turn on")
+    parser.add_argument("--steps", action="store_true", help="time by kind of step")
     options = parser.parse_args()
     workload = json.loads(Path(options.workload).read_text())
     bench = make_bench(workload["model"], options)

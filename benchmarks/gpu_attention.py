@@ -1,7 +1,9 @@
 """Check and time the attention kernels on a GPU.
 
-    python benchmarks/gpu_attention.py check time
+    python benchmarks/gpu_attention.py small check time
 
+`small` (a minute) times decode where a launch costs about as much as the reading, for tiles and
+numbers of shares, with keys and values of 16 and of 8 bits.
 `check` compares with the reference in float64 over a grid of shapes. `time` measures decode (TB/s)
 and extend (TFLOP/s) for several tiles, beside torch's own kernels for prefill, and prints the best
 tile of each case as JSON, for kernels/triton/attention_tiles.py. Decode runs as replayed graphs and
@@ -38,9 +40,10 @@ except ImportError:
 
 from tokenpod.engine.batch import ForwardBatch, PagedRows
 from tokenpod.kernels import reference
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.reference.rotary import quantise
 from tokenpod.kernels.triton.attention import attention, plan_attention
-from tokenpod.kernels.triton.attention_decode import MAX_SPLITS, choose_splits, decode
+from tokenpod.kernels.triton.attention_decode import choose_splits, decode
 from tokenpod.kernels.triton.attention_extend import (
     TileList,
     extend,
@@ -48,9 +51,11 @@ from tokenpod.kernels.triton.attention_extend import (
     queries_per_tile,
 )
 from tokenpod.kernels.triton.attention_tiles import (
+    HOPPER,
     TILES,
     DecodeTile,
     ExtendTile,
+    decode_tile_for,
 )
 
 #: Measured on an H200: a read-only pass over gigabytes, and a large bf16 product of random numbers.
@@ -69,6 +74,27 @@ DECODE_VARIANTS = [
         [(64, 4, 3), (64, 4, 4), (128, 4, 3), (128, 8, 3), (32, 4, 6), (32, 2, 4)],
         [1, 2, 4, 8],
     )
+]
+#: Of `small`.
+SMALL_VARIANTS = [
+    replace(tile, ahead=ahead)
+    for tile in (
+        DecodeTile(32, 2, 4, 4),
+        DecodeTile(32, 2, 3, 6),
+        DecodeTile(32, 4, 4, 4),
+        DecodeTile(64, 2, 3, 4),
+        DecodeTile(64, 4, 3, 4),
+        DecodeTile(64, 2, 4, 8),
+        DecodeTile(128, 4, 3, 3),
+    )
+    for ahead in (0, 3)
+]
+SMALL_CASES = [
+    *((1, context) for context in (256, 1024, 8192, 32_768)),
+    *((16, context) for context in (1024, 4096, 8192)),
+    (64, 1024),
+    (200, 1024),
+    (512, 300),
 ]
 EXTEND_VARIANTS = [
     ExtendTile(128, 64, 8, 2),
@@ -147,6 +173,8 @@ class Check:
     window: int | None = None
     piece: int | None = None
     options: str = ""
+    #: Keys and values of 8 bits.
+    scaled: bool = False
 
     def error(self) -> float:
         """‖difference‖ / ‖truth‖, the pool's other slots and all empty memory filled with NaN."""
@@ -158,14 +186,18 @@ class Check:
         for start, end in itertools.chain.from_iterable(batch.b_runs):
             pools[:, start:end].normal_()
         keys, values = pools.to(self.dtype)
+        scales = None
+        if self.scaled:
+            scales = KVScales(*(torch.rand(2, kv_heads, device="cuda") * 0.02 + 0.003))
+            keys, values = quantise(keys, scales.keys), quantise(values, scales.values)
         q = torch.randn(batch.tokens, heads, self.head_dim, device="cuda").to(self.dtype)
         options = self.make_options(heads)
         poison = torch.full((64 << 20,), float("nan"), device="cuda")
         del poison  # what is allocated next takes this memory
-        got = attention(q, keys, values, plan_attention(batch, self.window), options)
+        got = attention(q, keys, values, plan_attention(batch, self.window), options, scales)
         wide = (x.double() for x in (q, keys, values))
         plan = reference.plan_attention(batch, self.window)
-        truth = reference.attention(*wide, plan, options)
+        truth = reference.attention(*wide, plan, options, scales)
         return ((got.double() - truth).norm() / truth.norm()).item()
 
     def make_options(self, heads: int) -> AttentionOptions:
@@ -197,7 +229,8 @@ def checks() -> list[Check]:
     cases += [Check(rows=long, piece=p, window=w) for p in (None, 64) for w in (None, 4096)]
     cases.append(Check(rows=((1, 700),) * 256, heads=(32, 8)))
     cases.append(Check(rows=tuple((1, 1 + 37 * i % 3000) for i in range(256)), piece=1))
-    return cases
+    scaled = [replace(case, scaled=True) for case in cases]
+    return cases + scaled
 
 
 def try_check(case: Check) -> tuple[Check, float | str]:
@@ -241,12 +274,15 @@ def milliseconds(run: Callable[[], object], launches: int, repeats: int = 5) -> 
 
 
 class DecodeCase:
-    """One batch and context, laid out in several places of the pool."""
+    """One batch and context, laid out in several places of the pool [2, slots, K, D]."""
 
     def __init__(self, rows: int, context: int, pools: torch.Tensor, piece: int | None) -> None:
         self.rows, self.pools = rows, pools
-        self.bytes = rows * context * KV_HEADS * HEAD_DIM * 4
-        copies = min(max(2 * ROTATED_BYTES // self.bytes, 1), 40)
+        self.bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * pools.itemsize
+        self.scales = None
+        if pools.itemsize == 1:
+            self.scales = KVScales(*torch.full((2, KV_HEADS), 0.02, device="cuda"))
+        copies = min(max(2 * ROTATED_BYTES // self.bytes, 1), 160)
         self.batches: list[ForwardBatch] = []
         first = 3
         for _ in range(copies):
@@ -254,7 +290,7 @@ class DecodeCase:
             if first >= pools.shape[1]:
                 break
             self.batches.append(batch)
-        self.q = torch.randn(rows, HEADS, HEAD_DIM, device="cuda", dtype=pools.dtype)
+        self.q = torch.randn(rows, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
 
     def measure(self, tile: DecodeTile, splits: int) -> float:
         """Bytes per second."""
@@ -266,7 +302,7 @@ class DecodeCase:
                 assert batch.paged is not None
                 decode(
                     self.q, keys, values, out, batch.row_table, batch.paged,
-                    self.rows, None, tile, splits,
+                    self.rows, None, tile, splits, scales=self.scales,
                 )  # fmt: skip
 
         return self.bytes / milliseconds(run, len(self.batches)) * 1e3
@@ -291,10 +327,10 @@ def time_decode(best: dict[str, object]) -> None:
             for tile in DECODE_VARIANTS:
                 splits = choose_splits(rows, KV_HEADS, processors, tile)
                 key = replace(tile, programs=0), splits
-                if key not in rates and splits <= MAX_SPLITS:
+                if key not in rates:
                     rates[key] = case.measure(tile, splits)
             (tile, splits), rate = max(rates.items(), key=lambda item: item[1])
-            table = TILES[HEAD_DIM, 2].decode
+            table = decode_tile_for(HEAD_DIM, pools.dtype, HOPPER, rows * KV_HEADS)
             ours = case.measure(table, choose_splits(rows, KV_HEADS, processors, table))
             best[name.strip()] = {**asdict(tile), "splits": splits}
             say(
@@ -309,6 +345,49 @@ def time_decode(best: dict[str, object]) -> None:
                     say(f"        {sizes:8s} splits {splits:3d} {rate / 1e9:6.0f}")
         except Exception:
             say(f"{name}: {traceback.format_exc(limit=-3)}")
+
+
+def splits_to_try(rows: int, context: int, tile: DecodeTile) -> list[int]:
+    """Those that start half a program a processor to twice what the tile asks for."""
+    programs = [(n, rows * KV_HEADS * n) for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)]
+    blocks = context // tile.block
+    return [n for n, p in programs if n == 1 or (60 <= p <= 264 * tile.programs and n <= blocks)]
+
+
+def time_small() -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for dtype, slots in ((torch.bfloat16, 900_000), (torch.float8_e4m3fn, 1_700_000)):
+        say(f"\ndecode, {dtype}: microseconds a launch (share of the read bandwidth)")
+        pools = torch.empty((2, slots, KV_HEADS, HEAD_DIM), device="cuda", dtype=torch.bfloat16)
+        pools = pools.normal_().to(dtype)
+        for rows, context in SMALL_CASES:
+            try:
+                time_variants(rows, context, DecodeCase(rows, context, pools, None), processors)
+            except Exception:
+                say(f"{rows} x {context}: {traceback.format_exc(limit=-3)}")
+        del pools
+
+
+def time_variants(rows: int, context: int, case: DecodeCase, processors: int) -> None:
+    limit = case.bytes / READ_BYTES_PER_SECOND * 1e6
+    table = decode_tile_for(HEAD_DIM, case.pools.dtype, HOPPER, rows * KV_HEADS)
+    splits = choose_splits(rows, KV_HEADS, processors, table)
+    ours = [case.bytes / case.measure(table, splits) * 1e6 for _ in range(2)]
+    taken = {
+        (tile, n): case.bytes / case.measure(tile, n) * 1e6
+        for tile in SMALL_VARIANTS
+        for n in splits_to_try(rows, context, tile)
+    }
+    ranked = sorted(taken.items(), key=lambda item: item[1])
+    say(
+        f"{rows:3d} x {context:6d}: limit {limit:6.1f}; the table's {ours[0]:6.1f} and "
+        f"{ours[1]:6.1f} ({limit / min(ours):4.0%}), splits {splits}"
+    )
+    for (tile, n), microseconds in ranked[:5]:
+        say(
+            f"      {microseconds:6.1f} ({limit / microseconds:4.0%})  "
+            f"{tile.block}/{tile.warps}/{tile.stages} splits {n:2d} ahead {tile.ahead}"
+        )
 
 
 class ExtendCase:
@@ -393,19 +472,20 @@ def compile_variant(variant: DecodeTile | ExtendTile) -> None:
             case.measure(variant, True)
             case.measure(variant, False)
         else:
-            pools = torch.zeros((2, 400, KV_HEADS, HEAD_DIM), device="cuda").bfloat16()
-            for splits in (1, 2):
-                DecodeCase(1, 256, pools, None).measure(variant, splits)
+            pools = torch.zeros((2, 400, KV_HEADS, HEAD_DIM), device="cuda")
+            for dtype, splits in itertools.product((torch.bfloat16, torch.float8_e4m3fn), (1, 2)):
+                DecodeCase(1, 256, pools.to(dtype), None).measure(variant, splits)
     except Exception as error:
         say(f"{variant}: {type(error).__name__} {str(error)[:300]}")
 
 
 def measure(processes: int) -> None:
     began = time.monotonic()
-    tiles = {replace(tile, programs=1) for tile in DECODE_VARIANTS}
     table = TILES[HEAD_DIM, 2]
+    tiles = {replace(tile, programs=1) for tile in DECODE_VARIANTS}
+    tiles |= {replace(tile, programs=1) for _, tile in table.decode}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_variant, [*EXTEND_VARIANTS, *tiles, table.decode, table.extend]))
+        list(pool.map(compile_variant, [*EXTEND_VARIANTS, *tiles, table.extend]))
     say(f"compiled in {time.monotonic() - began:.0f} s")
     best: dict[str, object] = {}
     for part in (time_extend, time_decode):
@@ -416,14 +496,23 @@ def measure(processes: int) -> None:
     say(f"\n{json.dumps(best)}\ntime: {time.monotonic() - began:.0f} s")
 
 
+def measure_small(processes: int) -> None:
+    began = time.monotonic()
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_variant, SMALL_VARIANTS))
+    say(f"compiled in {time.monotonic() - began:.0f} s")
+    time_small()
+    say(f"small: {time.monotonic() - began:.0f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("parts", nargs="+", choices=["check", "time"])
+    parser.add_argument("parts", nargs="+", choices=["small", "check", "time"])
     parser.add_argument("--processes", type=int, default=12, help="that compile at once")
     arguments = parser.parse_args()
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for part in arguments.parts:
-        {"check": check, "time": measure}[part](arguments.processes)
+        {"small": measure_small, "check": check, "time": measure}[part](arguments.processes)
 
 
 if __name__ == "__main__":

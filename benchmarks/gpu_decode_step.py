@@ -228,7 +228,7 @@ def attention_asking(blocks: int) -> Iterator[None]:
     """Decode attention asks for so many blocks before its queries are there."""
     size = (HEAD_DIM, 2)
     before = attention_tiles.TILES[size]
-    decode = replace(before.decode, ahead=blocks)
+    decode = tuple((most, replace(tile, ahead=blocks)) for most, tile in before.decode)
     attention_tiles.TILES[size] = replace(before, decode=decode)
     try:
         yield
@@ -404,13 +404,13 @@ def brief(tile: Tile) -> str:
     return f"{tile.kind.value} {shape}" + (f" / {tile.splits}" if tile.splits > 1 else "")
 
 
-def jobs() -> list[Job]:
+def jobs(searches: bool) -> list[Job]:
     """Every kernel to compile."""
     made = []
     for rows, _ in CASES:
         for one in variants(rows):
             made += [(rows, small(s, one.choice[s.name]), one.choice[s.name]) for s in SHAPES]
-    for rows, _ in SEARCHED:
+    for rows, _ in SEARCHED if searches else ():
         for shape in SHAPES:
             made += [(rows, small(shape, t), t) for t in candidates(rows, shape.name)]
     return made
@@ -431,21 +431,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=90, help="stop searching after so many")
     parser.add_argument("--save", type=Path, help="write the tiles found here")
+    parser.add_argument("--cases", nargs="*", default=[f"{r}x{c}" for r, c in CASES])
     options = parser.parse_args()
     began = time.perf_counter()
     elapsed: Callable[[], float] = lambda: time.perf_counter() - began  # noqa: E731
-    broken = compile_all(jobs())
+    broken = compile_all(jobs(searches=options.seconds > 0))
     with torch.inference_mode():
         stage = make_stage()
         print(f"ready after {elapsed():.0f} s", flush=True)
         for rows, context in CASES:
+            if f"{rows}x{context}" not in options.cases:
+                continue
             with reporting(f"{rows} x {context}"):
                 compare_variants(stage, rows, context)
         print(
             f"\n{elapsed():.0f} s gone; every product's four best tiles, in the step:", flush=True
         )
         found: dict[int, Choice] = {}
-        for i, (rows, context) in enumerate(SEARCHED):
+        for i, (rows, context) in enumerate(SEARCHED if options.seconds > 0 else ()):
             share = (options.seconds - elapsed()) / (len(SEARCHED) - i)
             with reporting(f"search for {rows} x {context}"):
                 until = time.perf_counter() + share

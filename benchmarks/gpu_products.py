@@ -455,10 +455,6 @@ def pointwise_cases(rows: int) -> dict[str, tuple[int, Callable[[], object]]]:
         "rms_norm": (2 * x.nbytes, lambda: pointwise.rms_norm(x, weight, EPSILON)),
         "act_mul": (gate_up.nbytes * 3 // 2, lambda: pointwise.act_mul(gate_up, Activation.SILU)),
         "store_key_value": (2 * qkv.nbytes, store),
-        "rotate": (
-            2 * rotation.cos.nbytes,
-            lambda: rotary.rotate(positions, frequencies, 1.0, torch.bfloat16),
-        ),
         "embed": (2 * x.nbytes, lambda: pointwise.embed(residual, positions)),
         "sum alone": (3 * x.nbytes, lambda: residual.add_(x)),
         "library output": (0, lambda: functional.linear(x, output)),

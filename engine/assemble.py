@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenpod.engine.capacity import choose_slots
 from tokenpod.engine.errors import EngineError
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.group import Group
 from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.memory import choose_slots, free_bytes
+from tokenpod.engine.memory import free_bytes
 from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
-from tokenpod.engine.shared_sampler import FollowingSampler, LeadingSampler, RowSampler
 from tokenpod.engine.types import EngineOptions, SamplingParams
 from tokenpod.models.decoder import Decoder
 
@@ -93,7 +93,8 @@ def _on_device(
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
     from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import MOST_TOKENS, DeviceSampler, DeviceSamples
+    from tokenpod.engine.device_sampler import MOST_TOKENS
+    from tokenpod.engine.shared_device_sampler import device_sampler
 
     vocab_size = model.config.vocab_size
     if vocab_size > MOST_TOKENS:
@@ -101,21 +102,16 @@ def _on_device(
             f"the vocabulary has {vocab_size} tokens; sampling on a GPU handles {MOST_TOKENS}"
         )
     rows, prompt = options.max_batch_size, options.max_batch_prefill_tokens
-    sampler: RowSampler[DeviceSamples]
-    if group is not None and group.rank > 0:
-        sampler = FollowingSampler(group, DeviceSamples.of_tokens)
-    else:
-        sampler = DeviceSampler(
+    executor = DeviceExecutor(
+        model,
+        make_pool(model, rows + prompt, device),
+        device_sampler(
+            group,
             rows=rows,
             vocab_size=vocab_size,
             device=device,
             most_edits=max(options.max_logit_edits + len(model.config.eos_token_ids), 1),
-        )
-        sampler = LeadingSampler(sampler, group) if group else sampler
-    executor = DeviceExecutor(
-        model,
-        make_pool(model, rows + prompt, device),
-        sampler,
+        ),
         rows=rows,
         max_positions=positions,
         max_tokens=rows + prompt,

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 
 from tokenpod.engine.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots
-from tokenpod.engine.device_sampler import DeviceSamples
+from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
-from tokenpod.engine.integers import LAST, Counts, Integers, fill, pad, views
+from tokenpod.engine.integers import Counts, Integers, fill, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
 from tokenpod.engine.sampler import prompt_logprobs
-from tokenpod.engine.shared_sampler import RowSampler
+from tokenpod.engine.shared_device_sampler import FollowingDeviceSampler
+from tokenpod.kernels.triton.steps import remember, resolve
 
 #: Steps that can be under way: one computes, one waits behind it, one is being filled in.
 _DEPTH = 3
@@ -53,7 +54,7 @@ class DeviceExecutor:
         self,
         model: CapturableModel,
         pool: KVPool,
-        sampler: RowSampler[DeviceSamples],
+        sampler: DeviceSampler | FollowingDeviceSampler,
         *,
         rows: int,
         max_positions: int,
@@ -134,13 +135,12 @@ class DeviceExecutor:
         drawn = None
         if samples:
             assert logits is not None
-            drawn = self._sampler.sample(
-                logits, integers.sample_row[:samples], integers.sample_position[:samples]
-            )
-            # A bad row's token is never used; zero keeps the next step's embedding in bounds.
-            self._last_token.index_copy_(
-                0, integers.sample_row[:samples], drawn.tokens.clamp(min=0)
-            )
+            rows, positions = integers.sample_row[:samples], integers.sample_position[:samples]
+            if captured is None:
+                self._sampler.begin(logits, rows, positions)
+            drawn = self._sampler.finish(logits, rows, positions)
+            if captured is None or self._sampler.launches.draws:
+                remember(drawn.tokens, rows, self._last_token)
         return mailbox.send(drawn, scored)
 
     def _captured(self, works: Sequence[RowWork], mailbox: Mailbox) -> Captured | None:
@@ -188,7 +188,8 @@ class DeviceExecutor:
     def _forward_decode(self, counts: Counts, integers: Integers) -> torch.Tensor:
         """What is captured of steps in which every row decodes."""
         rows = RaggedRows(list(range(counts.rows + 1)), *_unknown(counts.rows), counts.rows)
-        return self._model.logits(self._model.forward(self._batch(integers, rows), self._pool))
+        hidden = self._model.forward(self._batch(integers, rows), self._pool)
+        return self._drawn(hidden, integers)
 
     def _forward_mixed(self, counts: Counts, integers: Integers) -> torch.Tensor:
         """What is captured of mixed steps.
@@ -201,7 +202,14 @@ class DeviceExecutor:
         by_window = integers.tiles.view(len(self._model.windows), -1)
         tiles = dict(zip(self._model.windows, by_window, strict=True))
         hidden = self._model.forward(self._batch(integers, rows, tiles), self._pool)
-        return self._model.logits(hidden.index_select(0, integers.logit_index))
+        return self._drawn(hidden.index_select(0, integers.logit_index), integers)
+
+    def _drawn(self, hidden: torch.Tensor, integers: Integers) -> torch.Tensor:
+        """The end of a captured step: logits, and the tokens of rows that are greedy."""
+        logits = self._model.logits(hidden)
+        tokens = self._sampler.begin(logits, integers.sample_row, integers.sample_position)
+        remember(tokens, integers.sample_row, self._last_token)
+        return logits
 
     def _batch(
         self,
@@ -234,18 +242,21 @@ class DeviceExecutor:
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""
-        self._row_table.index_put_(
-            (integers.t_row, integers.t_position), integers.t_slot.to(torch.int32)
+        return resolve(
+            integers.t_token,
+            integers.t_row,
+            integers.t_position,
+            integers.t_slot,
+            self._row_table,
+            self._last_token,
         )
-        last = self._last_token.index_select(0, integers.t_row)
-        return torch.where(integers.t_token == LAST, last, integers.t_token)
 
     def _score_prompt(self, work: RowWork, hidden: torch.Tensor) -> torch.Tensor:
         assert work.next_tokens is not None
         following = self._upload(np.asarray(work.next_tokens, np.int64))
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
         pieces = [
-            prompt_logprobs(self._model.logits(hidden[at : at + len(part)]), part)
+            prompt_logprobs(self._model.logits(hidden[at : at + len(part)]).float(), part)
             for at, part in _pieces(following)
         ]
         return torch.cat(pieces)

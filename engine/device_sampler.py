@@ -208,15 +208,34 @@ class DeviceSampler:
         """Draw one token a row. Returns before the device has them.
 
         Args:
-            logits: [n, vocab_size] float32, each row contiguous; not changed.
+            logits: [n, vocab_size] floats, each row contiguous; not changed.
             rows: [n] int64 on the device; no row twice but `padding_row`.
             positions: [n] int64 on the device; which output token of its sequence is drawn, from 0.
             launches: what to launch; by default what the live rows need.
         """
-        assert logits.dtype == torch.float32
+        self.begin(logits, rows, positions)
+        return self.finish(logits, rows, positions, launches)
+
+    def begin(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The first part of `sample`, the same for any rows: what a captured step can hold.
+
+        Returns [n] tokens, which are those of rows that are greedy.
+        """
         assert logits.stride(1) == 1
-        launches = launches or self.launches
         self._draw_greedy(logits, rows, positions)
+        return self._tokens[: len(rows)]
+
+    def finish(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        launches: Launches | None = None,
+    ) -> DeviceSamples:
+        """The rest of `sample`, with as many rows as `begin` had or the first of them."""
+        launches = launches or self.launches
         if launches.draws:
             self._draw_sampled(logits, rows, positions)
         if launches.tops:

@@ -28,7 +28,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, vocab] float32."""
+        """[n, vocab] in the model's dtype."""
         ...
 
 

@@ -21,7 +21,7 @@ from tokenpod.engine.integers import Counts, Integers, views
 #: Smaller mixed steps are filled up to this.
 LEAST_MIXED = 16
 
-#: From a step's integers on the device to [n, vocab] float32 logits.
+#: From a step's integers on the device to [n, vocab] logits.
 Forward = Callable[[Counts, Integers], torch.Tensor]
 
 
@@ -43,7 +43,7 @@ class Captured:
     #: What the graph reads, and its fields.
     words: torch.Tensor
     integers: Integers
-    #: Runs it: [counts.samples, vocab] float32 logits, overwritten by the next run.
+    #: Runs it: [counts.samples, vocab] logits, overwritten by the next run.
     run: Callable[[], torch.Tensor]
 
     def replay(self, words: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,9 @@ from tokenpod.engine.executor import Model, StepResult
 from tokenpod.engine.group import Group
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
-from tokenpod.engine.sampler import Sampler, Samples, prompt_logprobs
-from tokenpod.engine.shared_sampler import FollowingSampler, LeadingSampler, RowSampler
+from tokenpod.engine.sampler import prompt_logprobs
+from tokenpod.engine.shared_sampler import host_sampler
 
-_CPU = torch.device("cpu")
 #: A CPU reads runs.
 _NO_TABLE = torch.zeros((0, 0), dtype=torch.int32)
 
@@ -54,7 +53,7 @@ class HostExecutor:
     ) -> None:
         self._model = model
         self._pool = pool
-        self._sampler = _sampler(rows, vocab_size, group)
+        self._sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
         self._last_token = torch.zeros(rows, dtype=torch.int64)
         #: Where each row's keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
@@ -85,7 +84,7 @@ class HostExecutor:
         sampling = [work for work in plan.works if work.samples]
         if not sampling:
             return StepResult([], [], [], scored, forward_ns=time.monotonic_ns() - began)
-        logits = self._model.logits(hidden[batch.logit_index])
+        logits = self._model.logits(hidden[batch.logit_index]).float()
         forwarded = time.monotonic_ns()
         rows = [work.row for work in sampling]
         samples = self._sampler.sample(logits, rows, [work.output_index for work in sampling])
@@ -169,16 +168,6 @@ class HostExecutor:
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
         for at in range(0, len(following), 128):
             part = following[at : at + 128]
-            logits = self._model.logits(hidden[at : at + len(part)])
+            logits = self._model.logits(hidden[at : at + len(part)]).float()
             scores += prompt_logprobs(logits, part).tolist()
         return scores
-
-
-def _sampler(rows: int, vocab_size: int, group: Group | None) -> RowSampler[Samples]:
-    """The sampler of a rank; without a group there is one rank."""
-    if group is not None and group.rank > 0:
-        return FollowingSampler(
-            group, lambda tokens: Samples(tokens, torch.zeros(len(tokens), dtype=torch.float32))
-        )
-    sampler = Sampler(rows=rows, vocab_size=vocab_size, device=_CPU)
-    return sampler if group is None else LeadingSampler(sampler, group)

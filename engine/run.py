@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch
 
 from tokenpod.engine.assemble import Assembled, assemble
-from tokenpod.engine.errors import EngineError
+from tokenpod.engine.device_check import check_device, check_heads
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.group import Group, join_group
@@ -19,7 +19,7 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.shards.member import Member
 from tokenpod.engine.types import EngineOptions, Loading, Ready
-from tokenpod.models.load import load_model
+from tokenpod.models.load import load_model, read_config
 from tokenpod.models.share import WHOLE, Share
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -67,8 +67,12 @@ def load(
     # up all of them at its end.
     torch.set_num_threads(options.threads or max(len(os.sched_getaffinity(0)) - 1, 1))
     device = torch.device(options.device)
+    check_device(device)
     if device.type == "cuda":
-        _take_gpu(device)
+        torch.cuda.set_device(device.index or 0)
+        let_segments_grow()
+        config = read_config(Path(options.model_folder))
+        check_heads(config.heads, config.kv_heads, config.head_dim)
     group = _join(member, device) if member else None
     share = Share(group.rank, group.world) if group else WHOLE
     began = time.monotonic()
@@ -114,17 +118,6 @@ def load(
         warmup_seconds=time.monotonic() - loaded,
     )
     return assembled, ready, limits
-
-
-def _take_gpu(device: torch.device) -> None:
-    """Work on this GPU alone. Raises EngineError if there is none of that number."""
-    if (index := device.index or 0) >= torch.cuda.device_count():
-        raise EngineError(
-            f"rank {index} of this pod needs a GPU of its own: there are"
-            f" {torch.cuda.device_count()} (--num-shard)"
-        )
-    torch.cuda.set_device(device)
-    let_segments_grow()
 
 
 def _join(member: Member, device: torch.device) -> Group:

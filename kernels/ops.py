@@ -39,6 +39,9 @@ class AddExperts(Protocol):
 #: What `Operations.plan_attention` found out about a step; each implementation has its own.
 AttentionPlan = Any
 
+#: What `Operations.rotate` found out about a step; each implementation has its own.
+Rotation = Any
+
 
 class Activation(Enum):
     """The gate's non-linearity."""
@@ -46,15 +49,19 @@ class Activation(Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    RELU = "relu"
 
 
-class Rotation(NamedTuple):
-    """Angles of rotary position embedding for the tokens of a step."""
+class KVScales(NamedTuple):
+    """What the numbers of one layer's pool are multiples of, where they are of 8 bits (e4m3).
 
-    #: [T, 1, D/2]
-    cos: torch.Tensor
-    #: [T, 1, D/2]
-    sin: torch.Tensor
+    A key or value x is stored as x / scale, rounded to the nearest, or to ±448 beyond.
+    """
+
+    #: [K] float32
+    keys: torch.Tensor
+    #: [K] float32
+    values: torch.Tensor
 
 
 class RowNorm(NamedTuple):
@@ -127,7 +134,7 @@ class Rotate(Protocol):
     ) -> Rotation:
         """t_position [T] int64, inverse_frequencies [D/2] float32 -> scale · cos, scale · sin.
 
-        Angles are float32 whatever `dtype`, which the result has.
+        Angles are float32 whatever `dtype`, which the heads to be turned have.
         """
         ...
 
@@ -143,12 +150,13 @@ class StoreKeyValue(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         t_slot: torch.Tensor,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         """Qkv [T, (H + 2K) · D], heads of q, then k, then v -> queries [T, H, D].
 
         Queries and keys are normed (if `norm`) and rotated: dimension i of a head pairs with
-        i + D/2. Keys and values are written to `keys` and `values` [slots + 1, K, D] at t_slot.
-        May change `qkv`.
+        i + D/2. Keys and values are written to `keys` and `values` [slots + 1, K, D] at t_slot:
+        in qkv's dtype, or as float8_e4m3fn with `scales`. May change `qkv`.
         """
         ...
 
@@ -210,11 +218,12 @@ class Attention(Protocol):
         values: torch.Tensor,
         plan: AttentionPlan,
         options: AttentionOptions = NO_OPTIONS,
+        scales: KVScales | None = None,
     ) -> torch.Tensor:
         """Q [T, H, D], keys and values [slots + 1, K, D] -> [T, H · D].
 
         Query head h reads key/value head h // (H // K). The step's own keys and values are
-        already in the pool.
+        already in the pool: in q's dtype, or as float8_e4m3fn with `scales`.
         """
         ...
 

@@ -106,9 +106,9 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden [n, hidden] -> [n, vocabulary] float32, an inference tensor."""
+        """Hidden [n, hidden] -> [n, vocabulary] in the model's dtype, an inference tensor."""
         # Ranks that share a vocabulary may have a few rows beyond its end.
-        return self._head(hidden)[:, : self.config.vocab_size].float()
+        return self._head(hidden)[:, : self.config.vocab_size]
 
 
 def _layer(

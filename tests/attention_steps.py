@@ -8,7 +8,8 @@ import torch
 
 from tokenpod.engine.batch import ForwardBatch, PagedRows
 from tokenpod.kernels import reference
-from tokenpod.kernels.ops import NO_OPTIONS
+from tokenpod.kernels.ops import NO_OPTIONS, KVScales
+from tokenpod.kernels.reference.rotary import quantise
 from tokenpod.kernels.triton.attention import attention, plan_attention
 
 #: ‖error‖ / ‖result‖. Compiled, float32 is multiplied as three products of TF32.
@@ -87,10 +88,11 @@ class Inputs:
     q: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    scales: KVScales | None = None
 
 
-def draw_inputs(step, heads, kv_heads, head_dim, dtype, device) -> Inputs:
-    """Normal numbers where rows have KV, NaN in all other slots."""
+def draw_inputs(step, heads, kv_heads, head_dim, dtype, device, *, scaled=False) -> Inputs:
+    """Normal numbers where rows have KV, NaN in all other slots; of 8 bits if `scaled`."""
     generator = torch.Generator(device).manual_seed(3)
 
     def draw(*shape):
@@ -102,13 +104,19 @@ def draw_inputs(step, heads, kv_heads, head_dim, dtype, device) -> Inputs:
         for start, end in runs:
             used[start:end] = True
     pools[:, ~used.to(device)] = float("nan")
-    return Inputs(draw(step.batch.tokens, heads, head_dim), pools[0], pools[1])
+    q = draw(step.batch.tokens, heads, head_dim)
+    if not scaled:
+        return Inputs(q, pools[0], pools[1])
+    # No powers of two, and different for each head.
+    scales = (draw(2, kv_heads).float().abs() + 0.1) / 100
+    keys, values = (quantise(x, s) for x, s in zip(pools, scales, strict=True))
+    return Inputs(q, keys, values, KVScales(scales[0], scales[1]))
 
 
 def truth(inputs, batch, window, options=NO_OPTIONS):
     plan = reference.plan_attention(batch, window)
     wide = (inputs.q.double(), inputs.keys.double(), inputs.values.double())
-    return reference.attention(*wide, plan, options)
+    return reference.attention(*wide, plan, options, inputs.scales)
 
 
 def assert_close(got, expected, dtype):
@@ -117,9 +125,18 @@ def assert_close(got, expected, dtype):
     assert error < TOLERANCE[dtype]  # false of NaN
 
 
-def agree(step, device, heads=(4, 2), head_dim=64, window=None, dtype=torch.float32, **kwargs):
-    inputs = draw_inputs(step, *heads, head_dim, dtype, device)
+def agree(
+    step,
+    device,
+    heads=(4, 2),
+    head_dim=64,
+    window=None,
+    dtype=torch.float32,
+    options=NO_OPTIONS,
+    scaled=False,
+):
+    inputs = draw_inputs(step, *heads, head_dim, dtype, device, scaled=scaled)
     plan = plan_attention(step.batch, window)
-    got = attention(inputs.q, inputs.keys, inputs.values, plan, **kwargs)
+    got = attention(inputs.q, inputs.keys, inputs.values, plan, options, inputs.scales)
     assert got.shape == (step.batch.tokens, heads[0] * head_dim)
-    assert_close(got, truth(inputs, step.batch, window, **kwargs), dtype)
+    assert_close(got, truth(inputs, step.batch, window, options), dtype)

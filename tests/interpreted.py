@@ -45,5 +45,19 @@ def _patch_once_a_launch() -> None:
     interpreter._patch_lang = patch_once
 
 
+def _round_to_eight_bits() -> None:
+    """Triton's interpreter loses the carry where rounding to e4m3 reaches the next power of two."""
+    convert = interpreter._convert_float
+
+    def convert_as_torch(numbers, from_type, to_type, rounding):
+        if from_type != tl.float32 or to_type != tl.float8e4nv:
+            return convert(numbers, from_type, to_type, rounding)
+        rounded = torch.from_numpy(numbers.copy()).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_as_torch
+
+
 _let_scalars_bound_loops()
+_round_to_eight_bits()
 _patch_once_a_launch()

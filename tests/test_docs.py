@@ -11,6 +11,7 @@ import typer
 
 from tokenpod.service.cli import app
 from tokenpod.service.serve_flags import serve_app
+from tokenpod.service.size_flags import size_app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("", "benchmarks", "docs", "examples", "models", "tests")
@@ -35,6 +36,7 @@ FOREIGN = {
 COMMANDS = {
     **typer.main.get_command(app).commands,  # type: ignore[attr-defined]
     "serve": typer.main.get_command(serve_app()),
+    "size": typer.main.get_command(size_app()),
 }
 
 

@@ -31,7 +31,8 @@ from tokenpod.kernels.cpu.attention import (
     refuse_options,
     visible_runs,
 )
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
+from tokenpod.kernels.cpu.rotary import refuse_scales
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 
 #: Positions whose scores are made before their values are read.
 BLOCK = 64
@@ -72,13 +73,15 @@ def attention(
     values: torch.Tensor,
     plan: Plan,
     options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`; no options yet.
+    """See `ops.Attention`; no options and no scales yet.
 
     Raises:
-        NotImplementedError: `options` ask for anything.
+        NotImplementedError: `options` ask for anything, or there are scales.
     """
     refuse_options(options)
+    refuse_scales(scales)
     tokens, heads, head_dim = q.shape
     slots, kv_heads, _ = keys.shape
     out = torch.empty((tokens, heads, head_dim))

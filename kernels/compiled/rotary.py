@@ -17,7 +17,9 @@ from tokenpod.kernels.compiled.loops import (
     take,
 )
 from tokenpod.kernels.compiled.pointwise import norm_factor
-from tokenpod.kernels.ops import HeadNorm, Rotation
+from tokenpod.kernels.cpu.rotary import refuse_scales
+from tokenpod.kernels.ops import HeadNorm, KVScales
+from tokenpod.kernels.reference.rotary import Rotation
 
 _F = np.float32
 
@@ -29,8 +31,10 @@ def store_key_value(
     keys: torch.Tensor,
     values: torch.Tensor,
     t_slot: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `ops.StoreKeyValue`."""
+    refuse_scales(scales)
     slots, kv_heads, head_dim = keys.shape
     tokens = len(qkv)
     heads = qkv.shape[1] // head_dim - 2 * kv_heads

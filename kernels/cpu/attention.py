@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.engine.batch import ForwardBatch, Run
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
+from tokenpod.kernels.cpu.rotary import refuse_scales
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 
 #: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask) -> (output like q, logarithms
 #: of the softmax's sums [N, H, n] float32). Causal means that query i sees keys 0 to i.
@@ -80,13 +81,15 @@ def attention(
     values: torch.Tensor,
     plan: Plan,
     options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`; no options yet.
+    """See `ops.Attention`; no options and no scales yet.
 
     Raises:
-        NotImplementedError: `options` ask for anything.
+        NotImplementedError: `options` ask for anything, or there are scales.
     """
     refuse_options(options)
+    refuse_scales(scales)
     out = torch.empty_like(q)
     if plan.singles:
         _attend_singles(plan.singles, _grouped(q, keys), keys, values, _grouped(out, keys))

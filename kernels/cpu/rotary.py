@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from tokenpod.kernels.cpu.pointwise import rms_norm
-from tokenpod.kernels.ops import HeadNorm, Rotation
-from tokenpod.kernels.reference.rotary import rotate
+from tokenpod.kernels.ops import HeadNorm, KVScales
+from tokenpod.kernels.reference.rotary import Rotation, rotate
 
-__all__ = ["rotate", "store_key_value"]
+__all__ = ["refuse_scales", "rotate", "store_key_value"]
 
 
 def store_key_value(
@@ -18,8 +18,10 @@ def store_key_value(
     keys: torch.Tensor,
     values: torch.Tensor,
     t_slot: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `ops.StoreKeyValue`."""
+    refuse_scales(scales)
     _, kv_heads, head_dim = keys.shape
     tokens = qkv.shape[0]
     split = qkv.view(tokens, -1, head_dim)
@@ -38,6 +40,12 @@ def store_key_value(
     keys.index_copy_(0, t_slot, turned[:, heads:])
     values.index_copy_(0, t_slot, split[:, rotated:])
     return turned[:, :heads]
+
+
+def refuse_scales(scales: KVScales | None) -> None:
+    """The engine asks for none on a CPU. Raises NotImplementedError."""
+    if scales is not None:
+        raise NotImplementedError("keys and values of 8 bits need a GPU")
 
 
 def _turn(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

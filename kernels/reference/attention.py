@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.engine.batch import ForwardBatch
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,7 @@ def attention(
     values: torch.Tensor,
     plan: ReferencePlan,
     options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `ops.Attention`."""
     batch = plan.batch
@@ -45,12 +46,20 @@ def attention(
             continue
         out[tokens] = _attend(
             q[tokens].to(exact),
-            keys[slots].to(exact),
-            values[slots].to(exact),
+            _read(keys, slots, exact, scales and scales.keys),
+            _read(values, slots, exact, scales and scales.values),
             plan.window,
             options,
         ).to(q.dtype)
     return out.flatten(1)
+
+
+def _read(
+    pool: torch.Tensor, slots: torch.Tensor, exact: torch.dtype, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """[slots, K, D]: what the pool's numbers stand for."""
+    read = pool[slots].to(exact)
+    return read if scale is None else read * scale[:, None]
 
 
 def _attend(

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from tokenpod.kernels.ops import HeadNorm, Rotation
+from tokenpod.kernels.ops import HeadNorm, KVScales
 from tokenpod.kernels.reference.pointwise import rms_norm
+
+
+class Rotation(NamedTuple):
+    """Angles of rotary position embedding for the tokens of a step."""
+
+    #: [T, 1, D/2]
+    cos: torch.Tensor
+    #: [T, 1, D/2]
+    sin: torch.Tensor
 
 
 def rotate(
@@ -30,6 +41,7 @@ def store_key_value(
     keys: torch.Tensor,
     values: torch.Tensor,
     t_slot: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `ops.StoreKeyValue`."""
     kv_heads, head_dim = keys.shape[1:]
@@ -39,6 +51,14 @@ def store_key_value(
     if norm is not None:
         q = rms_norm(q, norm.query_weight, norm.epsilon)
         k = rms_norm(k, norm.key_weight, norm.epsilon)
-    keys[t_slot] = apply_rotation(k, rotation)
-    values[t_slot] = v
+    k = apply_rotation(k, rotation)
+    if scales is not None:
+        k, v = quantise(k, scales.keys), quantise(v, scales.values)
+    keys[t_slot], values[t_slot] = k, v
     return apply_rotation(q, rotation)
+
+
+def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """X [T, K, D] as e4m3 multiples of scale [K]; what is too large becomes the largest."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return (x.float() / scale[:, None]).clamp(-most, most).to(torch.float8_e4m3fn)

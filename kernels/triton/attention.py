@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.engine.batch import ForwardBatch, PagedRows, RaggedRows
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, Heads
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
 from tokenpod.kernels.triton.attention_decode import choose_splits, decode
 from tokenpod.kernels.triton.attention_extend import (
     TileList,
@@ -24,7 +24,7 @@ from tokenpod.kernels.triton.attention_extend import (
     queries_per_tile,
     unpack_tiles,
 )
-from tokenpod.kernels.triton.attention_tiles import HOPPER, tiles_for
+from tokenpod.kernels.triton.attention_tiles import HOPPER, decode_tile_for, tiles_for
 
 #: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
 LARGEST_HEAD_DIM = 256
@@ -95,6 +95,7 @@ def attention(
     values: torch.Tensor,
     plan: Plan,
     options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `ops.Attention`.
 
@@ -105,11 +106,12 @@ def attention(
     kv_heads = keys.shape[1]
     _check_heads(heads, kv_heads, head_dim)
     device = _describe(q.device)
-    shape = tiles_for(head_dim, q.dtype, device.capability)
     batch = plan.batch
     out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
     if batch.single_rows:
-        splits = choose_splits(batch.single_rows, kv_heads, device.processors, shape.decode)
+        pairs = batch.single_rows * kv_heads
+        decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs)
+        splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded)
         decode(
             q,
             keys,
@@ -119,13 +121,27 @@ def attention(
             plan.paged,
             batch.single_rows,
             plan.window,
-            shape.decode,
+            decoded,
             splits,
             options,
+            scales,
         )
     if batch.rows > batch.single_rows:
-        tiles = plan.tiles(queries_per_tile(heads, kv_heads, shape.extend))
-        extend(q, keys, values, out, batch.row_table, tiles, plan.window, shape.extend, options)
+        # By the queries' type, as `tile_extends` has it: a pool may be of fewer bits.
+        extended = tiles_for(head_dim, q.dtype, device.capability).extend
+        tiles = plan.tiles(queries_per_tile(heads, kv_heads, extended))
+        extend(
+            q,
+            keys,
+            values,
+            out,
+            batch.row_table,
+            tiles,
+            plan.window,
+            extended,
+            options,
+            scales,
+        )
     return out
 
 

@@ -18,16 +18,20 @@ import triton
 import triton.language as tl
 
 from tokenpod.engine.batch import PagedRows
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
-from tokenpod.kernels.triton.attention_softmax import LOG2E, add_block, base2_factor, logits_of
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.triton.attention_softmax import (
+    LOG2E,
+    add_block,
+    base2_factor,
+    logits_of,
+    multiplicand,
+    unpacked,
+)
 from tokenpod.kernels.triton.attention_tiles import DecodeTile
 from tokenpod.kernels.triton.launch import ask_lines, await_inputs, launch_options
 
 #: A matrix unit's least number of rows.
 LEAST_M = 16
-
-#: More shares than this cost more to merge than they bring.
-MAX_SPLITS = 32
 
 #: Bytes that one request brings into the L2 cache.
 LINE: tl.constexpr = tl.constexpr(128)
@@ -39,7 +43,7 @@ MERGE_BLOCK = 32
 def choose_splits(rows: int, kv_heads: int, processors: int, tile: DecodeTile) -> int:
     """Programs per row and key/value head that fill `processors`: from shapes alone."""
     wanted = round(processors * tile.programs / (rows * kv_heads))
-    return min(max(wanted, 1), MAX_SPLITS)
+    return min(max(wanted, 1), tile.most_splits)
 
 
 def decode(
@@ -54,10 +58,12 @@ def decode(
     tile: DecodeTile,
     splits: int,
     options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
 ) -> None:
     """Write attention of the first `rows` rows, of one token each, to out [T, H, D].
 
-    Q [T, H, D], keys and values [slots + 1, K, D]. A row with context 0 gets zeros.
+    Q [T, H, D], keys and values [slots + 1, K, D], with `scales` of 8 bits. A row with context 0
+    gets zeros.
     """
     heads, head_dim = q.shape[1:]
     kv_heads = keys.shape[1]
@@ -67,6 +73,8 @@ def decode(
     if split:
         parts = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=q.device)
         log_sums = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
+    if scales is not None:
+        values = values.view(torch.int16)  # see `unpacked`
     launched = launch_options(q.device)
     _attend[(kv_heads, rows, splits)](
         q,
@@ -80,6 +88,8 @@ def decode(
         paged.b_context,
         options.alibi_slopes,
         options.sinks,
+        scales.keys if scales else None,
+        scales.values if scales else None,
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -133,6 +143,8 @@ def _attend(
     b_context,
     h_slope,
     h_sink,
+    key_scales,
+    value_scales,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -161,6 +173,10 @@ def _attend(
     row = tl.program_id(1)
     share = tl.program_id(2)
     ALIBI: tl.constexpr = h_slope is not None
+    SCALED: tl.constexpr = key_scales is not None
+    # With scales, values come in pairs: of even dimensions and odd ones.
+    WIDTH: tl.constexpr = DIM // 2 if SCALED else DIM
+    HEAD_WIDTH: tl.constexpr = HEAD_DIM // 2 if SCALED else HEAD_DIM
 
     context = tl.load(b_context + row)
     table = row_table + tl.load(b_row + row).to(tl.int64) * table_stride
@@ -182,7 +198,7 @@ def _attend(
         asked = start + block * BLOCK + offsets
         slots = tl.load(table + asked, mask=asked < end, other=0).to(tl.int64)
         _ask_heads(keys + slots * key_slot_stride, HEAD_DIM)
-        _ask_heads(values + slots * value_slot_stride, HEAD_DIM)
+        _ask_heads(values + slots * value_slot_stride, HEAD_WIDTH)
     # Slots are read a block ahead: addresses are known when keys and values are to be fetched.
     slots = tl.load(table + start + offsets, mask=start + offsets < end, other=0).to(tl.int64)
     await_inputs(OVERLAP)
@@ -202,6 +218,9 @@ def _attend(
     slopes = None
     if ALIBI:
         slopes = tl.load(h_slope + heads, mask=is_head, other=0.0)
+    if SCALED:
+        query = multiplicand(query)
+        scale *= tl.load(key_scales + kv_head)
 
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
@@ -209,32 +228,50 @@ def _attend(
         # A sink is one more logit, without a value: it is in the first share.
         most = tl.load(h_sink + heads, mask=is_head & (share == 0), other=float("-inf")) * LOG2E
         total += tl.where(share == 0, 1.0, 0.0)
-    result = tl.zeros([M, DIM], tl.float32)
+    result = tl.zeros([M, WIDTH], tl.float32)
+    odd_result = tl.zeros([M, WIDTH], tl.float32)
+    value_dims = tl.arange(0, WIDTH)
 
     factor = base2_factor(scale, SOFTCAP, ALIBI)
     for at in tl.range(start, end, BLOCK):
         seen = at + offsets < end
         is_key = seen[:, None]
+        is_value = seen[:, None]
         if DIM != HEAD_DIM:
             is_key = is_key & (dims < HEAD_DIM)[None, :]
+            is_value = is_value & (value_dims < HEAD_WIDTH)[None, :]
         key = tl.load(
             keys + slots[:, None] * key_slot_stride + dims[None, :], mask=is_key, other=0.0
         )
         value = tl.load(
-            values + slots[:, None] * value_slot_stride + dims[None, :], mask=is_key, other=0.0
+            values + slots[:, None] * value_slot_stride + value_dims[None, :],
+            mask=is_value,
+            other=0,
         )
         following = at + BLOCK + offsets
         slots = tl.load(table + following, mask=following < end, other=0).to(tl.int64)
 
+        if SCALED:
+            key = key.to(query.dtype)
         products = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         distance = (context - 1 - at - offsets)[None, :]
         logits = logits_of(products, scale, softcap, slopes, distance, SOFTCAP, ALIBI)
         logits = tl.where(seen[None, :], logits, float("-inf"))
         weights, most, total, shrink = add_block(logits, factor, most, total, False)
+        if SCALED:
+            value, odd_value = unpacked(value, query.dtype)
+            odd_result = tl.dot(
+                weights.to(value.dtype),
+                odd_value,
+                odd_result * shrink[:, None],
+                input_precision="tf32x3",
+            )
         result = tl.dot(
             weights.to(value.dtype), value, result * shrink[:, None], input_precision="tf32x3"
         )
 
+    if SCALED:
+        result = tl.interleave(result, odd_result) * tl.load(value_scales + kv_head)
     # Not a number stays one: only a sum of nothing is replaced.
     empty = total == 0.0
     result = result / tl.where(empty, 1.0, total)[:, None]

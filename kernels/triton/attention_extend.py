@@ -18,8 +18,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tokenpod.engine.batch import ForwardBatch, RaggedRows, Run
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
-from tokenpod.kernels.triton.attention_softmax import LOG2E, add_block, base2_factor, logits_of
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.triton.attention_softmax import (
+    LOG2E,
+    add_block,
+    base2_factor,
+    logits_of,
+    multiplicand,
+)
 from tokenpod.kernels.triton.attention_tiles import ExtendTile
 
 #: What a tile says: its first token, its queries, the position of the first, and where keys are:
@@ -124,6 +130,7 @@ def extend(
     window: int | None,
     tile: ExtendTile,
     options: AttentionOptions = NO_OPTIONS,
+    scales: KVScales | None = None,
 ) -> None:
     """Write attention of the tiles' queries to out [T, H · D].
 
@@ -142,6 +149,7 @@ def extend(
                 window,
                 tile,
                 options,
+                scales,
                 strides=(keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
                 kv_heads=keys.shape[1],
                 contiguous=is_contiguous,
@@ -171,6 +179,7 @@ def _launch(
     window: int | None,
     tile: ExtendTile,
     options: AttentionOptions,
+    scales: KVScales | None,
     *,
     strides: tuple[int, int, int, int],
     kv_heads: int,
@@ -187,6 +196,8 @@ def _launch(
         tiles,
         options.alibi_slopes,
         options.sinks,
+        scales.keys if scales else None,
+        scales.values if scales else None,
         q.stride(0),
         q.stride(1),
         out.stride(0),
@@ -219,6 +230,8 @@ def _attend(
     tiles,
     h_slope,
     h_sink,
+    key_scales,
+    value_scales,
     q_token_stride,
     q_head_stride,
     out_token_stride,
@@ -244,9 +257,12 @@ def _attend(
     tile = tiles + tl.program_id(1) * 4
     token = tl.load(tile)
     count = tl.load(tile + 1)
+    if count == 0:  # a captured step's list is filled up with empty tiles
+        return
     position = tl.load(tile + 2)
     source = tl.load(tile + 3)
     ALIBI: tl.constexpr = h_slope is not None
+    SCALED: tl.constexpr = key_scales is not None
 
     # A row of the product is a (query, head) pair: heads of a query follow each other.
     pairs = tl.arange(0, BLOCK_M)
@@ -266,6 +282,9 @@ def _attend(
     slopes = None
     if ALIBI:
         slopes = tl.load(h_slope + heads)
+    if SCALED:
+        query = multiplicand(query)
+        scale *= tl.load(key_scales + kv_head)
 
     if h_sink is not None:
         # A sink is one more logit, without a value.
@@ -302,11 +321,13 @@ def _attend(
                     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
                     table_stride, scale, softcap, window,
                     HEAD_DIM, DIM, BLOCK_N, CONTIGUOUS, DESCRIBED, WINDOWED, SOFTCAP,
-                    ALIBI, stage != 1,
+                    ALIBI, SCALED, stage != 1,
                 )  # fmt: skip
 
     # A row of padding may have seen nothing.
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SCALED:
+        result *= tl.load(value_scales + kv_head)
     tl.store(
         out + tokens[:, None] * out_token_stride + heads[:, None] * HEAD_DIM + dims[None, :],
         result.to(out.dtype.element_ty),
@@ -359,6 +380,7 @@ def _add_keys(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    SCALED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take the keys at positions [at, at + BLOCK_N) into the softmax and the result.
@@ -369,6 +391,8 @@ def _add_keys(
     if DESCRIBED:
         key = keys.load([source + at, kv_head * HEAD_DIM])
         value = values.load([source + at, kv_head * HEAD_DIM])
+        if SCALED:
+            value = value.to(query.dtype)
         if MASKED:
             # Slots after the row's last are another's: 0 · NaN would be NaN.
             value = tl.where((seen < end)[:, None], value, 0.0)
@@ -394,6 +418,8 @@ def _add_keys(
     if not DESCRIBED:
         slots = _slots(row_table, table_stride, source, at + BLOCK_N, end, BLOCK_N, CONTIGUOUS)
 
+    if SCALED:
+        key, value = key.to(query.dtype), value.to(query.dtype)
     products = tl.dot(query, tl.trans(key), input_precision="tf32x3")
     distance = asked[:, None] - seen[None, :]
     logits = logits_of(products, scale, softcap, slopes, distance, SOFTCAP, ALIBI)

@@ -52,3 +52,28 @@ def add_block(logits, factor, most, total, GUARDED: tl.constexpr):
     weights = tl.exp2(logits * factor - base[:, None])
     shrink = tl.exp2(most - base)
     return weights, peak, total * shrink + tl.sum(weights, 1), shrink
+
+
+@triton.jit
+def multiplicand(query):
+    """A query in the type in which it is multiplied with keys of 8 bits, which is made of those.
+
+    Float16 holds them exactly, and a GPU makes it of them in one instruction.
+    """
+    if query.dtype == tl.float32:
+        return query
+    else:
+        return query.to(tl.float16)
+
+
+@triton.jit
+def unpacked(pairs, dtype: tl.constexpr):
+    """Two numbers of 8 bits in each int16, the first in the low half -> the first, the second.
+
+    A matrix unit takes numbers of 16 bits that follow each other along the keys. A key's numbers
+    follow each other along the head instead, and only 16 bits at a time can be turned around on
+    the way: so pairs are, and then taken apart.
+    """
+    low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    high = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return low.to(dtype), high.to(dtype)

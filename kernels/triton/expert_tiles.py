@@ -51,7 +51,7 @@ TILES: Table = (
     (8, Tile(16, ProductTile(64, 128, 4, 4), ProductTile(64, 128, 4, 4))),
     (24, Tile(32, ProductTile(128, 64, 4, 5), ProductTile(128, 64, 4, 5))),
     (48, Tile(64, ProductTile(128, 64, 4, 4), ProductTile(128, 64, 4, 4))),
-    (ANY, Tile(128, ProductTile(256, 64, 8, 3), ProductTile(256, 64, 8, 3))),
+    (ANY, Tile(128, ProductTile(256, 64, 8, 4), ProductTile(256, 64, 8, 3))),
 )
 
 #: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory).

@@ -11,7 +11,8 @@ have ended launch n - 2 and its half is free. Each block of words counts its own
 all launches have as many blocks; so any sequence of sizes will do. Counts are kept on the device,
 which lets CUDA graphs replay a launch.
 
-`tell` sends in one direction only. Its half is free because between two of them there is a sum.
+`tell` sends in one direction only. Its half is free because of three of them in a row (of inboxes
+that serve `tell` alone) a sum of the whole group, of any kind, parts the first from the last.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _scores(
     SPLIT: tl.constexpr,
 ):
     """Scores before temperature; -inf beyond the vocabulary."""
-    scores = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=-float("inf"))
+    scores = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
     if tl.load(words_ptr + FLAGS) & EDITED:
         scores = edited(
             scores,

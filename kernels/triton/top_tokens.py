@@ -54,7 +54,7 @@ def split_tops(
     there = ids < vocab_size
     logits = tl.load(
         logits_ptr + b.to(tl.int64) * logits_stride + ids, mask=there, other=-float("inf")
-    )
+    ).to(tl.float32)
     ranks = tl.topk(tl.where(there, _rank_of(logits, ids), _NOTHING), MOST_TOP_TOKENS)
     best = tl.max(logits, axis=0)
     out = b * splits + split

@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
 }
 
 #: Weights are served in one of these.

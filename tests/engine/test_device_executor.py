@@ -19,7 +19,13 @@ from tokenpod.engine.integers import LAST, Counts, fill, pad, views
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.plan import RowWork
 from tokenpod.engine.pool import KVPool
-from tokenpod.engine.types import Request, SamplingParams, StepOutputs, StoppingParams
+from tokenpod.engine.types import (
+    FailureCode,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    StoppingParams,
+)
 from tokenpod.kernels import cpu, reference, triton
 from tokenpod.kernels.ops import Activation
 from tokenpod.models.config import DecoderConfig
@@ -77,6 +83,7 @@ class Recorder:
         self.tops: dict[int, list[list[int]]] = defaultdict(list)
         self.scored: dict[int, list[float]] = {}
         self.finished: set[int] = set()
+        self.failures: dict[int, FailureCode] = {}
 
     def receive(self, seconds: float | None) -> list[object]:
         del seconds
@@ -85,7 +92,7 @@ class Recorder:
 
     def send(self, message: object) -> None:
         assert isinstance(message, StepOutputs)
-        assert not message.failures
+        self.failures |= {failure.sequence_id: failure.code for failure in message.failures}
         for i, sequence in enumerate(message.sequence_ids):
             self.tokens[sequence].append(message.token_ids[i])
             if message.logprobs:
@@ -99,13 +106,15 @@ class Recorder:
                 self.scored[started.sequence_id] = started.prompt_logprobs
 
 
-def model(ops, device):
+def model(ops, device, poison=None):
     generator = torch.Generator().manual_seed(4)
     weights = {}
     for weight in expand(FAMILIES[0].weights(CONFIG), CONFIG.layers):
         rows = sum(source.shape[0].length(CONFIG) for source in weight.sources)
         columns = [dim.length(CONFIG) for dim in weight.sources[0].shape[1:]]
         weights[weight.name] = torch.randn(rows, *columns, generator=generator).to(device) * 0.3
+    if poison is not None:
+        weights["embedding"][poison] = torch.nan
     return Decoder(CONFIG, weights, ops)
 
 
@@ -126,9 +135,9 @@ def on_host():
     return engine(executor, overlap=False)
 
 
-def on_device(overlap, captured=True):
+def on_device(overlap, captured=True, poison=None):
     executor = DeviceExecutor(
-        model(OPERATIONS, DEVICE),
+        model(OPERATIONS, DEVICE, poison),
         pool(DEVICE),
         DeviceSampler(
             rows=ROWS,
@@ -176,6 +185,7 @@ def run(loop, link):
         if turn == 8:
             link.inbox.append(waiting[-1])
         if turn > 8 and len(link.finished) == 6:
+            assert not link.failures
             return link
         loop.turn()
     raise AssertionError(f"only {link.finished} finished")
@@ -203,6 +213,30 @@ def test_the_device_samples_what_the_host_samples(overlap, captured, expected):
     assert got.scored.keys() == expected.scored.keys() != set()
     for sequence, logprobs in expected.scored.items():
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
+    poison = 96
+    healthy = [
+        Request([i], [5 + i, 3, 8], SAMPLED, StoppingParams(max_new_tokens=4)) for i in range(2)
+    ]
+    sick = Request([9], [4, poison, 2], SamplingParams(), StoppingParams(max_new_tokens=4))
+    # Gets the slots that held NaN.
+    late = Request([30], list(range(20)), SAMPLED, StoppingParams(max_new_tokens=2))
+
+    def tokens(requests):
+        loop, link = on_device(overlap=True, captured=False, poison=poison)
+        link.inbox += requests
+        for turn in range(12):
+            if turn == 6:
+                link.inbox.append(late)
+            loop.turn()
+        return link
+
+    got, expected = tokens([healthy[0], sick, healthy[1]]), tokens(healthy)
+    assert got.failures == {9: FailureCode.DATA_LOSS}
+    assert got.finished == expected.finished == {0, 1, 30}
+    assert all(got.tokens[i] == expected.tokens[i] for i in (0, 1, 30))
 
 
 @pytest.mark.parametrize("scattered", [pytest.param(False, marks=pytest.mark.gpu), True])

@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-relu": ("Llama", {"hidden_act": "relu"}),
     "llama-wide-heads": ("Llama", {"head_dim": 24}),
     "llama-linear": ("Llama", rope("linear", factor=4.0)),
     "llama-dynamic": ("Llama", rope("dynamic", factor=2.0)),
@@ -263,7 +264,7 @@ class HandScheduler:
             logit_index=torch.arange(len(tokens)),
         )
         hidden = self.model.forward(batch, self.pool)
-        logprobs = self.model.logits(hidden[batch.logit_index]).log_softmax(-1)
+        logprobs = self.model.logits(hidden[batch.logit_index]).float().log_softmax(-1)
         results: list[torch.Tensor] = [torch.empty(0)] * len(works)
         for place, i in enumerate(order):
             results[i] = logprobs[starts[place] : starts[place + 1]]

@@ -190,8 +190,10 @@ class PlanServer:
             else:
                 server.add_secure_port(placement.plans, server_credentials(placement.tls))
         except RuntimeError as error:
+            doubt = " Or are the files of --shard-tls-cert wrong?" if placement.tls else ""
             raise EngineError(
                 f"the leader cannot listen on {placement.plans} (--shard-port): is there another?"
+                f"{doubt}"
             ) from error
         server.start()
         return server

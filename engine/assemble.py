@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenpod.engine.capacity import choose_slots
+from tokenpod.engine.errors import EngineError
 from tokenpod.engine.executor import Executor
+from tokenpod.engine.group import Group
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
@@ -16,19 +19,17 @@ from tokenpod.engine.kv_scales import (
     measure_scales,
     random_prompt,
 )
-from tokenpod.engine.memory import choose_slots, free_bytes
+from tokenpod.engine.memory import free_bytes
 from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
 from tokenpod.engine.types import EngineOptions, SamplingParams
 from tokenpod.kernels.ops import KVScales
 from tokenpod.models.decoder import Decoder
 
+__all__ = ["Assembled", "EngineError", "assemble"]
+
 #: The first compute capability that converts numbers of 8 bits.
 EIGHT_BIT_CAPABILITY = (8, 9)
-
-
-class EngineError(Exception):
-    """The engine cannot start; the text is one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,46 +46,70 @@ class Assembled:
 
 
 def assemble(
-    model: Decoder, options: EngineOptions, *, positions: int, device: torch.device
+    model: Decoder,
+    options: EngineOptions,
+    *,
+    positions: int,
+    device: torch.device,
+    group: Group | None = None,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
+
+    All ranks of a group call this, with the same options, and get pools of the same size: what fits
+    on the rank that has least memory. From then on their executors are given the same plans in the
+    same order; only the leader's results say more than tokens.
 
     Args:
         model: on `device`.
         options: the operator's.
         positions: longest sequence, in tokens.
         device: a CPU or a GPU.
+        group: the ranks that share the model, if it is divided.
 
     Raises:
-        EngineError: the pool that was asked for does not fit, or the device can't read it.
+        EngineError: the pool that was asked for does not fit, on some rank; the device can't read
+            it; or a rank is lost.
     """
+    if group is not None:
+        group.least(1)  # all have loaded: steps would wait for them without telling why
     if device.type == "cpu":
-        return _on_host(model, options, positions, device)
-    return _on_device(model, options, positions, device)
+        return _on_host(model, options, positions, device, group)
+    return _on_device(model, options, positions, device, group)
 
 
 def _on_host(
-    model: Decoder, options: EngineOptions, positions: int, device: torch.device
+    model: Decoder,
+    options: EngineOptions,
+    positions: int,
+    device: torch.device,
+    group: Group | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
-    slots = _slots(model, options, positions, free_bytes(device), dtype)
+    free = free_bytes(device) // (group.neighbours if group else 1)
+    slots = _slots(model, options, positions, free, dtype, group)
     executor = HostExecutor(
         model,
         make_pool(model, slots, device),
         rows=options.max_batch_size,
         vocab_size=model.config.vocab_size,
+        group=group,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, slots, positions, 64))
     return Assembled(executor, slots, dtype, overlap=False)
 
 
 def _on_device(
-    model: Decoder, options: EngineOptions, positions: int, device: torch.device
+    model: Decoder,
+    options: EngineOptions,
+    positions: int,
+    device: torch.device,
+    group: Group | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
     from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import MOST_TOKENS, DeviceSampler
+    from tokenpod.engine.device_sampler import MOST_TOKENS
+    from tokenpod.engine.shared_device_sampler import device_sampler
 
     dtype = _kv_dtype(model, options, device)
     vocab_size = model.config.vocab_size
@@ -97,7 +122,8 @@ def _on_device(
     executor = DeviceExecutor(
         model,
         pool,
-        DeviceSampler(
+        device_sampler(
+            group,
             rows=rows,
             vocab_size=vocab_size,
             device=device,
@@ -116,7 +142,8 @@ def _on_device(
         executor.release(range(rows))
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     captured = torch.cuda.memory_reserved(device) - before
-    slots = _slots(model, options, positions, free_bytes(device) - captured, dtype)
+    free = free_bytes(device) - captured
+    slots = _slots(model, options, positions, free, dtype, group)
     scales = None
     if dtype == EIGHT_BITS:
         sample = random_prompt(min(prompt, positions, PROMPT_TOKENS), vocab_size)
@@ -162,7 +189,12 @@ def make_pool(
 
 
 def _slots(
-    model: Decoder, options: EngineOptions, positions: int, free: int, dtype: torch.dtype
+    model: Decoder,
+    options: EngineOptions,
+    positions: int,
+    free: int,
+    dtype: torch.dtype,
+    group: Group | None,
 ) -> int:
     config = model.config
     slot_bytes = KVPool.bytes_per_slot(
@@ -178,6 +210,14 @@ def _slots(
         fraction=options.memory_fraction,
         free=free,
     )
+    if group is not None:
+        agreed = group.least(slots or 0)
+        if agreed == 0 and slots is not None:
+            raise EngineError(
+                f"max_batch_total_tokens is {options.max_batch_total_tokens}: another rank has no "
+                "memory for so many keys and values"
+            )
+        slots = agreed or None
     if slots is None:
         raise EngineError(
             f"max_batch_total_tokens is {options.max_batch_total_tokens}: its "

@@ -1,36 +1,10 @@
-"""How many KV slots fit."""
+"""How much memory there is for KV slots."""
 
 from __future__ import annotations
 
 import os
 
 import torch
-
-
-def choose_slots(
-    *,
-    slot_bytes: int,
-    wanted: int | None,
-    most_useful: int,
-    fraction: float,
-    free: int,
-) -> int | None:
-    """KV slots to make.
-
-    Args:
-        slot_bytes: memory of one slot in all layers.
-        wanted: what the operator asked for; None: as many as fit, up to `most_useful`.
-        most_useful: more than every row at full length can never be used.
-        fraction: share of the free memory that the pool may take.
-        free: bytes of it.
-
-    Returns:
-        The number, or None if `wanted` does not fit.
-    """
-    fits = int(max(free, 0) * fraction) // slot_bytes
-    if wanted is not None:
-        return wanted if wanted <= fits else None
-    return max(min(fits, most_useful), 1)
 
 
 def let_segments_grow() -> None:

@@ -19,13 +19,14 @@ from pathlib import Path
 import torch
 
 from tokenpod.engine.assemble import EngineError, assemble
+from tokenpod.engine.device_check import check_device, check_heads
 from tokenpod.engine.exchange import Face, face_of
 from tokenpod.engine.link import LinkClosed
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.parent import die_with_parent
 from tokenpod.engine.types import Broken, EngineOptions, Loading, Ready
-from tokenpod.models.load import ModelError, load_model
+from tokenpod.models.load import ModelError, load_model, read_config
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 
@@ -68,8 +69,11 @@ def start_engine(options: EngineOptions, link: Face) -> tuple[EngineLoop, Ready]
     # up all of them at its end.
     torch.set_num_threads(options.threads or max(len(os.sched_getaffinity(0)) - 1, 1))
     device = torch.device(options.device)
+    check_device(device)
     if device.type == "cuda":
         let_segments_grow()
+        config = read_config(Path(options.model_folder))
+        check_heads(config.heads, config.kv_heads, config.head_dim)
     began = time.monotonic()
     reported = 0.0
 

@@ -27,13 +27,17 @@ Output = "Output"
 
 
 class _Commands(TyperGroup):
-    """The commands, of which `serve` gets its many flags only once it is called."""
+    """The commands, of which two get the settings' flags only once they are called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] == "serve":
             from tokenpod.service.serve_flags import serve_app
 
             self.commands["serve"] = typer.main.get_command(serve_app())
+        elif args and args[0] == "size":
+            from tokenpod.service.size_flags import size_app
+
+            self.commands["size"] = typer.main.get_command(size_app())
         return super().resolve_command(ctx, args)
 
 
@@ -83,6 +87,12 @@ def _root(
 @app.command("serve")
 def _serve() -> None:
     """Start a server; without flags on the embedded model."""
+    raise AssertionError("replaced when it is called")
+
+
+@app.command("size")
+def _size() -> None:
+    """Foretell whether a model fits a GPU, and how many sequences run at once."""
     raise AssertionError("replaced when it is called")
 
 

@@ -53,35 +53,8 @@ def group_of(field: FieldInfo) -> str:
     return str(about["group"]) if isinstance(about, dict) else ""
 
 
-def _serve_command() -> Any:
-    def serve(**given: object) -> None:
-        flags = {name: value for name, value in given.items() if value is not None}
-        raise typer.Exit(_run(flags))
-
-    parameters = [_parameter(name, f) for name, f in ServerSettings.model_fields.items()]
-    # Typer reads a command's options off its signature.
-    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    serve.__annotations__ = {p.name: p.annotation for p in parameters}
-    return serve
-
-
-def _run(flags: dict[str, object]) -> int:
-    try:
-        settings = load_settings(**flags)
-    except SettingsError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return 2
-    for name in unknown_variables():
-        print(f"warning: {name} is set, but there is no such setting", file=sys.stderr)
-    # Only now: it is most of the start, and wrong flags should be told at once.
-    from tokenpod.service.server import run
-
-    return run(settings)
-
-
-def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    """The flag of one setting. Unset is None: then the variable or the default holds."""
+def setting_flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """A setting as a command's parameter. Unset is None: then the variable or default holds."""
     kind: Any = field.annotation
     options = [flag(name)]
     if kind is bool:
@@ -101,3 +74,30 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )
+
+
+def _serve_command() -> Any:
+    def serve(**given: object) -> None:
+        flags = {name: value for name, value in given.items() if value is not None}
+        raise typer.Exit(_run(flags))
+
+    parameters = [setting_flag(name, f) for name, f in ServerSettings.model_fields.items()]
+    # Typer reads a command's options off its signature.
+    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    serve.__annotations__ = {p.name: p.annotation for p in parameters}
+    return serve
+
+
+def _run(flags: dict[str, object]) -> int:
+    try:
+        settings = load_settings(**flags)
+    except SettingsError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    for name in unknown_variables():
+        print(f"warning: {name} is set, but there is no such setting", file=sys.stderr)
+    # Only now: it is most of the start, and wrong flags should be told at once.
+    from tokenpod.service.server import run
+
+    return run(settings)

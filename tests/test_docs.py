@@ -11,6 +11,7 @@ import typer
 
 from tokenpod.service.cli import app
 from tokenpod.service.serve_flags import serve_app
+from tokenpod.service.size_flags import size_app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("", "benchmarks", "docs", "examples", "models", "tests")
@@ -30,11 +31,12 @@ FOREIGN = {
     *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
     *("--http2-prior-knowledge", "--protocol"),
     *("--waiting-served-ratio", "--max-waiting-tokens"),
-    *("--quantize", "--num-shard", "--lora-adapters"),
+    *("--quantize", "--lora-adapters"),
 }
 COMMANDS = {
     **typer.main.get_command(app).commands,  # type: ignore[attr-defined]
     "serve": typer.main.get_command(serve_app()),
+    "size": typer.main.get_command(size_app()),
 }
 
 

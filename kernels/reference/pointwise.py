@@ -18,6 +18,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: functional.silu,
     Activation.GELU: functional.gelu,
     Activation.GELU_TANH: _gelu_tanh,
+    Activation.RELU: functional.relu,
 }
 
 

@@ -257,6 +257,8 @@ def _attend(
     tile = tiles + tl.program_id(1) * 4
     token = tl.load(tile)
     count = tl.load(tile + 1)
+    if count == 0:  # a captured step's list is filled up with empty tiles
+        return
     position = tl.load(tile + 2)
     source = tl.load(tile + 3)
     ALIBI: tl.constexpr = h_slope is not None

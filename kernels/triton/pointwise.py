@@ -101,6 +101,9 @@ def activated(x, ACTIVATION: tl.constexpr):
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu":
+        # Not a maximum: NaN must stay NaN.
+        y = tl.where(x < 0, 0.0, x)
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
         # (1 + tanh(z)) / 2 = sigmoid(2z); here 2z.

@@ -21,6 +21,7 @@ ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
 }
 
 #: Weights are served in one of these.
@@ -136,7 +137,11 @@ _ATTENTION = "model.layers.{i}.self_attn"
 _MLP = "model.layers.{i}.mlp"
 
 _OUTER = (
-    Weight("embedding", (Source("model.embed_tokens.weight", (Dim.VOCABULARY, Dim.HIDDEN)),)),
+    Weight(
+        "embedding",
+        (Source("model.embed_tokens.weight", (Dim.VOCABULARY, Dim.HIDDEN)),),
+        Split.OUTPUT,
+    ),
     Weight("norm", (Source("model.norm.weight", (Dim.HIDDEN,)),)),
 )
 _HEAD = (Weight("head", (Source("lm_head.weight", (Dim.VOCABULARY, Dim.HIDDEN)),), Split.OUTPUT),)

@@ -90,6 +90,13 @@ def test_the_compiled_gate_at_its_extremes():
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("activation", Activation)
+def test_gates_that_are_no_numbers_stay_that(activation):
+    nan = float("nan")
+    for ops in cpu_operations(torch.float32):
+        assert ops.act_mul(torch.tensor([[nan, 1.0, 1.0, nan]]), activation).isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 33, 130])

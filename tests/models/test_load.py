@@ -169,7 +169,7 @@ def test_a_config_that_is_no_json_object(folder, content):
         ("num_key_value_heads", 3, "4 query heads can't share 3 key/value heads"),
         ("head_dim", 15, "head_dim is 15; rotation needs an even number"),
         ("rms_norm_eps", 0, "rms_norm_eps is 0; expected a positive"),
-        ("hidden_act", "relu", "hidden_act 'relu' is not supported"),
+        ("hidden_act", "quick_gelu", "hidden_act 'quick_gelu' is not supported"),
         ("dtype", "int8", "dtype 'int8' is not supported"),
         ("eos_token_id", "end", "eos_token_id is 'end'; expected a token id"),
         ("quantization_config", {"quant_method": "gptq"}, "quantised checkpoints"),

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 from harness import free_port, serve
 
 DEMO = Path(str(files("tokenpod.models.demo")))
@@ -90,6 +91,12 @@ def test_a_broken_checkpoint_is_named(
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     assert "no/such-model" in one_line(start("--model-id", "no/such-model", cwd=tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    line = one_line(start("--device", "cuda", "--model-id", "demo"))
+    assert "device is cuda, but" in line
 
 
 def test_a_wrong_flag_is_named() -> None:

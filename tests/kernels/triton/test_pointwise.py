@@ -70,6 +70,13 @@ def test_gates_far_from_zero_saturate(device):
         torch.testing.assert_close(got, torch.tensor([[0.0, 0.0, 100.0, 1e4]], device=device))
 
 
+@pytest.mark.parametrize("activation", Activation)
+def test_gates_that_are_no_numbers_stay_that(activation, device):
+    nan = float("nan")
+    got = pointwise.act_mul(torch.tensor([[nan, 1.0, 1.0, nan]], device=device), activation)
+    assert got.isnan().all()
+
+
 def test_embedding_looks_rows_up(draw, device):
     table, tokens = draw(10, 4).to(device), torch.tensor([3, 3, 9], device=device)
     assert torch.equal(pointwise.embed(table, tokens), reference.embed(table, tokens))

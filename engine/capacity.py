@@ -1,0 +1,210 @@
+"""What fits into a device's memory: arithmetic over counts and bytes, without torch.
+
+The engine sizes its pool with `choose_slots`; `tokenpod size` foretells what it will come to.
+
+    memory of a device
+    |--- weights ---|--- reserve ---|--- KV slots ---|--- rest ---|
+                                    |<--------- free ------------>|
+                                    |<- fraction --->|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+#: Bytes of a number.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+#: What a CUDA context, the libraries' workspaces and the compiled kernels take.
+_CUDA_CONTEXT = GIB // 2
+#: What the processes of the engine and of a front end take on a CPU: 0.5 GiB were measured, and a
+#: tokenizer of a large vocabulary comes on top.
+_CPU_PROCESSES = 3 * GIB // 4
+#: A GPU samples with so many bytes for each row and vocabulary entry: counts and candidates.
+_SAMPLER_BYTES = 12
+
+
+def choose_slots(
+    *,
+    slot_bytes: int,
+    wanted: int | None,
+    most_useful: int,
+    fraction: float,
+    free: int,
+) -> int | None:
+    """KV slots to make.
+
+    Args:
+        slot_bytes: memory of one slot in all layers.
+        wanted: what the operator asked for; None: as many as fit, up to `most_useful`.
+        most_useful: more than every row at full length can never be used.
+        fraction: share of the free memory that the pool may take.
+        free: bytes of it.
+
+    Returns:
+        The number, or None if `wanted` does not fit.
+    """
+    fits = int(max(free, 0) * fraction) // slot_bytes
+    if wanted is not None:
+        return wanted if wanted <= fits else None
+    return max(min(fits, most_useful), 1)
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """What a model takes, and how tensor-parallel ranks may divide it."""
+
+    architecture: str
+    #: The checkpoint's own; None if it does not say.
+    dtype: str | None
+    #: Whether its tensors were looked at; else config.json alone was.
+    from_tensors: bool
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    #: Features of a token between the products of a feed-forward block, over all its experts.
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    #: Numbers in weights that every rank has, that ranks divide, and that they divide no further
+    #: than one key/value head each.
+    whole: int
+    divided: int
+    key_value: int
+    #: What a number of ranks must divide, by what it counts.
+    divisible: dict[str, int]
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all weights."""
+        return self.whole + self.divided + self.key_value
+
+    def obstacle(self, ranks: int) -> str | None:
+        """Why so many ranks can't divide this model; None if they can."""
+        for name, count in self.divisible.items():
+            if count % ranks:
+                return f"it has {count:,} {name}"
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            return f"it has {self.kv_heads} key/value heads"
+        return None
+
+    def kv_heads_of(self, ranks: int) -> int:
+        """Key/value heads that one of `ranks` holds: its share, and one at least."""
+        return max(self.kv_heads // ranks, 1)
+
+    def weight_bytes(self, ranks: int, item_bytes: int) -> int:
+        """Of one rank."""
+        key_value = self.key_value * self.kv_heads_of(ranks) // self.kv_heads
+        return (self.whole + self.divided // ranks + key_value) * item_bytes
+
+    def slot_bytes(self, ranks: int, item_bytes: int) -> int:
+        """Of one token's keys and values in all layers, in one rank."""
+        return 2 * self.layers * self.kv_heads_of(ranks) * self.head_dim * item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """How a server is to be run: its settings of the same names, resolved."""
+
+    device: str
+    dtype: str
+    max_batch_size: int
+    max_batch_prefill_tokens: int
+    max_total_tokens: int | None
+    max_batch_total_tokens: int | None
+    memory_fraction: float
+
+    def positions(self, model: Footprint) -> int:
+        """Longest sequence, in tokens."""
+        return min(self.max_total_tokens or model.max_positions, model.max_positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one rank's device holds, in bytes and KV slots."""
+
+    ranks: int
+    memory: int
+    weights: int
+    #: What is neither weights nor keys and values, by what it is for.
+    reserve: dict[str, int]
+    slot_bytes: int
+    #: None: the slots that were asked for don't fit.
+    slots: int | None
+    #: Slots without which the server can't do its work.
+    least_slots: int
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the whole reserve."""
+        return sum(self.reserve.values())
+
+    @property
+    def free(self) -> int:
+        """Bytes beside weights and reserve; negative where even these don't fit."""
+        return self.memory - self.weights - self.reserved
+
+    @property
+    def fits(self) -> bool:
+        """Whether the server can run."""
+        return self.free > 0 and self.slots is not None and self.slots >= self.least_slots
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV pool."""
+        return (self.slots or 0) * self.slot_bytes
+
+
+def capacity(model: Footprint, demand: Demand, *, memory: int, ranks: int) -> Capacity:
+    """What each of `ranks` devices of `memory` bytes holds. The ranks can divide the model."""
+    item_bytes = ITEM_BYTES[demand.dtype]
+    positions = demand.positions(model)
+    reserve = _reserve(model, demand, item_bytes, ranks)
+    weights = model.weight_bytes(ranks, item_bytes)
+    slot_bytes = model.slot_bytes(ranks, item_bytes)
+    slots = choose_slots(
+        slot_bytes=slot_bytes,
+        wanted=demand.max_batch_total_tokens,
+        most_useful=demand.max_batch_size * positions,
+        fraction=demand.memory_fraction,
+        free=memory - weights - sum(reserve.values()),
+    )
+    # Without a limit a sequence may be as long as the pool; a step's prompt must fit all the same.
+    least = demand.max_total_tokens or demand.max_batch_prefill_tokens
+    return Capacity(ranks, memory, weights, reserve, slot_bytes, slots, min(least, positions))
+
+
+def fewest_ranks(
+    model: Footprint, demand: Demand, *, memory: int, most: int = 64
+) -> Capacity | None:
+    """The capacity with the least number of ranks that divide the model and fit; None: none do."""
+    for ranks in range(1, min(most, model.heads) + 1):
+        if model.obstacle(ranks) is None:
+            found = capacity(model, demand, memory=memory, ranks=ranks)
+            if found.fits:
+                return found
+    return None
+
+
+def _reserve(model: Footprint, demand: Demand, item_bytes: int, ranks: int) -> dict[str, int]:
+    rows, prompt = demand.max_batch_size, demand.max_batch_prefill_tokens
+    inner = max(3 * model.intermediate_size // ranks, model.hidden_size)
+    activations = (rows + prompt) * (3 * model.hidden_size + inner) * item_bytes
+    # As the product leaves them, and as float32.
+    logits = rows * model.vocab_size * (item_bytes + ITEM_BYTES["float32"])
+    if demand.device == "cpu":
+        return {"processes": _CPU_PROCESSES, "largest step": activations + logits}
+    return {
+        "CUDA context": _CUDA_CONTEXT,
+        "largest step": activations + logits,
+        # Captured steps have memory of their own, for which the engine keeps back as much.
+        "captured steps": activations + logits,
+        "sampler": rows * model.vocab_size * _SAMPLER_BYTES,
+        "row table": (rows + 1) * demand.positions(model) * ITEM_BYTES["float32"],
+    }

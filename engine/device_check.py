@@ -1,0 +1,56 @@
+"""Whether a device, and a model on it, can be served: found out before minutes are spent."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenpod.engine.assemble import EngineError
+
+#: Older GPUs have neither bfloat16 nor asynchronous copies into shared memory.
+LEAST_CAPABILITY = (8, 0)
+
+
+def check_device(device: torch.device) -> None:
+    """Raise EngineError, in one line, if `device` is not there or too old."""
+    if device.type != "cuda":
+        return
+    if torch.version.cuda is None:
+        raise EngineError(
+            f"device is cuda, but torch {torch.__version__} is built without CUDA: "
+            "install a CUDA build, or serve on the CPU (--device cpu)"
+        )
+    if not torch.cuda.is_available():
+        raise EngineError("device is cuda, but torch finds no usable NVIDIA GPU and driver")
+    count, index = torch.cuda.device_count(), device.index or 0
+    if index >= count:
+        raise EngineError(f"device is cuda:{index}, but this machine shows {count} GPUs")
+    problem = problem_of(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+    if problem is not None:
+        raise EngineError(problem)
+
+
+def problem_of(name: str, capability: tuple[int, int]) -> str | None:
+    """What is wrong with a GPU of this compute capability, if anything."""
+    if capability >= LEAST_CAPABILITY:
+        return None
+    has, needs = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+    return (
+        f"{name} has compute capability {has}; the kernels need {needs} (Ampere) or newer: "
+        "serve on the CPU (--device cpu)"
+    )
+
+
+def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raise EngineError, in one line, if the GPU's kernels can't handle a model's attention."""
+    from tokenpod.kernels.triton.attention import LARGEST_GROUP, LARGEST_HEAD_DIM
+
+    if head_dim > LARGEST_HEAD_DIM:
+        raise EngineError(
+            f"the model's heads have {head_dim} features; on a GPU at most {LARGEST_HEAD_DIM} are "
+            "handled"
+        )
+    if heads // kv_heads > LARGEST_GROUP:
+        raise EngineError(
+            f"{heads} query heads share {kv_heads} key/value heads; on a GPU at most "
+            f"{LARGEST_GROUP} share one"
+        )

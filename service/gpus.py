@@ -1,0 +1,36 @@
+"""GPUs by name, with the memory that their driver gives to programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A kind of GPU."""
+
+    name: str
+    #: What a program sees as the device's memory: a few per cent less than what is on the box.
+    gib: float
+
+    @property
+    def memory(self) -> int:
+        """Bytes of it."""
+        return int(self.gib * GIB)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("t4", 14.56),
+        Gpu("l4", 22.03),
+        Gpu("a100-40", 39.38),
+        Gpu("l40s", 44.39),
+        Gpu("a100-80", 79.14),
+        Gpu("h100", 79.10),
+        Gpu("h200", 139.80),
+        Gpu("b200", 178.35),
+    )
+}

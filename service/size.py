@@ -1,0 +1,207 @@
+"""`tokenpod size`: whether a model fits a device, and how many sequences then run at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenpod.config import ServerSettings
+from tokenpod.engine.capacity import GIB, Capacity, Demand, Footprint, capacity, fewest_ranks
+
+#: What tells a model's size; the folder is added. It imports torch, so it is a process.
+FOOTPRINT_COMMAND = (sys.executable, "-P", "-m", "tokenpod.models.footprint")
+
+#: Lengths that are shown where the operator names none.
+_USUAL_LENGTHS = (512, 2048, 8192, 32_768, 131_072)
+
+
+class SizeError(Exception):
+    """The question can't be answered; the text is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the model is to run on."""
+
+    name: str
+    #: Bytes.
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `tokenpod size` found out."""
+
+    model: Footprint
+    demand: Demand
+    device: Device
+    found: Capacity
+    #: The least number of shards that fits; None if none does.
+    fewest: int | None
+    lengths: Sequence[int]
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """Tokens of a sequence, and how many such sequences run at once."""
+        slots = self.found.slots or 0 if self.found.fits else 0
+        rows = self.demand.max_batch_size
+        return [(length, min(slots // length, rows)) for length in self.lengths]
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it does not fit; None if it does."""
+        found, demand = self.found, self.demand
+        if found.fits:
+            return None
+        if found.free <= 0:
+            need = gib(found.weights + found.reserved)
+            return f"weights and reserve need {need} GiB of {gib(found.memory)}"
+        if found.slots is None:
+            need = gib((demand.max_batch_total_tokens or 0) * found.slot_bytes)
+            room = gib(int(found.free * demand.memory_fraction))
+            return (
+                f"the KV cache of --max-batch-total-tokens {demand.max_batch_total_tokens:,}"
+                f" needs {need} GiB; there is room for {room}"
+            )
+        asked = "--max-total-tokens" if demand.max_total_tokens else "--max-batch-prefill-tokens"
+        return (
+            f"the KV cache has room for {found.slots:,} tokens; {asked} needs {found.least_slots:,}"
+        )
+
+
+def report(
+    folder: Path,
+    settings: ServerSettings,
+    device: Device,
+    *,
+    num_shard: int | None,
+    lengths: Sequence[int],
+) -> Report:
+    """Size the model in `folder` as a server with these settings would run it.
+
+    Args:
+        folder: with the model's config.json, at least.
+        settings: with an explicit device.
+        device: each shard has one.
+        num_shard: None: the least that fits, or 1 if none does.
+        lengths: of the sequences to be counted, in tokens; none: the usual ones.
+
+    Raises SizeError for a model that can't be served, or not by so many shards.
+    """
+    model = footprint(folder)
+    demand = Demand(
+        device=settings.resolved_device,
+        dtype=settings.resolved_dtype or model.dtype or "float32",
+        max_batch_size=settings.resolved_batch_size,
+        max_batch_prefill_tokens=settings.resolved_prefill_tokens,
+        max_total_tokens=settings.max_total_tokens,
+        max_batch_total_tokens=settings.max_batch_total_tokens,
+        memory_fraction=settings.memory_fraction,
+    )
+    fewest = fewest_ranks(model, demand, memory=device.memory)
+    if num_shard is not None and (why := model.obstacle(num_shard)):
+        raise SizeError(f"--num-shard is {num_shard}: it can't divide this model: {why}")
+    ranks = num_shard or (fewest.ranks if fewest else 1)
+    return Report(
+        model=model,
+        demand=demand,
+        device=device,
+        found=capacity(model, demand, memory=device.memory, ranks=ranks),
+        fewest=fewest.ranks if fewest else None,
+        lengths=lengths or _usual_lengths(demand.positions(model)),
+    )
+
+
+def footprint(folder: Path) -> Footprint:
+    """What the model in `folder` takes. Raises SizeError with what is wrong with it."""
+    done = subprocess.run(
+        [*FOOTPRINT_COMMAND, str(folder)], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise SizeError(lines[-1])
+    return msgspec.json.decode(done.stdout, type=Footprint)
+
+
+def as_json(report: Report) -> str:
+    """One line; sizes are bytes."""
+    model, found = report.model, report.found
+    fields: dict[str, Any] = {
+        "fits": found.fits,
+        "obstacle": report.obstacle,
+        "num_shard": found.ranks,
+        "least_num_shard": report.fewest,
+        "device": report.device.name,
+        "memory_bytes": found.memory,
+        "architecture": model.architecture,
+        "parameters": model.parameters,
+        "dtype": report.demand.dtype,
+        "weight_bytes": found.weights,
+        "reserve_bytes": {_key(name): size for name, size in found.reserve.items()},
+        "kv_bytes_per_token": found.slot_bytes,
+        "kv_slots": found.slots if found.fits else 0,
+        "sequences": [{"tokens": length, "at_once": n} for length, n in report.sequences],
+    }
+    return json.dumps(fields)
+
+
+def _key(name: str) -> str:
+    return name.lower().replace(" ", "_")
+
+
+def as_text(report: Report) -> str:
+    """For people."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    model, found = report.model, report.found
+    source = "safetensors" if model.from_tensors else "config.json"
+    yield (
+        f"model    {model.architecture}, {model.parameters:,} parameters as"
+        f" {report.demand.dtype} (from {source})"
+    )
+    yield f"device   {report.device.name}, {gib(found.memory)} GiB"
+    yield f"shards   {found.ranks}"
+    yield ""
+    yield f"{'on each device':<16}{'GiB':>8}"
+    yield f"{'weights':<16}{gib(found.weights):>8}"
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in found.reserve.items())
+    yield f"{'reserve':<16}{gib(found.reserved):>8}  {parts}"
+    if found.fits:
+        cache = f"{found.slots or 0:,} tokens of {found.slot_bytes / 1024:g} KiB"
+        yield f"{'KV cache':<16}{gib(found.kv_bytes):>8}  {cache}"
+        yield f"{'left':<16}{gib(found.free - found.kv_bytes):>8}"
+        yield ""
+        yield f"{'tokens':>16}{'sequences at once':>20}"
+        for length, count in report.sequences:
+            yield f"{length:>16,}{count:>20,}"
+    yield ""
+    yield from _verdict(report)
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    if report.obstacle is None:
+        yield "It fits."
+        return
+    yield f"It does not fit: {report.obstacle}."
+    if report.fewest is None:
+        yield "No number of shards does."
+    else:
+        yield f"The least that does is --num-shard {report.fewest}."
+
+
+def gib(size: int) -> str:
+    """Bytes in GiB."""
+    return f"{size / GIB:.2f}"
+
+
+def _usual_lengths(positions: int) -> list[int]:
+    return [length for length in _USUAL_LENGTHS if length <= positions] or [positions]

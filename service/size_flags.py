@@ -1,0 +1,129 @@
+"""`tokenpod size`: its flags, of which those that `serve` has too come from the settings model."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tokenpod.config import ServerSettings, SettingsError, load_settings
+from tokenpod.service.gpus import GIB, GPUS
+from tokenpod.service.model_store import ModelNotFound, resolve_model
+from tokenpod.service.serve_flags import setting_flag
+from tokenpod.service.size import Device, Report, SizeError, as_json, as_text, report
+
+SIZE_HELP = (
+    "Foretell whether a model fits a device, how large its KV cache is and how many sequences run"
+    " at once. Needs no GPU, and of the model no more than config.json. Exit status 1 if it does"
+    " not fit. Flags that serve has mean the same, and have its variables."
+)
+
+_PANEL = "Device"
+_NAMES = ", ".join(GPUS)
+
+#: Settings that decide how much memory a server takes.
+_SETTINGS = (
+    "model_id",
+    "revision",
+    "dtype",
+    "max_total_tokens",
+    "max_batch_size",
+    "max_batch_prefill_tokens",
+    "max_batch_total_tokens",
+    "memory_fraction",
+)
+
+_OWN: dict[str, Any] = {
+    "gpu": Annotated[str | None, typer.Option(help=f"One of {_NAMES}.", rich_help_panel=_PANEL)],
+    "memory_gib": Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=1 << 20,
+            metavar="GIB",
+            help="Memory of a GPU that is not in the list; with --cpu that of the container.",
+            rich_help_panel=_PANEL,
+        ),
+    ],
+    "cpu": Annotated[
+        bool | None, typer.Option("--cpu", help="Run on a CPU.", rich_help_panel=_PANEL)
+    ],
+    "num_shard": Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Devices that share the model. Default: the fewest that it fits.",
+            rich_help_panel=_PANEL,
+        ),
+    ],
+    "length": Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Count sequences of so many tokens. Repeatable.",
+        ),
+    ],
+    "json_output": Annotated[bool | None, typer.Option("--json", help="JSON; sizes are bytes.")],
+}
+
+
+def size_app() -> typer.Typer:
+    """An application of the one command `size`."""
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    app.command("size", help=SIZE_HELP)(_size_command())
+    return app
+
+
+def _size_command() -> Any:
+    def size(**given: Any) -> None:
+        own = {name: given.pop(name) for name in _OWN}
+        raise typer.Exit(_run(own, {name: v for name, v in given.items() if v is not None}))
+
+    shared = [setting_flag(name, ServerSettings.model_fields[name]) for name in _SETTINGS]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        *shared,
+        *(inspect.Parameter(n, keyword, default=None, annotation=k) for n, k in _OWN.items()),
+    ]
+    # Typer reads a command's options off its signature.
+    size.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    size.__annotations__ = {p.name: p.annotation for p in parameters}
+    return size
+
+
+def _run(own: dict[str, Any], flags: dict[str, object]) -> int:
+    device = _device(own["gpu"], own["memory_gib"], cpu=bool(own["cpu"]))
+    try:
+        settings = load_settings(**flags, device="cpu" if own["cpu"] else "cuda")
+        folder = resolve_model(settings.model_id, settings.revision)
+        found = _report(folder, settings, device, own)
+    except (SettingsError, ModelNotFound, SizeError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2 if isinstance(error, SettingsError) else 1
+    print(as_json(found) if own["json_output"] else as_text(found))
+    return 0 if found.found.fits else 1
+
+
+def _report(folder: Path, settings: ServerSettings, device: Device, own: dict[str, Any]) -> Report:
+    return report(folder, settings, device, num_shard=own["num_shard"], lengths=own["length"] or ())
+
+
+def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:
+    """What the operator names. Raises BadParameter unless that is one thing."""
+    if gpu is not None:
+        if cpu or memory_gib is not None:
+            raise typer.BadParameter("goes without --cpu and --memory-gib", param_hint="--gpu")
+        if gpu.lower() not in GPUS:
+            problem = f"is {gpu}: it must be one of {_NAMES}, or give --memory-gib"
+            raise typer.BadParameter(problem, param_hint="--gpu")
+        return Device(gpu.lower(), GPUS[gpu.lower()].memory)
+    if memory_gib is None:
+        problem = "or --gpu is needed: which device is it?"
+        raise typer.BadParameter(problem, param_hint="--memory-gib")
+    return Device("CPU" if cpu else "GPU", int(memory_gib * GIB))

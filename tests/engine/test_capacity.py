@@ -1,0 +1,170 @@
+"""What fits into a device's memory."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenpod.engine.capacity import (
+    GIB,
+    Capacity,
+    Demand,
+    Footprint,
+    capacity,
+    choose_slots,
+    fewest_ranks,
+)
+from tokenpod.engine.pool import KVPool
+
+#: Llama 3.1's 8B shape.
+MODEL = Footprint(
+    architecture="LlamaForCausalLM",
+    dtype="bfloat16",
+    from_tensors=False,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+    max_positions=131_072,
+    whole=525_602_816,
+    divided=7_236_222_976,
+    key_value=268_435_456,
+    divisible={"attention heads": 32, "intermediate features": 14_336},
+)
+
+
+def demand(**changes: object) -> Demand:
+    usual = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "max_batch_size": 512,
+        "max_batch_prefill_tokens": 4096,
+        "max_total_tokens": None,
+        "max_batch_total_tokens": None,
+        "memory_fraction": 0.9,
+    }
+    return Demand(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def h200(ranks: int = 1, **changes: object) -> Capacity:
+    return capacity(MODEL, demand(**changes), memory=int(139.8 * GIB), ranks=ranks)
+
+
+def test_slots_are_a_share_of_what_is_free():
+    asked = {"slot_bytes": 10, "wanted": None, "most_useful": 1000, "fraction": 0.5}
+    assert choose_slots(**asked, free=1000) == 50
+
+
+def test_there_are_no_more_slots_than_rows_can_use():
+    asked = {"slot_bytes": 10, "wanted": None, "most_useful": 7, "fraction": 0.5}
+    assert choose_slots(**asked, free=1000) == 7
+
+
+@pytest.mark.parametrize(("wanted", "slots"), [(50, 50), (51, None)])
+def test_slots_that_were_asked_for_fit_or_do_not(wanted: int, slots: int | None):
+    asked = {"slot_bytes": 10, "most_useful": 1000, "fraction": 0.5, "free": 1000}
+    assert choose_slots(**asked, wanted=wanted) == slots
+
+
+def test_the_forecast_for_an_8b_model_on_an_h200_is_what_was_measured():
+    # docs/performance.md: bf16, 512 rows, memory-fraction 0.9.
+    assert h200().slots == pytest.approx(897_272, rel=0.005)
+
+
+def test_a_slot_takes_what_the_pool_says():
+    pool = KVPool.bytes_per_slot(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    assert MODEL.slot_bytes(1, 2) == pool
+
+
+def test_ranks_divide_keys_and_values_no_further_than_heads():
+    assert [MODEL.slot_bytes(n, 2) for n in (1, 2, 8, 16, 32)] == [
+        *(131_072, 65_536),
+        *(16_384, 16_384, 16_384),
+    ]
+
+
+def test_ranks_divide_weights_but_for_what_each_needs_whole():
+    parts = [MODEL.weight_bytes(n, 2) for n in (1, 2, 4)]
+    assert parts[0] == 2 * MODEL.parameters
+    assert parts[1] == 2 * (MODEL.whole + (MODEL.divided + MODEL.key_value) // 2)
+    assert parts[0] > parts[1] > parts[2] > 2 * MODEL.whole
+
+
+def test_beyond_one_head_a_rank_its_key_weights_stay():
+    more = MODEL.weight_bytes(8, 2) - MODEL.weight_bytes(16, 2)
+    assert more == 2 * (MODEL.divided // 8 - MODEL.divided // 16)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [
+        (1, None),
+        (8, None),
+        (32, None),
+        (3, "it has 32 attention heads"),
+        (64, "it has 32 attention heads"),
+    ],
+)
+def test_ranks_must_divide_the_heads(ranks: int, why: str | None):
+    assert MODEL.obstacle(ranks) == why
+
+
+def test_ranks_must_divide_key_value_heads_or_be_divided_by_them():
+    import msgspec
+
+    odd = msgspec.structs.replace(MODEL, heads=24, kv_heads=6, divisible={"attention heads": 24})
+    assert odd.obstacle(4) == "it has 6 key/value heads"
+    assert [odd.obstacle(n) for n in (2, 3, 6, 12)] == [None] * 4
+
+
+def test_a_device_too_small_for_the_weights_does_not_fit():
+    found = capacity(MODEL, demand(), memory=16 * GIB, ranks=1)
+    assert found.free < 0
+    assert not found.fits
+
+
+def test_a_pool_too_small_for_the_longest_sequence_does_not_fit():
+    on_l4 = {"memory": int(22.03 * GIB), "ranks": 1}
+    assert capacity(MODEL, demand(), **on_l4).fits
+    assert not capacity(MODEL, demand(max_total_tokens=65_536), **on_l4).fits
+
+
+def test_a_pool_that_was_asked_for_and_does_not_fit_is_told():
+    assert h200(max_batch_total_tokens=800_000).slots == 800_000
+    too_many = h200(max_batch_total_tokens=1_000_000)
+    assert too_many.slots is None
+    assert not too_many.fits
+
+
+def test_the_fewest_ranks_fit_and_divide_the_model():
+    found = fewest_ranks(MODEL, demand(), memory=int(14.56 * GIB))
+    assert found is not None
+    assert found.ranks == 2
+    assert fewest_ranks(MODEL, demand(), memory=GIB) is None
+
+
+@given(
+    memory=st.integers(1, 400).map(lambda gib: gib * GIB),
+    rows=st.integers(1, 2048),
+    prompt=st.integers(1, 1 << 15),
+    ranks=st.sampled_from([1, 2, 4, 8, 16, 32]),
+    fraction=st.floats(0.01, 0.99),
+)
+def test_what_fits_never_takes_more_than_there_is(
+    memory: int, rows: int, prompt: int, ranks: int, fraction: float
+):
+    asked = demand(max_batch_size=rows, max_batch_prefill_tokens=prompt, memory_fraction=fraction)
+    found = capacity(MODEL, asked, memory=memory, ranks=ranks)
+    if found.fits:
+        assert found.weights + found.reserved + found.kv_bytes <= memory
+        assert found.slots <= rows * MODEL.max_positions
+
+
+@given(ranks=st.sampled_from([1, 2, 4, 8, 16]), memory=st.integers(1, 400))
+def test_twice_the_ranks_never_hold_less(ranks: int, memory: int):
+    one, two = (capacity(MODEL, demand(), memory=memory * GIB, ranks=n) for n in (ranks, 2 * ranks))
+    assert two.free >= one.free
+    assert two.fits or not one.fits

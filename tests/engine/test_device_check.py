@@ -1,0 +1,51 @@
+"""What can't be served on a GPU is refused in one line that names the numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenpod.engine.assemble import EngineError
+from tokenpod.engine.device_check import check_device, check_heads, problem_of
+
+
+def test_a_cpu_will_do():
+    check_device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_ampere_and_newer_will_do(capability):
+    assert problem_of("a GPU", capability) is None
+
+
+def test_an_old_gpu_is_named():
+    problem = problem_of("Tesla T4", (7, 5))
+    assert problem is not None
+    assert all(word in problem for word in ("Tesla T4", "7.5", "8.0", "--device cpu"))
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 1, 256), (12, 12, 80)])
+def test_heads_that_kernels_handle_pass(heads):
+    check_heads(*heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "named"), [((8, 8, 320), "320 features"), ((71, 1, 64), "71 query heads")]
+)
+def test_heads_that_they_do_not_are_named(heads, named):
+    with pytest.raises(EngineError, match=named):
+        check_heads(*heads)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_named():
+    with pytest.raises(EngineError, match="device is cuda, but"):
+        check_device(torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_a_gpu_too_many_is_named():
+    count = torch.cuda.device_count()
+    check_device(torch.device("cuda", count - 1))
+    with pytest.raises(EngineError, match=f"shows {count} GPU"):
+        check_device(torch.device("cuda", count))

@@ -1,0 +1,54 @@
+"""What a model takes, told from its configuration and from its tensors."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tokenpod.models.errors import ModelError
+from tokenpod.models.footprint import footprint_of
+
+
+@pytest.fixture
+def folder(golden: Callable, kind: str) -> Path:
+    return golden(kind).folder
+
+
+def test_parameters_are_those_of_the_loaded_model(folder: Path, load_folder: Callable):
+    assert footprint_of(folder).parameters == load_folder(folder).parameters_count
+
+
+def test_config_alone_tells_the_same(folder: Path, tmp_path: Path):
+    shutil.copy(folder / "config.json", tmp_path)
+    alone, whole = footprint_of(tmp_path), footprint_of(folder)
+    assert (alone.from_tensors, whole.from_tensors) == (False, True)
+    assert alone.parameters == whole.parameters
+    assert alone.divisible == whole.divisible
+
+
+def test_a_rank_alone_holds_all_weights(folder: Path, load_folder: Callable):
+    model = load_folder(folder, dtype=torch.bfloat16)
+    assert footprint_of(folder).weight_bytes(1, 2) == model.weight_bytes
+
+
+def test_a_head_that_is_not_there_is_the_embedding(golden: Callable, tmp_path: Path):
+    shutil.copytree(golden("llama").folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors.pop("lm_head.weight")
+    before = footprint_of(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert before.parameters - footprint_of(tmp_path).parameters == head.numel()
+
+
+def test_tensors_that_are_not_the_configs_are_refused(golden: Callable, tmp_path: Path):
+    shutil.copytree(golden("llama").folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 7}))
+    with pytest.raises(ModelError, match=r"has shape .*; config.json says \[7, "):
+        footprint_of(tmp_path)

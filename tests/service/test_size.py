@@ -1,0 +1,167 @@
+"""`tokenpod size`, as a process, and against what a real server comes to."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import serve
+
+from tokenpod.service.cli import main
+from tokenpod.service.gpus import GIB, GPUS
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+}
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An 8B model, of which there is only the configuration."""
+    folder = tmp_path_factory.mktemp("8b")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def size(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """What the command prints, run in this process; the model's size comes from another."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(["size", *map(str, arguments)])
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+
+
+def answer(*arguments: object, status: int = 0) -> dict:
+    done = size(*arguments, "--json")
+    assert done.returncode == status, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_demo_model_has_the_slots_and_parameters_that_the_server_reports():
+    flags = ["--max-batch-size", "16", "--max-batch-total-tokens", "5000"]
+    with serve("--device", "cpu", "--threads", "1", "--json-output", *flags) as server:
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        (told,) = [line for line in lines if "kv_slots" in line]
+    foretold = answer("--cpu", "--memory-gib", 4, *flags)
+    assert foretold["kv_slots"] == told["kv_slots"] == 5000
+    assert foretold["parameters"] == told["parameters"]
+    assert foretold["dtype"] == told["dtype"]
+
+
+def test_the_demo_model_has_as_many_slots_as_its_rows_can_use():
+    with serve("--device", "cpu", "--threads", "1", "--json-output") as server:
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        (told,) = [line for line in lines if "kv_slots" in line]
+    assert answer("--cpu", "--memory-gib", 16)["kv_slots"] == told["kv_slots"] == 64 * 2048
+
+
+def test_an_8b_model_on_an_h200_has_the_slots_that_were_measured(big: Path):
+    found = answer("--model-id", big, "--gpu", "h200")
+    assert found["kv_slots"] == pytest.approx(897_272, rel=0.005)
+    assert (found["num_shard"], found["dtype"], found["fits"]) == (1, "bfloat16", True)
+
+
+def test_without_a_number_the_fewest_shards_that_fit_are_taken(big: Path):
+    found = answer("--model-id", big, "--gpu", "t4")
+    assert (found["num_shard"], found["least_num_shard"]) == (2, 2)
+
+
+def test_what_does_not_fit_is_exit_status_1_and_says_what_would(big: Path):
+    done = size("--model-id", big, "--gpu", "t4", "--num-shard", 1)
+    assert done.returncode == 1
+    assert "It does not fit: weights and reserve need 18." in done.stdout
+    assert "GiB of 14.56." in done.stdout
+    assert done.stdout.endswith("The least that does is --num-shard 2.\n")
+
+
+def test_a_model_that_no_number_of_shards_fits(big: Path):
+    done = size("--model-id", big, "--memory-gib", 1)
+    assert done.returncode == 1
+    assert done.stdout.endswith("No number of shards does.\n")
+    assert answer("--model-id", big, "--memory-gib", 1, status=1)["least_num_shard"] is None
+
+
+def test_shards_that_cannot_divide_the_model_are_refused(big: Path):
+    done = size("--model-id", big, "--gpu", "h200", "--num-shard", 3)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: --num-shard is 3: it can't divide this model: it has 32 attention heads\n"
+    )
+
+
+def test_sequences_at_once_are_counted_for_the_lengths_that_were_asked_for(big: Path):
+    found = answer("--model-id", big, "--gpu", "h200", "--length", 1000, "--length", 100)
+    slots = found["kv_slots"]
+    assert found["sequences"] == [
+        {"tokens": 1000, "at_once": min(slots // 1000, 512)},
+        {"tokens": 100, "at_once": 512},
+    ]
+
+
+def test_people_get_a_table(big: Path):
+    done = size("--model-id", big, "--gpu", "h200", "--length", 8192)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0
+    assert lines[0] == (
+        "model    LlamaForCausalLM, 8,030,261,248 parameters as bfloat16 (from config.json)"
+    )
+    assert lines[1] == "device   h200, 139.80 GiB"
+    assert "weights            14.96" in lines
+    assert any(line.split() == ["8,192", "109"] for line in lines)
+    assert lines[-1] == "It fits."
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "told"),
+    [
+        (["--gpu", "h900"], 2, "is h900: it must be one of t4, l4,"),
+        (["--gpu", "h200", "--memory-gib", "4"], 2, "goes without --cpu and --memory-gib"),
+        ([], 2, "which device is it?"),
+        (["--gpu", "h200", "--max-total-tokens", "1"], 2, "--max-total-tokens is 1"),
+        (["--gpu", "h200", "--model-id", "/nowhere"], 1, "there is no such folder"),
+        (["--gpu", "h200", "--num-shard", "0"], 2, "--num-shard"),
+    ],
+)
+def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, told: str):
+    done = size(*flags)
+    assert done.returncode == status
+    assert told in done.stderr
+    assert all(line.startswith("error: ") for line in done.stderr.splitlines())
+
+
+def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"architectures": ["FalconForCausalLM"]}')
+    done = size("--gpu", "h200", "--model-id", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: config.json: architecture FalconForCausalLM is not")
+
+
+def test_the_command_itself_does_not_import_torch(big: Path):
+    code = (
+        "import sys; from tokenpod.service.cli import main;"
+        f"status = main(['size', '--gpu', 'h200', '--model-id', {str(big)!r}]);"
+        "sys.exit(status or ('torch' in sys.modules) * 9)"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=120)
+    assert done.returncode == 0
+
+
+def test_a_gpu_has_a_little_less_than_its_name_says():
+    said = {"t4": 16, "l4": 24, "a100-40": 40, "l40s": 48, "a100-80": 80, "h100": 80}
+    said |= {"h200": 141, "b200": 192}
+    assert set(GPUS) == set(said)
+    for name, gb in said.items():
+        assert 0.9 * gb < GPUS[name].memory / GIB < gb

@@ -99,6 +99,7 @@ def start_engine(options: EngineOptions, link: Face) -> tuple[EngineLoop, Ready]
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(assembled.kv_dtype).removeprefix("torch."),
         device_type=device.type,
         attention="contiguous" if device.type == "cpu" else "paged",
         window_size=config.sliding_window,

@@ -80,11 +80,12 @@ class Decoder:
         )
         residual = ops.embed(self._embedding, batch.t_token)
         for i, layer in enumerate(self._layers):
-            keys, values = pool.keys[i], pool.values[i]
+            keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
             q = ops.store_key_value(
-                layer.qkv(residual), rotation, layer.head_norm, keys, values, batch.t_slot
+                layer.qkv(residual), rotation, layer.head_norm, keys, values, batch.t_slot, scales
             )
-            layer.output(ops.attention(q, keys, values, plans[layer.window]), residual)
+            attended = ops.attention(q, keys, values, plans[layer.window], scales=scales)
+            layer.output(attended, residual)
             layer.feed_forward(residual)
         return ops.rms_norm(residual, self._norm, config.norm_epsilon)
 

@@ -167,6 +167,7 @@ class Server:
             max_total_tokens=settings.max_total_tokens,
             max_batch_total_tokens=settings.max_batch_total_tokens,
             memory_fraction=settings.memory_fraction,
+            kv_cache_dtype=settings.kv_cache_dtype,
             max_logit_edits=2 * settings.max_logit_bias,
         )
         engine = await EngineProcess.start(
@@ -337,6 +338,7 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "model_id": settings.model_id,
         "address": listener.address,
         "dtype": ready.dtype,
+        "kv_cache_dtype": ready.kv_cache_dtype,
         "device": ready.device_type,
         "front_ends": settings.resolved_front_ends,
         "parameters": ready.parameters,

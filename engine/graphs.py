@@ -87,7 +87,7 @@ class Graphs:
     def _capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory):
+        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
             logits = step()
         self.memory = self.memory or graph.pool()
 

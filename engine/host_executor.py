@@ -10,9 +10,11 @@ import torch
 
 from tokenpod.engine.batch import ForwardBatch, Run, append_slots
 from tokenpod.engine.executor import Model, StepResult
+from tokenpod.engine.group import Group
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
-from tokenpod.engine.sampler import Sampler, prompt_logprobs
+from tokenpod.engine.sampler import prompt_logprobs
+from tokenpod.engine.shared_sampler import host_sampler
 
 #: A CPU reads runs.
 _NO_TABLE = torch.zeros((0, 0), dtype=torch.int32)
@@ -37,12 +39,21 @@ class HostExecutor:
         pool: keys and values; slots are given by the plans.
         rows: sequences that can be live at once.
         vocab_size: width of the logits.
+        group: the ranks that the model is divided among, if it is.
     """
 
-    def __init__(self, model: Model, pool: KVPool, *, rows: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        *,
+        rows: int,
+        vocab_size: int,
+        group: Group | None = None,
+    ) -> None:
         self._model = model
         self._pool = pool
-        self._sampler = Sampler(rows=rows, vocab_size=vocab_size, device=torch.device("cpu"))
+        self._sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
         self._last_token = torch.zeros(rows, dtype=torch.int64)
         #: Where each row's keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]

@@ -27,6 +27,15 @@ AddLinear = Callable[[torch.Tensor, torch.Tensor], None]
 #: A block of a layer: reads the residual stream [T, hidden], norms it, adds its result in place.
 AddBlock = Callable[[torch.Tensor], None]
 
+
+class AddExperts(Protocol):
+    """A sparse feed-forward block: reads the residual stream, norms it, adds its result."""
+
+    def __call__(self, residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        """Residual [T, hidden]; the result is added in place to it, or to `into` instead."""
+        ...
+
+
 #: What `Operations.plan_attention` found out about a step; each implementation has its own.
 AttentionPlan = Any
 
@@ -274,7 +283,7 @@ class PrepareExperts(Protocol):
         norm: RowNorm,
         activation: Activation,
         routing: Routing,
-    ) -> AddBlock:
+    ) -> AddExperts:
         """A function computing residual += Σ p_e · down_e · (activation(gate_e · x) · (up_e · x)).
 
         x is norm(residual), the sum is over the experts that a token chose, p are their weights. A

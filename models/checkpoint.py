@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
+from tokenpod.models.share import WHOLE, Share
 from tokenpod.models.weights import Source, Split, Weight
 
 SINGLE = "model.safetensors"
@@ -65,33 +66,30 @@ class Checkpoint:
         """Of all tensors."""
         return set(self._where)
 
-    def stored_bytes(self, name: str) -> int:
-        """Bytes of a tensor in its file; ModelError if its numbers are of a kind not served."""
-        part = self._slice(name)
-        kind: str = part.get_dtype()
+    def number_bytes(self, name: str) -> int:
+        """Bytes of each number of a tensor; ModelError if they are of a kind not served."""
+        kind: str = self._slice(name).get_dtype()
         if kind not in STORED:
             raise ModelError(
                 f"{self._name_of_file[name]}: {name} holds {kind} numbers "
                 f"(supported: {', '.join(STORED)})"
             )
-        numbers: int = math.prod(part.get_shape())
-        return STORED[kind] * numbers
+        return STORED[kind]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor."""
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str, split: Split, rank: int, world: int) -> torch.Tensor:
-        """A rank's part of a tensor, as stored. The split axis must divide evenly."""
-        part = self._slice(name)
-        axis = split.value
-        if world == 1 or axis is None:
-            return self._checked(name, part[:])
-        length = part.get_shape()[axis]
-        if length % world:
-            raise ModelError(f"{name}: {length} features can't be divided among {world} ranks")
-        share = slice(rank * length // world, (rank + 1) * length // world)
-        return self._checked(name, part[share] if axis == 0 else part[:, share])
+    def read(self, name: str, axis: int | None = None, part: range = range(0)) -> torch.Tensor:
+        """A tensor as stored: all of it, or features `part` along `axis`, 0 or 1."""
+        stored = self._slice(name)
+        if axis is None:
+            return self._checked(name, stored[:])
+        if not part:  # the library refuses to read nothing
+            shape = [0 if i == axis else length for i, length in enumerate(stored.get_shape())]
+            return torch.empty(shape)
+        span = slice(part.start, part.stop)
+        return self._checked(name, stored[span] if axis == 0 else stored[:, span])
 
     def _open(self, path: Path) -> None:
         try:
@@ -167,45 +165,66 @@ def _some(names: set[str]) -> str:
 def read_weights(
     checkpoint: Checkpoint,
     weights: list[Weight],
+    config: DecoderConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
-    rank: int = 0,
-    world: int = 1,
+    share: Share = WHOLE,
 ) -> dict[str, torch.Tensor]:
     """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
 
-    `progress` hears of bytes read from the files so far, and in all.
+    Of what ranks divide only this rank's share is read. `config` is the whole model's. `progress`
+    hears of bytes read from the files so far, and in all.
     """
-    sizes = [
-        sum(checkpoint.stored_bytes(source.name) for source in weight.sources) for weight in weights
-    ]
+    sizes = [_stored_bytes(checkpoint, weight, config, share) for weight in weights]
     total, done = sum(sizes), 0
     progress(done, total)
     loaded: dict[str, torch.Tensor] = {}
     for weight, size in zip(weights, sizes, strict=True):
-        loaded[weight.name] = _read(checkpoint, weight, dtype, device, rank, world)
+        loaded[weight.name] = _read(checkpoint, weight, config, share, dtype, device)
         done += size
         progress(done, total)
     return loaded
 
 
+def _stored_bytes(
+    checkpoint: Checkpoint, weight: Weight, config: DecoderConfig, share: Share
+) -> int:
+    """Bytes of a rank's share of a weight in the files."""
+    return sum(
+        checkpoint.number_bytes(source.name) * math.prod(share.shape(source, weight.split, config))
+        for source in weight.sources
+    )
+
+
 def _read(
     checkpoint: Checkpoint,
     weight: Weight,
+    config: DecoderConfig,
+    share: Share,
     dtype: torch.dtype,
     device: torch.device,
-    rank: int,
-    world: int,
 ) -> torch.Tensor:
     """A weight's sources, stacked along their output features; one stack an expert."""
-    parts = [checkpoint.read(source.name, weight.split, rank, world) for source in weight.sources]
-    rows = sum(len(part) for part in parts)
+    shapes = [share.shape(source, weight.split, config) for source in weight.sources]
+    rows = sum(shape[0] for shape in shapes)
     # A copy even if nothing changes: what was read is backed by the file.
-    merged = torch.empty((rows, *parts[0].shape[1:]), dtype=dtype, device=device)
+    merged = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
     start = 0
-    for part in parts:
+    for source, shape in zip(weight.sources, shapes, strict=True):
+        part = _read_share(checkpoint, source, weight.split, config, share)
+        end = start + shape[0]
         merged[start : start + len(part)].copy_(part)
-        start += len(part)
+        merged[start + len(part) : end].zero_()  # beyond the vocabulary's end
+        start = end
     return merged if weight.experts is None else merged.view(weight.experts, -1, merged.shape[1])
+
+
+def _read_share(
+    checkpoint: Checkpoint, source: Source, split: Split, config: DecoderConfig, share: Share
+) -> torch.Tensor:
+    axis = split.value
+    if axis is None or share.world == 1:
+        return checkpoint.read(source.name)
+    return checkpoint.read(source.name, axis, share.part(source.shape[axis], config))

@@ -42,7 +42,8 @@ class Decoder:
     """A model ready to run. It holds no state of sequences: that is all in the pool.
 
     `weights` maps the names of a family's weight table to tensors on one device, and is empty
-    afterwards: layers may hold them in another layout.
+    afterwards: layers may hold them in another layout. Of a model that ranks share, `config`,
+    `weights` and `ops` are one rank's.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [n, hidden] -> [n, vocabulary] in the model's dtype, an inference tensor."""
-        return self._head(hidden)
+        # Ranks that share a vocabulary may have a few rows beyond its end.
+        return self._head(hidden)[:, : self.config.vocab_size]
 
 
 def _layer(

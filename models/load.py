@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import torch
 
+from tokenpod.engine.group import Group
+from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.checkpoint import Checkpoint, Progress, check, read_weights
 from tokenpod.models.config import DecoderConfig
@@ -15,6 +18,7 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.memory import available_bytes
+from tokenpod.models.share import WHOLE, Share
 from tokenpod.models.weights import Weight, expand
 
 __all__ = ["ModelError", "load_model", "read_config"]
@@ -29,28 +33,53 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def load_model(
-    folder: Path, *, dtype: torch.dtype | None, device: torch.device, progress: Progress
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    progress: Progress,
+    share: Share = WHOLE,
+    group: Group | None = None,
 ) -> Decoder:
-    """Load a checkpoint; `dtype` None keeps the checkpoint's.
+    """Load a checkpoint, or one rank's share of it.
 
-    `progress` is called with bytes read so far and in all, first with 0. Raises ModelError with one
-    line for whatever is wrong with the folder, and if the weights don't fit into memory.
+    Args:
+        folder: with config.json and safetensors.
+        dtype: None keeps the checkpoint's.
+        device: where the weights go.
+        progress: called with bytes read so far and in all, first with 0.
+        share: whose part to read.
+        group: the ranks of that share; None if it is all of the model.
+
+    Raises:
+        ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
+            model, and if the weights don't fit into memory.
     """
+    assert share == (Share(group.rank, group.world) if group else WHOLE)
     family, config = _read_config(folder)
+    share.check(config)
     with Checkpoint(folder) as checkpoint:
         if "lm_head.weight" not in checkpoint:
             config = dataclasses.replace(config, tied_head=True)
         weights = expand(family.weights(config), config.layers)
         check(checkpoint, weights, config)
         dtype = dtype or config.dtype or torch.float32
-        _check_memory(checkpoint, weights, dtype, device)
+        needed = _numbers(weights, config, share) * dtype.itemsize
+        _check_memory(needed, dtype, device, group.neighbours if group else 1)
         try:
             tensors = read_weights(
-                checkpoint, weights, dtype=dtype, device=device, progress=progress
+                checkpoint,
+                weights,
+                config,
+                dtype=dtype,
+                device=device,
+                progress=progress,
+                share=share,
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
-    return Decoder(config, tensors, operations_for(device, dtype))
+    ops = operations_for(device, dtype)
+    return Decoder(share.config(config), tensors, parallel(ops, group) if group else ops)
 
 
 def _read_config(folder: Path) -> tuple[Family, DecoderConfig]:
@@ -78,17 +107,22 @@ def _family(fields: Fields) -> Family:
     )
 
 
-def _check_memory(
-    checkpoint: Checkpoint, weights: list[Weight], dtype: torch.dtype, device: torch.device
-) -> None:
-    numbers = sum(
-        torch.Size(checkpoint.shape(source.name)).numel()
+def _numbers(weights: list[Weight], config: DecoderConfig, share: Share) -> int:
+    """How many numbers a rank's weights are."""
+    return sum(
+        math.prod(share.shape(source, weight.split, config))
         for weight in weights
         for source in weight.sources
     )
-    needed, available = numbers * dtype.itemsize, available_bytes(device)
-    if available is not None and needed > available:
+
+
+def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, neighbours: int) -> None:
+    """Raise ModelError if so many bytes don't fit; ranks of one host share a CPU's memory."""
+    available = available_bytes(device)
+    sharers = neighbours if device.type == "cpu" else 1
+    if available is not None and needed * sharers > available:
+        among = f" for each of {sharers} ranks" if sharers > 1 else ""
         raise ModelError(
-            f"the weights need {needed / 1e9:.2f} GB as {str(dtype).removeprefix('torch.')}; "
-            f"{available / 1e9:.2f} GB of memory are available"
+            f"the weights need {needed / 1e9:.2f} GB{among} as "
+            f"{str(dtype).removeprefix('torch.')}; {available / 1e9:.2f} GB of memory are available"
         )

@@ -32,7 +32,7 @@ class Split(Enum):
 
     #: None: every rank has all of it.
     WHOLE = None
-    #: The output features: each rank computes some.
+    #: The output features, or an embedding's tokens: each rank computes some.
     OUTPUT = 0
     #: The input features: ranks' results are summed.
     INPUT = 1

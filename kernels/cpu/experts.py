@@ -8,7 +8,7 @@ from torch.nn import functional
 from tokenpod.kernels.ops import (
     Activation,
     ActMul,
-    AddBlock,
+    AddExperts,
     ExpertWeights,
     PrepareExperts,
     PrepareLinear,
@@ -24,12 +24,12 @@ def experts_of(prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul
 
     def prepare(
         weights: ExpertWeights, norm: RowNorm, activation: Activation, routing: Routing
-    ) -> AddBlock:
+    ) -> AddExperts:
         router = weights.router.float()
         gate_ups = [prepare_linear(weight, None) for weight in weights.gate_up]
         downs = [prepare_linear(weight, None) for weight in weights.down]
 
-        def add_experts(residual: torch.Tensor) -> None:
+        def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
             x = rms_norm(residual, norm.weight, norm.epsilon)
             scale, chosen = choose(functional.linear(x.float(), router), routing)
             scale, chosen = scale.flatten(), chosen.flatten()
@@ -40,7 +40,8 @@ def experts_of(prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul
                 inner = act_mul(gate_ups[expert](x.index_select(0, token)), activation)
                 outer = downs[expert](inner).float()
                 total.index_add_(0, token, outer.mul_(scale[picks, None]))
-            residual += total
+            target = residual if into is None else into
+            target += total
 
         return add_experts
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.ops import Activation, AddBlock, ExpertWeights, Routing, RowNorm
+from tokenpod.kernels.ops import Activation, AddExperts, ExpertWeights, Routing, RowNorm
 from tokenpod.kernels.reference.pointwise import act_mul, rms_norm
 
 
@@ -37,11 +37,12 @@ def mixture(
 
 def prepare_experts(
     weights: ExpertWeights, norm: RowNorm, activation: Activation, routing: Routing
-) -> AddBlock:
+) -> AddExperts:
     """See `ops.PrepareExperts`."""
 
-    def add_experts(residual: torch.Tensor) -> None:
+    def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
         x = rms_norm(residual, norm.weight, norm.epsilon)
-        residual += mixture(x, weights, activation, routing)
+        target = residual if into is None else into
+        target += mixture(x, weights, activation, routing)
 
     return add_experts

@@ -27,16 +27,17 @@ SHORTEST_STEP = 256
 
 def add_for_one(
     residual: torch.Tensor,
+    into: torch.Tensor,
     weights: ExpertWeights,
     norm: RowNorm,
     activation: Activation,
     routing: Routing,
     tile: TokenTile,
 ) -> None:
-    """Residual [1, hidden] += the block's output."""
+    """Into [1, hidden] += the block's output for `residual`."""
     table = choose_for_one(residual, weights.router, norm, routing)
     inner = gate_up_for_one(residual, weights.gate_up, norm, activation, table, tile.gate_up)
-    down_for_one(inner, weights.down, table, residual, tile.down)
+    down_for_one(inner, weights.down, table, into, tile.down)
 
 
 def choose_for_one(

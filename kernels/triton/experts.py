@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from tokenpod.kernels.ops import Activation, AddBlock, ExpertWeights, Routing, RowNorm
+from tokenpod.kernels.ops import Activation, AddExperts, ExpertWeights, Routing, RowNorm
 from tokenpod.kernels.triton.expert_products import (
     SUM_BLOCK,
     most_blocks,
@@ -38,7 +38,7 @@ def prepare_experts(
     activation: Activation,
     routing: Routing,
     tiles: Table | None = None,
-) -> AddBlock:
+) -> AddExperts:
     """See `ops.PrepareExperts`; `tiles` None means those of expert_tiles."""
     for name, weight in weights._asdict().items():
         if not weight.is_contiguous():
@@ -46,24 +46,26 @@ def prepare_experts(
     router = weights.router
     table = tiles or table_for(router.element_size(), capability(router.device))
 
-    def add_experts(residual: torch.Tensor) -> None:
+    def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
+        into = residual if into is None else into
         if len(residual) == 1:
-            add_for_one(residual, weights, norm, activation, routing, TOKEN_TILE)
+            add_for_one(residual, into, weights, norm, activation, routing, TOKEN_TILE)
         else:
-            add_for_many(residual, weights, norm, activation, routing, table)
+            add_for_many(residual, into, weights, norm, activation, routing, table)
 
     return add_experts
 
 
 def add_for_many(
     residual: torch.Tensor,
+    into: torch.Tensor,
     weights: ExpertWeights,
     norm: RowNorm,
     activation: Activation,
     routing: Routing,
     tiles: Table,
 ) -> None:
-    """Residual [T, hidden] += the block's output, on the matrix unit."""
+    """Into [T, hidden] += the block's output for `residual`, on the matrix unit."""
     x = rms_norm(residual, norm.weight, norm.epsilon)
     assignments = assign(x, weights.router, routing)
     count = assignments.order.numel()
@@ -73,7 +75,7 @@ def add_for_many(
     multiply(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation)
     outer = torch.empty((count, hidden), dtype=x.dtype, device=x.device)
     multiply(inner, weights.down, outer, assignments, tile.block_t, tile.down, None)
-    _add_sum(outer, assignments.scale, residual)
+    _add_sum(outer, assignments.scale, into)
 
 
 def multiply(

@@ -137,7 +137,11 @@ _ATTENTION = "model.layers.{i}.self_attn"
 _MLP = "model.layers.{i}.mlp"
 
 _OUTER = (
-    Weight("embedding", (Source("model.embed_tokens.weight", (Dim.VOCABULARY, Dim.HIDDEN)),)),
+    Weight(
+        "embedding",
+        (Source("model.embed_tokens.weight", (Dim.VOCABULARY, Dim.HIDDEN)),),
+        Split.OUTPUT,
+    ),
     Weight("norm", (Source("model.norm.weight", (Dim.HIDDEN,)),)),
 )
 _HEAD = (Weight("head", (Source("lm_head.weight", (Dim.VOCABULARY, Dim.HIDDEN)),), Split.OUTPUT),)

@@ -146,7 +146,7 @@ def test_serving_allocates_nothing_over_100_000_steps():
 
 
 def test_the_worst_that_is_legal_fits():
-    """Every row with as much KV as there is, all of it scored, tops and cuts over the vocabulary."""
+    """As much KV as there is, all of it scored, tops and cuts over a large vocabulary."""
     rows, positions = 256, 8192
 
     def request(number):

@@ -43,6 +43,11 @@ def rope(kind: str, **parameters: Any) -> dict[str, Any]:
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 4}),
     "llama-grouped-tied": ("Llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama-odd-vocabulary": ("Llama", {"vocab_size": VOCABULARY + 1}),
+    "llama-odd-vocabulary-tied": (
+        "Llama",
+        {"vocab_size": VOCABULARY + 1, "tie_word_embeddings": True},
+    ),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama-relu": ("Llama", {"hidden_act": "relu"}),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from tokenpod.models.checkpoint import Checkpoint, read_weights
-from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.load import read_config
+from tokenpod.models.share import Share
 from tokenpod.models.weights import Split, expand
 
 
@@ -21,11 +20,11 @@ def read(folder, rank=0, world=1, dtype=torch.float32):
         return weights, read_weights(
             checkpoint,
             weights,
+            config,
             dtype=dtype,
             device=torch.device("cpu"),
             progress=lambda done, total: None,
-            rank=rank,
-            world=world,
+            share=Share(rank, world),
         )
 
 
@@ -101,8 +100,3 @@ def test_the_parts_of_all_ranks_make_the_whole(golden):
         if weight.name.endswith(("qkv", "gate_up", "head")):
             joined = torch.cat([half for pair in zip(*halves, strict=True) for half in pair])
             assert torch.equal(joined, whole[weight.name])
-
-
-def test_features_that_do_not_divide_are_refused(golden):
-    with pytest.raises(ModelError, match="can't be divided among 7 ranks"):
-        read(golden("llama").folder, 0, 7)

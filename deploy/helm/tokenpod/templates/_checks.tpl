@@ -1,0 +1,102 @@
+{{/* What a schema can't say: values that are right one by one and wrong together. */}}
+
+{{- define "tokenpod.check" -}}
+{{- include "tokenpod.checkParallelism" . -}}
+{{- include "tokenpod.checkModel" . -}}
+{{- include "tokenpod.checkScaling" . -}}
+{{- include "tokenpod.checkSecurity" . -}}
+{{- include "tokenpod.checkFlags" . -}}
+{{- end }}
+
+{{- define "tokenpod.checkParallelism" -}}
+{{- with .Values.parallelism -}}
+{{- if mod (int .tensor) (int .pods) -}}
+{{- fail (printf "parallelism.tensor is %v and parallelism.pods is %v: every pod must get the same number of ranks" .tensor .pods) -}}
+{{- end -}}
+{{- if and (eq .mode "pod") (ne (int .pods) 1) -}}
+{{- fail (printf "parallelism.pods is %v with parallelism.mode pod: several pods need mode statefulset or lws" .pods) -}}
+{{- end -}}
+{{- if and (ne .mode "pod") (eq (int .pods) 1) -}}
+{{- fail (printf "parallelism.pods is 1 with parallelism.mode %s: one pod holds the whole model, so take mode pod" .mode) -}}
+{{- end -}}
+{{- end -}}
+{{- if hasKey (dig "limits" dict .Values.resources) .Values.gpu.resourceName -}}
+{{- fail (printf "resources.limits has %s: set gpu.enabled, then a pod gets one for each of its ranks" .Values.gpu.resourceName) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "tokenpod.checkModel" -}}
+{{- with .Values.model -}}
+{{- if eq .source "hf" -}}
+{{- fail "model.source is hf: nothing is downloaded at start yet. Put the model on a volume (pvc), or download it in an initContainer (volume)" -}}
+{{- end -}}
+{{- if and (eq .source "pvc") (not .existingClaim) -}}
+{{- fail "model.source is pvc: name the claim in model.existingClaim" -}}
+{{- end -}}
+{{- if and (eq .source "hostPath") (not .hostPath) -}}
+{{- fail "model.source is hostPath: name the node's folder in model.hostPath" -}}
+{{- end -}}
+{{- if and (eq .source "volume") (not .volume) -}}
+{{- fail "model.source is volume: describe it in model.volume, as in a pod" -}}
+{{- end -}}
+{{- if and (eq .source "oci") (not .image.reference) -}}
+{{- fail "model.source is oci: name the image in model.image.reference" -}}
+{{- end -}}
+{{- if and (eq .source "oci") (semverCompare "<1.31.0-0" $.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "model.source is oci: image volumes need Kubernetes 1.31, and this is %s" $.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
+{{- if and (eq .source "demo") (or .id .path) -}}
+{{- fail "model.source is demo: model.id and model.path belong to a volume, so set model.source too" -}}
+{{- end -}}
+{{- if and .revision (not .id) -}}
+{{- fail "model.revision is set: only a model of a Hugging Face cache (model.id) has revisions" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "tokenpod.checkScaling" -}}
+{{- with .Values.autoscaling -}}
+{{- if and .hpa.enabled .keda.enabled -}}
+{{- fail "autoscaling.hpa and autoscaling.keda are both enabled: two scalers would fight" -}}
+{{- end -}}
+{{- if or .hpa.enabled .keda.enabled -}}
+{{- if eq $.Values.parallelism.mode "statefulset" -}}
+{{- fail "autoscaling is enabled with parallelism.mode statefulset: the replicas of a StatefulSet are the ranks of one model, and another number can't run it. Use mode lws, where a replica is a whole group" -}}
+{{- end -}}
+{{- if gt (int .minReplicas) (int .maxReplicas) -}}
+{{- fail (printf "autoscaling.minReplicas is %v: it must be at most autoscaling.maxReplicas, which is %v" .minReplicas .maxReplicas) -}}
+{{- end -}}
+{{- end -}}
+{{- if and .hpa.enabled (not .hpa.metrics) -}}
+{{- fail "autoscaling.hpa.metrics is empty: say what to scale by; CPU says nothing about a GPU server" -}}
+{{- end -}}
+{{- if and .keda.enabled (not .keda.triggers) -}}
+{{- fail "autoscaling.keda.triggers is empty: say what to scale by" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "tokenpod.checkSecurity" -}}
+{{- with .Values -}}
+{{- if and .tls.mtls.enabled (not .tls.existingSecret) -}}
+{{- fail "tls.mtls is enabled: it needs the server's own certificate too, in tls.existingSecret" -}}
+{{- end -}}
+{{- if and .tls.shards.existingSecret (eq .parallelism.mode "pod") -}}
+{{- fail "tls.shards.existingSecret is set with parallelism.mode pod: the ranks of one pod need no certificates" -}}
+{{- end -}}
+{{- if and .tls.mtls.enabled .helmTest.enabled (not .helmTest.tlsSecret) -}}
+{{- fail "tls.mtls is enabled: name a client certificate for `helm test` in helmTest.tlsSecret, or set helmTest.enabled=false" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* Flags that something else in the chart depends on. */}}
+{{- define "tokenpod.checkFlags" -}}
+{{- $ours := list "--port" "--health-port" "--model-id" "--revision" "--num-shard" "--num-nodes" "--node-rank" "--master-addr" "--master-port" "--shard-port" "--lame-duck-seconds" "--graceful-termination-timeout" "--tls-cert" "--tls-key" "--tls-client-ca" "--shard-tls-cert" "--shard-tls-key" "--shard-tls-ca" "--auth-token-file" "--otlp-endpoint" "--otlp-service-name" "--otlp-sample-ratio" -}}
+{{- range .Values.extraArgs -}}
+{{- $name := splitList "=" . | first -}}
+{{- if has $name $ours -}}
+{{- fail (printf "extraArgs has %s: the chart sets it itself, from its own values" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}

@@ -1,0 +1,73 @@
+{{/* Names and labels. Every object's name begins with tokenpod.fullname. */}}
+
+{{- define "tokenpod.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end }}
+
+{{/* Short enough for what follows it: a group's number, a pod's, the controllers' own suffixes. */}}
+{{- define "tokenpod.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 42 | trimSuffix "-" -}}
+{{- else if contains (include "tokenpod.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 42 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "tokenpod.name" .) | trunc 42 | trimSuffix "-" -}}
+{{- end -}}
+{{- end }}
+
+{{/* What finds the pods of rank 0 to N of every group. */}}
+{{- define "tokenpod.selector" -}}
+app.kubernetes.io/name: {{ include "tokenpod.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: server
+{{- end }}
+
+{{/* For objects that are no pods of the server. */}}
+{{- define "tokenpod.labels" -}}
+app.kubernetes.io/name: {{ include "tokenpod.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") }}
+{{- end }}
+
+{{/* The label that numbers the pods of a group from 0, the leader. */}}
+{{- define "tokenpod.indexLabel" -}}
+{{- if eq .Values.parallelism.mode "lws" -}}
+leaderworkerset.sigs.k8s.io/worker-index
+{{- else -}}
+apps.kubernetes.io/pod-index
+{{- end -}}
+{{- end }}
+
+{{/* What finds the pods that clients may talk to: all, or the leaders. */}}
+{{- define "tokenpod.leaderSelector" -}}
+{{ include "tokenpod.selector" . }}
+{{- if ne .Values.parallelism.mode "pod" }}
+{{ include "tokenpod.indexLabel" . }}: "0"
+{{- end }}
+{{- end }}
+
+{{/* The headless Service of shards: the chart's, or the one that a LeaderWorkerSet brings along. */}}
+{{- define "tokenpod.headlessName" -}}
+{{ include "tokenpod.fullname" . }}-shards
+{{- end }}
+
+{{- define "tokenpod.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "tokenpod.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end }}
+
+{{- define "tokenpod.image" -}}
+{{- $image := .Values.image -}}
+{{- with $image.registry }}{{ . }}/{{ end -}}
+{{- $image.repository -}}
+{{- if $image.digest -}}
+@{{ $image.digest }}
+{{- else -}}
+:{{ default .Chart.AppVersion $image.tag }}
+{{- end -}}
+{{- end }}

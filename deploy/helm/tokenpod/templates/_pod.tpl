@@ -1,0 +1,182 @@
+{{/*
+The pod, the same in every mode. Call it with root and group, the number of the group of pods that
+compute together; labels holds further labels.
+*/}}
+{{- define "tokenpod.podTemplate" -}}
+{{- $root := .root -}}
+{{- $group := .group -}}
+{{- with .root.Values -}}
+metadata:
+  labels:
+    {{- include "tokenpod.selector" $root | nindent 4 }}
+    app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+    {{- with $.labels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with .podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  annotations:
+    kubectl.kubernetes.io/default-container: server
+    {{- with .podAnnotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+spec:
+  serviceAccountName: {{ include "tokenpod.serviceAccountName" $root }}
+  automountServiceAccountToken: false
+  # Their variables would carry our names: TOKENPOD_PORT is a URL for a Service called tokenpod.
+  enableServiceLinks: false
+  terminationGracePeriodSeconds: {{ include "tokenpod.gracePeriod" $root }}
+  securityContext:
+    {{- toYaml .podSecurityContext | nindent 4 }}
+  {{- with .imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with .runtimeClassName }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  {{- with .nodeSelector }}
+  nodeSelector:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .tolerations }}
+  tolerations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .affinity }}
+  affinity:
+    {{- tpl (toYaml .) $root | nindent 4 }}
+  {{- end }}
+  {{- with .topologySpreadConstraints }}
+  topologySpreadConstraints:
+    {{- tpl (toYaml .) $root | nindent 4 }}
+  {{- end }}
+  {{- if or .cache.copyFromImage .initContainers }}
+  initContainers:
+    {{- if .cache.copyFromImage }}
+    # The cache's volume lies over the image's own folder.
+    - name: kernels
+      image: {{ include "tokenpod.image" $root | quote }}
+      imagePullPolicy: {{ .image.pullPolicy }}
+      command: [cp, -R, /var/cache/tokenpod/., /cache]
+      resources: {requests: {cpu: 100m, memory: 64Mi}, limits: {memory: 64Mi}}
+      securityContext:
+        {{- toYaml .securityContext | nindent 8 }}
+      volumeMounts:
+        - {name: cache, mountPath: /cache}
+    {{- end }}
+    {{- with .initContainers }}
+    {{- tpl (toYaml .) $root | nindent 4 }}
+    {{- end }}
+  {{- end }}
+  containers:
+    - name: server
+      image: {{ include "tokenpod.image" $root | quote }}
+      imagePullPolicy: {{ .image.pullPolicy }}
+      command: [tokenpod, serve]
+      args:
+        {{- include "tokenpod.args" (dict "root" $root "group" $group) | nindent 8 }}
+      env:
+        {{- include "tokenpod.env" $root | nindent 8 }}
+      {{- with .extraEnvFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      ports:
+        - {name: grpc, containerPort: {{ .ports.grpc }}}
+        - {name: health, containerPort: {{ .ports.health }}}
+        {{- if gt (int .parallelism.pods) 1 }}
+        - {name: rendezvous, containerPort: {{ .ports.rendezvous }}}
+        - {name: plans, containerPort: {{ .ports.plans }}}
+        {{- end }}
+      {{- include "tokenpod.probes" $root | nindent 6 }}
+      {{- if include "tokenpod.hasSleepAction" $root }}
+      lifecycle:
+        preStop:
+          sleep:
+            seconds: {{ .drain.preStopSeconds }}
+      {{- end }}
+      resources:
+        {{- include "tokenpod.resources" $root | nindent 8 }}
+      securityContext:
+        {{- toYaml .securityContext | nindent 8 }}
+      volumeMounts:
+        {{- include "tokenpod.volumeMounts" $root | nindent 8 }}
+    {{- with .extraContainers }}
+    {{- tpl (toYaml .) $root | nindent 4 }}
+    {{- end }}
+  volumes:
+    {{- include "tokenpod.volumes" $root | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{/* Variables: who this pod is, and where libraries may write. Settings are arguments. */}}
+{{- define "tokenpod.env" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: NODE_NAME
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+{{- if gt (int .Values.parallelism.pods) 1 }}
+- name: POD_INDEX
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ include "tokenpod.indexLabel" . }}']"}}
+{{- end }}
+- name: HOME
+  value: /tmp
+- name: TRITON_CACHE_DIR
+  value: /var/cache/tokenpod/triton
+- name: NUMBA_CACHE_DIR
+  value: /var/cache/tokenpod/numba
+- name: HF_HUB_OFFLINE
+  value: "1"
+{{- if .Values.model.id }}
+- name: HF_HUB_CACHE
+  value: {{ include "tokenpod.modelPath" . }}
+{{- end }}
+{{- if .Values.telemetry.otlp.endpoint }}
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: k8s.pod.name=$(POD_NAME),k8s.namespace.name=$(POD_NAMESPACE),k8s.node.name=$(NODE_NAME)
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ tpl (toYaml .) $ }}
+{{- end }}
+{{- end }}
+
+{{/*
+Kubelet's own gRPC probes, on the port that is plaintext whatever the other one is. A pod gets
+a little more than the server's own start timeout: then it is the server that says what is wrong.
+*/}}
+{{- define "tokenpod.probes" -}}
+{{- $health := .Values.ports.health -}}
+{{- with .Values.probes -}}
+{{- $budget := default 600.0 $.Values.server.startTimeout -}}
+startupProbe:
+  grpc: {port: {{ $health }}, service: startup}
+  periodSeconds: {{ .startup.periodSeconds }}
+  timeoutSeconds: {{ .startup.timeoutSeconds }}
+  failureThreshold: {{ add 3 (ceil (divf $budget .startup.periodSeconds)) }}
+readinessProbe:
+  grpc: {port: {{ $health }}, service: readiness}
+  {{- toYaml .readiness | nindent 2 }}
+livenessProbe:
+  grpc: {port: {{ $health }}, service: liveness}
+  {{- toYaml .liveness | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* `resources` and the pod's GPUs: one a rank. */}}
+{{- define "tokenpod.resources" -}}
+{{- $resources := deepCopy .Values.resources -}}
+{{- if .Values.gpu.enabled -}}
+{{- $gpus := dict .Values.gpu.resourceName (include "tokenpod.ranksPerPod" .) -}}
+{{- $_ := set $resources "limits" (merge (dig "limits" dict $resources) $gpus) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end }}

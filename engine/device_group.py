@@ -1,0 +1,135 @@
+"""Collectives on GPUs, in the order of the current stream, so that graphs can hold them.
+
+Short messages go through the peers' memory where GPUs reach it: a decode step's sums take a few
+microseconds there, several times less than NCCL's. Long ones, and other hosts, are NCCL's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed import distributed_c10d as c10d
+
+from tokenpod.engine.errors import EngineError
+from tokenpod.engine.host_group import HostGroup
+from tokenpod.engine.rendezvous import one_line
+from tokenpod.kernels.triton.peers import BLOCK, Inboxes
+
+#: Bytes of the longest sum that goes through the peers' memory, by how many ranks there are: each
+#: sends all of it to every other one, twice the bytes (benchmarks/gpu_shards.py).
+LONGEST_SUM = {2: 2 << 20, 4: 1 << 20, 8: 1 << 19}
+#: Tokens that the leader can tell at once without NCCL.
+_MOST_TOLD = 4 * BLOCK
+
+
+class DeviceGroup:
+    """A `Group` whose tensors are on GPUs, one a rank.
+
+    Args:
+        host: the same ranks on the host.
+        store: where ranks have met.
+        device: of this rank.
+        timeout: seconds that connecting waits for the others.
+    """
+
+    def __init__(
+        self, host: HostGroup, store: c10d.Store, *, device: torch.device, timeout: float
+    ) -> None:
+        self._host = host
+        self.rank, self.world, self.neighbours = host.rank, host.world, host.neighbours
+        torch.cuda.set_device(device)
+        try:
+            distributed.init_process_group(
+                "nccl",
+                store=c10d.PrefixStore("device", store),
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(seconds=timeout),
+                device_id=torch.device("cuda", torch.cuda.current_device()),
+            )
+            distributed.all_reduce(torch.zeros(1, device=device))
+        except RuntimeError as error:
+            raise EngineError(f"rank {self.rank} can't use NCCL: {one_line(error)}") from None
+        self._memory: list[torch.Tensor] = []
+        self._sums = self._inboxes(self._longest_sum, device)
+        self._told = self._inboxes(_MOST_TOLD, device) if self._sums else None
+
+    @property
+    def reaches_peers(self) -> bool:
+        """Whether short messages go through the peers' memory."""
+        return self._told is not None
+
+    def sum(self, x: torch.Tensor) -> None:
+        """See `Group.sum`."""
+        if self._sums is not None and self._sums.fit(x):
+            self._sums.sum(x)
+        else:
+            distributed.all_reduce(x)
+
+    def add(self, share: torch.Tensor, residual: torch.Tensor) -> None:
+        """See `Group.add`."""
+        if self._sums is not None and self._sums.fit(share):
+            self._sums.add(share, residual)
+        else:
+            distributed.all_reduce(share)
+            residual += share
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Group.gather`."""
+        n, local = x.shape
+        parts = torch.empty((self.world, n, local), dtype=x.dtype, device=x.device)
+        distributed.all_gather_into_tensor(parts, x.contiguous())
+        return parts.transpose(0, 1).reshape(n, self.world * local)
+
+    def share(self, tokens: torch.Tensor) -> None:
+        """See `Group.share`."""
+        if self._told is not None and len(tokens) <= self._told.capacity:
+            self._told.tell(tokens)
+        else:
+            distributed.broadcast(tokens, 0)
+
+    def least(self, number: int) -> int:
+        """See `Group.least`."""
+        return self._host.least(number)
+
+    def close(self) -> None:
+        """See `Group.close`."""
+        distributed.destroy_process_group()
+        self._host.close()
+
+    @property
+    def _longest_sum(self) -> int:
+        """Words of 32 bits."""
+        return next((size // 4 for most, size in LONGEST_SUM.items() if self.world <= most), 0)
+
+    def _inboxes(self, capacity: int, device: torch.device) -> Inboxes | None:
+        """Inboxes in memory that all ranks reach; None, on all of them, where one does not."""
+        if self.least(int(self.neighbours == self.world and capacity > 0)) == 0:
+            return None
+        addresses: list[int] = []
+        try:
+            memory = symmetric_memory.empty(
+                Inboxes.words(self.world, capacity), dtype=torch.int64, device=device
+            )
+            everyone: Any = distributed.group.WORLD
+            handle: Any = symmetric_memory.rendezvous(memory, everyone)
+            memory.zero_()
+            torch.cuda.synchronize(device)
+            # A handle may be of a larger allocation, cut up in the same way on every rank.
+            offset = memory.data_ptr() - handle.buffer_ptrs[self.rank]
+            addresses = [address + offset for address in handle.buffer_ptrs]
+            self._memory.append(memory)
+        except (RuntimeError, AttributeError) as error:
+            warnings.warn(
+                f"rank {self.rank} does not reach its peers' memory: {one_line(error)}",
+                stacklevel=2,
+            )
+        # Nobody writes before all have zeroed theirs.
+        if self.least(len(addresses)) != self.world:
+            return None
+        return Inboxes.at(addresses, self.rank, capacity, device)

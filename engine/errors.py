@@ -1,0 +1,5 @@
+"""Why an engine cannot start or go on."""
+
+
+class EngineError(Exception):
+    """The engine cannot start, or lost its group; the text is one line for the operator."""

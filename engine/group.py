@@ -1,0 +1,95 @@
+"""Ranks that compute one model together, and what they say to each other.
+
+All ranks make the same calls in the same order, on tensors of the same shape. Nothing but tensors
+of numbers travels: no objects, no pickles.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tokenpod.engine.errors import EngineError
+from tokenpod.engine.rendezvous import meet
+
+
+class Group(Protocol):
+    """One rank's end of a group. Rank 0 leads: it alone plans and samples.
+
+    The collectives on tensors return when the device has them in its queue; a CPU has no queue. All
+    raise EngineError if a rank is lost.
+    """
+
+    @property
+    def rank(self) -> int:
+        """From 0."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """How many ranks."""
+        ...
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this host, this one included: they share its memory."""
+        ...
+
+    def sum(self, x: torch.Tensor) -> None:
+        """Every rank's x [T, hidden] becomes the sum of all, bit by bit the same."""
+        ...
+
+    def add(self, share: torch.Tensor, residual: torch.Tensor) -> None:
+        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `share`.
+
+        The result is bit by bit the same on all ranks. May change `share`.
+        """
+        ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """X [n, local] -> [n, world · local]: the ranks' columns, those of rank 0 first."""
+        ...
+
+    def share(self, tokens: torch.Tensor) -> None:
+        """Every rank's tokens [n] int64 become the leader's."""
+        ...
+
+    def least(self, number: int) -> int:
+        """The smallest of all ranks' numbers. Waits for all ranks, on the host."""
+        ...
+
+    def close(self) -> None:
+        """Leave. The others' next collective fails."""
+        ...
+
+
+def join_group(
+    rank: int, world: int, address: str, port: int, *, device: torch.device, timeout: float
+) -> Group:
+    """Meet the other ranks and connect to them.
+
+    Args:
+        rank: from 0; rank 0 listens.
+        world: how many ranks, at least 2.
+        address: where rank 0 is, a name or an IP address; if that is this host alone, rank 0
+            listens to this host alone.
+        port: where rank 0 listens.
+        device: what this rank computes on: the CPU, or a GPU that no other rank has.
+        timeout: seconds to wait for the others, here and in every collective on the host.
+
+    Raises:
+        EngineError: in one line, if the others don't come or don't fit.
+    """
+    if not 0 <= rank < world or world < 2:
+        raise EngineError(f"rank {rank} of {world}: a group has ranks 0 to world - 1, two or more")
+    store = meet(rank, world, address, port, timeout=timeout)
+    from tokenpod.engine.host_group import HostGroup
+
+    host = HostGroup(store, rank, world, toward=(address, port), timeout=timeout)
+    if device.type == "cpu":
+        return host
+    # Not on a CPU: it brings Triton with it.
+    from tokenpod.engine.device_group import DeviceGroup
+
+    return DeviceGroup(host, store, device=device, timeout=timeout)

@@ -1,0 +1,98 @@
+"""Operations of one rank among several: each computes its share, and a group joins the shares.
+
+Every rank has the whole residual stream, bit by bit the same. Products that read it yield this
+rank's heads or features. Products that end in it yield one summand a rank; the sum is made before
+it meets the residual stream, so that the stream is rounded as often as on a single rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tokenpod.engine.group import Group
+from tokenpod.kernels.ops import (
+    Activation,
+    AddExperts,
+    AddLinear,
+    Embed,
+    ExpertWeights,
+    Linear,
+    Operations,
+    PrepareAddLinear,
+    PrepareExperts,
+    PrepareLinear,
+    Routing,
+    RowNorm,
+)
+
+
+def parallel(ops: Operations, group: Group) -> Operations:
+    """The same operations for weights of which this rank has its share.
+
+    - `embed` and `prepare_linear` take this rank's block of a vocabulary: as many rows on every
+      rank, those of rank 0 first. They yield what the whole table yields.
+    - `prepare_add_linear` and `prepare_experts` take this rank's input features, and every bias
+      whole.
+    """
+    return replace(
+        ops,
+        embed=_embed(ops.embed, group),
+        prepare_linear=_prepare_gathered(ops.prepare_linear, group),
+        prepare_add_linear=_prepare_added(ops.prepare_linear, group),
+        prepare_experts=_prepare_experts(ops.prepare_experts, group),
+    )
+
+
+def _embed(embed: Embed, group: Group) -> Embed:
+    def embed_share(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+        row = t_token - group.rank * len(table)
+        elsewhere = (row < 0) | (row >= len(table))
+        x = embed(table, row.masked_fill_(elsewhere, 0))
+        x.masked_fill_(elsewhere[:, None], 0)
+        group.sum(x)
+        return x
+
+    return embed_share
+
+
+def _prepare_gathered(prepare_linear: PrepareLinear, group: Group) -> PrepareLinear:
+    def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        product = prepare_linear(weight, bias)
+
+        def gathered_product(x: torch.Tensor) -> torch.Tensor:
+            return group.gather(product(x))
+
+        return gathered_product
+
+    return prepare
+
+
+def _prepare_added(prepare_linear: PrepareLinear, group: Group) -> PrepareAddLinear:
+    def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
+        # A bias is added once.
+        product = prepare_linear(weight, bias if group.rank == 0 else None)
+
+        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+            group.add(product(x), residual)
+
+        return add_product
+
+    return prepare
+
+
+def _prepare_experts(prepare_experts: PrepareExperts, group: Group) -> PrepareExperts:
+    def prepare(
+        weights: ExpertWeights, norm: RowNorm, activation: Activation, routing: Routing
+    ) -> AddExperts:
+        block = prepare_experts(weights, norm, activation, routing)
+
+        def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
+            share = torch.zeros_like(residual)
+            block(residual, share)
+            group.add(share, residual if into is None else into)
+
+        return add_experts
+
+    return prepare

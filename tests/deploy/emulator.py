@@ -1,0 +1,138 @@
+"""Controllers: the pods that a rendered release asks for, and how they are replaced one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.helm import NAMESPACE, Object, Rendered
+from deploy.kubelet import Pod
+from deploy.sandbox import Place, Sandbox
+
+
+@dataclass
+class Namespace:
+    """Where one release runs. Make it with `running`."""
+
+    rendered: Rendered
+    folder: Path
+    claims: Path
+    pods: list[Pod] = field(default_factory=list)
+    #: Pods that have ended.
+    gone: list[Pod] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def place(self) -> Place:
+        """What its pods find around them."""
+        return Place(self.folder / "pods", self.claims, self.folder / "secrets", self.names)
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def running(
+        cls, rendered: Rendered, folder: Path, claims: Path
+    ) -> AsyncIterator[Namespace]:
+        """All pods started, not yet ready; no process is left in the end."""
+        here = cls(rendered, folder, claims)
+        try:
+            for each in rendered.all("Deployment"):
+                for _ in range(each["spec"]["replicas"]):
+                    here._create(each)
+            for each in rendered.all("StatefulSet"):
+                for ordinal in range(each["spec"]["replicas"]):
+                    here._name(each, ordinal)
+                for ordinal in range(each["spec"]["replicas"]):
+                    here._create(each, ordinal)
+            yield here
+        finally:
+            await asyncio.gather(*(pod.remove() for pod in here.pods))
+
+    async def until_ready(self) -> None:
+        """All pods."""
+        await asyncio.gather(*(pod.until_ready() for pod in self.pods))
+
+    async def roll(self) -> None:
+        """Replace every pod, as after a change of the template."""
+        for each in self.rendered.all("Deployment"):
+            await self._roll_deployment(each)
+        for each in self.rendered.all("StatefulSet"):
+            await self._roll_stateful_set(each)
+
+    async def test(self) -> tuple[int, str]:
+        """Run the release's test hook: exit status and output."""
+        (pod,) = self.rendered.hooks
+        (container,) = pod["spec"]["containers"]
+        name, labels = pod["metadata"]["name"], pod["metadata"]["labels"]
+        sandbox = Sandbox(self.place, name, "127.0.0.1", labels, pod["spec"])
+        command, env, folder = sandbox.invocation(container)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=env,
+            cwd=folder,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, output.decode()
+
+    async def _roll_deployment(self, deployment: Object) -> None:
+        rolling = deployment["spec"]["strategy"]["rollingUpdate"]
+        old = list(self.pods)
+        new: list[Pod] = []
+        replicas = len(old)
+        while old or len(new) < replicas:
+            while len(new) < replicas and len(old) + len(new) < replicas + rolling["maxSurge"]:
+                new.append(self._create(deployment))
+            available = len(old) + sum(pod.ready for pod in new)
+            if old and available > replicas - rolling["maxUnavailable"]:
+                await self._end(old.pop(0))
+            else:
+                await asyncio.gather(*(pod.until_ready() for pod in new))
+        await asyncio.gather(*(pod.until_ready() for pod in new))
+
+    async def _roll_stateful_set(self, stateful_set: Object) -> None:
+        """From the highest ordinal down, each only once the one before is ready."""
+        for ordinal in reversed(range(stateful_set["spec"]["replicas"])):
+            name = f"{stateful_set['metadata']['name']}-{ordinal}"
+            (old,) = [pod for pod in self.pods if pod.name == name]
+            await self._end(old)
+            await self._create(stateful_set, ordinal).until_ready()
+
+    async def _end(self, pod: Pod) -> None:
+        await pod.delete()
+        self.pods.remove(pod)
+        self.gone.append(pod)
+
+    def _create(self, controller: Object, ordinal: int | None = None) -> Pod:
+        name = controller["metadata"]["name"]
+        if ordinal is None:
+            number = next(self._numbers)
+            name, address = f"{name}-{number}", _address(number)
+        else:
+            name = f"{name}-{ordinal}"
+            address = self.names[name]
+        template = controller["spec"]["template"]
+        pod = Pod(name, address, template, self.place, index=str(ordinal or 0))
+        self.pods.append(pod)
+        pod.start()
+        return pod
+
+    def _name(self, stateful_set: Object, ordinal: int) -> None:
+        """Give a pod its names in DNS. It keeps its address too, which a real one would not."""
+        pod = f"{stateful_set['metadata']['name']}-{ordinal}"
+        address = _address(next(self._numbers))
+        domain = f"{stateful_set['spec']['serviceName']}.{NAMESPACE}.svc"
+        self.names |= {pod: address, f"{pod}.{domain}": address}
+
+
+def _address(number: int) -> str:
+    """An address of this machine that no other test process uses."""
+    process = os.getpid()
+    return f"127.{100 + process // 250 % 100}.{1 + process % 250}.{number}"

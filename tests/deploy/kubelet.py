@@ -1,0 +1,179 @@
+"""A pod as a node runs it: its process started, probed, restarted, and ended in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from deploy.helm import Object
+from deploy.manifests import container_of, probes
+from deploy.sandbox import Place, Sandbox
+
+_RESTART_SECONDS = 0.5
+
+
+@dataclass(eq=False)
+class Pod:
+    """A pod from its creation to its end: `start` begins its life, `delete` ends it.
+
+    Args:
+        index: its number, if it has one.
+    """
+
+    name: str
+    address: str
+    template: Object
+    place: Place
+    index: str = "0"
+    ready: bool = False
+    deleted: bool = False
+    #: Exit statuses of its container, one a run.
+    exits: list[int] = field(default_factory=list)
+    #: Whether SIGKILL was needed, and whether processes were left when the first one had ended.
+    killed: bool = False
+    orphans: bool = False
+    _process: asyncio.subprocess.Process | None = None
+    _life: asyncio.Task[None] | None = None
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The template's, and what a controller adds."""
+        return {**self.template["metadata"]["labels"], "apps.kubernetes.io/pod-index": self.index}
+
+    def start(self) -> None:
+        """Schedule it."""
+        self._life = asyncio.create_task(self._live())
+
+    async def until_ready(self, seconds: float = 90.0) -> None:
+        """Raises AssertionError if it does not become so."""
+        deadline = time.monotonic() + seconds
+        while not self.ready:
+            assert time.monotonic() < deadline, f"{self.name} is not ready:\n{self._written()}"
+            await asyncio.sleep(0.05)
+
+    async def delete(self) -> None:
+        """End it as kubelet does: preStop, SIGTERM, and SIGKILL when the grace is over."""
+        assert self._process is not None
+        assert self._life is not None
+        end = time.monotonic() + self.template["spec"]["terminationGracePeriodSeconds"]
+        self.deleted = True
+        hook = container_of(self.template).get("lifecycle", {}).get("preStop", {})
+        await asyncio.sleep(hook.get("sleep", {}).get("seconds", 0))
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        ended, _ = await asyncio.wait({self._life}, timeout=end - time.monotonic())
+        if not ended:
+            await self.remove()
+
+    async def remove(self) -> None:
+        """End it at once."""
+        self.deleted = True
+        self._kill()
+        if self._life is not None:
+            await self._life
+
+    async def _live(self) -> None:
+        """Run the container, and again whenever it ends before the pod is deleted."""
+        while not self.deleted:
+            self._process = await self._spawn()
+            probing = asyncio.create_task(self._probe())
+            self.exits.append(await self._process.wait())
+            probing.cancel()
+            self.ready = False
+            self.orphans |= not self.killed and _alive(self._process.pid)
+            # A container ends with its first process, and so does whatever that left behind.
+            _kill(self._process.pid)
+            if not self.deleted:
+                await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        spec = self.template["spec"]
+        sandbox = Sandbox(self.place, self.name, self.address, self.labels, spec)
+        command, env, folder = sandbox.invocation(container_of(self.template))
+        with sandbox.log.open("a") as output:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                env=env,
+                cwd=folder,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self.killed = True
+            _kill(self._process.pid)
+
+    def _written(self) -> str:
+        log = self.place.scratch / self.name / "log"
+        return log.read_text()[-4000:] if log.exists() else ""
+
+    # -- Probes ----------------------------------------------------------------------------------
+
+    async def _probe(self) -> None:
+        """Startup first; then readiness and liveness, each at its own pace."""
+        asked = probes(self.template)
+        if not await self._until(True, asked["startup"]):
+            return self._kill()
+        await asyncio.gather(self._watch_readiness(asked["readiness"]), self._watch_life(asked))
+        return None
+
+    async def _watch_readiness(self, probe: Object) -> None:
+        while True:
+            self.ready = await self._until(not self.ready, probe) != self.ready
+
+    async def _watch_life(self, asked: dict[str, Object]) -> None:
+        await self._until(False, asked["liveness"])
+        # A pod that is to end is not asked any more.
+        if not self.deleted:
+            self._kill()
+
+    async def _until(self, wanted: bool, probe: Object) -> bool:
+        """Probe until it has `wanted` success or failure; False: it failed when it should not."""
+        failures = 0
+        while True:
+            if await self._asks(probe):
+                failures = 0
+                if wanted:
+                    return True
+            else:
+                failures += 1
+                if failures >= probe["failureThreshold"]:
+                    return not wanted
+            await asyncio.sleep(probe["periodSeconds"])
+
+    async def _asks(self, probe: Object) -> bool:
+        """One probe: a new connection, plaintext, one unary call."""
+        target = f"{self.address}:{probe['grpc']['port']}"
+        request = health_pb2.HealthCheckRequest(service=probe["grpc"]["service"])
+        async with grpc.aio.insecure_channel(target) as channel:
+            try:
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                answer = await stub.Check(request, timeout=probe["timeoutSeconds"])
+            except grpc.aio.AioRpcError:
+                return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _alive(group: int) -> bool:
+    """Whether any process of this group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,150 @@
+"""Wrong values are refused, with the value's name in what is said."""
+
+from __future__ import annotations
+
+import json
+
+import chart_schema
+import pytest
+import yaml
+
+from deploy.helm import CHART, Helm, Object, Refused
+from tokenpod.config import ServerSettings
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+STATEFUL = {"mode": "statefulset", "tensor": 4, "pods": 2}
+METRIC = {"type": "Resource"}
+
+
+def refused(helm: Helm, values: Object, kubernetes: str = "1.34") -> str:
+    with pytest.raises(Refused) as caught:
+        helm.install(values, kubernetes=kubernetes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"replicas": 2}, "replicas"),
+        ({"metrics": {"enabled": True}}, "metrics"),
+        ({"server": {"maxBatchSze": 2}}, "maxBatchSze"),
+        ({"server": {"maxBatchSize": 0}}, "maxBatchSize"),
+        ({"server": {"memoryFraction": 1}}, "memoryFraction"),
+        ({"server": {"dtype": "int3"}}, "dtype"),
+        ({"server": {"port": 1}}, "port"),
+        ({"replicaCount": -1}, "replicaCount"),
+        ({"replicaCount": "2"}, "replicaCount"),
+        ({"parallelism": {"mode": "ray"}}, "mode"),
+        ({"parallelism": {"tensor": 0}}, "tensor"),
+        ({"service": {"port": 70000}}, "port"),
+        ({"image": {"digest": "latest"}}, "digest"),
+        ({"resources": {"limits": {"memory": "much"}}}, "memory"),
+        ({"drain": {"timeoutSeconds": -1}}, "timeoutSeconds"),
+        ({"telemetry": {"otlp": {"endpoint": "collector:4317"}}}, "endpoint"),
+        ({"telemetry": {"otlp": {"sampleRatio": 2}}}, "sampleRatio"),
+        ({"model": {"path": "/absolute"}}, "path"),
+        ({"model": {"hostPath": "relative"}}, "hostPath"),
+        ({"model": {"source": "s3"}}, "source"),
+        ({"podDisruptionBudget": {"minAvailable": "half"}}, "minAvailable"),
+        ({"podLabels": {"a": 1}}, "podLabels"),
+    ],
+)
+def test_the_schema_names_the_value(helm: Helm, values: Object, named: str) -> None:
+    said = refused(helm, values)
+    assert "schema" in said
+    assert named in said
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"parallelism": {"tensor": 3, "mode": "lws", "pods": 2}}, "same number of ranks"),
+        ({"parallelism": {"tensor": 4, "pods": 2}}, "need mode statefulset or lws"),
+        ({"parallelism": {"mode": "statefulset", "tensor": 4}}, "take mode pod"),
+        ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "set gpu.enabled"),
+        ({"model": {"source": "hf", "id": "a/b"}}, "nothing is downloaded at start"),
+        ({"model": {"source": "pvc"}}, "model.existingClaim"),
+        ({"model": {"source": "hostPath"}}, "model.hostPath"),
+        ({"model": {"source": "oci"}}, "model.image.reference"),
+        ({"model": {"source": "volume"}}, "model.volume"),
+        ({"model": {"id": "a/b"}}, "model.source"),
+        ({"model": {"source": "pvc", "existingClaim": "x", "revision": "v"}}, "model.id"),
+        ({"tls": {"mtls": {"enabled": True}}}, "tls.existingSecret"),
+        (
+            {"tls": {"existingSecret": "t", "mtls": {"enabled": True}}},
+            "helmTest.tlsSecret",
+        ),
+        ({"tls": {"shards": {"existingSecret": "t"}}}, "with parallelism.mode pod"),
+        ({"extraArgs": ["--health-port=1"]}, "--health-port"),
+        ({"extraArgs": ["--num-shard", "2"]}, "--num-shard"),
+        ({"autoscaling": {"hpa": {"enabled": True}}}, "autoscaling.hpa.metrics"),
+        ({"autoscaling": {"keda": {"enabled": True}}}, "autoscaling.keda.triggers"),
+        (
+            {"autoscaling": {"hpa": {"enabled": True, "metrics": [METRIC]}, "minReplicas": 9}},
+            "at most autoscaling.maxReplicas, which is 4",
+        ),
+        (
+            {"autoscaling": {"hpa": {"enabled": True}, "keda": {"enabled": True}}},
+            "two scalers would fight",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_told(helm: Helm, values: Object, said: str) -> None:
+    assert said in refused(helm, values)
+
+
+@pytest.mark.parametrize("scaler", ["hpa", "keda"])
+def test_nothing_may_scale_the_ranks_of_a_model(helm: Helm, scaler: str) -> None:
+    scaling = {"hpa": {"enabled": scaler == "hpa"}, "keda": {"enabled": scaler == "keda"}}
+    said = refused(helm, {"parallelism": STATEFUL, "autoscaling": scaling})
+    assert "the ranks of one model" in said
+    assert "mode lws" in said
+
+
+def test_image_volumes_need_a_kubernetes_that_has_them(helm: Helm) -> None:
+    model = {"source": "oci", "image": {"reference": "r/m:1"}}
+    assert "1.31" in refused(helm, {"model": model}, kubernetes="1.30")
+
+
+def test_an_old_kubernetes_is_refused(helm: Helm) -> None:
+    assert "1.27" in refused(helm, {}, kubernetes="1.27")
+
+
+# -- Completeness --------------------------------------------------------------------------------
+
+
+def test_every_setting_of_the_server_is_a_value_or_follows_from_one() -> None:
+    reachable = set(SCHEMA["properties"]["server"]["properties"])
+    assert chart_schema.schema() == (CHART / "values.schema.json").read_text()
+    settings = set(ServerSettings.model_fields)
+    assert len(reachable) == len(settings - chart_schema.DERIVED)
+
+
+def test_every_setting_that_is_not_a_value_is_made_by_the_chart() -> None:
+    templates = (CHART / "templates" / "_args.tpl").read_text()
+    for name in chart_schema.DERIVED:
+        assert f"--{name.replace('_', '-')}" in templates
+
+
+def test_every_default_is_in_the_schema_and_every_name_of_the_schema_has_a_default() -> None:
+    def compare(defaults: Object, schema: Object, path: str) -> None:
+        known = schema.get("properties")
+        if known is None:
+            return
+        assert set(defaults) == set(known) - {"global", "claims"}, path
+        for name, value in defaults.items():
+            if isinstance(value, dict) and f"{path}.{name}" not in (".server", ".resources"):
+                compare(value, known[name], f"{path}.{name}")
+
+    compare(yaml.safe_load((CHART / "values.yaml").read_text()), SCHEMA, "")
+
+
+def test_every_part_of_the_schema_is_closed() -> None:
+    def closed(schema: object) -> None:
+        if isinstance(schema, dict):
+            if "properties" in schema:
+                assert schema.get("additionalProperties") is False
+            for part in schema.values():
+                closed(part)
+
+    closed(SCHEMA["properties"])

@@ -1,0 +1,113 @@
+"""A model divided among ranks says what it says whole: every family, over sockets, in processes."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+from harness import free_port
+from ranks import Job, Said
+
+from tokenpod.engine.types import EngineOptions, Request, SamplingParams, StoppingParams
+
+TOLERANCE = 1e-4
+
+#: Which kinds so many ranks share: every family, and whatever is divided in a way of its own. Each
+#: collective of four processes waits for a core, so these are few.
+SHARED = {
+    2: [
+        "llama",
+        "llama-biases",
+        "llama-odd-vocabulary",
+        "mistral-window",
+        "qwen2-window",
+        "qwen3",
+        "mixtral-window",
+        "qwen3-moe",
+    ],
+    4: [
+        "llama-grouped-tied",
+        "llama-wide-heads",
+        "llama-odd-vocabulary-tied",
+        "mistral",
+        "qwen2",
+        "qwen3-window",
+        "mixtral",
+        "qwen3-moe-some-dense",
+    ],
+}
+
+#: Rows and chunks are few, so that sequences wait, prompts are cut up and steps are mixed.
+OPTIONS = EngineOptions(
+    model_folder="",
+    dtype=None,
+    device="cpu",
+    threads=1,
+    max_batch_size=4,
+    max_batch_prefill_tokens=24,
+    max_total_tokens=80,
+)
+
+SAMPLED = SamplingParams(do_sample=True, temperature=1.2, top_k=30, seed=11)
+PENALISED = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4)
+
+
+def requests() -> list[Request]:
+    """Greedy, scored, with top tokens, sampled twice from a shared prefix, and penalised."""
+    prompts = [[(11 * i + j * j) % 96 for j in range(length)] for i, length in enumerate((29, 9))]
+    ends = StoppingParams(max_new_tokens=4)
+    return [
+        Request([1], prompts[0], SamplingParams(), ends, logprobs=True, prompt_logprobs=True),
+        Request([2], prompts[1], SamplingParams(), ends, logprobs=True, top_n_tokens=3),
+        Request([3, 4], prompts[1] + [5, 6], SAMPLED, ends, logprobs=True),
+        Request([5], prompts[1][:4], PENALISED, ends, logprobs=True),
+    ]
+
+
+@pytest.fixture(scope="session")
+def said(golden) -> dict[tuple[int, str], list[Said]]:
+    """What each rank said, by world and kind; the processes are shared by all kinds."""
+    groups = [
+        (world, free_port(), [str(golden(kind).folder) for kind in kinds])
+        for world, kinds in SHARED.items()
+    ]
+    jobs = [
+        Job(rank, [group for group in groups if rank < group[0]], requests(), OPTIONS)
+        for rank in range(max(SHARED))
+    ]
+    answers: dict[tuple[int, str], list[Said]] = {}
+    for job, by_world in zip(jobs, ranks.run(jobs), strict=True):
+        for (world, _, _), by_kind in zip(job.groups, by_world, strict=True):
+            for kind, answer in zip(SHARED[world], by_kind, strict=True):
+                answers.setdefault((world, kind), []).append(answer)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, kind) for world, kinds in SHARED.items() for kind in kinds]
+)
+def test_ranks_together_say_what_one_says(world, name, golden, said):
+    expected = ranks.answer(golden(name).folder, requests(), OPTIONS)
+    leader, *followers = said[world, name]
+    assert len(followers) == world - 1
+    assert leader.tokens == dict(expected.tokens)
+    assert leader.tops == dict(expected.tops)
+    assert leader.failures == expected.failures == []
+    for sequence, logprobs in expected.logprobs.items():
+        assert leader.logprobs[sequence] == pytest.approx(logprobs, abs=TOLERANCE)
+    assert leader.scored.keys() == expected.scored.keys() == {1}
+    assert leader.scored[1] == pytest.approx(expected.scored[1], abs=TOLERANCE)
+    for follower in followers:
+        assert follower.tokens == leader.tokens
+
+
+def test_each_rank_holds_its_share_of_the_weights(said, load_folder, golden):
+    """All is divided but norms, routers, and key/value heads that are fewer than ranks."""
+    for (world, kind), answers in said.items():
+        whole = load_folder(golden(kind).folder).weight_bytes
+        for answer in answers:
+            assert whole / world <= answer.weight_bytes < 1.25 * whole / world
+
+
+def test_ranks_have_as_many_slots_as_the_leader(said):
+    for answers in said.values():
+        assert len({answer.slots for answer in answers}) == 1

@@ -1,0 +1,120 @@
+"""Which part of a model is whose, and which models can't be divided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tokenpod.models.errors import ModelError
+from tokenpod.models.load import load_model, read_config
+from tokenpod.models.share import Share
+from tokenpod.models.weights import Dim
+
+SMALL_PARTS = {
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "hidden_size": 96,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture
+def config(golden):
+    """12 query heads of 8 in 4 groups, 112 features, 96 tokens."""
+    return read_config(golden("llama", **SMALL_PARTS).folder)
+
+
+def parts(dim, config, world):
+    return [Share(rank, world).part(dim, config) for rank in range(world)]
+
+
+def test_a_single_rank_has_all(config):
+    assert Share().config(config) == config
+    assert parts(Dim.QUERY, config, 1) == [range(96)]
+
+
+def test_heads_and_features_are_divided_evenly(config):
+    assert parts(Dim.QUERY, config, 2) == [range(48), range(48, 96)]
+    assert parts(Dim.KEY, config, 2) == [range(16), range(16, 32)]
+    assert parts(Dim.INTERMEDIATE, config, 2) == [range(56), range(56, 112)]
+    local = Share(1, 2).config(config)
+    assert (local.heads, local.kv_heads, local.intermediate_size) == (6, 2, 56)
+    assert local.vocab_size == config.vocab_size
+
+
+def test_ranks_have_the_key_head_that_their_query_heads_read(config):
+    few = replace(config, kv_heads=2)
+    assert parts(Dim.KEY, few, 4) == [range(8), range(8), range(8, 16), range(8, 16)]
+    assert Share(3, 4).config(few).kv_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "world", "lengths"),
+    [(96, 4, [24, 24, 24, 24]), (97, 4, [25, 25, 25, 22]), (9, 4, [3, 3, 3, 0])],
+)
+def test_a_vocabulary_is_cut_into_blocks_of_one_length(config, tokens, world, lengths):
+    config = replace(config, vocab_size=tokens)
+    cut = parts(Dim.VOCABULARY, config, world)
+    assert [len(part) for part in cut] == lengths
+    assert [token for part in cut for token in part] == list(range(tokens))
+    assert {Share(rank, world).length(Dim.VOCABULARY, config) for rank in range(world)} == {
+        lengths[0]
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "world", "message"),
+    [
+        ("llama", SMALL_PARTS, 5, "12 query heads can't be divided among 5 ranks"),
+        ("llama", {"intermediate_size": 54}, 4, "54 features of a feed-forward block can't be"),
+        ("qwen3-moe", {"moe_intermediate_size": 33}, 2, "33 features of an expert can't be"),
+        (
+            "llama",
+            {**SMALL_PARTS, "intermediate_size": 120},
+            6,
+            "4 key/value heads can't be divided among 6 ranks, nor 6 ranks among them",
+        ),
+    ],
+)
+def test_a_world_that_does_not_fit_is_refused_before_weights_are_read(
+    family, settings, world, message, golden
+):
+    folder = golden(family, **settings).folder
+    heard = []
+    with pytest.raises(ModelError, match=message) as caught:
+        load_model(
+            folder,
+            dtype=None,
+            device=torch.device("cpu"),
+            progress=lambda done, total: heard.append(done),
+            share=Share(0, world),
+            group=Alone(0, world),
+        )
+    assert "\n" not in str(caught.value)
+    assert heard == []
+
+
+def test_the_refusal_says_what_would_fit(golden):
+    config = read_config(golden("llama", **SMALL_PARTS).folder)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM here runs on 1, 2 or 4 ranks$"):
+        Share(0, 3).check(config)
+    with pytest.raises(ModelError, match=r"runs on 1 rank only$"):
+        Share(0, 2).check(replace(config, intermediate_size=113))
+
+
+def test_a_dense_width_that_no_layer_has_need_not_divide(golden):
+    config = read_config(golden("qwen3-moe", intermediate_size=113).folder)
+    Share(0, 4).check(config)
+    with pytest.raises(ModelError, match="113 features"):
+        Share(0, 4).check(replace(config, experts=None))
+
+
+class Alone:
+    """A group that nobody has joined yet."""
+
+    neighbours = 1
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world

@@ -1,0 +1,218 @@
+"""Ranks of a group as real processes: each runs an engine of its own over its share of a model.
+
+Every rank schedules by itself. That works because schedules depend on nothing but the requests and
+the tokens, and tokens are the leader's everywhere: a follower that heard others would soon ask for
+other steps, and its group would stand still.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tokenpod.engine.assemble import Assembled, assemble, make_pool
+from tokenpod.engine.group import Group, join_group
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.types import EngineOptions, Request, StepOutputs
+from tokenpod.kernels.ops import Operations
+from tokenpod.models import load as loading
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.load import load_model
+from tokenpod.models.share import Share
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+CPU = torch.device("cpu")
+TIMEOUT = 60.0
+
+
+class Said(msgspec.Struct):
+    """What a rank's engine said of the sequences, by id."""
+
+    slots: int = 0
+    weight_bytes: int = 0
+    tokens: dict[int, list[int]] = {}
+    logprobs: dict[int, list[float]] = {}
+    tops: dict[int, list[list[int]]] = {}
+    scored: dict[int, list[float]] = {}
+    failures: list[int] = []
+
+
+class Job(msgspec.Struct):
+    """What one rank does: in each of its groups, answer the requests with each of its models."""
+
+    rank: int
+    #: (world, port, folders of models) of groups to join, one after the other.
+    groups: list[tuple[int, int, list[str]]]
+    requests: list[Request]
+    options: EngineOptions
+    #: With the executor of GPUs, its kernels interpreted.
+    interpreted: bool = False
+
+
+class Recorder:
+    """The other end of an engine's link."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._inbox = list(requests)
+        self._left = {sequence for request in requests for sequence in request.sequence_ids}
+        self.said = Said(
+            tokens=defaultdict(list), logprobs=defaultdict(list), tops=defaultdict(list), scored={}
+        )
+
+    @property
+    def done(self) -> bool:
+        return not self._left
+
+    def receive(self, seconds: float | None) -> list[Request]:
+        del seconds
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def send(self, message: object) -> None:
+        assert isinstance(message, StepOutputs)
+        said = self.said
+        for i, sequence in enumerate(message.sequence_ids):
+            said.tokens[sequence].append(message.token_ids[i])
+            said.logprobs[sequence].append(message.logprobs[i])
+            if message.finishes[i]:
+                self._left.discard(sequence)
+        for top in message.tops:
+            said.tops[message.sequence_ids[top.at]].append(top.token_ids)
+        for started in message.started:
+            if started.prompt_logprobs:
+                said.scored[started.sequence_id] = started.prompt_logprobs
+        for failure in message.failures:
+            said.failures.append(failure.sequence_id)
+            self._left.discard(failure.sequence_id)
+
+
+def answer(
+    folder: Path,
+    requests: list[Request],
+    options: EngineOptions,
+    group: Group | None = None,
+    *,
+    interpreted: bool = False,
+) -> Said:
+    """One rank's engine, from loading to the last answer."""
+    if interpreted:
+        loading.operations_for = lambda device, dtype: interpreted_operations()
+    model = load_model(
+        folder,
+        dtype=None,
+        device=CPU,
+        progress=lambda done, total: None,
+        share=Share(group.rank, group.world) if group else Share(),
+        group=group,
+    )
+    positions = options.max_total_tokens
+    assert positions is not None
+    if interpreted:
+        ready = as_on_a_gpu(model, options, positions, group)
+    else:
+        ready = assemble(model, options, positions=positions, device=CPU, group=group)
+    limits = Limits(
+        slots=ready.slots,
+        max_rows=options.max_batch_size,
+        max_positions=positions,
+        prefill_tokens=options.max_batch_prefill_tokens,
+    )
+    link = Recorder(requests)
+    loop = EngineLoop(link, Scheduler(limits), ready.executor, overlap=ready.overlap)  # type: ignore[arg-type]
+    for _ in range(1000):
+        if link.done:
+            break
+        loop.turn()
+    link.said.slots = ready.slots
+    link.said.weight_bytes = model.weight_bytes
+    return link.said
+
+
+def interpreted_operations() -> Operations:
+    """A GPU's, but for products: interpreted, they take minutes, and have tests of their own."""
+    from tokenpod.kernels import reference, triton
+
+    products = reference.OPERATIONS
+    return replace(
+        triton.OPERATIONS,
+        prepare_linear=products.prepare_linear,
+        prepare_norm_linear=products.prepare_norm_linear,
+        prepare_add_linear=products.prepare_add_linear,
+    )
+
+
+def as_on_a_gpu(
+    model: Decoder, options: EngineOptions, positions: int, group: Group | None
+) -> Assembled:
+    """The executor of GPUs, its steps "captured", without the tour of worst steps."""
+    from tokenpod.engine.device_executor import DeviceExecutor
+    from tokenpod.engine.shared_device_sampler import device_sampler
+
+    slots = options.max_batch_total_tokens
+    assert slots is not None
+    rows = options.max_batch_size
+    executor = DeviceExecutor(
+        model,
+        make_pool(model, slots, CPU),
+        device_sampler(
+            group, rows=rows, vocab_size=model.config.vocab_size, device=CPU, most_edits=16
+        ),
+        rows=rows,
+        max_positions=positions,
+        max_tokens=rows + options.max_batch_prefill_tokens,
+        device=CPU,
+    )
+    executor.capture()
+    return Assembled(executor, slots, overlap=True)
+
+
+def start(job: Job) -> subprocess.Popen[bytes]:
+    """A process that does its job and prints what was said, group by group and model by model."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.msgpack.encode(job))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def run(jobs: list[Job]) -> list[list[list[Said]]]:
+    """What each job's rank said: by job, group and model."""
+    processes = [start(job) for job in jobs]
+    answers = []
+    for process in processes:
+        out, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors.decode()
+        answers.append(msgspec.msgpack.decode(out, type=list[list[Said]]))
+    return answers
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    said = []
+    for world, port, folders in job.groups:
+        group = join_group(job.rank, world, "127.0.0.1", port, device=CPU, timeout=TIMEOUT)
+        said.append(
+            [
+                answer(Path(f), job.requests, job.options, group, interpreted=job.interpreted)
+                for f in folders
+            ]
+        )
+        group.close()
+    sys.stdout.buffer.write(msgspec.msgpack.encode(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,15 +10,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
 
-from tokenpod.engine.assemble import assemble
+from tokenpod.engine.assemble import Assembled, assemble, make_pool
 from tokenpod.engine.group import Group, join_group
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.types import EngineOptions, Request, StepOutputs
+from tokenpod.kernels.ops import Operations
+from tokenpod.models import load as loading
+from tokenpod.models.decoder import Decoder
 from tokenpod.models.load import load_model
 from tokenpod.models.share import Share
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -47,6 +51,8 @@ class Job(msgspec.Struct):
     groups: list[tuple[int, int, list[str]]]
     requests: list[Request]
     options: EngineOptions
+    #: With the executor of GPUs, its kernels interpreted.
+    interpreted: bool = False
 
 
 class Recorder:
@@ -87,9 +93,16 @@ class Recorder:
 
 
 def answer(
-    folder: Path, requests: list[Request], options: EngineOptions, group: Group | None = None
+    folder: Path,
+    requests: list[Request],
+    options: EngineOptions,
+    group: Group | None = None,
+    *,
+    interpreted: bool = False,
 ) -> Said:
     """One rank's engine, from loading to the last answer."""
+    if interpreted:
+        loading.operations_for = lambda device, dtype: interpreted_operations()
     model = load_model(
         folder,
         dtype=None,
@@ -100,7 +113,10 @@ def answer(
     )
     positions = options.max_total_tokens
     assert positions is not None
-    ready = assemble(model, options, positions=positions, device=CPU, group=group)
+    if interpreted:
+        ready = as_on_a_gpu(model, options, positions, group)
+    else:
+        ready = assemble(model, options, positions=positions, device=CPU, group=group)
     limits = Limits(
         slots=ready.slots,
         max_rows=options.max_batch_size,
@@ -118,6 +134,44 @@ def answer(
     return link.said
 
 
+def interpreted_operations() -> Operations:
+    """A GPU's, but for products: interpreted, they take minutes, and have tests of their own."""
+    from tokenpod.kernels import reference, triton
+
+    products = reference.OPERATIONS
+    return replace(
+        triton.OPERATIONS,
+        prepare_linear=products.prepare_linear,
+        prepare_norm_linear=products.prepare_norm_linear,
+        prepare_add_linear=products.prepare_add_linear,
+    )
+
+
+def as_on_a_gpu(
+    model: Decoder, options: EngineOptions, positions: int, group: Group | None
+) -> Assembled:
+    """The executor of GPUs, its steps "captured", without the tour of worst steps."""
+    from tokenpod.engine.device_executor import DeviceExecutor
+    from tokenpod.engine.shared_device_sampler import device_sampler
+
+    slots = options.max_batch_total_tokens
+    assert slots is not None
+    rows = options.max_batch_size
+    executor = DeviceExecutor(
+        model,
+        make_pool(model, slots, CPU),
+        device_sampler(
+            group, rows=rows, vocab_size=model.config.vocab_size, device=CPU, most_edits=16
+        ),
+        rows=rows,
+        max_positions=positions,
+        max_tokens=rows + options.max_batch_prefill_tokens,
+        device=CPU,
+    )
+    executor.capture()
+    return Assembled(executor, slots, overlap=True)
+
+
 def start(job: Job) -> subprocess.Popen[bytes]:
     """A process that does its job and prints what was said, group by group and model by model."""
     process = subprocess.Popen(
@@ -133,13 +187,29 @@ def start(job: Job) -> subprocess.Popen[bytes]:
     return process
 
 
+def run(jobs: list[Job]) -> list[list[list[Said]]]:
+    """What each job's rank said: by job, group and model."""
+    processes = [start(job) for job in jobs]
+    answers = []
+    for process in processes:
+        out, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors.decode()
+        answers.append(msgspec.msgpack.decode(out, type=list[list[Said]]))
+    return answers
+
+
 def main() -> None:
     torch.set_num_threads(1)
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     said = []
     for world, port, folders in job.groups:
         group = join_group(job.rank, world, "127.0.0.1", port, device=CPU, timeout=TIMEOUT)
-        said.append([answer(Path(f), job.requests, job.options, group) for f in folders])
+        said.append(
+            [
+                answer(Path(f), job.requests, job.options, group, interpreted=job.interpreted)
+                for f in folders
+            ]
+        )
         group.close()
     sys.stdout.buffer.write(msgspec.msgpack.encode(said))
 

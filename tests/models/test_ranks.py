@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import ranks
 from harness import free_port
@@ -75,12 +74,8 @@ def said(golden) -> dict[tuple[int, str], list[Said]]:
         Job(rank, [group for group in groups if rank < group[0]], requests(), OPTIONS)
         for rank in range(max(SHARED))
     ]
-    processes = [ranks.start(job) for job in jobs]
     answers: dict[tuple[int, str], list[Said]] = {}
-    for job, process in zip(jobs, processes, strict=True):
-        out, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors.decode()
-        by_world = msgspec.msgpack.decode(out, type=list[list[Said]])
+    for job, by_world in zip(jobs, ranks.run(jobs), strict=True):
         for (world, _, _), by_kind in zip(job.groups, by_world, strict=True):
             for kind, answer in zip(SHARED[world], by_kind, strict=True):
                 answers.setdefault((world, kind), []).append(answer)

@@ -1,0 +1,520 @@
+"""One model on two GPUs against the same model on one: agreement, step times, collectives.
+
+    python -P benchmarks/gpu_shards.py                # everything, under four minutes
+    python -P benchmarks/gpu_shards.py --only sums    # sums, decode or agreement
+    python -P benchmarks/gpu_shards.py --layers 4     # a quick look
+
+An 8B Llama shape in bfloat16 with random weights, the same on every rank and in every world. Ranks
+are processes. Each world's leader prints as it goes; the comparison comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu import config_of
+
+from tokenpod.engine.assemble import assemble
+from tokenpod.engine.executor import Executor
+from tokenpod.engine.group import Group, join_group
+from tokenpod.engine.memory import let_segments_grow
+from tokenpod.engine.plan import NewRow, RowWork, StepPlan
+from tokenpod.engine.types import EngineOptions, SamplingParams
+from tokenpod.kernels.parallel import parallel
+from tokenpod.kernels.registry import operations_for
+from tokenpod.models.config import DecoderConfig
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.families import FAMILIES
+from tokenpod.models.share import Share
+from tokenpod.models.weights import expand
+
+WORLD = 2
+ROWS, PREFILL, POSITIONS, SLOTS = 64, 512, 1408, 90_112
+#: (rows, context) of timed decode steps, and how many are timed.
+STEPS, TIMED = ((1, 256), (8, 1024), (64, 1024)), 60
+#: Prompts that are scored, and steps of given tokens behind them.
+PROMPTS, PROMPT, GIVEN = 4, 512, 48
+#: Bytes of sums that are timed.
+SUMS = [8192 << i for i in range(10)]
+SHAPE = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500_000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
+
+
+# -- the model ---------------------------------------------------------------------------------
+
+
+def make_model(
+    config: DecoderConfig, group: Group | None, dtype: torch.dtype = torch.bfloat16
+) -> Decoder:
+    """Every rank draws every weight whole, and keeps its share."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    share = Share(group.rank, group.world) if group else Share()
+    generator = torch.Generator(device)
+    weights = {}
+    for number, weight in enumerate(expand(FAMILIES[0].weights(config), config.layers)):
+        parts = []
+        for place, source in enumerate(weight.sources):
+            generator.manual_seed(1000 * number + place)
+            shape = [dim.length(config) for dim in source.shape]
+            whole = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+            whole = whole.mul_(0.02) if len(shape) > 1 else whole.mul_(0.02).add_(1)
+            axis = weight.split.value
+            if axis is not None:
+                part = share.part(source.shape[axis], config)
+                whole = whole.narrow(axis, part.start, len(part))
+            parts.append(whole.to(dtype))
+        weights[weight.name] = torch.cat(parts).contiguous()
+    ops = operations_for(device, dtype)
+    return Decoder(share.config(config), weights, parallel(ops, group) if group else ops)
+
+
+def make_executor(model: Decoder, group: Group | None) -> Executor:
+    options = EngineOptions(
+        model_folder="",
+        dtype=None,
+        device="cuda",
+        threads=0,
+        max_batch_size=ROWS,
+        max_batch_prefill_tokens=PREFILL,
+        max_batch_total_tokens=SLOTS,
+        max_logit_edits=16,
+    )
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.inference_mode():
+        return assemble(model, options, positions=POSITIONS, device=device, group=group).executor
+
+
+def new_row(row: int, prefix: int, prompt: list[int], first_slot: int) -> NewRow:
+    return NewRow(
+        row=row,
+        prefix_slots=np.arange(first_slot, first_slot + prefix, dtype=np.int64),
+        prompt=prompt,
+        sampling=SamplingParams(),
+        stream=0,
+        min_new_tokens=0,
+        eos_token_ids=frozenset(),
+        stop_token_ids=frozenset(),
+        logprobs=True,
+        top_n_tokens=0,
+    )
+
+
+# -- agreement ---------------------------------------------------------------------------------
+
+
+def texts() -> list[list[int]]:
+    draw = np.random.default_rng(5)
+    return [draw.integers(10, 128_000, PROMPT + GIVEN).tolist() for _ in range(PROMPTS)]
+
+
+def say(executor: Executor) -> dict[str, Any]:
+    """Log probabilities of prompts, then of the best token after each of given ones."""
+    scored: list[float] = []
+    for row, tokens in enumerate(texts()):
+        first = row * POSITIONS
+        slots = np.arange(first, first + PROMPT, dtype=np.int64)
+        prompt = tokens[:PROMPT]
+        work = RowWork(row, 0, slots, prompt, samples=True, output_index=0, next_tokens=prompt[1:])
+        plan = StepPlan(0, freed=[], fresh=[new_row(row, 0, prompt, first)], works=[work])
+        result = executor.launch(plan).wait()
+        scored += result.prompt_logprobs[0]
+    best: list[int] = []
+    logprobs: list[float] = []
+    for i in range(GIVEN):
+        works = [
+            RowWork(
+                row,
+                PROMPT + i,
+                np.array([row * POSITIONS + PROMPT + i]),
+                [tokens[PROMPT + i]],
+                samples=True,
+                output_index=1 + i,
+            )
+            for row, tokens in enumerate(texts())
+        ]
+        result = executor.launch(StepPlan(0, freed=[], fresh=[], works=works)).wait()
+        best += result.tokens
+        logprobs += result.logprobs
+    executor.release(range(PROMPTS))
+    return {"scored": scored, "best": best, "logprobs": logprobs}
+
+
+# -- step times --------------------------------------------------------------------------------
+
+
+def decode_plans(rows: int, context: int, steps: int) -> Iterator[StepPlan]:
+    """Steps of one token a row; the rows' context is whatever the pool holds."""
+    per_row = SLOTS // ROWS
+    fresh = [new_row(row, context, [7] * (context + 1), row * per_row) for row in range(rows)]
+    for i in range(steps):
+        works = [
+            RowWork(
+                row,
+                context + i,
+                np.array([row * per_row + context + i]),
+                [7] if i == 0 else None,
+                samples=True,
+                output_index=i,
+            )
+            for row in range(rows)
+        ]
+        yield StepPlan(i, freed=[], fresh=fresh if i == 0 else [], works=works)
+
+
+def run_decode(executor: Executor, rows: int, context: int) -> list[float]:
+    """Seconds of each step, launched as the engine's loop does: one ahead."""
+    previous, times = None, []
+    for plan in decode_plans(rows, context, TIMED + 8):
+        flight = executor.launch(plan)
+        if previous is not None:
+            previous.wait()
+            times.append(time.perf_counter())
+        previous = flight
+    assert previous is not None
+    previous.wait()
+    executor.release(range(rows))
+    return [b - a for a, b in itertools.pairwise(times[6:])]
+
+
+def kernel_times(executor: Executor, rows: int, context: int) -> dict[str, float]:
+    """Microseconds a step by kernel; a sum's time includes waiting for the other rank."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        run_decode(executor, rows, context)
+        torch.cuda.synchronize()
+    times: dict[str, float] = {}
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.split("(")[0][-48:]
+            times[name] = times.get(name, 0.0) + event.time_range.elapsed_us()
+    return {name: spent / (TIMED + 8) for name, spent in times.items()}
+
+
+def time_decode(executor: Executor, note: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for rows, context in STEPS:
+        name = f"{rows}x{context}"
+        with reporting(f"decode {note} {name}"):
+            run_decode(executor, rows, context)
+            times = run_decode(executor, rows, context)
+            found[name] = statistics.median(times) * 1e3
+            say_line(f"decode {note:14s} {name:8s} {found[name]:7.3f} ms a step")
+            if RANK == 0:
+                found[f"{name} kernels"] = kernel_times(executor, rows, context)
+            else:
+                run_decode(executor, rows, context)
+    return found
+
+
+# -- sums --------------------------------------------------------------------------------------
+
+
+def check_sums(group: Any) -> None:
+    """Random sizes one after the other, in and out of graphs: right, and the same everywhere."""
+    draw = np.random.default_rng(1)
+    device = torch.device("cuda", torch.cuda.current_device())
+    for turn in range(400):
+        tokens = int(draw.integers(1, 200))
+        torch.manual_seed(turn)
+        shares = torch.randn(group.world, tokens, 4096, device=device).bfloat16()
+        residual = torch.randn(tokens, 4096, device=device).bfloat16()
+        expected = (residual.float() + shares.float().sum(0)).bfloat16()
+        got = residual.clone()
+        group.add(shares[group.rank].clone(), got)
+        if turn % 20 == 0 or turn < 5:
+            torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+            everywhere = group.gather(got.view(1, -1)).view(group.world, -1)
+            assert torch.equal(everywhere[0], everywhere[-1]), f"{tokens} tokens differ"
+    tokens = torch.arange(7, device=device)
+    tokens *= int(group.rank == 0)
+    for _ in range(5):
+        group.share(tokens)
+    assert tokens.tolist() == list(range(7)), tokens.tolist()
+    say_line("sums of 400 random sizes: right, and the same on all ranks")
+
+
+def graph_seconds(act: Callable[[], None], times: int = 50) -> float:
+    """Of one call, from a graph that holds many."""
+    act()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(times):
+            act()
+    samples = []
+    for _ in range(6):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end) * 1e-3 / times)
+    return statistics.median(samples[1:])
+
+
+def time_sums(group: Any) -> dict[str, dict[int, float]]:
+    """Microseconds of a sum that is added to a residual, by way and by bytes."""
+    from torch import distributed
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    # Larger than those in use, to see where they stop being the better ones.
+    wide = group._inboxes(SUMS[-1] // 4, device)
+    ways: dict[str, Callable[[Any, Any], None]] = {}
+    if wide is not None:
+        ways["peers"] = wide.add
+
+    def by_nccl(share: torch.Tensor, residual: torch.Tensor) -> None:
+        distributed.all_reduce(share)
+        residual.add_(share)
+
+    ways["nccl"] = by_nccl
+    with reporting("torch's one-shot sum"):
+        ways |= one_shot(device)
+    found: dict[str, dict[int, float]] = {name: {} for name in ways}
+    for size in SUMS:
+        share = torch.ones(size // 8192, 4096, device=device, dtype=torch.bfloat16)
+        residual = torch.zeros_like(share)
+        for name, add in ways.items():
+            with reporting(f"{name} {size}"):
+                found[name][size] = graph_seconds(partial(add, share, residual)) * 1e6
+        cells = "  ".join(f"{name} {found[name].get(size, 0):7.2f} us" for name in ways)
+        say_line(f"sum of {size >> 10:5d} KiB: {cells}")
+    return found
+
+
+def one_shot(device: torch.device) -> dict[str, Callable[[Any, Any], None]]:
+    """What torch has for it, the copy into symmetric memory included."""
+    from torch import distributed
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    memory = symmetric_memory.empty(SUMS[-1] // 2, dtype=torch.bfloat16, device=device)
+    everyone: Any = distributed.group.WORLD
+    symmetric_memory.rendezvous(memory, everyone)
+    name = everyone.group_name
+
+    def add(share: torch.Tensor, residual: torch.Tensor) -> None:
+        mine = memory[: share.numel()]
+        mine.copy_(share.view(-1))
+        residual.add_(torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", name).view_as(residual))
+
+    return {"torch one-shot": add}
+
+
+# -- ranks -------------------------------------------------------------------------------------
+
+
+def say_line(text: str) -> None:
+    if RANK == 0:
+        print(text, flush=True)
+
+
+@contextlib.contextmanager
+def reporting(what: str) -> Iterator[None]:
+    """One failing case prints its error, and the rest go on. (Its rank's peers may wait for it.)"""
+    try:
+        yield
+    except Exception:
+        print(f"FAILED, rank {RANK}: {what}\n{traceback.format_exc(limit=-4)}", flush=True)
+
+
+RANK = 0
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    global RANK
+    RANK = options.rank
+    torch.cuda.set_device(options.rank)
+    let_segments_grow()
+    device = torch.device("cuda", options.rank)
+    began = time.perf_counter()
+    group = None
+    if options.world > 1:
+        group = join_group(
+            options.rank, options.world, "127.0.0.1", options.port, device=device, timeout=60
+        )
+        reaches = group.reaches_peers  # type: ignore[attr-defined]
+        say_line(f"joined after {time.perf_counter() - began:.1f} s; reaches peers: {reaches}")
+    found: dict[str, Any] = {}
+    wanted = options.only or ["sums", "decode", "agreement"]
+    with torch.inference_mode():
+        if group is not None and "sums" in wanted:
+            with reporting("check of sums"):
+                check_sums(group)
+            with reporting("times of sums"):
+                found["sums"] = time_sums(group)
+        if {"decode", "agreement"} & set(wanted):
+            found |= run_model(options, group, wanted)
+    if options.rank == 0:
+        Path(options.out).write_text(json.dumps(found))
+    if group is not None:
+        group.least(1)
+        group.close()
+
+
+def run_model(options: argparse.Namespace, group: Any, wanted: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    config = config_of({**SHAPE, "num_hidden_layers": options.layers})
+    began = time.perf_counter()
+    model = make_model(config, group)
+    torch.cuda.synchronize()
+    made = time.perf_counter()
+    executor = make_executor(model, group)
+    say_line(
+        f"world {options.world}: weights after {made - began:.1f} s "
+        f"({model.weight_bytes / 2**30:.1f} GiB), warm after {time.perf_counter() - made:.1f} s"
+    )
+    if "agreement" in wanted:
+        with reporting("agreement"):
+            found["said"] = say(executor)
+    if "decode" in wanted:
+        note = "1 GPU" if group is None else f"{options.world} GPUs"
+        found["steps"] = time_decode(executor, note)
+    if group is not None and group.reaches_peers and "decode" in wanted:
+        with reporting("without peers' memory"):
+            group._sums = group._told = None
+            slow = make_executor(model, group)
+            found["nccl steps"] = time_decode(slow, "NCCL only")
+    if group is None and "agreement" in wanted:
+        with reporting("float32"):
+            del executor, model
+            torch.cuda.empty_cache()
+            found["exact"] = say(make_executor(make_model(config, None, torch.float32), None))
+    return found
+
+
+# -- worlds ------------------------------------------------------------------------------------
+
+
+def run_world(world: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What its leader found; a world that takes too long is ended."""
+    out = folder / f"{world}.json"
+    arguments = [sys.executable, "-P", __file__, "--world", str(world), "--out", str(out)]
+    arguments += ["--layers", str(options.layers), "--port", str(options.port)]
+    arguments += ["--only", *options.only] if options.only else []
+    # Multicast stays off: a fault there can take the whole host's GPUs out of service.
+    off = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+    ranks = [
+        subprocess.Popen([*arguments, "--rank", str(rank)], env={**os.environ, **off})
+        for rank in range(world)
+    ]
+    until = time.monotonic() + options.seconds
+    for rank in ranks:
+        try:
+            rank.wait(max(until - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            print(f"FAILED: world {world} took more than {options.seconds} s", flush=True)
+            for late in ranks:
+                late.kill()
+    return json.loads(out.read_text()) if out.exists() else {}
+
+
+def compare(one: dict[str, Any], many: dict[str, Any], world: int) -> None:
+    print(f"\n{world} GPUs against one")
+    for name, alone in one.get("steps", {}).items():
+        if isinstance(alone, float) and name in many.get("steps", {}):
+            together = many["steps"][name]
+            slow = many.get("nccl steps", {}).get(name)
+            by_nccl = f"; {alone / slow:4.2f} x with NCCL only ({slow:.3f} ms)" if slow else ""
+            print(
+                f"  decode {name:8s} {alone:7.3f} ms -> {together:7.3f} ms: "
+                f"{alone / together:4.2f} x{by_nccl}"
+            )
+            for where in ("steps", "nccl steps"):
+                print_collectives(many.get(where, {}), name, where)
+    if "said" in one and "said" in many:
+        compare_said(one, many)
+
+
+def print_collectives(steps: dict[str, Any], name: str, where: str) -> None:
+    kernels = steps.get(f"{name} kernels", {})
+    spent = {
+        k: v for k, v in kernels.items() if any(w in k for w in ("_sum_shares", "_tell", "nccl"))
+    }
+    busy = sum(kernels.values())
+    if busy:
+        print(
+            f"    {where}: collectives {sum(spent.values()):6.1f} of {busy:7.1f} us of kernels "
+            f"({sum(spent.values()) / busy:5.1%})"
+        )
+        for kernel, each in sorted(kernels.items(), key=lambda item: -item[1])[:9]:
+            print(f"      {each:8.1f} us  {kernel}")
+
+
+def compare_said(one: dict[str, Any], many: dict[str, Any]) -> None:
+    alone, together = (np.array(said["said"]["scored"]) for said in (one, many))
+    print(f"  prompts' log probabilities, {len(alone)} of them, absolute differences:")
+    pairs = [("2 GPUs, 1 GPU", together, alone)]
+    if "exact" in one:
+        truth = np.array(one["exact"]["scored"])
+        pairs += [("1 GPU, float32", alone, truth), ("2 GPUs, float32", together, truth)]
+    for what, a, b in pairs:
+        apart = np.abs(a - b)
+        print(
+            f"    {what:16s} mean {apart.mean():.4f}  99th of 100 {np.quantile(apart, 0.99):.4f}  "
+            f"most {apart.max():.4f}"
+        )
+    best = [np.array(said["said"]["best"]) for said in (one, many)]
+    logprobs = [np.array(said["said"]["logprobs"]) for said in (one, many)]
+    same = best[0] == best[1]
+    print(
+        f"  captured steps of given tokens: {same.mean():.1%} of {len(same)} best tokens agree, "
+        f"theirs differ by {np.abs(logprobs[0] - logprobs[1])[same].mean():.4f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--only", nargs="*", choices=["sums", "decode", "agreement"])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--port", type=int, default=29_517)
+    parser.add_argument("--seconds", type=float, default=115, help="most that a world may take")
+    parser.add_argument("--worlds", nargs="*", type=int, default=[1, WORLD])
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        run_rank(options)
+        return
+    began = time.monotonic()
+    found: dict[int, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for world in options.worlds:
+            if world > 1 or options.only != ["sums"]:
+                found[world] = run_world(world, options, Path(folder))
+    if 1 in found and WORLD in found:
+        compare(found[1], found[WORLD], WORLD)
+    print(f"time: {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

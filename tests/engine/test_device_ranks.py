@@ -1,0 +1,72 @@
+"""Executors of GPUs in a group: steps under way, captured, greedy and drawn, say what one says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import transformers
+from harness import free_port
+from ranks import Job, Said
+
+from tokenpod.engine.types import EngineOptions, Request, SamplingParams, StoppingParams
+
+OPTIONS = EngineOptions(
+    model_folder="",
+    dtype=None,
+    device="cpu",
+    threads=1,
+    max_batch_size=2,
+    max_batch_prefill_tokens=8,
+    max_total_tokens=24,
+    max_batch_total_tokens=80,
+)
+SAMPLED = SamplingParams(do_sample=True, temperature=1.2, seed=3)
+
+
+def requests() -> list[Request]:
+    """One draws, and another is greedy on; a scored prompt runs kernel by kernel."""
+    drawn, greedy = (StoppingParams(max_new_tokens=count) for count in (2, 3))
+    return [
+        Request([1], [9, 4, 7], SAMPLED, drawn, logprobs=True, top_n_tokens=2),
+        Request([2], [5, 6, 2, 1], SamplingParams(), greedy, logprobs=True, prompt_logprobs=True),
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model whose vocabulary two ranks can't divide."""
+    config = transformers.LlamaConfig(
+        vocab_size=51,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(2)
+    folder = tmp_path_factory.mktemp("small")
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def test_ranks_together_say_what_the_host_says(folder):
+    port = free_port()
+    jobs = [
+        Job(rank, [(2, port, [str(folder)])], requests(), OPTIONS, interpreted=True)
+        for rank in range(2)
+    ]
+    (((leader,),), ((follower,),)) = ranks.run(jobs)
+    expected: Said = ranks.answer(folder, requests(), OPTIONS)
+    assert leader.tokens == follower.tokens == dict(expected.tokens)
+    assert leader.tops == dict(expected.tops)
+    for sequence, logprobs in expected.logprobs.items():
+        assert leader.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
+    assert leader.scored[2] == pytest.approx(expected.scored[2], abs=1e-4)

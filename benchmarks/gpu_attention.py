@@ -43,7 +43,7 @@ from tokenpod.kernels import reference
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.reference.rotary import quantise
 from tokenpod.kernels.triton.attention import attention, plan_attention
-from tokenpod.kernels.triton.attention_decode import MAX_SPLITS, choose_splits, decode
+from tokenpod.kernels.triton.attention_decode import choose_splits, decode
 from tokenpod.kernels.triton.attention_extend import (
     TileList,
     extend,
@@ -327,10 +327,10 @@ def time_decode(best: dict[str, object]) -> None:
             for tile in DECODE_VARIANTS:
                 splits = choose_splits(rows, KV_HEADS, processors, tile)
                 key = replace(tile, programs=0), splits
-                if key not in rates and splits <= MAX_SPLITS:
+                if key not in rates:
                     rates[key] = case.measure(tile, splits)
             (tile, splits), rate = max(rates.items(), key=lambda item: item[1])
-            table = TILES[HEAD_DIM, 2].decode
+            table = decode_tile_for(HEAD_DIM, pools.dtype, HOPPER, rows * KV_HEADS)
             ours = case.measure(table, choose_splits(rows, KV_HEADS, processors, table))
             best[name.strip()] = {**asdict(tile), "splits": splits}
             say(
@@ -370,7 +370,7 @@ def time_small() -> None:
 
 def time_variants(rows: int, context: int, case: DecodeCase, processors: int) -> None:
     limit = case.bytes / READ_BYTES_PER_SECOND * 1e6
-    table = decode_tile_for(HEAD_DIM, case.pools.dtype, HOPPER)
+    table = decode_tile_for(HEAD_DIM, case.pools.dtype, HOPPER, rows * KV_HEADS)
     splits = choose_splits(rows, KV_HEADS, processors, table)
     ours = [case.bytes / case.measure(table, splits) * 1e6 for _ in range(2)]
     taken = {
@@ -481,10 +481,11 @@ def compile_variant(variant: DecodeTile | ExtendTile) -> None:
 
 def measure(processes: int) -> None:
     began = time.monotonic()
-    tiles = {replace(tile, programs=1) for tile in DECODE_VARIANTS}
     table = TILES[HEAD_DIM, 2]
+    tiles = {replace(tile, programs=1) for tile in DECODE_VARIANTS}
+    tiles |= {replace(tile, programs=1) for _, tile in table.decode}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_variant, [*EXTEND_VARIANTS, *tiles, table.decode, table.extend]))
+        list(pool.map(compile_variant, [*EXTEND_VARIANTS, *tiles, table.extend]))
     say(f"compiled in {time.monotonic() - began:.0f} s")
     best: dict[str, object] = {}
     for part in (time_extend, time_decode):

@@ -229,7 +229,7 @@ def attention_asking(blocks: int) -> Iterator[None]:
     """Decode attention asks for so many blocks before its queries are there."""
     size = (HEAD_DIM, 2)
     before = attention_tiles.TILES[size]
-    decode = replace(before.decode, ahead=blocks)
+    decode = tuple((most, replace(tile, ahead=blocks)) for most, tile in before.decode)
     attention_tiles.TILES[size] = replace(before, decode=decode)
     try:
         yield

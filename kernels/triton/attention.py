@@ -109,7 +109,8 @@ def attention(
     batch = plan.batch
     out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
     if batch.single_rows:
-        decoded = decode_tile_for(head_dim, keys.dtype, device.capability)
+        pairs = batch.single_rows * kv_heads
+        decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs)
         splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded)
         decode(
             q,

@@ -33,9 +33,6 @@ from tokenpod.kernels.triton.launch import ask_lines, await_inputs, launch_optio
 #: A matrix unit's least number of rows.
 LEAST_M = 16
 
-#: More shares than this cost more to merge than they bring.
-MAX_SPLITS = 32
-
 #: Bytes that one request brings into the L2 cache.
 LINE: tl.constexpr = tl.constexpr(128)
 
@@ -46,7 +43,7 @@ MERGE_BLOCK = 32
 def choose_splits(rows: int, kv_heads: int, processors: int, tile: DecodeTile) -> int:
     """Programs per row and key/value head that fill `processors`: from shapes alone."""
     wanted = round(processors * tile.programs / (rows * kv_heads))
-    return min(max(wanted, 1), MAX_SPLITS)
+    return min(max(wanted, 1), tile.most_splits)
 
 
 def decode(

@@ -20,6 +20,18 @@ class DecodeTile:
     programs: int
     #: Blocks that are asked for before the step's own keys and values are there.
     ahead: int = 0
+    #: Programs that share a row and key/value head: more cost more to merge than they bring.
+    most_splits: int = 32
+
+
+#: (most pairs of a row and a key/value head, tile), ascending: how many programs there are decides
+#: how much of a multiprocessor each can have.
+DecodeTiles = tuple[tuple[float, DecodeTile], ...]
+
+
+def always(tile: DecodeTile) -> DecodeTiles:
+    """The same for any number of pairs."""
+    return ((float("inf"), tile),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +50,45 @@ class ExtendTile:
 class Tiles:
     """What one size of heads and numbers gets."""
 
-    decode: DecodeTile
+    decode: DecodeTiles
     extend: ExtendTile
 
 
+#: Heads of 128, 2 bytes a number: few pairs get much each, and more of them than run at a time get
+#: less, so that one program's start hides behind its neighbours' work.
+_DECODE_128 = (
+    (64, DecodeTile(128, 4, 3, 4, most_splits=16)),
+    (640, DecodeTile(32, 2, 4, 4)),
+    (float("inf"), DecodeTile(64, 4, 3, 4)),
+)
+
 #: By head size, padded to a power of two, and bytes of a number.
 TILES = {
-    (64, 2): Tiles(DecodeTile(128, 4, 4, 4), ExtendTile(128, 128, 8, 2)),
-    (128, 2): Tiles(DecodeTile(32, 2, 4, 4), ExtendTile(128, 64, 8, 3)),
-    (256, 2): Tiles(DecodeTile(64, 4, 3, 2), ExtendTile(128, 64, 8, 2)),
+    (64, 2): Tiles(always(DecodeTile(128, 4, 4, 4)), ExtendTile(128, 128, 8, 2)),
+    (128, 2): Tiles(_DECODE_128, ExtendTile(128, 64, 8, 3)),
+    (256, 2): Tiles(always(DecodeTile(64, 4, 3, 2)), ExtendTile(128, 64, 8, 2)),
     # For tests: three products of TF32 make one of float32.
-    (64, 4): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(32, 32, 4, 2)),
-    (128, 4): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(32, 32, 4, 2)),
-    (256, 4): Tiles(DecodeTile(32, 4, 2, 2), ExtendTile(32, 16, 4, 2)),
+    (64, 4): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
+    (128, 4): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),
+    (256, 4): Tiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(32, 16, 4, 2)),
 }
 
 #: Of a pool of 8 bits, by head size, on any device that can read one.
 EIGHT_BIT_TILES = {
-    64: DecodeTile(64, 2, 4, 8),
-    128: DecodeTile(64, 4, 3, 4),
-    256: DecodeTile(32, 4, 3, 4),
+    64: always(DecodeTile(64, 2, 4, 8)),
+    128: always(DecodeTile(64, 4, 3, 4)),
+    256: always(DecodeTile(32, 4, 3, 4)),
 }
 
 #: What multiprocessors older or smaller than Hopper's can hold (99 KB of shared memory to a
 #: program); compute capability 8.0 has 163 KB, and gets these too.
 SMALL_TILES = {
-    (64, 2): Tiles(DecodeTile(128, 4, 3, 4), ExtendTile(128, 64, 8, 2)),
-    (128, 2): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(128, 32, 8, 2)),
-    (256, 2): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(64, 32, 4, 2)),
-    (64, 4): Tiles(DecodeTile(64, 4, 3, 4), ExtendTile(32, 32, 4, 2)),
-    (128, 4): Tiles(DecodeTile(32, 4, 3, 2), ExtendTile(32, 32, 4, 2)),
-    (256, 4): Tiles(DecodeTile(16, 4, 2, 2), ExtendTile(16, 16, 4, 2)),
+    (64, 2): Tiles(always(DecodeTile(128, 4, 3, 4)), ExtendTile(128, 64, 8, 2)),
+    (128, 2): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(128, 32, 8, 2)),
+    (256, 2): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(64, 32, 4, 2)),
+    (64, 4): Tiles(always(DecodeTile(64, 4, 3, 4)), ExtendTile(32, 32, 4, 2)),
+    (128, 4): Tiles(always(DecodeTile(32, 4, 3, 2)), ExtendTile(32, 32, 4, 2)),
+    (256, 4): Tiles(always(DecodeTile(16, 4, 2, 2)), ExtendTile(16, 16, 4, 2)),
 }
 
 #: Compute capability from which `TILES` fit.
@@ -81,11 +101,22 @@ def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) ->
     return table[_padded(head_dim), dtype.itemsize]
 
 
-def decode_tile_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> DecodeTile:
-    """How rows of heads of up to 256 numbers, in a pool of 1, 2 or 4 bytes, are decoded."""
+def decode_tile_for(
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], pairs: int
+) -> DecodeTile:
+    """How rows of heads of up to 256 numbers, in a pool of 1, 2 or 4 bytes, are decoded.
+
+    Args:
+        head_dim: numbers of a head.
+        dtype: of the pool.
+        capability: of the GPU.
+        pairs: rows times key/value heads.
+    """
     if dtype.itemsize == 1:
-        return EIGHT_BIT_TILES[_padded(head_dim)]
-    return tiles_for(head_dim, dtype, capability).decode
+        tiles = EIGHT_BIT_TILES[_padded(head_dim)]
+    else:
+        tiles = tiles_for(head_dim, dtype, capability).decode
+    return next(tile for most, tile in tiles if pairs <= most)
 
 
 def _padded(head_dim: int) -> int:

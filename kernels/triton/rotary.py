@@ -163,6 +163,7 @@ def _store_key_value(
     OVERLAP: tl.constexpr,
 ):
     """One token, some of its heads in the order of the product: queries, keys, values."""
+    SCALED: tl.constexpr = key_scales is not None
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
     is_query = head < heads
@@ -184,9 +185,9 @@ def _store_key_value(
     second = tl.load(source + HALF, mask=inside, other=0.0)
     value_at = values + slot * values_stride + (head - heads - kv_heads) * (2 * HALF) + i
     is_value = is_value & inside
-    value_scale = _scale_of(value_scales, head - heads - kv_heads, is_value)
-    tl.store(value_at, _quantised(first, value_scale), mask=is_value)
-    tl.store(value_at + HALF, _quantised(second, value_scale), mask=is_value)
+    own = head - heads - kv_heads
+    tl.store(value_at, _stored(first, value_scales, own, is_value, SCALED), mask=is_value)
+    tl.store(value_at + HALF, _stored(second, value_scales, own, is_value, SCALED), mask=is_value)
 
     a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
@@ -209,26 +210,20 @@ def _store_key_value(
     tl.store(query_at + HALF, turned_b, mask=is_query & inside)
     key_at = keys + slot * keys_stride + (head - heads) * (2 * HALF) + i
     is_key = is_key & inside
-    key_scale = _scale_of(key_scales, head - heads, is_key)
-    tl.store(key_at, _quantised(turned_a, key_scale), mask=is_key)
-    tl.store(key_at + HALF, _quantised(turned_b, key_scale), mask=is_key)
+    own = head - heads
+    tl.store(key_at, _stored(turned_a, key_scales, own, is_key, SCALED), mask=is_key)
+    tl.store(key_at + HALF, _stored(turned_b, key_scales, own, is_key, SCALED), mask=is_key)
 
 
 @triton.jit
-def _scale_of(scales, head, mask):
-    """[BLOCK_HEADS, BLOCK_HALF], or None: numbers are stored as they are."""
-    if scales is None:
-        return None
-    else:
-        return tl.load(scales + head + tl.zeros(mask.shape, tl.int32), mask=mask, other=1.0)
+def _stored(x, scales, head, mask, SCALED: tl.constexpr):
+    """X [heads, numbers] as the pool has it: with SCALED the e4m3 multiple of the head's scale.
 
-
-@triton.jit
-def _quantised(x, scale):
-    """The e4m3 multiple of `scale`, at most ±448; what is no number stays none."""
-    if scale is None:
-        return x
-    else:
+    At most ±448 times; what is no number stays none.
+    """
+    if SCALED:
+        scale = tl.load(scales + head + tl.zeros(mask.shape, tl.int32), mask=mask, other=1.0)
         multiple = tl.div_rn(x.to(tl.float32), scale)
         multiple = tl.where(multiple > LARGEST, LARGEST, multiple)
-        return tl.where(multiple < -LARGEST, -LARGEST, multiple).to(tl.float8e4nv)
+        x = tl.where(multiple < -LARGEST, -LARGEST, multiple).to(tl.float8e4nv)
+    return x

@@ -127,7 +127,12 @@ def test_keda_scales_whole_copies_of_the_model(helm: Helm, mode: str, pods: int,
         }
     )
     scaler = rendered.one("ScaledObject")["spec"]
-    assert scaler["scaleTargetRef"]["kind"] == kind
+    target = rendered.one(kind)
+    assert scaler["scaleTargetRef"] == {
+        "apiVersion": target["apiVersion"],
+        "kind": kind,
+        "name": target["metadata"]["name"],
+    }
     assert scaler["maxReplicaCount"] == 9
     assert scaler["triggers"] == [trigger]
-    assert "replicas" not in rendered.one(kind)["spec"]
+    assert "replicas" not in target["spec"]

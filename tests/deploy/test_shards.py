@@ -50,11 +50,17 @@ def test_a_leader_worker_sets_pods_are_placed_by_its_own_labels(helm: Helm) -> N
     found = rendered.one("LeaderWorkerSet")
     assert found["spec"]["replicas"] == 2
     assert found["spec"]["leaderWorkerTemplate"]["size"] == 2
-    leader = "demo-tokenpod-1.demo-tokenpod.models"
+    leader = "demo-tokenpod-shards-1.demo-tokenpod-shards.models"
     given = arguments(pod_of(found), {LWS_INDEX: "1"}, LWS_LEADER_ADDRESS=leader)
     assert given["--node-rank"] == "1"
     assert given["--master-addr"] == leader
     assert not rendered.all("StatefulSet")
+
+
+def test_the_service_that_a_leader_worker_set_makes_has_a_name_of_its_own(helm: Helm) -> None:
+    rendered = helm.install(groups("lws"))
+    ours = {each["metadata"]["name"] for each in rendered.all("Service")}
+    assert rendered.one("LeaderWorkerSet")["metadata"]["name"] not in ours
 
 
 def test_all_modes_share_one_pod(helm: Helm) -> None:

@@ -147,7 +147,7 @@ class Traffic:
         """Whether it came to its end; if not, it may be tried again."""
         accepted, count = False, 0
         try:
-            call = stub.Generate(request, timeout=60, wait_for_ready=True, metadata=self.metadata)
+            call = stub.Generate(request, timeout=120, wait_for_ready=True, metadata=self.metadata)
             async for event in call:
                 accepted = True
                 if event.WhichOneof("event") == "finished":

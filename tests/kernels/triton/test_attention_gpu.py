@@ -62,7 +62,8 @@ def test_tiles_of_every_size_fit(size, device):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_asking_ahead_changes_nothing(blocks, head_dim, device, monkeypatch):
     for size, tiles in TILES.items():
-        asking = replace(tiles, decode=replace(tiles.decode, ahead=blocks))
+        asked = tuple((most, replace(tile, ahead=blocks)) for most, tile in tiles.decode)
+        asking = replace(tiles, decode=asked)
         monkeypatch.setitem(TILES, size, asking)
     for specs in (LONG, MANY):
         step = lay_out(specs, device)

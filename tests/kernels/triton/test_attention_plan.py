@@ -6,7 +6,7 @@ import pytest
 import torch
 from attention_steps import Spec, lay_out
 
-from tokenpod.kernels.triton.attention_decode import MAX_SPLITS, choose_splits
+from tokenpod.kernels.triton.attention_decode import choose_splits
 from tokenpod.kernels.triton.attention_extend import list_tiles
 from tokenpod.kernels.triton.attention_tiles import DecodeTile, tiles_for
 
@@ -48,7 +48,7 @@ def test_padding_has_no_tiles():
 
 @pytest.mark.parametrize(
     ("rows", "kv_heads", "splits"),
-    [(1, 8, MAX_SPLITS), (16, 8, 4), (256, 8, 1), (1, 1, MAX_SPLITS)],
+    [(1, 8, TILE.most_splits), (16, 8, 4), (256, 8, 1), (1, 1, TILE.most_splits)],
 )
 def test_shares_fill_the_processors(rows, kv_heads, splits):
     assert choose_splits(rows, kv_heads, 132, TILE) == splits

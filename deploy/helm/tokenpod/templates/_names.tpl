@@ -48,6 +48,7 @@ apps.kubernetes.io/pod-index
 {{- end }}
 {{- end }}
 
+{{/* The headless Service of shards: the chart's, or the one that a LeaderWorkerSet brings along. */}}
 {{- define "tokenpod.headlessName" -}}
 {{ include "tokenpod.fullname" . }}-shards
 {{- end }}

@@ -70,11 +70,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", type=Path, default=Path("/tmp/gpu-group-model"))
+    parser.add_argument("--device", default="cuda", help="cpu tries the script itself")
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
     if not (options.model / "config.json").exists():
         make_checkpoint(options.model, SMALL)
-    flags = ["--model-id", str(options.model), "--device", "cuda", "--max-batch-size", "64"]
+    flags = ["--model-id", str(options.model), "--device", options.device, "--max-batch-size", "64"]
     flags += ["--memory-fraction", "0.5"]
     alone: list[int] = []
     seen: dict[str, list[Seen]] = {}

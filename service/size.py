@@ -106,8 +106,11 @@ def report(
         memory_fraction=settings.memory_fraction,
     )
     fewest = fewest_ranks(model, demand, memory=device.memory)
-    if num_shard is not None and (why := model.obstacle(num_shard)):
-        raise SizeError(f"--num-shard is {num_shard}: it can't divide this model: {why}")
+    if num_shard is not None and num_shard not in model.portions:
+        possible = ", ".join(map(str, sorted(model.portions)))
+        raise SizeError(
+            f"--num-shard is {num_shard}: this model can be divided among {possible} shards"
+        )
     ranks = num_shard or (fewest.ranks if fewest else 1)
     return Report(
         model=model,

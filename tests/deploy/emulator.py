@@ -12,7 +12,11 @@ from pathlib import Path
 
 from deploy.helm import NAMESPACE, Object, Rendered
 from deploy.kubelet import Pod
+from deploy.manifests import pod_of
 from deploy.sandbox import Place, Sandbox
+
+_INDEX = "apps.kubernetes.io/pod-index"
+_LWS = "leaderworkerset.sigs.k8s.io"
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Namespace:
     pods: list[Pod] = field(default_factory=list)
     #: Pods that have ended.
     gone: list[Pod] = field(default_factory=list)
+    #: What the cluster's DNS knows.
     names: dict[str, str] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -46,9 +51,10 @@ class Namespace:
                     here._create(each)
             for each in rendered.all("StatefulSet"):
                 for ordinal in range(each["spec"]["replicas"]):
-                    here._name(each, ordinal)
-                for ordinal in range(each["spec"]["replicas"]):
-                    here._create(each, ordinal)
+                    here._create_ordinal(each, ordinal)
+            for each in rendered.all("LeaderWorkerSet"):
+                for group in range(each["spec"]["replicas"]):
+                    here._create_group(each, group)
             yield here
         finally:
             await asyncio.gather(*(pod.remove() for pod in here.pods))
@@ -63,6 +69,8 @@ class Namespace:
             await self._roll_deployment(each)
         for each in self.rendered.all("StatefulSet"):
             await self._roll_stateful_set(each)
+        for each in self.rendered.all("LeaderWorkerSet"):
+            await self._roll_leader_worker_set(each)
 
     async def test(self) -> tuple[int, str]:
         """Run the release's test hook: exit status and output."""
@@ -82,6 +90,8 @@ class Namespace:
         assert process.returncode is not None
         return process.returncode, output.decode()
 
+    # -- Replacing -------------------------------------------------------------------------------
+
     async def _roll_deployment(self, deployment: Object) -> None:
         rolling = deployment["spec"]["strategy"]["rollingUpdate"]
         old = list(self.pods)
@@ -100,36 +110,61 @@ class Namespace:
     async def _roll_stateful_set(self, stateful_set: Object) -> None:
         """From the highest ordinal down, each only once the one before is ready."""
         for ordinal in reversed(range(stateful_set["spec"]["replicas"])):
-            name = f"{stateful_set['metadata']['name']}-{ordinal}"
-            (old,) = [pod for pod in self.pods if pod.name == name]
-            await self._end(old)
-            await self._create(stateful_set, ordinal).until_ready()
+            await self._end(self._named(f"{stateful_set['metadata']['name']}-{ordinal}"))
+            await self._create_ordinal(stateful_set, ordinal).until_ready()
+
+    async def _roll_leader_worker_set(self, lws: Object) -> None:
+        """Group by group. Workers belong to their leader: they are told to end once it has."""
+        for group in reversed(range(lws["spec"]["replicas"])):
+            leader = f"{lws['metadata']['name']}-{group}"
+            workers = [pod for pod in self.pods if pod.name.startswith(f"{leader}-")]
+            await self._end(self._named(leader))
+            await asyncio.gather(*map(self._end, workers))
+            new = self._create_group(lws, group)
+            await asyncio.gather(*(pod.until_ready() for pod in new))
 
     async def _end(self, pod: Pod) -> None:
         await pod.delete()
         self.pods.remove(pod)
         self.gone.append(pod)
 
-    def _create(self, controller: Object, ordinal: int | None = None) -> Pod:
-        name = controller["metadata"]["name"]
-        if ordinal is None:
-            number = next(self._numbers)
-            name, address = f"{name}-{number}", _address(number)
-        else:
-            name = f"{name}-{ordinal}"
-            address = self.names[name]
-        template = controller["spec"]["template"]
-        pod = Pod(name, address, template, self.place, index=str(ordinal or 0))
+    def _named(self, name: str) -> Pod:
+        (pod,) = [pod for pod in self.pods if pod.name == name]
+        return pod
+
+    # -- Creating --------------------------------------------------------------------------------
+
+    def _create(self, controller: Object, name: str = "", **given: dict[str, str]) -> Pod:
+        """A new pod. One with a name keeps its address, which a real one would not."""
+        number = next(self._numbers)
+        fresh = f"{controller['metadata']['name']}-{number}"
+        address = self.names.setdefault(name or fresh, _address(number))
+        pod = Pod(name or fresh, address, pod_of(controller), self.place, **given)
         self.pods.append(pod)
         pod.start()
         return pod
 
-    def _name(self, stateful_set: Object, ordinal: int) -> None:
-        """Give a pod its names in DNS. It keeps its address too, which a real one would not."""
-        pod = f"{stateful_set['metadata']['name']}-{ordinal}"
-        address = _address(next(self._numbers))
-        domain = f"{stateful_set['spec']['serviceName']}.{NAMESPACE}.svc"
-        self.names |= {pod: address, f"{pod}.{domain}": address}
+    def _create_ordinal(self, stateful_set: Object, ordinal: int) -> Pod:
+        name = f"{stateful_set['metadata']['name']}-{ordinal}"
+        pod = self._create(stateful_set, name, given_labels={_INDEX: str(ordinal)})
+        self.names[f"{name}.{stateful_set['spec']['serviceName']}.{NAMESPACE}.svc"] = pod.address
+        return pod
+
+    def _create_group(self, lws: Object, group: int) -> list[Pod]:
+        name, size = lws["metadata"]["name"], lws["spec"]["leaderWorkerTemplate"]["size"]
+        leader = f"{name}-{group}"
+        variables = {"LWS_LEADER_ADDRESS": f"{leader}.{name}.{NAMESPACE}"}
+        pods = [
+            self._create(
+                lws,
+                f"{leader}-{index}" if index else leader,
+                given_labels={f"{_LWS}/worker-index": str(index)},
+                given_variables=variables,
+            )
+            for index in range(size)
+        ]
+        self.names[variables["LWS_LEADER_ADDRESS"]] = pods[0].address
+        return pods
 
 
 def _address(number: int) -> str:

@@ -25,14 +25,15 @@ class Pod:
     """A pod from its creation to its end: `start` begins its life, `delete` ends it.
 
     Args:
-        index: its number, if it has one.
+        given_labels, given_variables: what its controller adds to the template's.
     """
 
     name: str
     address: str
     template: Object
     place: Place
-    index: str = "0"
+    given_labels: dict[str, str] = field(default_factory=dict)
+    given_variables: dict[str, str] = field(default_factory=dict)
     ready: bool = False
     deleted: bool = False
     #: Exit statuses of its container, one a run.
@@ -45,8 +46,8 @@ class Pod:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The template's, and what a controller adds."""
-        return {**self.template["metadata"]["labels"], "apps.kubernetes.io/pod-index": self.index}
+        """All its labels."""
+        return {**self.template["metadata"]["labels"], **self.given_labels}
 
     def start(self) -> None:
         """Schedule it."""
@@ -97,7 +98,9 @@ class Pod:
     async def _spawn(self) -> asyncio.subprocess.Process:
         spec = self.template["spec"]
         sandbox = Sandbox(self.place, self.name, self.address, self.labels, spec)
-        command, env, folder = sandbox.invocation(container_of(self.template))
+        added = [{"name": n, "value": value} for n, value in self.given_variables.items()]
+        server = container_of(self.template)
+        command, env, folder = sandbox.invocation({**server, "env": [*added, *server["env"]]})
         with sandbox.log.open("a") as output:
             return await asyncio.create_subprocess_exec(
                 *command,

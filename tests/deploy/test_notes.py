@@ -45,6 +45,12 @@ def test_the_notes_speak_tls_where_the_server_does(helm: Helm) -> None:
     assert {"-cacert", "-cert", "-key", "-servername", "-H"} <= set(words)
 
 
+def test_tokens_without_encryption_are_warned_of(helm: Helm) -> None:
+    auth = {"auth": {"existingSecret": "tokens"}}
+    assert "plaintext" in helm.install(auth).notes.partition("WARNING")[2]
+    assert "WARNING" not in helm.install({**auth, "tls": {"existingSecret": "tls"}}).notes
+
+
 def test_the_test_speaks_as_a_client_must(helm: Helm) -> None:
     (pod,) = helm.install(MTLS).hooks
     (each,) = pod["spec"]["containers"]

@@ -151,6 +151,13 @@ def test_pods_meet_the_restricted_pod_security_standard(helm: Helm, values: Obje
             assert volume.keys() - {"name"} <= allowed
 
 
+def test_a_platform_may_choose_the_user(helm: Helm) -> None:
+    ours = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))
+    context = pod(helm, {"podSecurityContext": ours})["spec"]["securityContext"]
+    assert not context.keys() & ours.keys()
+    assert context["runAsNonRoot"] is True
+
+
 def test_pods_get_no_token_of_the_api_server(helm: Helm) -> None:
     rendered = helm.install()
     (test,) = rendered.hooks

@@ -75,6 +75,13 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str) -> N
             "helmTest.tlsSecret",
         ),
         ({"tls": {"shards": {"existingSecret": "t"}}}, "with parallelism.mode pod"),
+        ({"ports": {"health": 50051}}, "must differ"),
+        ({"service": {"headless": True, "type": "NodePort"}}, "can be headless"),
+        ({"service": {"nodePort": 30000}}, "needs type NodePort"),
+        (
+            {"autoscaling": {"hpa": {"enabled": True, "metrics": [METRIC]}, "minReplicas": 0}},
+            "only KEDA scales to none",
+        ),
         ({"extraArgs": ["--health-port=1"]}, "--health-port"),
         ({"extraArgs": ["--num-shard", "2"]}, "--num-shard"),
         ({"autoscaling": {"hpa": {"enabled": True}}}, "autoscaling.hpa.metrics"),

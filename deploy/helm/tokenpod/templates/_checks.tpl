@@ -4,6 +4,7 @@
 {{- include "tokenpod.checkParallelism" . -}}
 {{- include "tokenpod.checkModel" . -}}
 {{- include "tokenpod.checkScaling" . -}}
+{{- include "tokenpod.checkNetwork" . -}}
 {{- include "tokenpod.checkSecurity" . -}}
 {{- include "tokenpod.checkFlags" . -}}
 {{- end }}
@@ -67,11 +68,29 @@
 {{- fail (printf "autoscaling.minReplicas is %v: it must be at most autoscaling.maxReplicas, which is %v" .minReplicas .maxReplicas) -}}
 {{- end -}}
 {{- end -}}
+{{- if and .hpa.enabled (eq (int .minReplicas) 0) -}}
+{{- fail "autoscaling.minReplicas is 0 with autoscaling.hpa: only KEDA scales to none" -}}
+{{- end -}}
 {{- if and .hpa.enabled (not .hpa.metrics) -}}
 {{- fail "autoscaling.hpa.metrics is empty: say what to scale by; CPU says nothing about a GPU server" -}}
 {{- end -}}
 {{- if and .keda.enabled (not .keda.triggers) -}}
 {{- fail "autoscaling.keda.triggers is empty: say what to scale by" -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "tokenpod.checkNetwork" -}}
+{{- $ports := values .Values.ports -}}
+{{- if ne (len $ports) (len ($ports | uniq)) -}}
+{{- fail (printf "ports are %s: they must differ" (toJson .Values.ports)) -}}
+{{- end -}}
+{{- with .Values.service -}}
+{{- if and .headless (ne .type "ClusterIP") -}}
+{{- fail (printf "service.headless is set with service.type %s: only a Service of type ClusterIP can be headless" .type) -}}
+{{- end -}}
+{{- if and .nodePort (eq .type "ClusterIP") -}}
+{{- fail (printf "service.nodePort is %v with service.type ClusterIP: it needs type NodePort or LoadBalancer" .nodePort) -}}
 {{- end -}}
 {{- end -}}
 {{- end }}

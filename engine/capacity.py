@@ -18,7 +18,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 #: Bytes of a number.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 #: What a CUDA context, the libraries' workspaces and the compiled kernels take.
 _CUDA_CONTEXT = GIB // 2
@@ -101,11 +101,18 @@ class Demand:
 
     device: str
     dtype: str
+    #: `auto` is `dtype`.
+    kv_cache_dtype: str
     max_batch_size: int
     max_batch_prefill_tokens: int
     max_total_tokens: int | None
     max_batch_total_tokens: int | None
     memory_fraction: float
+
+    @property
+    def kv_item_bytes(self) -> int:
+        """Of a number in the KV cache."""
+        return ITEM_BYTES[self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype]
 
     def positions(self, model: Footprint) -> int:
         """Longest sequence, in tokens."""
@@ -154,7 +161,7 @@ def capacity(model: Footprint, demand: Demand, *, memory: int, ranks: int) -> Ca
     positions = demand.positions(model)
     reserve = _reserve(model, demand, item_bytes, ranks)
     weights = model.weight_bytes(ranks, item_bytes)
-    slot_bytes = model.slot_bytes(ranks, item_bytes)
+    slot_bytes = model.slot_bytes(ranks, demand.kv_item_bytes)
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=demand.max_batch_total_tokens,

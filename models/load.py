@@ -82,7 +82,7 @@ def load_model(
         share.config(config),
         tensors,
         parallel(ops, group) if group else ops,
-        parameters=_numbers(weights, config, WHOLE),
+        parameters=WHOLE.numbers(weights, config),
     )
 
 

@@ -43,6 +43,7 @@ def demand(**changes: object) -> Demand:
     usual = {
         "device": "cuda",
         "dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
         "max_batch_size": 512,
         "max_batch_prefill_tokens": 4096,
         "max_total_tokens": None,
@@ -86,6 +87,10 @@ def test_a_rank_holds_its_portion():
     assert [MODEL.slot_bytes(n, 2) for n in (1, 2, 8, 16)] == [131_072, 65_536, 16_384, 16_384]
     assert MODEL.weight_bytes(2, 2) == 2 * MODEL.portions[2].numbers
     assert MODEL.parameters == MODEL.portions[1].numbers
+
+
+def test_a_cache_of_8_bits_holds_twice_the_tokens():
+    assert h200(kv_cache_dtype="fp8_e4m3").slots == pytest.approx(2 * h200().slots, abs=1)
 
 
 def test_a_device_too_small_for_the_weights_does_not_fit():

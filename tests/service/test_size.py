@@ -78,13 +78,22 @@ def test_an_8b_model_on_an_h200_has_the_slots_that_were_measured(big: Path):
     assert (found["num_shard"], found["dtype"], found["fits"]) == (1, "bfloat16", True)
 
 
+def test_a_cache_of_8_bits_holds_twice_the_tokens(big: Path):
+    usual, half = (
+        answer("--model-id", big, "--gpu", "h200", "--kv-cache-dtype", kind)
+        for kind in ("auto", "fp8_e4m3")
+    )
+    assert half["kv_bytes_per_token"] == usual["kv_bytes_per_token"] / 2
+    assert half["kv_slots"] == pytest.approx(2 * usual["kv_slots"], abs=1)
+
+
 def test_without_a_number_the_fewest_shards_that_fit_are_taken(big: Path):
-    found = answer("--model-id", big, "--gpu", "t4")
+    found = answer("--model-id", big, "--memory-gib", 14.56)
     assert (found["num_shard"], found["least_num_shard"]) == (2, 2)
 
 
 def test_what_does_not_fit_is_exit_status_1_and_says_what_would(big: Path):
-    done = size("--model-id", big, "--gpu", "t4", "--num-shard", 1)
+    done = size("--model-id", big, "--memory-gib", 14.56, "--num-shard", 1)
     assert done.returncode == 1
     assert "It does not fit: weights and reserve need 18." in done.stdout
     assert "GiB of 14.56." in done.stdout
@@ -137,6 +146,9 @@ def test_people_get_a_table(big: Path):
         (["--gpu", "h200", "--max-total-tokens", "1"], 2, "--max-total-tokens is 1"),
         (["--gpu", "h200", "--model-id", "/nowhere"], 1, "there is no such folder"),
         (["--gpu", "h200", "--num-shard", "0"], 2, "--num-shard"),
+        (["--gpu", "t4"], 1, "t4 has compute capability 7.5; the kernels need 8.0"),
+        (["--gpu", "a100-80", "--kv-cache-dtype", "fp8_e4m3"], 1, "and this one has 8.0"),
+        (["--cpu", "--memory-gib", "4", "--kv-cache-dtype", "fp8_e4m3"], 2, "it needs a GPU"),
     ],
 )
 def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, told: str):

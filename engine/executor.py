@@ -68,12 +68,16 @@ class Launched(Protocol):
         ...
 
 
-class Executor(Protocol):
-    """One rank's share of every step."""
+class Launcher(Protocol):
+    """Takes steps: one rank's executor, or a whole group by its leader."""
 
     def launch(self, plan: StepPlan) -> Launched:
         """Start one step; those launched before may still be under way."""
         ...
+
+
+class Executor(Launcher, Protocol):
+    """One rank's share of every step."""
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""

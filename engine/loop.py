@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 
 from tokenpod.engine.exchange import Face
-from tokenpod.engine.executor import Executor, Launched, StepResult
+from tokenpod.engine.executor import Launched, Launcher, StepResult
 from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.types import (
     Abort,
@@ -55,7 +55,7 @@ class EngineLoop:
 
     link: Face
     scheduler: Scheduler
-    executor: Executor
+    executor: Launcher
     overlap: bool = False
     _steps: int = 0
     #: The last plan was empty: nothing that is here can run.

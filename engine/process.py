@@ -1,33 +1,25 @@
 """The engine as a process of its own: `python -m tokenpod.engine.process FD...`.
 
 It is started by the service, talks over the inherited sockets alone (one a front end), and ends
-when the first of them closes.
+when the first of them closes. As a rank of a group it has a line to the service besides, and ends
+when the group does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
 import signal
 import socket
 import sys
-import time
 import traceback
-from pathlib import Path
 
-import torch
-
-from tokenpod.engine.assemble import EngineError, assemble
-from tokenpod.engine.device_check import check_device, check_heads
-from tokenpod.engine.exchange import Face, face_of
+from tokenpod.engine.errors import EngineError
+from tokenpod.engine.exchange import face_of
 from tokenpod.engine.link import LinkClosed
-from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.parent import die_with_parent
-from tokenpod.engine.types import Broken, EngineOptions, Loading, Ready
-from tokenpod.models.load import ModelError, load_model, read_config
-from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.engine.shards.member import Member
+from tokenpod.engine.types import Broken, EngineOptions
+from tokenpod.models.errors import ModelError
 
 
 def main() -> int:
@@ -37,81 +29,33 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = face_of([socket.socket(fileno=int(number)) for number in sys.argv[1:]])
+    member: Member | None = None
     try:
         options = link.receive(None)[0]
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
-        try:
-            loop, ready = start_engine(options, link)
-        except (EngineError, ModelError) as error:
-            link.send(Broken(str(error)))
-            return 1
-        link.send(ready)
-        # What lives now lives for ever: spare the collector the walk.
-        gc.collect()
-        gc.freeze()
-        loop.run()
+        if options.placement is not None:
+            member = Member(options)
+            member.meet()
+        # Only now: it takes seconds to import, and what keeps a group from forming is told at once.
+        from tokenpod.engine.run import run
+
+        run(options, link, member)
     except LinkClosed:
+        if member is not None:
+            member.leave()
         return 0
+    except (EngineError, ModelError) as error:
+        if member is not None:
+            member.fail(str(error), fault=True)
+        link.send(Broken(str(error)))
     except BaseException as error:
+        line = f"the engine failed: {type(error).__name__}"
+        if member is not None:
+            member.fail(line, fault=False)
         traceback.print_exc()
         with contextlib.suppress(LinkClosed):
-            link.send(Broken(f"the engine failed: {type(error).__name__}"))
-        return 1
-    return 0
-
-
-def start_engine(options: EngineOptions, link: Face) -> tuple[EngineLoop, Ready]:
-    """Load the model, size and make the pool, warm up.
-
-    Raises EngineError or ModelError with one line that says what is wrong.
-    """
-    # The front end needs a core of its own: whatever else runs on a core of a parallel region holds
-    # up all of them at its end.
-    torch.set_num_threads(options.threads or max(len(os.sched_getaffinity(0)) - 1, 1))
-    device = torch.device(options.device)
-    check_device(device)
-    if device.type == "cuda":
-        let_segments_grow()
-        config = read_config(Path(options.model_folder))
-        check_heads(config.heads, config.kv_heads, config.head_dim)
-    began = time.monotonic()
-    reported = 0.0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal reported
-        now = time.monotonic()
-        if done == total or now - reported > 0.1:
-            reported = now
-            link.send(Loading(done, total))
-
-    dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
-    model = load_model(Path(options.model_folder), dtype=dtype, device=device, progress=progress)
-    config = model.config
-    loaded = time.monotonic()
-    positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
-    assembled = assemble(model, options, positions=positions, device=device)
-    slots = assembled.slots
-    limits = Limits(
-        slots=slots,
-        max_rows=options.max_batch_size,
-        max_positions=positions,
-        prefill_tokens=options.max_batch_prefill_tokens,
-    )
-    ready = Ready(
-        dtype=str(model.dtype).removeprefix("torch."),
-        device_type=device.type,
-        attention="contiguous" if device.type == "cpu" else "paged",
-        window_size=config.sliding_window,
-        vocab_size=config.vocab_size,
-        max_positions=positions,
-        slots=slots,
-        parameters=model.parameters_count,
-        weight_bytes=model.weight_bytes,
-        load_seconds=loaded - began,
-        warmup_seconds=time.monotonic() - loaded,
-    )
-    loop = EngineLoop(link, Scheduler(limits), assembled.executor, overlap=assembled.overlap)
-    return loop, ready
+            link.send(Broken(line))
+    return 1
 
 
 if __name__ == "__main__":

@@ -231,6 +231,75 @@ class Broken(Message, frozen=True, array_like=True, tag=True):
     """The engine cannot go on; one line for the operator. Its process exits after it."""
 
     message: str
+    #: Another rank is the cause: with fresh processes the group may form again.
+    peer: bool = False
+
+
+class Pulse(Message, frozen=True, array_like=True, tag=True):
+    """A rank's process is alive; sent several times a second, whatever else it does."""
+
+
+class Waiting(Message, frozen=True, array_like=True, tag=True):
+    """What keeps a group from forming; one line for the operator."""
+
+    message: str
+
+
+class Joined(Message, frozen=True, array_like=True, tag=True):
+    """A follower has found its leader."""
+
+    #: Where clients reach the leader's pod, as host:port.
+    leader_address: str
+
+
+class Letter(Message, frozen=True, array_like=True, tag=True):
+    """From one pod's front end to another's; ranks carry it unread."""
+
+    #: The follower at the other end, whose pod asks or is answered.
+    rank: int
+    #: The asker's number; the answer has the same.
+    id: int
+    body: bytes
+
+
+class Over(Message, frozen=True, array_like=True, tag=True):
+    """The group is over, for another rank of this pod is lost; one line for the operator."""
+
+    message: str
+
+
+class ShardTls(msgspec.Struct, frozen=True, array_like=True):
+    """Files (PEM) with which ranks of different pods know each other, both ways."""
+
+    cert: str
+    key: str
+    ca: str
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's place in its group."""
+
+    rank: int
+    #: Ranks in all, at least 2.
+    world: int
+    #: Which of this pod's ranks, and so which of its GPUs.
+    local_rank: int
+    #: Where the leader's plans come from, as gRPC writes addresses: served by rank 0.
+    plans: str
+    #: Host and port where the ranks meet for collectives; port 0: the leader takes a free one.
+    meeting: str
+    meeting_port: int
+    #: Where clients reach the leader's pod; for the leader, who tells the others.
+    leader_address: str
+    #: What the processes of one pod share; "" between pods.
+    secret: str = ""
+    #: Between pods: where followers find `plans`, by the address that they are given.
+    found_at: str = ""
+    tls: ShardTls | None = None
+    #: Seconds that ranks wait for each other in a collective.
+    timeout: float = 600.0
+    #: Descriptor of the line to the pod's front end.
+    line: int = -1
 
 
 class EngineOptions(Message, frozen=True, array_like=True, tag=True):
@@ -251,7 +320,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     memory_fraction: float = 0.9
     #: Logit biases and stop tokens that one request can have in all.
     max_logit_edits: int = 2048
+    #: None: this engine is alone.
+    placement: Placement | None = None
 
 
 ToEngine = Request | Abort | Advance | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
+#: What travels on a rank's line, besides its link: see engine/shards/line.py.
+ToRank = Letter | Over
+FromRank = Pulse | Waiting | Joined | Letter | Broken

@@ -61,7 +61,16 @@ class Sink(Protocol):
 
 
 class EngineLost(Exception):
-    """The engine is gone; the text is for the operator."""
+    """The engine is gone; the text is for the operator.
+
+    Args:
+        why: the text.
+        fault: by its own word, it would be lost again with the same settings.
+    """
+
+    def __init__(self, why: str, *, fault: bool = False) -> None:
+        super().__init__(why)
+        self.fault = fault
 
 
 class EngineClient(asyncio.Protocol):
@@ -173,6 +182,10 @@ class EngineClient(asyncio.Protocol):
             for sequence_id in sequence_ids:
                 self._sinks.pop(sequence_id, None)
 
+    def give_up(self, why: str) -> None:
+        """The engine is lost, though it may not know yet; the text is for the operator."""
+        self._lose(EngineLost(why))
+
     def close(self) -> None:
         """Hang up: the engine process ends by itself."""
         if self._transport is not None:
@@ -208,11 +221,11 @@ class EngineClient(asyncio.Protocol):
                     self.last_step_at = self._now()
                     self.ready.set_result(message)
                 case Broken():
-                    self._lose(message.message)
+                    self._lose(EngineLost(message.message, fault=not message.peer))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
-        self._lose("the engine process ended")
+        self._lose(EngineLost("the engine process ended"))
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._transport is not None and not self.lost.done():
@@ -262,10 +275,9 @@ class EngineClient(asyncio.Protocol):
             if done is not None and not done.done():
                 done.set_result(advanced)
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, error: EngineLost) -> None:
         if self.lost.done():
             return
-        error = EngineLost(why)
         self.lost.set_result(error)
         if not self.ready.done():
             self.ready.cancel()

@@ -9,30 +9,36 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenpod.engine.types import EngineOptions, Loading, Ready
+import msgspec
+
+from tokenpod.engine.types import EngineOptions, Letter, Loading, Ready
 from tokenpod.service.client import EngineClient, EngineLost
+from tokenpod.service.rank_line import RankLine
 
 #: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
 #: from the working directory.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.process")
-
-#: Seconds that an engine gets to leave after its link is closed.
-_LEAVE_SECONDS = 5.0
 
 
 class EngineProcess:
     """One engine and the link to it. Make it with `start`.
 
     `spare_links` are the ends of further links, for front ends to come: sockets to be handed on.
+    `line` is that of a rank of a group.
     """
 
     def __init__(
         self,
+        name: str,
         process: subprocess.Popen[bytes],
         client: EngineClient,
+        line: RankLine | None,
         spare_links: Sequence[socket.socket],
     ) -> None:
+        #: For the operator.
+        self.name = name
         self.client = client
+        self.line = line
         self.spare_links = spare_links
         self._process = process
 
@@ -44,19 +50,40 @@ class EngineProcess:
         command: Sequence[str] = ENGINE_COMMAND,
         *,
         links: int = 1,
+        on_waiting: Callable[[str], None] = lambda reason: None,
+        on_letter: Callable[[Letter], None] = lambda letter: None,
     ) -> EngineProcess:
-        """Start the process and connect; the model is not loaded yet (await `ready`)."""
+        """Start the process and connect; the model is not loaded yet (await `ready`).
+
+        Args:
+            options: with a placement, the engine is a rank and has a line.
+            on_loading: hears of progress while weights are read.
+            command: what runs it.
+            links: one a front end.
+            on_waiting: hears what keeps the group from forming.
+            on_letter: hears what other pods' front ends say.
+        """
         pairs = [socket.socketpair() for _ in range(links)]
         theirs = [pair[1].fileno() for pair in pairs]
+        ends, line_end = [pair[1] for pair in pairs], None
+        if options.placement is not None:
+            line_end, their_end = socket.socketpair()
+            ends.append(their_end)
+            placement = msgspec.structs.replace(options.placement, line=their_end.fileno())
+            options = msgspec.structs.replace(options, placement=placement)
         # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
         process = subprocess.Popen(  # noqa: ASYNC220
-            [*command, *map(str, theirs)], pass_fds=theirs, stdin=subprocess.DEVNULL
+            [*command, *map(str, theirs)],
+            pass_fds=[end.fileno() for end in ends],
+            stdin=subprocess.DEVNULL,
         )
-        for _, end in pairs:
+        for end in ends:
             end.close()
         ours, *spare = [pair[0] for pair in pairs]
         client = await EngineClient.connect(ours, options, on_loading, count=links)
-        return cls(process, client, spare)
+        line = await RankLine.connect(line_end, on_waiting, on_letter) if line_end else None
+        name = f"rank {options.placement.rank}" if options.placement else "the engine"
+        return cls(name, process, client, line, spare)
 
     @property
     def pid(self) -> int:
@@ -72,14 +99,22 @@ class EngineProcess:
             raise lost.result()
         return ready.result()
 
-    async def stop(self) -> None:
-        """Hang up and wait; kill what does not leave."""
+    async def stop(self, seconds: float) -> None:
+        """Hang up and wait so long; kill what does not leave."""
         self.client.close()
+        if self.line is not None:
+            self.line.close()
+        for link in self.spare_links:
+            link.close()
+        await self.end(seconds)
+
+    async def end(self, seconds: float) -> None:
+        """Wait so long for the process to end; kill it if it does not."""
         try:
-            await asyncio.to_thread(self._process.wait, _LEAVE_SECONDS)
+            await asyncio.to_thread(self._process.wait, seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            await asyncio.to_thread(self._process.wait)
 
 
 __all__ = ["EngineLost", "EngineProcess"]

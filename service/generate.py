@@ -21,7 +21,7 @@ from tokenpod.service.admission import Admission, Place
 from tokenpod.service.calls import ChatPrompt, GenerateCall, Prompt, TokensCall
 from tokenpod.service.chat_template import ChatTemplateError
 from tokenpod.service.client import EngineClient
-from tokenpod.service.errors import InvalidArgument
+from tokenpod.service.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.events import EventWriter
 from tokenpod.service.generation import Generation, Sample
 from tokenpod.service.stops import StopMatcher
@@ -47,6 +47,8 @@ class Serving:
     tokenizer: Tokenizer
     limits: validate.RequestLimits
     model_id: str
+    #: Where the pod that generates is; "": it is this one.
+    leader_address: str = ""
 
 
 def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:
@@ -136,6 +138,10 @@ class GenerateService:
         recorded = self._telemetry.current_call()
         with self._admission.enter() as place:
             serving = self._ready()
+            if serving.leader_address:
+                raise FailedPrecondition(
+                    f"this pod follows: ask the leader at {serving.leader_address}"
+                )
             call = convert.generate_call(request)
             validate.check_generate(call, serving.limits)
             request_id = _request_id(call, context)

@@ -8,6 +8,9 @@ A probe must tell "busy" from "stuck". Readiness goes when work is pending and n
 for max(5 s, 20 times the usual step), and comes back with the next step. Liveness goes only after
 max(60 s, 200 times the usual step) without one: a long step, a full queue or a drain never restarts
 a good pod.
+
+A pod that follows is `startup` and `readiness` as soon as it listens: nobody sends it requests, and
+a rolling update that waited for it to serve would wait for the pods that it has yet to replace.
 """
 
 from __future__ import annotations
@@ -46,24 +49,30 @@ class Progress(Protocol):
 
 
 class HealthBoard:
-    """What probes and load balancers are told."""
+    """What probes and load balancers are told.
+
+    Args:
+        follows: this pod has no part in serving but to follow the leader.
+    """
 
     service_name = "grpc.health.v1.Health"
 
-    def __init__(self) -> None:
+    def __init__(self, *, follows: bool = False) -> None:
         self._servicer = health.aio.HealthServicer()
-        self._ready_names = {"", "readiness"}
+        self._follows = follows
+        self._ready_names = {""} if follows else {"", "readiness"}
         self._serving = False
         self._draining = False
         self._moving = True
         self._watcher: asyncio.Task[None] | None = None
+        self._stuck: asyncio.Future[None] | None = None
 
     async def add_to(self, server: grpc.aio.Server, services: Sequence[str]) -> None:
         """Answer on `server`, also for `services` by name."""
         self._ready_names |= set(services)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         await self._servicer.set("liveness", _SERVING)
-        await self._servicer.set("startup", _NOT_SERVING)
+        await self._servicer.set("startup", _SERVING if self._follows else _NOT_SERVING)
         await self._tell()
 
     def is_serving(self) -> bool:
@@ -82,8 +91,17 @@ class HealthBoard:
         self._draining = True
         await self._tell()
 
+    @property
+    def stuck(self) -> asyncio.Future[None]:
+        """Done once the engine that is watched has stood still for so long that it never moves."""
+        if self._stuck is None:
+            self._stuck = asyncio.get_running_loop().create_future()
+        return self._stuck
+
     def watch(self, progress: Progress) -> None:
-        """Take the engine's pulse from now on."""
+        """Take the engine's pulse from now on, and no other one's."""
+        self.close()
+        self._moving, self._stuck = True, None
         self._watcher = asyncio.create_task(self._watch(progress))
 
     def close(self) -> None:
@@ -93,6 +111,7 @@ class HealthBoard:
 
     async def _watch(self, progress: Progress) -> None:
         alive, idle_at = True, 0
+        await self._servicer.set("liveness", _SERVING)
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic_ns()
@@ -106,12 +125,17 @@ class HealthBoard:
             lives = stuck < max(60.0, 200 * progress.usual_step)
             if lives != alive:
                 alive = lives
+                if not alive and not self.stuck.done():
+                    self.stuck.set_result(None)
                 await self._servicer.set("liveness", _SERVING if alive else _NOT_SERVING)
 
     async def _tell(self) -> None:
         ready = self._serving and self._moving and not self._draining
         for name in self._ready_names:
             await self._servicer.set(name, _SERVING if ready else _NOT_SERVING)
+        if self._follows:
+            there = not self._draining
+            await self._servicer.set("readiness", _SERVING if there else _NOT_SERVING)
 
 
 async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,14 +27,19 @@ import grpc
 import uvloop
 
 from tokenpod.config import ServerSettings
-from tokenpod.engine.types import EngineOptions, Ready
+from tokenpod.engine.types import Ready
+from tokenpod.protos.tokenpod.shard.v1 import letter_pb2 as pb
 from tokenpod.service.admission import Admission
-from tokenpod.service.engine_process import ENGINE_COMMAND, EngineLost, EngineProcess
+from tokenpod.service.client import EngineLost
+from tokenpod.service.engine_process import ENGINE_COMMAND
+from tokenpod.service.forming import Forming
 from tokenpod.service.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
 from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.joining import FollowerShard, LeaderShard
+from tokenpod.service.letters import Letters
 from tokenpod.service.listen import (
     StartError,
     bind,
@@ -48,15 +52,20 @@ from tokenpod.service.listen import (
 )
 from tokenpod.service.logs import configure_logging
 from tokenpod.service.model_store import ModelNotFound, resolve_model
+from tokenpod.service.placement import engine_options
 from tokenpod.service.progress import LoadingBar
+from tokenpod.service.ranks import Ranks
 from tokenpod.service.reflection import enable_reflection
 from tokenpod.service.relay import serve_relay
 from tokenpod.service.servicers import Rpcs, add_servicers
-from tokenpod.service.shard import ShardService
+from tokenpod.service.shard import Shard, ShardService
+from tokenpod.service.stopping import Stopping
 from tokenpod.service.telemetry import Telemetry, TelemetrySettings
 from tokenpod.service.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("tokenpod")
+
+_FORMING = "a rank was lost: the group is forming again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,21 @@ class Listener:
     server: grpc.aio.Server
     address: str
     shard_url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a pod has for as long as it lives, however often its engines start."""
+
+    telemetry: Telemetry
+    house: House
+    admission: Admission
+    board: HealthBoard
+    generate: GenerateService
+    rpcs: Rpcs
+    listener: Listener
+    stopping: Stopping
+    forming: Forming
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,41 +108,47 @@ class Server:
 
     async def run(self) -> int:
         """Serve until a signal; the process's exit status. Raises StartError."""
+        async with contextlib.AsyncExitStack() as stack:
+            parts = await self._parts(stack)
+            while True:
+                async with contextlib.AsyncExitStack() as life:
+                    status = await self._live(parts, life)
+                if status is not None:
+                    return status
+
+    # -- what lasts ------------------------------------------------------------------------------
+
+    async def _parts(self, stack: contextlib.AsyncExitStack) -> Parts:
         settings = self.settings
         telemetry = Telemetry.start(
             TelemetrySettings(
                 settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio
             )
         )
+        stack.callback(telemetry.shutdown)
         house = House.create(settings.resolved_front_ends)
         admission = Admission(
             max_requests=settings.max_concurrent_requests,
             max_queue_tokens=settings.max_queue_tokens,
             house=house,
         )
-        board = HealthBoard()
+        board = HealthBoard(follows=not settings.leads)
+        stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
         rpcs = Rpcs(admission, generate, healthy=board.is_serving)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.callback(telemetry.shutdown)
-            stopping = _signals()
-            listener = await self._listen(rpcs, telemetry, board, stack)
-            engine = await self._start_engine(stack)
-            others = await self._start_front_ends(rpcs, board, listener, engine, house, stack)
-            loading = asyncio.create_task(self._load(engine, others))
-            await asyncio.wait([loading, stopping.task()], return_when="FIRST_COMPLETED")
-            if not loading.done():
-                loading.cancel()
-                return 0
-            tokenizer, ready = loading.result()
-            self._open(engine, tokenizer, ready, listener, generate, rpcs)
-            board.watch(PodProgress(engine.client, house))
-            stack.callback(board.close)
-            telemetry.watch(lambda: engine.client.load)
-            admission.closed = None
-            await board.set_serving(True)
-            log.info("serving", extra=_summary(settings, ready, listener))
-            return await self._serve(listener.server, engine, others, admission, board, stopping)
+        stopping = Stopping.by_signals()
+        listener = await self._listen(rpcs, telemetry, board, stack)
+        return Parts(
+            telemetry=telemetry,
+            house=house,
+            admission=admission,
+            board=board,
+            generate=generate,
+            rpcs=rpcs,
+            listener=listener,
+            stopping=stopping,
+            forming=Forming(settings.start_timeout),
+        )
 
     async def _listen(
         self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
@@ -151,166 +181,203 @@ class Server:
                 raise StartError(f"cannot listen on {health_address}: {reason(error)}") from error
             stack.push_async_callback(health.stop, None)
         await server.start()
+        stack.push_async_callback(server.stop, None)
         return Listener(server, address, shard_url)
 
-    async def _start_engine(self, stack: contextlib.AsyncExitStack) -> EngineProcess:
+    # -- one life of the engines -----------------------------------------------------------------
+
+    async def _live(self, parts: Parts, life: contextlib.AsyncExitStack) -> int | None:
+        """Start engines, and serve until a signal or a loss.
+
+        Returns:
+            The exit status; None: a rank was lost, and the group is to form again.
+        """
+        ranks, letters = await self._start_ranks(parts, life)
+        others = await self._start_front_ends(parts, ranks, life)
+        loading = asyncio.create_task(self._load(parts, ranks, others))
+        await asyncio.wait([loading, parts.stopping.task()], return_when="FIRST_COMPLETED")
+        if not loading.done():
+            loading.cancel()
+            return 0
+        try:
+            tokenizer, ready = loading.result()
+        except EngineLost as lost:
+            log.warning("the group did not form; trying again", extra={"reason": str(lost)})
+            await parts.forming.pause()
+            return None
+        self._open(parts, ranks, letters, tokenizer, ready)
+        parts.board.watch(PodProgress(ranks.client, parts.house))
+        parts.telemetry.watch(lambda: ranks.client.load)
+        parts.admission.closed = None
+        parts.forming.done()
+        await parts.board.set_serving(True)
+        log.info("serving", extra=_summary(self.settings, ready, parts.listener))
+        return await self._serve(parts, ranks, letters, others)
+
+    async def _start_ranks(
+        self, parts: Parts, life: contextlib.AsyncExitStack
+    ) -> tuple[Ranks, Letters]:
         settings = self.settings
         bar = LoadingBar(settings.model_id)
-        stack.callback(bar.close)
-        options = EngineOptions(
-            model_folder=str(self.model_folder),
-            dtype=settings.resolved_dtype,
-            device=settings.resolved_device,
-            threads=settings.threads,
-            max_batch_size=settings.resolved_batch_size,
-            max_batch_prefill_tokens=settings.resolved_prefill_tokens,
-            max_total_tokens=settings.max_total_tokens,
-            max_batch_total_tokens=settings.max_batch_total_tokens,
-            memory_fraction=settings.memory_fraction,
-            max_logit_edits=2 * settings.max_logit_bias,
+        life.callback(bar.close)
+        letters = Letters(leads=settings.leads)
+        life.callback(letters.close)
+        ranks = await Ranks.start(
+            engine_options(settings, self.model_folder, parts.listener.address),
+            bar.update,
+            self.engine_command,
+            links=parts.house.count,
+            on_waiting=parts.forming.wait_for,
+            on_letter=letters.deliver,
         )
-        engine = await EngineProcess.start(
-            options, bar.update, self.engine_command, links=settings.resolved_front_ends
-        )
-        stack.push_async_callback(engine.stop)
-        return engine
+        life.push_async_callback(ranks.stop)
+        letters.open(ranks.first.line)
+        return ranks, letters
 
     async def _start_front_ends(
-        self,
-        rpcs: Rpcs,
-        board: HealthBoard,
-        listener: Listener,
-        engine: EngineProcess,
-        house: House,
-        stack: contextlib.AsyncExitStack,
+        self, parts: Parts, ranks: Ranks, life: contextlib.AsyncExitStack
     ) -> FrontEnds:
         """The further front ends, and what they reach this one by; none if one is enough."""
+        house = parts.house
         if house.count == 1:
             return FrontEnds([], house)
-        relay, address, secret = await serve_relay(rpcs, board)
-        stack.push_async_callback(relay.stop, None)
+        for index in range(1, house.count):
+            # What a life before has left.
+            house.forget(index)
+        relay, address, secret = await serve_relay(parts.rpcs, parts.board)
+        life.push_async_callback(relay.stop, None)
         others = FrontEnds.start(
             self.settings,
             self.model_folder,
-            engine.spare_links,
+            ranks.first.spare_links,
             house,
-            Way(listener.address, address, secret),
+            Way(parts.listener.address, address, secret),
         )
-        stack.push_async_callback(others.stop)
+        life.push_async_callback(others.stop)
         return others
 
-    async def _load(self, engine: EngineProcess, others: FrontEnds) -> tuple[Tokenizer, Ready]:
+    async def _load(self, parts: Parts, ranks: Ranks, others: FrontEnds) -> tuple[Tokenizer, Ready]:
+        """Wait for all of it.
+
+        Raises:
+            StartError: it is of no use to try again.
+            EngineLost: it may be.
+        """
         try:
-            async with asyncio.timeout(self.settings.start_timeout):
+            async with asyncio.timeout(parts.forming.left):
                 tokenizer = await asyncio.to_thread(Tokenizer.load, self.model_folder)
-                ready = await engine.ready()
+                ready = await ranks.ready()
                 await others.serving()
                 return tokenizer, ready
-        except (TokenizerError, EngineLost, FrontEndLost) as error:
+        except (TokenizerError, FrontEndLost) as error:
             raise StartError(str(error)) from error
+        except EngineLost as error:
+            if self.settings.world == 1 or error.fault:
+                raise StartError(str(error)) from error
+            raise
         except TimeoutError as error:
-            seconds = self.settings.start_timeout
-            raise StartError(
-                f"the model was not ready within {seconds:g} s (--start-timeout)"
-            ) from error
+            raise StartError(parts.forming.too_long) from error
 
     def _open(
-        self,
-        engine: EngineProcess,
-        tokenizer: Tokenizer,
-        ready: Ready,
-        listener: Listener,
-        generate: GenerateService,
-        rpcs: Rpcs,
+        self, parts: Parts, ranks: Ranks, letters: Letters, tokenizer: Tokenizer, ready: Ready
     ) -> None:
         """Put the services behind the rpcs."""
-        limits = request_limits(self.settings, ready)
-        serving = Serving(engine.client, tokenizer, limits, self.settings.model_id)
-        generate.start(serving)
-        shard = ShardService(
-            serving,
-            urls=[listener.shard_url],
-            prefill_tokens=self.settings.resolved_prefill_tokens,
-        )
-        rpcs.start(ready, shard, model_id=self.settings.model_id)
+        settings = self.settings
+        limits = request_limits(settings, ready)
+        leader = ranks.leader_address
+        serving = Serving(ranks.client, tokenizer, limits, settings.model_id, leader)
+        parts.generate.start(serving)
+        shard: Shard
+        if leader:
+            shard = FollowerShard(letters, leader, limits)
+        else:
+            urls = [parts.listener.shard_url]
+            shard = ShardService(
+                serving, urls=urls, prefill_tokens=settings.resolved_prefill_tokens
+            )
+            if settings.num_nodes > 1:
+                shard = LeaderShard(shard, make_way=lambda: self._make_way(parts))
+                letters.answering = shard.answer
+        parts.rpcs.start(ready, shard, model_id=settings.model_id)
 
     async def _serve(
-        self,
-        server: grpc.aio.Server,
-        engine: EngineProcess,
-        others: FrontEnds,
-        admission: Admission,
-        board: HealthBoard,
-        stopping: Stopping,
-    ) -> int:
-        """Until a signal, or until the engine or a front end is lost."""
-        lost = engine.client.lost
-        futures: set[asyncio.Future[Any]] = {stopping.task(), lost, others.lost}
+        self, parts: Parts, ranks: Ranks, letters: Letters, others: FrontEnds
+    ) -> int | None:
+        """Until a signal, or until an engine or a front end is lost; see `_live`."""
+        futures: set[asyncio.Future[Any]] = {parts.stopping.task(), ranks.lost, others.lost}
+        if self.settings.world > 1:
+            futures.add(parts.board.stuck)
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
-        if lost.done():
-            await board.set_serving(False)
-            log.error("the engine was lost", extra={"reason": str(lost.result())})
-            # Its clients have been told already; a moment for the answers to leave.
-            await server.stop(1.0)
-            return 1
+        if self.settings.world > 1 and parts.board.stuck.done():
+            ranks.give_up("no step has finished for too long: a rank must be stuck")
+        if ranks.lost.done():
+            return await self._lose(parts, ranks.lost.result())
         if others.lost.done():
             # Its streams are gone; those of the others may end well before the pod starts anew.
             log.error("a front end was lost", extra={"reason": str(others.lost.result())})
-        await self._drain(server, others, admission, board, stopping)
+        if self.settings.leads:
+            await self._drain(parts, others)
+        else:
+            await self._take_leave(parts, ranks, letters)
         return 1 if others.lost.done() else 0
 
-    async def _drain(
-        self,
-        server: grpc.aio.Server,
-        others: FrontEnds,
-        admission: Admission,
-        board: HealthBoard,
-        stopping: Stopping,
-    ) -> None:
+    async def _lose(self, parts: Parts, lost: EngineLost) -> int | None:
+        """An engine is gone, and its clients have been told."""
+        await parts.board.set_serving(False)
+        if self.settings.world == 1:
+            log.error("the engine was lost", extra={"reason": str(lost)})
+            # A moment for the answers to leave.
+            await parts.listener.server.stop(1.0)
+            return 1
+        parts.admission.closed = _FORMING
+        log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})
+        parts.forming.begin()
+        return None
+
+    async def _make_way(self, parts: Parts) -> None:
+        """A follower's pod is to stop: let what runs finish. The group is lost with the pod."""
+        log.info("a pod of the group stops: draining")
+        await parts.board.set_serving(False)
+        await parts.stopping.sleep(self.settings.lame_duck_seconds)
+        parts.admission.closed = _FORMING
+        await self._quiet(parts)
+
+    async def _take_leave(self, parts: Parts, ranks: Ranks, letters: Letters) -> None:
+        """Stop a follower's pod once the leader lets it."""
         settings = self.settings
+        log.info("stopping: asking the leader to drain")
+        await parts.board.drain()
+        leave = asyncio.create_task(letters.ask(pb.Question(leave=pb.Leave())))
+        seconds = settings.lame_duck_seconds + settings.graceful_termination_timeout
+        enough = asyncio.create_task(parts.stopping.sleep(seconds))
+        futures: set[asyncio.Future[Any]] = {leave, enough, ranks.lost}
+        await asyncio.wait(futures, return_when="FIRST_COMPLETED")
+        enough.cancel()
+        leave.cancel()
+        await asyncio.wait({leave})
+        await parts.listener.server.stop(0.5)
+        log.info("stopped")
+
+    async def _quiet(self, parts: Parts) -> None:
+        """Wait until no request runs, as long as the operator allows."""
+        deadline = time.monotonic() + self.settings.graceful_termination_timeout
+        while parts.admission.requests and time.monotonic() < deadline:
+            if parts.stopping.urgent:
+                return
+            await parts.stopping.sleep(0.05)
+
+    async def _drain(self, parts: Parts, others: FrontEnds) -> None:
+        settings, admission, stopping = self.settings, parts.admission, parts.stopping
         log.info("draining", extra={"lame_duck_seconds": settings.lame_duck_seconds})
-        await board.drain()
+        await parts.board.drain()
         # Endpoints take time to hear of it: until then clients still come, and are served.
         await stopping.sleep(settings.lame_duck_seconds)
         admission.drain()
-        deadline = time.monotonic() + settings.graceful_termination_timeout
-        while admission.requests and time.monotonic() < deadline and not stopping.urgent:
-            await stopping.sleep(0.05)
+        await self._quiet(parts)
         # Closes the listener at once, so it comes last.
         grace = 0.0 if stopping.urgent else 0.5
-        await asyncio.gather(server.stop(grace), others.stop())
+        await asyncio.gather(parts.listener.server.stop(grace), others.stop())
         log.info("stopped", extra={"cut_off": admission.requests})
-
-
-class Stopping:
-    """SIGTERM or SIGINT: the first asks to stop, the second to stop at once."""
-
-    def __init__(self) -> None:
-        self._asked = asyncio.Event()
-        self._urgent = asyncio.Event()
-        self._task: asyncio.Task[object] | None = None
-
-    def signal(self) -> None:
-        """A signal has come."""
-        if self._asked.is_set():
-            self._urgent.set()
-        self._asked.set()
-
-    def task(self) -> asyncio.Task[object]:
-        """Done once asked to stop."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._asked.wait())
-        return self._task
-
-    @property
-    def urgent(self) -> bool:
-        """Whether to stop at once."""
-        return self._urgent.is_set()
-
-    async def sleep(self, seconds: float) -> None:
-        """Sleep, unless it becomes urgent."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._urgent.wait(), seconds)
 
 
 def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
@@ -322,14 +389,6 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
     except (StartError, ModelNotFound) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _signals() -> Stopping:
-    stopping = Stopping()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.signal)
-    return stopping
 
 
 def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict[str, object]:

@@ -16,7 +16,7 @@ from tokenpod.service.admission import Admission
 from tokenpod.service.convert import ShardCodec
 from tokenpod.service.errors import Unavailable
 from tokenpod.service.generate import GenerateService
-from tokenpod.service.shard import ShardService
+from tokenpod.service.shard import Shard
 
 #: grpc.aio.ServicerContext, which is generic in its stubs only.
 Context = Any
@@ -41,17 +41,17 @@ class Rpcs:
         self.generate = generate
         self.healthy = healthy
         self.model_id = ""
-        self._shard: ShardService | None = None
+        self._shard: Shard | None = None
         self._ready: Ready | None = None
 
-    def start(self, ready: Ready, shard: ShardService, *, model_id: str) -> None:
+    def start(self, ready: Ready, shard: Shard, *, model_id: str) -> None:
         """The model is ready."""
         self.model_id = model_id
         self._ready = ready
         self._shard = shard
 
     @property
-    def shard(self) -> ShardService:
+    def shard(self) -> Shard:
         """Raises Unavailable until the model is ready."""
         if self._shard is None:
             self.admission.check_open()
@@ -116,7 +116,7 @@ class ShardServicer:
 
     async def FilterBatch(self, request: Any, context: Context) -> Any:
         """Drop what is not named."""
-        batch = self.rpcs.shard.filter(request.batch_id, list(request.request_ids))
+        batch = await self.rpcs.shard.filter(request.batch_id, list(request.request_ids))
         return self.codec.pb.FilterBatchResponse(batch=self.codec.cached_batch(batch))
 
     async def Warmup(self, request: Any, context: Context) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from tokenpod.engine.types import (
     Failure,
@@ -39,6 +39,35 @@ from tokenpod.service.generate import Encoder, Serving
 from tokenpod.service.held import HeldSequence
 
 T = TypeVar("T")
+
+
+class Shard(Protocol):
+    """The shard rpcs of a pod, whether it leads or follows."""
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Where the leader is: it speaks for every rank."""
+        ...
+
+    async def prefill(self, call: PrefillCall) -> ShardStep:
+        """New prompts."""
+        ...
+
+    async def decode(self, batch_ids: Sequence[int]) -> ShardStep:
+        """One more token for each."""
+        ...
+
+    async def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+        """Drop what is not named."""
+        ...
+
+    async def clear(self, batch_id: int | None) -> None:
+        """Forget one batch, or all."""
+        ...
+
+    def warmup(self, call: WarmupCall) -> tuple[int, int, int]:
+        """(tokens that fit in all, max_input_tokens, max_total_tokens)."""
+        ...
 
 
 class StepSink:
@@ -123,7 +152,7 @@ class ShardService:
         concat_ns = time.monotonic_ns() - began if len(batch_ids) > 1 else None
         return await self._finish(self._step(batch_ids[0], sequences, concat_ns=concat_ns))
 
-    def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+    async def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """Keep only these requests of a batch; with none of them left the batch is gone."""
         self._expect(batch_id)
         keep = set(request_ids)
@@ -145,36 +174,8 @@ class ShardService:
             task.cancel()
 
     def warmup(self, call: WarmupCall) -> tuple[int, int, int]:
-        """(tokens that fit in all, max_input_tokens, max_total_tokens).
-
-        The model is warm already. A router with limits of its own insists on hearing them again.
-        """
-        limits = self._serving.limits
-        if call.max_total_tokens is not None and call.max_total_tokens < 2:
-            raise InvalidArgument(
-                "max_total_tokens",
-                f"is {call.max_total_tokens}; a prompt and its output have at least 2 tokens",
-            )
-        total = call.max_total_tokens or limits.max_total_tokens
-        if total > limits.max_total_tokens:
-            raise InvalidArgument(
-                "max_total_tokens",
-                f"is {total}; this server allows at most {limits.max_total_tokens}"
-                " (--max-total-tokens)",
-            )
-        most_in = call.max_input_tokens or min(limits.max_input_tokens, total - 1)
-        if most_in > limits.max_input_tokens:
-            raise InvalidArgument(
-                call.input_field,
-                f"is {most_in}; this server allows at most {limits.max_input_tokens}"
-                " (--max-input-tokens)",
-            )
-        if most_in >= total:
-            raise InvalidArgument(
-                call.input_field,
-                f"is {most_in}; it must be below max_total_tokens, {total}",
-            )
-        return limits.slots, most_in, total
+        """(tokens that fit in all, max_input_tokens, max_total_tokens); see `agreed_limits`."""
+        return agreed_limits(call, self._serving.limits)
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -291,3 +292,35 @@ class ShardService:
             total_ns=advanced.total_ns,
             concat_ns=concat_ns,
         )
+
+
+def agreed_limits(call: WarmupCall, limits: validate.RequestLimits) -> tuple[int, int, int]:
+    """(tokens that fit in all, max_input_tokens, max_total_tokens).
+
+    The model is warm already. A router with limits of its own insists on hearing them again.
+    """
+    if call.max_total_tokens is not None and call.max_total_tokens < 2:
+        raise InvalidArgument(
+            "max_total_tokens",
+            f"is {call.max_total_tokens}; a prompt and its output have at least 2 tokens",
+        )
+    total = call.max_total_tokens or limits.max_total_tokens
+    if total > limits.max_total_tokens:
+        raise InvalidArgument(
+            "max_total_tokens",
+            f"is {total}; this server allows at most {limits.max_total_tokens}"
+            " (--max-total-tokens)",
+        )
+    most_in = call.max_input_tokens or min(limits.max_input_tokens, total - 1)
+    if most_in > limits.max_input_tokens:
+        raise InvalidArgument(
+            call.input_field,
+            f"is {most_in}; this server allows at most {limits.max_input_tokens}"
+            " (--max-input-tokens)",
+        )
+    if most_in >= total:
+        raise InvalidArgument(
+            call.input_field,
+            f"is {most_in}; it must be below max_total_tokens, {total}",
+        )
+    return limits.slots, most_in, total

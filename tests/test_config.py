@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from tokenpod.config import (
+    LAUNCHER_VARIABLES,
     ServerSettings,
     SettingsError,
     load_settings,
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith("TOKENPOD_"):
+        if name.startswith("TOKENPOD_") or name in LAUNCHER_VARIABLES.values():
             monkeypatch.delenv(name)
 
 
@@ -53,10 +54,13 @@ def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default(monkeypat
 def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     (tmp_path / "pem").write_text("x")
     pem = str(tmp_path / "pem")
-    odd = dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"), pem)
+    files = ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file")
+    files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
+    odd = dict.fromkeys(files, pem)
     odd |= {"dtype": "float16", "device": "cpu", "log_level": "error", "json_output": "true"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}
     odd |= {"max_message_bytes": "2048", "uds_path": str(tmp_path / "s"), "port": "11"}
+    odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "16", "max_queue_tokens": "20"}
     given = {name: odd.get(name, "12") for name in ServerSettings.model_fields}
@@ -181,3 +185,61 @@ def test_the_documentation_is_current_and_has_every_setting():
     assert all(
         f"| `{flag(name)}` | `{variable(name)}` |" in page for name in ServerSettings.model_fields
     )
+
+
+def test_a_launchers_variables_alone_place_a_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "pod-0")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    s = load_settings()
+    assert (s.world, s.first_rank, s.leads) == (4, 3, False)
+    assert (s.master_addr, s.master_port) == ("pod-0", 1234)
+
+
+def test_a_place_of_our_own_wins_over_a_launchers(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    s = load_settings(num_shard=2)
+    assert (s.world, s.first_rank, s.leads) == (2, 0, True)
+    monkeypatch.setenv("TOKENPOD_NUM_SHARD", "8")
+    assert load_settings().world == 8
+
+
+def test_a_launchers_variable_that_is_wrong_is_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert fault().startswith("WORLD_SIZE is many: ")
+
+
+def test_a_pods_ranks_follow_those_of_the_pods_before():
+    s = load_settings(num_nodes=3, num_shard=4, node_rank=2, master_addr="pod-0")
+    assert (s.world, s.first_rank, s.leads) == (12, 8, False)
+
+
+def test_a_followers_socket_has_its_ranks_number(tmp_path):
+    uds = {"uds_path": str(tmp_path / "s")}
+    assert load_settings(**uds).socket_path == f"{tmp_path}/s-0"
+    place = {"num_nodes": 2, "num_shard": 4, "node_rank": 1, "master_addr": "pod-0"}
+    assert load_settings(**uds, **place).socket_path == f"{tmp_path}/s-4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"node_rank": 1}, "--node-rank is 1: it must be less than --num-nodes, which is 1"),
+        ({"num_nodes": 2}, "--num-nodes is 2: --master-addr is needed with it"),
+        (
+            {"num_nodes": 2, "master_addr": "a", "shard_port": 50051},
+            "--shard-port and --port are both 50051: they must differ",
+        ),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(flags, said):
+    assert fault(**flags) == said
+
+
+def test_certificates_between_pods_go_together(tmp_path):
+    pem = tmp_path / "pem"
+    pem.write_text("x")
+    said = fault(shard_tls_cert=str(pem))
+    assert said.endswith("--shard-tls-key and --shard-tls-ca is needed with it")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,13 @@ from tokenpod.config_rules import contradictions, flag
 VARIABLE_PREFIX = "TOKENPOD_"
 #: Variables of the client commands, which are no settings of the server.
 CLIENT_VARIABLES = frozenset({"TOKENPOD_TOKEN"})
+#: What launchers of distributed programs set for each rank, by our setting's name.
+LAUNCHER_VARIABLES = {
+    "num_nodes": "WORLD_SIZE",
+    "node_rank": "RANK",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+}
 
 #: Kubernetes sets variables in every pod for a Service named `tokenpod`: TOKENPOD_PORT is a URL.
 _SERVICE_LINK = re.compile(r"^(tcp|udp|sctp)://")
@@ -46,6 +54,7 @@ class Group(StrEnum):
     NETWORK = "Network"
     LIMITS = "Limits on requests"
     MEMORY = "Batching and memory"
+    SHARDS = "Shards"
     SECURITY = "Security"
     TELEMETRY = "Telemetry and logs"
     OPERATION = "Operation"
@@ -67,6 +76,30 @@ class _Environment(EnvSettingsSource):
         if isinstance(value, str) and _SERVICE_LINK.match(value):
             return None, key, is_complex
         return value, key, is_complex
+
+
+class _Launcher(PydanticBaseSettingsSource):
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as launchers set them for a rank.
+
+    They place a pod that has one rank, unless a setting of ours says where it belongs.
+    """
+
+    _PLACES = frozenset({"num_shard", "num_nodes", "node_rank"})
+
+    def __init__(self, settings_cls: type[BaseSettings], given: Mapping[str, object]) -> None:
+        super().__init__(settings_cls)
+        self._placed = bool(self._PLACES & given.keys())
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The launcher's word on one setting; None: it has none."""
+        name = LAUNCHER_VARIABLES.get(field_name, "")
+        unwanted = self._placed and field_name in self._PLACES
+        return None if unwanted else os.environ.get(name) or None, field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """Every setting that a launcher has made."""
+        values = {name: self.get_field_value(FieldInfo(), name)[0] for name in LAUNCHER_VARIABLES}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class ServerSettings(BaseSettings):
@@ -223,6 +256,40 @@ class ServerSettings(BaseSettings):
         lt=1,
     )
 
+    num_shard: int = _setting(
+        1,
+        Group.SHARDS,
+        "Ranks that this pod runs, each on a GPU of its own: the model is divided between them.",
+        ge=1,
+        le=64,
+    )
+    num_nodes: int = _setting(
+        1, Group.SHARDS, "Pods that share one model, with as many ranks each.", ge=1, le=1024
+    )
+    node_rank: int = _setting(
+        0, Group.SHARDS, "Which of these pods this one is. Pod 0 leads.", ge=0, le=1023
+    )
+    master_addr: str | None = _setting(
+        None, Group.SHARDS, "Where the other pods reach pod 0: a name or an address.", min_length=1
+    )
+    master_port: int = _setting(
+        29500, Group.SHARDS, "Port of pod 0 where ranks meet for collectives.", ge=1, le=65535
+    )
+    shard_port: int = _setting(
+        50053, Group.SHARDS, "Port of pod 0 that the plans of all steps come from.", ge=1, le=65535
+    )
+    shard_tls_cert: FilePath | None = _setting(
+        None,
+        Group.SHARDS,
+        "Certificate chain (PEM) that pods show each other for plans; turns mutual TLS on.",
+    )
+    shard_tls_key: FilePath | None = _setting(
+        None, Group.SHARDS, "Private key of shard-tls-cert (PEM)."
+    )
+    shard_tls_ca: FilePath | None = _setting(
+        None, Group.SHARDS, "Authorities that sign the pods' certificates (PEM)."
+    )
+
     tls_cert: FilePath | None = _setting(
         None, Group.SECURITY, "Certificate chain of the server (PEM); turns TLS on."
     )
@@ -281,7 +348,8 @@ class ServerSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, then the environment; no .env file of whatever folder we are started in."""
-        return init_settings, _Environment(settings_cls)
+        own = _Environment(settings_cls)
+        return init_settings, own, _Launcher(settings_cls, {**own(), **init_settings()})
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
@@ -319,6 +387,9 @@ class ServerSettings(BaseSettings):
     @property
     def resolved_front_ends(self) -> int:
         """Processes that share the port. Only Linux spreads connections over them."""
+        if not self.leads:
+            # A follower streams nothing.
+            return 1
         if self.front_ends or self.resolved_device == "cpu" or sys.platform != "linux":
             return self.front_ends or 1
         return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
@@ -326,17 +397,32 @@ class ServerSettings(BaseSettings):
     @property
     def address(self) -> str:
         """Where every service listens, as gRPC writes it."""
-        return f"{_host(self.hostname)}:{self.port}"
+        return f"{host_of(self.hostname)}:{self.port}"
 
     @property
     def health_address(self) -> str | None:
         """Where the health port listens; None: nowhere."""
-        return f"{_host(self.hostname)}:{self.health_port}" if self.health_port else None
+        return f"{host_of(self.hostname)}:{self.health_port}" if self.health_port else None
 
     @property
     def socket_path(self) -> str | None:
-        """The unix socket's path; None: there is none."""
-        return f"{self.uds_path}-0" if self.uds_path else None
+        """The unix socket's path, by this pod's first rank; None: there is none."""
+        return f"{self.uds_path}-{self.first_rank}" if self.uds_path else None
+
+    @property
+    def world(self) -> int:
+        """Ranks of the whole group."""
+        return self.num_nodes * self.num_shard
+
+    @property
+    def leads(self) -> bool:
+        """Whether rank 0 is in this pod."""
+        return self.node_rank == 0
+
+    @property
+    def first_rank(self) -> int:
+        """The first of this pod's ranks."""
+        return self.node_rank * self.num_shard
 
 
 def variable(name: str) -> str:
@@ -379,10 +465,14 @@ def _fault(loc: tuple[int | str, ...], text: str, value: object, flags: dict[str
         text = "there is no such file"
     if name == "otlp_endpoint":
         text = "it should be a URL such as http://collector:4317"
-    return f"{flag(name) if name in flags else variable(name)} is {value}: {text}"
+    if name in flags:
+        return f"{flag(name)} is {value}: {text}"
+    launchers = variable(name) not in os.environ and LAUNCHER_VARIABLES.get(name)
+    return f"{launchers or variable(name)} is {value}: {text}"
 
 
-def _host(hostname: str) -> str:
+def host_of(hostname: str) -> str:
+    """A host as it stands before a port."""
     return f"[{hostname}]" if ":" in hostname and not hostname.startswith("[") else hostname
 
 

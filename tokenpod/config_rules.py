@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenpod.config import ServerSettings
 
-#: A unix socket's path has at most 107 bytes on Linux; ours ends in "-0".
-_MOST_SOCKET_BYTES = 105
+#: A unix socket's path has at most 107 bytes on Linux.
+_MOST_SOCKET_BYTES = 107
+
+_FILES = (
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "auth_token_file",
+    "shard_tls_cert",
+    "shard_tls_key",
+    "shard_tls_ca",
+)
 
 #: Limits in tokens: the smaller one, the larger one, and whether they may be equal.
 _ORDERED = [
@@ -32,6 +43,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     """What is wrong with settings that are right one by one."""
     yield from _token_faults(settings)
     yield from _network_faults(settings)
+    yield from _shard_faults(settings)
     yield from _security_faults(settings)
 
 
@@ -49,10 +61,32 @@ def _network_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--port and --health-port are both {s.port}: they must differ"
     if s.uds_path is not None:
         size, folder = len(os.fsencode(s.uds_path)), Path(s.uds_path).parent
-        if size > _MOST_SOCKET_BYTES:
-            yield f"--uds-path has {size} bytes: at most {_MOST_SOCKET_BYTES} are possible"
+        most = _MOST_SOCKET_BYTES - len(f"-{s.first_rank}")
+        if size > most:
+            yield f"--uds-path has {size} bytes: at most {most} are possible"
         elif not folder.is_dir():
             yield f"--uds-path is {s.uds_path}: there is no folder {folder}"
+
+
+def _shard_faults(s: ServerSettings) -> Iterator[str]:
+    if s.node_rank >= s.num_nodes:
+        yield (
+            f"--node-rank is {s.node_rank}: it must be less than --num-nodes, which is"
+            f" {s.num_nodes}"
+        )
+    if s.num_nodes > 1:
+        if s.master_addr is None:
+            yield f"--num-nodes is {s.num_nodes}: --master-addr is needed with it"
+        ports = {name: getattr(s, name) for name in ("master_port", "shard_port")}
+        ports |= {"port": s.port, "health_port": s.health_port}
+        for name, other in combinations(ports, 2):
+            if ports[name] == ports[other] != 0 and {name, other} != {"port", "health_port"}:
+                yield f"{flag(name)} and {flag(other)} are both {ports[name]}: they must differ"
+    tls = ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
+    given = [name for name in tls if getattr(s, name) is not None]
+    if given and len(given) < len(tls):
+        lacking = " and ".join(flag(name) for name in tls if name not in given)
+        yield f"{flag(given[0])} is {getattr(s, given[0])}: {lacking} is needed with it"
 
 
 def _security_faults(s: ServerSettings) -> Iterator[str]:
@@ -61,7 +95,7 @@ def _security_faults(s: ServerSettings) -> Iterator[str]:
         yield f"{flag(given)} is {getattr(s, given)}: {flag(lacking)} is needed with it"
     if s.tls_client_ca is not None and s.tls_cert is None:
         yield f"--tls-client-ca is {s.tls_client_ca}: --tls-cert is needed with it"
-    for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
+    for name in _FILES:
         path: Path | None = getattr(s, name)
         if path is None:
             continue

@@ -58,7 +58,6 @@ class Tiles:
 #: less, so that one program's start hides behind its neighbours' work.
 _DECODE_128 = (
     (64, DecodeTile(128, 4, 3, 4, most_splits=16)),
-    (256, DecodeTile(32, 2, 3, 4)),
     (640, DecodeTile(32, 2, 4, 4)),
     (float("inf"), DecodeTile(64, 4, 3, 4)),
 )

@@ -10,7 +10,7 @@ from tokenpod.kernels.ops import Activation, AddLinear, Linear, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
 from tokenpod.kernels.triton.product_kernels import add_shares, matrix, multiply_add
-from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
+from tokenpod.kernels.triton.tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
 
 #: The matrix unit's smallest side.
 LEAST_MATRIX_ROWS = 16
@@ -88,7 +88,11 @@ def _table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
     """Also makes sure that kernels may walk along the weight's rows."""
     if not weight.is_contiguous():
         raise ValueError(f"a weight [{len(weight)}, {weight.shape[1]}] is not contiguous")
-    return tiles or measured(capability(weight.device))
+    if tiles is not None:
+        return tiles
+    if weight.is_cuda and weight.itemsize > 2:
+        return ALL_LIBRARY  # tiles were measured, and fit, for numbers of 2 bytes
+    return measured(capability(weight.device))
 
 
 def multiply(

@@ -62,6 +62,9 @@ class Tiles:
         return LIBRARY
 
 
+ALL_LIBRARY = Tiles({}, [])
+
+
 @cache
 def measured(capability: tuple[int, int] | None) -> Tiles:
     """The table in tiles.json, a file of this package.

@@ -186,6 +186,39 @@ async def test_an_engine_that_never_moves_again_is_restarted_and_one_that_does_i
         await probe.wait("liveness", SERVING)
 
 
+async def test_an_engine_that_never_moves_again_is_known_as_stuck_until_another_is_watched(
+    probe: Probe,
+) -> None:
+    with probe.watching(pulse(age=70.0)):
+        async with asyncio.timeout(10):
+            await probe.board.stuck
+        await probe.wait("liveness", NOT_SERVING)
+    with probe.watching(pulse()):
+        await probe.wait("liveness", SERVING)
+        assert not probe.board.stuck.done()
+
+
+async def test_a_pod_that_follows_is_ready_before_its_group_serves() -> None:
+    board = HealthBoard(follows=True)
+
+    async def prepare(server: grpc.aio.Server) -> None:
+        await board.add_to(server, [SERVICE])
+
+    async with serving(prepare=prepare) as running:
+        probe = Probe(board, health_pb2_grpc.HealthStub(running.channel))
+        told = {name: await probe.check(name) for name in ("startup", "readiness", "", SERVICE)}
+        assert told == {
+            "startup": SERVING,
+            "readiness": SERVING,
+            "": NOT_SERVING,
+            SERVICE: NOT_SERVING,
+        }
+        await board.set_serving(True)
+        assert await probe.ready()
+        await board.drain()
+        assert not await probe.ready()
+
+
 async def test_the_health_port_tells_the_same_board(probe: Probe) -> None:
     server, port = await serve_health("127.0.0.1:0", probe.board)
     try:

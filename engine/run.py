@@ -1,0 +1,132 @@
+"""From options to steps: join the other ranks, load, warm up, and run the loop or follow one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.device_check import check_device, check_heads
+from tokenpod.engine.exchange import Face
+from tokenpod.engine.executor import Executor
+from tokenpod.engine.group import Group, join_group
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.memory import let_segments_grow
+from tokenpod.engine.shards.member import Member
+from tokenpod.engine.types import EngineOptions, Loading, Ready
+from tokenpod.models.load import load_model, read_config
+from tokenpod.models.share import WHOLE, Share
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+
+def run(options: EngineOptions, link: Face, member: Member | None) -> None:
+    """Load, say so, and take steps until the link closes (raises LinkClosed) or the group ends.
+
+    Raises EngineError or ModelError with one line that says what is wrong.
+    """
+    assembled, ready, limits = load(options, link, member)
+    if member is not None:
+        member.come_up(ready.slots)
+    link.send(ready)
+    # What lives now lives for ever: spare the collector the walk.
+    gc.collect()
+    gc.freeze()
+    if member is not None and not member.leads:
+        follow(member, assembled.executor)
+    launcher = member.leading(assembled.executor) if member else assembled.executor
+    EngineLoop(link, Scheduler(limits), launcher, overlap=assembled.overlap).run()
+
+
+def follow(member: Member, executor: Executor) -> NoReturn:
+    """Take every step that the leader plans, one ahead of the step that is waited for.
+
+    Raises EngineError when the group is over.
+    """
+    flying = None
+    for plan in member.plans():
+        launched = executor.launch(plan)
+        if flying is not None:
+            flying.wait()
+        flying = launched
+    raise AssertionError("plans end with an error")
+
+
+def load(
+    options: EngineOptions, link: Face, member: Member | None
+) -> tuple[Assembled, Ready, Limits]:
+    """Join the other ranks, load the model or this rank's share, make the pool, warm up.
+
+    Raises EngineError or ModelError with one line that says what is wrong.
+    """
+    # The front end needs a core of its own: whatever else runs on a core of a parallel region holds
+    # up all of them at its end.
+    torch.set_num_threads(options.threads or max(len(os.sched_getaffinity(0)) - 1, 1))
+    device = torch.device(options.device)
+    check_device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        let_segments_grow()
+        config = read_config(Path(options.model_folder))
+        check_heads(config.heads, config.kv_heads, config.head_dim)
+    group = _join(member, device) if member else None
+    share = Share(group.rank, group.world) if group else WHOLE
+    began = time.monotonic()
+    reported = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if done == total or now - reported > 0.1:
+            reported = now
+            link.send(Loading(done, total))
+
+    dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
+    model = load_model(
+        Path(options.model_folder),
+        dtype=dtype,
+        device=device,
+        progress=progress,
+        share=share,
+        group=group,
+    )
+    config = model.config
+    loaded = time.monotonic()
+    positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
+    assembled = assemble(model, options, positions=positions, device=device, group=group)
+    limits = Limits(
+        slots=assembled.slots,
+        max_rows=options.max_batch_size,
+        max_positions=positions,
+        prefill_tokens=options.max_batch_prefill_tokens,
+    )
+    ready = Ready(
+        dtype=str(model.dtype).removeprefix("torch."),
+        device_type=device.type,
+        attention="contiguous" if device.type == "cpu" else "paged",
+        window_size=config.sliding_window,
+        vocab_size=config.vocab_size,
+        max_positions=positions,
+        slots=assembled.slots,
+        parameters=model.parameters_count,
+        weight_bytes=model.weight_bytes,
+        load_seconds=loaded - began,
+        warmup_seconds=time.monotonic() - loaded,
+    )
+    return assembled, ready, limits
+
+
+def _join(member: Member, device: torch.device) -> Group:
+    place = member.placement
+    return join_group(
+        place.rank,
+        place.world,
+        place.meeting,
+        member.meeting_port,
+        device=device,
+        timeout=place.timeout,
+    )

@@ -1,0 +1,203 @@
+"""A follower's end of its plan stream.
+
+    join -> come_up -> plans
+
+Until the leader says `Form` nothing is lost with a stream: `join` tries again, and says why. From
+then on its end, or the leader's silence, is reported once to `on_lost`, on some thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import grpc
+
+from tokenpod.engine.errors import EngineError
+from tokenpod.engine.plan import StepPlan
+from tokenpod.engine.shards.codec import decode_plan
+from tokenpod.engine.shards.facts import PROTOCOL
+from tokenpod.engine.shards.silence import Silence
+from tokenpod.engine.shards.transport import METHOD, channel
+from tokenpod.engine.types import Letter, Placement
+from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
+
+#: Seconds to wait for the leader's first answer, and before the next attempt.
+_ANSWER_SECONDS = 5.0
+_RETRY_SECONDS = 0.3
+
+LEADER = 0
+
+
+class PlanStream:
+    """One rank's stream from the leader.
+
+    Args:
+        placement: this rank's.
+        facts: what the leader must agree on.
+        on_lost: told once, why the group can't go on, and whether it is of no use to try again.
+        on_letter: hears what the leader's front end answers.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        facts: Mapping[str, str],
+        *,
+        on_lost: Callable[[str, bool], None],
+        on_letter: Callable[[Letter], None],
+    ) -> None:
+        self.silence = Silence[int]()
+        self._placement = placement
+        self._hello = pb.Hello(
+            protocol=PROTOCOL,
+            rank=placement.rank,
+            world=placement.world,
+            facts=dict(facts),
+            secret=placement.secret,
+        )
+        self._on_lost = on_lost
+        self._on_letter = on_letter
+        self._lock = threading.Lock()
+        self._over = False
+        #: Of the attempt under way: what to send, and what has come for the main thread.
+        self._outbox: SimpleQueue[pb.FollowRequest | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._formed = False
+        self._begun = 0
+
+    # -- the group's life ----------------------------------------------------------------------
+
+    def join(self, on_waiting: Callable[[str], None]) -> tuple[str, int]:
+        """Find the leader, and wait until all ranks have.
+
+        Args:
+            on_waiting: hears what there is to wait for.
+
+        Returns:
+            Where clients reach the leader's pod, and the port of the ranks' meeting.
+        """
+        told = ""
+        while True:
+            outcome = self._attempt()
+            if isinstance(outcome, pb.Accepted):
+                on_waiting(f"waiting for the other ranks of {self._placement.world}")
+                told = ""
+                form = self._inbox.get()
+                if isinstance(form, pb.Form):
+                    return outcome.leader_address, form.port
+                outcome = str(form)
+            if outcome != told:
+                on_waiting(told := outcome)
+            time.sleep(_RETRY_SECONDS)
+
+    def come_up(self, slots: int) -> None:
+        """This rank is warm: wait until all are. Raises EngineError if the stream ends before."""
+        self._outbox.put(pb.FollowRequest(ready=pb.Ready(slots=slots)))
+        message = self._inbox.get()
+        if not isinstance(message, pb.Serving):
+            raise EngineError(f"the group did not come up: {message}")
+
+    def plans(self) -> Iterator[StepPlan]:
+        """Every step's plan, in order. Raises EngineError at a gap, and when the stream ends."""
+        while isinstance(message := self._inbox.get(), pb.Plan):
+            if message.number != self._begun + 1:
+                raise EngineError(f"plan {message.number} came after plan {self._begun}")
+            self._begun = message.number
+            yield decode_plan(message)
+        raise EngineError(f"there are no more plans: {message}")
+
+    def send_letter(self, letter: Letter) -> None:
+        """To the leader's front end."""
+        message = pb.Letter(id=letter.id, body=letter.body)
+        self._outbox.put(pb.FollowRequest(letter=message))
+
+    def beat(self) -> None:
+        """One heartbeat for the leader."""
+        self._outbox.put(pb.FollowRequest(heartbeat=pb.Heartbeat(plan=self._begun)))
+
+    def miss(self, rank: int, seconds: float) -> None:
+        """The leader has been silent for so long."""
+        self.lose(f"the leader was lost: it has not been heard for {seconds:g} s")
+
+    def lose(self, reason: str, *, fault: bool = False) -> None:
+        """The group is over; only the first call counts."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self._on_lost(reason, fault)
+
+    def close(self, farewell: str, *, fault: bool = False) -> None:
+        """Tell the leader why, and hang up."""
+        with self._lock:
+            self._over = True
+        message = pb.Farewell(reason=farewell, fault=fault)
+        self._outbox.put(pb.FollowRequest(farewell=message))
+        self._outbox.put(None)
+
+    # -- one stream ----------------------------------------------------------------------------
+
+    def _attempt(self) -> pb.Accepted | str:
+        """Call the leader: that we are in, or why not."""
+        self._outbox, self._inbox = SimpleQueue(), SimpleQueue()
+        outbox, inbox = self._outbox, self._inbox
+        outbox.put(pb.FollowRequest(hello=self._hello))
+        link = channel(self._placement.plans, self._placement.tls)
+        call = link.stream_stream(
+            METHOD,
+            request_serializer=pb.FollowRequest.SerializeToString,
+            response_deserializer=pb.FollowResponse.FromString,
+        )(iter(outbox.get, None))
+        threading.Thread(target=self._read, args=(call, inbox), name="plans", daemon=True).start()
+        try:
+            first = inbox.get(timeout=_ANSWER_SECONDS)
+        except Empty:
+            first = "it does not answer"
+        if isinstance(first, pb.Accepted):
+            self.silence.watch(LEADER)
+            return first
+        outbox.put(None)
+        call.cancel()
+        link.close()
+        where = self._placement.plans
+        if isinstance(first, pb.Refused):
+            return f"the leader at {where} refused rank {self._placement.rank}: {first.reason}"
+        return f"waiting for the leader at {where}: {first}"
+
+    def _read(self, call: Any, inbox: SimpleQueue[Any]) -> None:
+        """Take what the leader says until the stream ends; then the inbox gets a text: why."""
+        reason, farewell = "its connection ended", pb.Farewell()
+        try:
+            for response in call:
+                self.silence.heard(LEADER)
+                kind = response.WhichOneof("message")
+                if kind == "letter":
+                    letter = response.letter
+                    self._on_letter(Letter(self._placement.rank, letter.id, letter.body))
+                elif kind == "farewell":
+                    farewell = response.farewell
+                elif kind != "heartbeat":
+                    self._formed = self._formed or kind == "form"
+                    inbox.put(getattr(response, kind))
+        except grpc.RpcError as error:
+            reason = _reason(error, reason)
+        except Exception as error:
+            reason = f"it said what this rank can't read: {error}"
+        self.silence.forget(LEADER)
+        inbox.put(farewell.reason or reason)
+        if self._formed:
+            self.lose(farewell.reason or f"the leader was lost: {reason}", fault=farewell.fault)
+
+
+def _reason(error: grpc.RpcError, otherwise: str) -> str:
+    """Why a call failed, in few words; `otherwise` if it had begun well."""
+    details = " ".join(str(error.details() or "").split())
+    if "Connection refused" in details:
+        return "nobody listens there"
+    if "resolution" in details:
+        return "there is no such name"
+    return details.rpartition("last error: ")[2] if "failed to connect" in details else otherwise

@@ -1,0 +1,317 @@
+"""The leader's end of the plan streams: rank 0 gathers the others and tells them every step.
+
+Each follower has a seat: the stream that it opened, and a queue of frames for it. The step loop
+only puts a frame into each queue; gRPC's threads do the rest.
+
+    gather -> form -> come_up -> send_plan ...
+
+Until `form` a follower may come and go. From then on the group needs every one of them: a stream
+that ends, or a follower that is silent, is reported once to `on_lost`, on some thread.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+
+from tokenpod.engine.errors import EngineError
+from tokenpod.engine.plan import StepPlan
+from tokenpod.engine.shards.codec import encode_plan
+from tokenpod.engine.shards.facts import PROTOCOL, difference
+from tokenpod.engine.shards.rival import find_rival
+from tokenpod.engine.shards.silence import Silence
+from tokenpod.engine.shards.transport import SERVER_OPTIONS, SERVICE, server_credentials
+from tokenpod.engine.types import Letter, Placement
+from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
+
+#: Threads for streams that are refused, besides one a seat.
+_SPARE_THREADS = 4
+#: Between two looks for another leader.
+_LOOK_SECONDS = 2.0
+
+
+@dataclass(eq=False)
+class _Seat:
+    """One follower's stream. `outbox` ends with None."""
+
+    rank: int
+    outbox: SimpleQueue[bytes | None] = field(default_factory=SimpleQueue)
+    #: KV slots, once it is ready.
+    slots: int | None = None
+    #: The last plan that it has begun.
+    begun: int = 0
+
+
+class PlanServer:
+    """Serves the plans of one group's life.
+
+    Args:
+        placement: rank 0's.
+        facts: what every follower must agree on.
+        on_lost: told once, why the group can't go on, and whether it is of no use to try again.
+        on_letter: hears what a follower's front end has to say.
+
+    Raises:
+        EngineError: the address can't be had, or a file of `tls` can't be read.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        facts: Mapping[str, str],
+        *,
+        on_lost: Callable[[str, bool], None],
+        on_letter: Callable[[Letter], None],
+    ) -> None:
+        #: Names this life of the group.
+        self.generation = secrets.token_hex(8)
+        self.silence = Silence[int]()
+        self._placement = placement
+        self._facts = facts
+        self._on_lost = on_lost
+        self._on_letter = on_letter
+        self._seats: dict[int, _Seat] = {}
+        self._formed = False
+        self._over = False
+        self._plans = 0
+        #: Why a rank that came was not let in, by rank; for the operator.
+        self._refused: dict[int, str] = {}
+        #: Another leader in our place.
+        self._rival: str | None = None
+        #: Guards what is above, and tells that it has changed.
+        self._changed = threading.Condition()
+        self._server = self._listen()
+
+    # -- the group's life ----------------------------------------------------------------------
+
+    def gather(self, on_waiting: Callable[[str], None]) -> None:
+        """Wait until every follower has a seat; `on_waiting` hears whom it waits for."""
+        told = ""
+        if self._placement.found_at:
+            threading.Thread(target=self._look_for_rivals, name="rivals", daemon=True).start()
+        with self._changed:
+            while text := self._missing():
+                if text != told:
+                    on_waiting(told := text)
+                self._changed.wait()
+
+    def form(self, port: int) -> None:
+        """All meet at `port` of the leader's host; nobody can leave any more."""
+        with self._changed:
+            self._formed = True
+        self._send(pb.FollowResponse(form=pb.Form(port=port)))
+
+    def come_up(self, slots: int) -> None:
+        """Wait until every follower is warm, and tell them all that they may say so.
+
+        Raises:
+            EngineError: their pools have not `slots` KV slots each, as the leader's has.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: all(s.slots is not None for s in self._seats.values()))
+            for rank, seat in sorted(self._seats.items()):
+                if seat.slots != slots:
+                    raise EngineError(f"rank {rank} has {seat.slots} KV slots, rank 0 has {slots}")
+        self._send(pb.FollowResponse(serving=pb.Serving()))
+
+    def send_plan(self, plan: StepPlan) -> None:
+        """The next step, for every follower."""
+        self._plans += 1
+        self._send(pb.FollowResponse(plan=encode_plan(self._plans, plan)))
+
+    def send_letter(self, letter: Letter) -> None:
+        """To the front end of a follower's pod; to one that has left, nothing."""
+        message = pb.FollowResponse(letter=pb.Letter(id=letter.id, body=letter.body))
+        with self._changed:
+            seat = self._seats.get(letter.rank)
+        if seat is not None:
+            seat.outbox.put(message.SerializeToString())
+
+    def beat(self) -> None:
+        """One heartbeat for every follower."""
+        self._send(pb.FollowResponse(heartbeat=pb.Heartbeat()))
+
+    def lag(self) -> int:
+        """Plans that the slowest follower has yet to begin."""
+        with self._changed:
+            return max((self._plans - seat.begun for seat in self._seats.values()), default=0)
+
+    def miss(self, rank: int, seconds: float) -> None:
+        """A follower has been silent for so long."""
+        with self._changed:
+            seat = self._seats.get(rank)
+        if seat is not None:
+            self._left(seat, f"it has not been heard for {seconds:g} s")
+
+    def lose(self, reason: str, *, fault: bool = False) -> None:
+        """The group is over; only the first call counts."""
+        with self._changed:
+            if self._over:
+                return
+            self._over = True
+        self._on_lost(reason, fault)
+
+    def close(self, farewell: str, *, fault: bool = False) -> None:
+        """Tell the followers why, and end their streams."""
+        with self._changed:
+            self._over = True
+        self._send(pb.FollowResponse(farewell=pb.Farewell(reason=farewell, fault=fault)))
+        with self._changed:
+            for seat in self._seats.values():
+                seat.outbox.put(None)
+        self._server.stop(0.5).wait(1.0)
+
+    # -- streams -------------------------------------------------------------------------------
+
+    def _listen(self) -> grpc.Server:
+        placement = self._placement
+        server = grpc.server(
+            ThreadPoolExecutor(placement.world + _SPARE_THREADS, thread_name_prefix="plans"),
+            options=SERVER_OPTIONS,
+        )
+        # A frame is encoded once for all followers: what is sent are bytes.
+        handler: Any = grpc.stream_stream_rpc_method_handler(
+            self._follow, request_deserializer=pb.FollowRequest.FromString
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {"Follow": handler}),)
+        )
+        try:
+            if placement.tls is None:
+                server.add_insecure_port(placement.plans)
+            else:
+                server.add_secure_port(placement.plans, server_credentials(placement.tls))
+        except RuntimeError as error:
+            raise EngineError(
+                f"the leader cannot listen on {placement.plans} (--shard-port): is there another?"
+            ) from error
+        server.start()
+        return server
+
+    def _follow(
+        self, requests: Iterator[pb.FollowRequest], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        hello = next(requests, pb.FollowRequest()).hello
+        seat = self._admit(hello)
+        if isinstance(seat, pb.FollowResponse):
+            yield seat.SerializeToString()
+            return
+        # Called at once if the stream has ended already.
+        if not context.add_callback(lambda: self._left(seat)):
+            self._left(seat)
+            return
+        threading.Thread(target=self._read, args=(seat, requests), daemon=True).start()
+        while (frame := seat.outbox.get()) is not None:
+            yield frame
+
+    def _admit(self, hello: pb.Hello) -> _Seat | pb.FollowResponse:
+        """A seat, or the message that refuses it."""
+        accepted = pb.Accepted(
+            generation=self.generation, leader_address=self._placement.leader_address
+        )
+        answer = pb.FollowResponse(accepted=accepted)
+        if hello.rank == 0 and hello.generation == self.generation:
+            return answer
+        with self._changed:
+            refusal = self._refusal(hello)
+            if refusal is None:
+                seat = self._seats[hello.rank] = _Seat(hello.rank)
+                seat.outbox.put(answer.SerializeToString())
+                self._refused.pop(hello.rank, None)
+                self.silence.watch(hello.rank)
+            else:
+                self._refused[hello.rank] = refusal
+            self._changed.notify_all()
+        if refusal is not None:
+            return pb.FollowResponse(refused=pb.Refused(reason=refusal))
+        return seat
+
+    def _refusal(self, hello: pb.Hello) -> str | None:
+        placement, rank = self._placement, hello.rank
+        if not secrets.compare_digest(hello.secret, placement.secret):
+            return "it belongs to another pod"
+        if hello.protocol != PROTOCOL:
+            return f"it speaks version {hello.protocol} of the protocol, the leader {PROTOCOL}"
+        if rank == 0:
+            return "there are two leaders: another rank 0 (--node-rank 0) looks for this one"
+        if hello.world != placement.world:
+            return f"it is one of {hello.world} ranks, the leader one of {placement.world}"
+        if rank >= placement.world:
+            return f"there is no rank {rank} in a group of {placement.world}"
+        if (differs := difference(self._facts, hello.facts, rank)) is not None:
+            return differs
+        if rank in self._seats:
+            return f"rank {rank} is here already"
+        return None
+
+    def _read(self, seat: _Seat, requests: Iterator[pb.FollowRequest]) -> None:
+        try:
+            for request in requests:
+                self.silence.heard(seat.rank)
+                self._take(seat, request)
+        except grpc.RpcError:
+            pass  # its end is told by the stream's callback
+        except Exception as error:
+            self.lose(f"rank {seat.rank} said what the leader can't read: {error}")
+
+    def _look_for_rivals(self) -> None:
+        place = self._placement
+        while not self._formed and not self._over:
+            rival = find_rival(place.found_at, self.generation, place.tls)
+            with self._changed:
+                self._rival = rival
+                self._changed.notify_all()
+            time.sleep(_LOOK_SECONDS)
+
+    def _take(self, seat: _Seat, request: Any) -> None:
+        match request.WhichOneof("message"):
+            case "heartbeat":
+                seat.begun = request.heartbeat.plan
+            case "ready":
+                with self._changed:
+                    seat.slots = request.ready.slots
+                    self._changed.notify_all()
+            case "letter":
+                self._on_letter(Letter(seat.rank, request.letter.id, request.letter.body))
+            case "farewell":
+                self._left(seat, request.farewell.reason, fault=request.farewell.fault)
+
+    def _left(
+        self, seat: _Seat, reason: str = "its connection ended", *, fault: bool = False
+    ) -> None:
+        with self._changed:
+            if self._seats.get(seat.rank) is not seat:
+                return
+            del self._seats[seat.rank]
+            self.silence.forget(seat.rank)
+            seat.outbox.put(None)
+            formed = self._formed
+            self._changed.notify_all()
+        if formed:
+            verb = "failed" if fault else "was lost"
+            self.lose(f"rank {seat.rank} {verb}: {reason}", fault=fault)
+
+    def _send(self, message: pb.FollowResponse) -> None:
+        frame = message.SerializeToString()
+        with self._changed:
+            for seat in self._seats.values():
+                seat.outbox.put(frame)
+
+    def _missing(self) -> str:
+        world = self._placement.world
+        absent = [rank for rank in range(1, world) if rank not in self._seats]
+        if not absent:
+            return ""
+        ranks = ", ".join(map(str, absent))
+        text = f"waiting for rank {ranks} of {world} at {self._placement.plans}"
+        notes = [self._rival] if self._rival else []
+        notes += [f"rank {rank} was refused: {why}" for rank, why in sorted(self._refused.items())]
+        return "; ".join([text, *notes])

@@ -1,0 +1,62 @@
+"""A rank's line to its pod's front end, next to its link.
+
+The link belongs to the step loop, which may be stuck in a collective or in a send. Whatever must
+get through then has a socket of its own: heartbeats, what a group waits for, last words, and
+letters between front ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+from tokenpod.engine.link import Link, LinkClosed
+from tokenpod.engine.types import FromRank, Letter, Over, ToRank
+
+
+class Line:
+    """The rank's end. Any thread may send.
+
+    Args:
+        endpoint: the inherited socket.
+        on_letter: hears, on a thread of its own, what the front end has for another one.
+        on_over: hears, on that thread, why the front end gives the group up.
+        on_closed: the front end has hung up or is gone.
+    """
+
+    def __init__(
+        self,
+        endpoint: socket.socket,
+        *,
+        on_letter: Callable[[Letter], None],
+        on_over: Callable[[str], None],
+        on_closed: Callable[[], None],
+    ) -> None:
+        self._link = Link[ToRank](endpoint, ToRank)  # type: ignore[arg-type]
+        self._lock = threading.Lock()
+        self._on_letter = on_letter
+        self._on_over = on_over
+        self._on_closed = on_closed
+
+    def listen(self) -> None:
+        """Begin to listen."""
+        threading.Thread(target=self._listen, name="line", daemon=True).start()
+
+    def send(self, message: FromRank) -> None:
+        """Send one message. A front end that is gone is told of by `on_closed` alone."""
+        with self._lock, contextlib.suppress(LinkClosed):
+            self._link.send(message)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                for message in self._link.receive(None):
+                    match message:
+                        case Letter():
+                            self._on_letter(message)
+                        case Over():
+                            self._on_over(message.message)
+        except LinkClosed:
+            self._on_closed()

@@ -1,0 +1,182 @@
+"""A rank as a member of its group: its ties to the other ranks and to its pod's front end.
+
+Whatever the main thread does (load, wait in a collective), threads of a member's own beat, listen,
+and end the process with one clear line once the group can't go on. A process never survives its
+group: fresh ones form the next.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+from tokenpod.engine.plan import StepPlan
+from tokenpod.engine.shards.facts import facts_of
+from tokenpod.engine.shards.follower import PlanStream
+from tokenpod.engine.shards.leader import PlanServer
+from tokenpod.engine.shards.line import Line
+from tokenpod.engine.shards.silence import (
+    BEAT_SECONDS,
+    LOADING_PATIENCE_SECONDS,
+    PATIENCE_SECONDS,
+)
+from tokenpod.engine.types import Broken, EngineOptions, Joined, Letter, Pulse, Waiting
+
+if TYPE_CHECKING:
+    # It brings torch, whose import takes seconds in which a member is to be heard already.
+    from tokenpod.engine.executor import Executor, Launched, Launcher
+
+#: Seconds for last words to leave the process.
+_LAST_WORDS_SECONDS = 0.1
+#: Seconds that the step loop gets to see that its link is closed.
+_LEAVE_SECONDS = 1.0
+#: A rank that dies breaks collectives, whose errors name no culprit. Seconds within which its death
+#: is known, and told better.
+_VERDICT_SECONDS = 1.0
+
+
+class Member:
+    """One rank. Make it before anything that takes long: it beats from then on.
+
+    Args:
+        options: with a placement.
+
+    Raises:
+        EngineError: the leader's address can't be had, or a TLS file can't be read.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        assert options.placement is not None
+        self.placement = placement = options.placement
+        #: Where the ranks meet for collectives, once `meet` knows.
+        self.meeting_port = 0
+        self._serving = False
+        self._line = Line(
+            socket.socket(fileno=placement.line),
+            on_letter=self._send_letter,
+            on_over=self._give_up,
+            on_closed=self._hung_up,
+        )
+        self._leader: PlanServer | None = None
+        self._follower: PlanStream | None = None
+        facts, carry = facts_of(options), self._line.send
+        if placement.rank == 0:
+            self._leader = PlanServer(placement, facts, on_lost=self._lost, on_letter=carry)
+        else:
+            self._follower = PlanStream(placement, facts, on_lost=self._lost, on_letter=carry)
+        self._line.listen()
+        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self._leader is not None
+
+    # -- the main thread's -----------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Wait for the other ranks, without a time limit of its own."""
+        if self._leader is not None:
+            self._leader.gather(self._wait)
+            self.meeting_port = self.placement.meeting_port or _free_port(self.placement.meeting)
+            self._leader.form(self.meeting_port)
+        else:
+            assert self._follower is not None
+            leader_address, self.meeting_port = self._follower.join(self._wait)
+            self._line.send(Joined(leader_address))
+        self._wait("waiting for all ranks to load")
+
+    def come_up(self, slots: int) -> None:
+        """This rank is warm: wait until all are. Raises EngineError."""
+        self._peers.come_up(slots)
+        self._serving = True
+
+    def leading(self, executor: Executor) -> Launcher:
+        """The leader's launcher: every step is told to the followers first."""
+        assert self._leader is not None
+        return _Leading(self._leader, executor)
+
+    def plans(self) -> Iterator[StepPlan]:
+        """The leader's plans, in order. Raises EngineError at a gap, and when the group is over."""
+        assert self._follower is not None
+        return self._follower.plans()
+
+    def fail(self, line: str, *, fault: bool) -> NoReturn:
+        """The main thread can't go on: tell all, unless a lost rank is the cause; end the process.
+
+        Args:
+            line: for the operator.
+            fault: it would fail again with the same settings.
+        """
+        time.sleep(_VERDICT_SECONDS)
+        if not fault:
+            traceback.print_exc()
+        self._line.send(Broken(line))
+        self._end(line, 1, fault=fault)
+
+    def leave(self) -> NoReturn:
+        """The pod stops."""
+        self._end("its pod stops" if self._follower else "the leader stops", 0)
+
+    # -- other threads' ----------------------------------------------------------------------------
+
+    @property
+    def _peers(self) -> PlanServer | PlanStream:
+        peers = self._leader or self._follower
+        assert peers is not None
+        return peers
+
+    def _beat(self) -> None:
+        while True:
+            self._line.send(Pulse())
+            self._peers.beat()
+            patience = PATIENCE_SECONDS if self._serving else LOADING_PATIENCE_SECONDS
+            for rank in self._peers.silence.tick(patience):
+                self._peers.miss(rank, patience)
+            time.sleep(BEAT_SECONDS)
+
+    def _wait(self, reason: str) -> None:
+        self._line.send(Waiting(reason))
+
+    def _send_letter(self, letter: Letter) -> None:
+        self._peers.send_letter(letter)
+
+    def _give_up(self, reason: str) -> None:
+        self._peers.lose(reason)
+
+    def _lost(self, reason: str, fault: bool) -> None:
+        self._line.send(Broken(reason, peer=not fault))
+        self._end(reason, 1, fault=fault)
+
+    def _hung_up(self) -> None:
+        time.sleep(_LEAVE_SECONDS)
+        self.leave()
+
+    def _end(self, farewell: str, status: int, *, fault: bool = False) -> NoReturn:
+        self._peers.close(farewell, fault=fault)
+        time.sleep(_LAST_WORDS_SECONDS)
+        # Not sys.exit: other threads are in collectives that never end.
+        os._exit(status)
+
+
+class _Leading:
+    """Launches steps that all ranks take."""
+
+    def __init__(self, server: PlanServer, local: Executor) -> None:
+        self._server = server
+        self._local = local
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Tell the followers, then start this rank's share."""
+        self._server.send_plan(plan)
+        return self._local.launch(plan)
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])

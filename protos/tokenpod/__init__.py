@@ -1,0 +1,1 @@
+"""Tokenpod's own wire formats, between its pods."""

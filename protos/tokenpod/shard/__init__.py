@@ -1,0 +1,1 @@
+"""From the leader's rank to the others."""

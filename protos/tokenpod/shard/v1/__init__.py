@@ -1,0 +1,1 @@
+"""`tokenpod.shard.v1`."""

@@ -1,0 +1,90 @@
+"""What a pod's engines are told: options, and their place in the group."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from tokenpod.config import ServerSettings, host_of
+from tokenpod.engine.types import EngineOptions, Placement, ShardTls
+
+
+def engine_options(
+    settings: ServerSettings, model_folder: Path, address: str
+) -> list[EngineOptions]:
+    """What each engine of this pod is told: one, or one a rank.
+
+    Args:
+        settings: the operator's.
+        model_folder: where the model lies.
+        address: where clients reach this pod.
+    """
+    alone = EngineOptions(
+        model_folder=str(model_folder),
+        dtype=settings.resolved_dtype,
+        device=settings.resolved_device,
+        threads=settings.threads,
+        max_batch_size=settings.resolved_batch_size,
+        max_batch_prefill_tokens=settings.resolved_prefill_tokens,
+        max_total_tokens=settings.max_total_tokens,
+        max_batch_total_tokens=settings.max_batch_total_tokens,
+        memory_fraction=settings.memory_fraction,
+        max_logit_edits=2 * settings.max_logit_bias,
+    )
+    return [
+        msgspec.structs.replace(
+            alone,
+            placement=place,
+            device=f"cuda:{place.local_rank}" if alone.device == "cuda" else alone.device,
+        )
+        for place in placements(settings, address)
+    ] or [alone]
+
+
+def placements(settings: ServerSettings, address: str) -> list[Placement]:
+    """This pod's ranks, the first one first; none if the engine is alone.
+
+    Every life of the group asks anew: within one pod nothing but its own processes can join, by an
+    address and a secret that nobody had before.
+
+    Args:
+        settings: the operator's.
+        address: where clients reach this pod.
+    """
+    if settings.world == 1:
+        return []
+    alone = settings.num_nodes == 1
+    plans, secret = f"unix-abstract:tokenpod-{secrets.token_hex(8)}", secrets.token_hex(16)
+    meeting = settings.master_addr or ""
+    found_at = "" if alone else f"{host_of(meeting)}:{settings.shard_port}"
+    made = []
+    for local_rank in range(settings.num_shard):
+        rank = settings.first_rank + local_rank
+        if not alone:
+            bound = f"{host_of(settings.hostname)}:{settings.shard_port}"
+            plans, secret = found_at if rank else bound, ""
+        made.append(
+            Placement(
+                rank=rank,
+                world=settings.world,
+                local_rank=local_rank,
+                plans=plans,
+                meeting="127.0.0.1" if alone else meeting,
+                meeting_port=0 if alone else settings.master_port,
+                leader_address=f"{host_of(meeting)}:{address.rpartition(':')[2]}",
+                secret=secret,
+                found_at=found_at,
+                tls=None if alone else _tls(settings),
+                timeout=settings.start_timeout,
+            )
+        )
+    return made
+
+
+def _tls(settings: ServerSettings) -> ShardTls | None:
+    cert, key, ca = settings.shard_tls_cert, settings.shard_tls_key, settings.shard_tls_ca
+    if cert is None or key is None or ca is None:
+        return None
+    return ShardTls(str(cert), str(key), str(ca))

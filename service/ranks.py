@@ -1,0 +1,149 @@
+"""The engine processes of a pod: one, or this pod's ranks of a group.
+
+A group lives and ends as a whole. If one of this pod's ranks is lost, or says that another is, the
+others are told and end too; what can be done about it is the server's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenpod.engine.shards.silence import (
+    BEAT_SECONDS,
+    LOADING_PATIENCE_SECONDS,
+    PATIENCE_SECONDS,
+    Silence,
+)
+from tokenpod.engine.types import EngineOptions, Letter, Loading, Over, Ready
+from tokenpod.service.client import EngineClient, EngineLost
+from tokenpod.service.engine_process import EngineProcess
+
+#: Seconds in which a process that has hung up says why, on its other socket.
+_LAST_WORDS_SECONDS = 0.1
+#: Seconds that an engine gets to leave after we hang up: to finish a step; or nothing worth while.
+_LEAVE_SECONDS = 5.0
+_LEAVE_LOADING_SECONDS = 0.5
+#: Seconds that ranks get to tell other pods' why the group is over.
+_FAREWELL_SECONDS = 0.7
+
+
+class Ranks:
+    """One life of a pod's engines. Make it with `start`."""
+
+    def __init__(self, engines: Sequence[EngineProcess]) -> None:
+        #: Done, with EngineLost as its result, once one of them is lost.
+        self.lost: asyncio.Future[EngineLost] = asyncio.get_running_loop().create_future()
+        self._engines = engines
+        self._serving = False
+        self._watchers = [asyncio.create_task(self._await_end(engine)) for engine in engines]
+        self._watchers.append(asyncio.create_task(self._listen()))
+
+    @classmethod
+    async def start(
+        cls,
+        options: Sequence[EngineOptions],
+        on_loading: Callable[[Loading], None],
+        command: Sequence[str],
+        *,
+        links: int,
+        on_waiting: Callable[[str], None],
+        on_letter: Callable[[Letter], None],
+    ) -> Ranks:
+        """Start a process for each of `options`; the first one has `links` links."""
+        engines = [
+            await EngineProcess.start(
+                option,
+                _ignore if at else on_loading,
+                command,
+                links=1 if at else links,
+                on_waiting=on_waiting,
+                on_letter=on_letter,
+            )
+            for at, option in enumerate(options)
+        ]
+        return cls(engines)
+
+    @property
+    def first(self) -> EngineProcess:
+        """The first of them, which on pod 0 leads."""
+        return self._engines[0]
+
+    @property
+    def client(self) -> EngineClient:
+        """The link to the first."""
+        return self.first.client
+
+    @property
+    def leader_address(self) -> str:
+        """Where the pod that generates is; "": it is this one."""
+        return self.first.line.leader_address if self.first.line else ""
+
+    async def ready(self) -> Ready:
+        """Wait until all can generate. Raises EngineLost with one line that says why not."""
+        try:
+            answers = [await engine.ready() for engine in self._engines]
+        except EngineLost:
+            # Whoever is lost first, others may have more to say.
+            raise await self.lost from None
+        self._serving = True
+        return answers[0]
+
+    def give_up(self, why: str) -> None:
+        """The group is over, though its ranks don't know; the text is for the operator."""
+        self._lose(EngineLost(why))
+
+    async def stop(self) -> None:
+        """Hang up and wait; kill what does not leave. Also after a loss."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        if self.lost.done():
+            # What is lost may be stopped, or stuck in a collective.
+            await asyncio.gather(*(engine.end(_FAREWELL_SECONDS) for engine in self._engines))
+        seconds = _LEAVE_SECONDS if self._serving else _LEAVE_LOADING_SECONDS
+        await asyncio.gather(*(engine.stop(seconds) for engine in self._engines))
+
+    async def _await_end(self, engine: EngineProcess) -> None:
+        """Until an engine is lost, by its own word or without any."""
+        line, ended = engine.line, engine.client.lost
+        words: set[asyncio.Future[Any]] = {ended, line.broken} if line else {ended}
+        await asyncio.wait(words, return_when="FIRST_COMPLETED")
+        if line is not None:
+            await asyncio.wait({line.broken}, timeout=_LAST_WORDS_SECONDS)
+            if line.broken.done():
+                broken = line.broken.result()
+                self._lose(EngineLost(broken.message, fault=not broken.peer))
+                return
+        self._lose(EngineLost(f"{engine.name}'s process ended") if line else ended.result())
+
+    async def _listen(self) -> None:
+        """Until a rank is silent."""
+        silence, heard = Silence[int](), [0] * len(self._engines)
+        for at, engine in enumerate(self._engines):
+            if engine.line is not None:
+                silence.watch(at)
+        while not self.lost.done():
+            await asyncio.sleep(BEAT_SECONDS)
+            for at, engine in enumerate(self._engines):
+                pulses = engine.line.pulses if engine.line else 0
+                if pulses != heard[at]:
+                    silence.heard(at)
+                    heard[at] = pulses
+            patience = PATIENCE_SECONDS if self._serving else LOADING_PATIENCE_SECONDS
+            for at in silence.tick(patience):
+                name = self._engines[at].name
+                self._lose(EngineLost(f"{name} has not been heard for {patience:g} s"))
+
+    def _lose(self, error: EngineLost) -> None:
+        if self.lost.done():
+            return
+        self.lost.set_result(error)
+        for engine in self._engines:
+            if engine.line is not None:
+                engine.line.send(Over(str(error)))
+            engine.client.give_up(str(error))
+
+
+def _ignore(loading: Loading) -> None:
+    """Progress is shown once, that of the first."""

@@ -1,0 +1,294 @@
+"""Leader and followers over real gRPC: who is let in, what arrives, and who is missed."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import msgspec
+import numpy as np
+import pytest
+from harness import free_port
+
+from tokenpod.engine.errors import EngineError
+from tokenpod.engine.plan import RowWork, StepPlan
+from tokenpod.engine.shards.follower import PlanStream
+from tokenpod.engine.shards.leader import PlanServer
+from tokenpod.engine.types import Letter, Placement
+
+FACTS = {"release": "1", "model": "demo"}
+SECONDS = 20.0
+
+
+def placement(rank: int, world: int, plans: str) -> Placement:
+    return Placement(
+        rank=rank,
+        world=world,
+        local_rank=rank,
+        plans=plans,
+        meeting="127.0.0.1",
+        meeting_port=0,
+        leader_address="leader:50051",
+        secret="ours",
+    )
+
+
+def plan(step: int) -> StepPlan:
+    work = RowWork(0, step, np.array([step]), None, samples=True, output_index=step)
+    return StepPlan(step, freed=[], fresh=[], works=[work])
+
+
+class Leader:
+    def __init__(self, world: int, plans: str) -> None:
+        self.lost: SimpleQueue[str] = SimpleQueue()
+        self.letters: SimpleQueue[Letter] = SimpleQueue()
+        self.waiting: SimpleQueue[str] = SimpleQueue()
+        self.server = PlanServer(
+            placement(0, world, plans), FACTS, on_lost=self._lost, on_letter=self.letters.put
+        )
+
+    def serve(self) -> None:
+        """Bring up the whole group."""
+        self.server.gather(self.waiting.put)
+        self.server.form(1234)
+        self.server.come_up(100)
+
+    def _lost(self, reason: str, fault: bool) -> None:
+        self.lost.put(f"fault: {reason}" if fault else reason)
+
+
+class Follower:
+    def __init__(self, where: Placement, facts: dict[str, str] | None = None) -> None:
+        self.lost: SimpleQueue[str] = SimpleQueue()
+        self.letters: SimpleQueue[Letter] = SimpleQueue()
+        self.waiting: SimpleQueue[str] = SimpleQueue()
+        self.plans: SimpleQueue[StepPlan] = SimpleQueue()
+        self.joined: SimpleQueue[tuple[str, int]] = SimpleQueue()
+        self.stream = PlanStream(
+            where, facts or FACTS, on_lost=self._lost, on_letter=self.letters.put
+        )
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def _live(self) -> None:
+        self.joined.put(self.stream.join(self.waiting.put))
+        with contextlib.suppress(EngineError):
+            self.stream.come_up(100)
+            for received in self.stream.plans():
+                self.plans.put(received)
+
+    def _lost(self, reason: str, fault: bool) -> None:
+        self.lost.put(f"fault: {reason}" if fault else reason)
+
+
+@pytest.fixture
+def address() -> str:
+    return f"unix-abstract:tokenpod-test-{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def start(address: str) -> Iterator[Callable[[int], Leader]]:
+    leaders: list[Leader] = []
+
+    def started(world: int) -> Leader:
+        leaders.append(Leader(world, address))
+        return leaders[-1]
+
+    yield started
+    for leader in leaders:
+        leader.server.close("the test is over")
+
+
+def refusal(follower: Follower) -> str:
+    return follower.waiting.get(timeout=SECONDS)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_followers_get_every_plan_in_order(start: Callable[[int], Leader], address: str) -> None:
+    leader = start(3)
+    followers = [Follower(placement(rank, 3, address)) for rank in (1, 2)]
+    leader.serve()
+    for step in range(1, 201):
+        leader.server.send_plan(plan(step))
+    for follower in followers:
+        assert follower.joined.get(timeout=SECONDS) == ("leader:50051", 1234)
+        got = [follower.plans.get(timeout=SECONDS) for _ in range(200)]
+        assert [one.step for one in got] == list(range(1, 201))
+        assert [one.works[0].start for one in got] == list(range(1, 201))
+
+
+def test_heartbeats_tell_how_far_a_follower_is(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(2)
+    follower = Follower(placement(1, 2, address))
+    leader.serve()
+    leader.server.send_plan(plan(1))
+    assert leader.server.lag() == 1
+    follower.plans.get(timeout=SECONDS)
+    follower.stream.beat()
+    wait_for(lambda: leader.server.lag() == 0)
+
+
+def test_letters_go_both_ways(start: Callable[[int], Leader], address: str) -> None:
+    leader = start(2)
+    follower = Follower(placement(1, 2, address))
+    leader.serve()
+    follower.stream.send_letter(Letter(1, 5, b"question"))
+    assert leader.letters.get(timeout=SECONDS) == Letter(1, 5, b"question")
+    leader.server.send_letter(Letter(1, 5, b"answer"))
+    assert follower.letters.get(timeout=SECONDS) == Letter(1, 5, b"answer")
+    leader.server.send_letter(Letter(7, 5, b"to nobody"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "said"),
+    [
+        ({}, {"release": "2", "model": "demo"}, "release is 1 at the leader and 2 at rank 1"),
+        ({"world": 4}, FACTS, "it is one of 4 ranks, the leader one of 2"),
+        ({"rank": 2}, FACTS, "there is no rank 2 in a group of 2"),
+        ({"rank": 0}, FACTS, "there are two leaders"),
+        ({"secret": "theirs"}, FACTS, "it belongs to another pod"),
+    ],
+)
+def test_who_differs_is_refused_by_name_on_both_sides(
+    start: Callable[[int], Leader],
+    address: str,
+    changes: dict[str, object],
+    facts: dict[str, str],
+    said: str,
+) -> None:
+    leader = start(2)
+    threading.Thread(target=leader.serve, daemon=True).start()
+    assert leader.waiting.get(timeout=SECONDS) == f"waiting for rank 1 of 2 at {address}"
+    stranger = Follower(msgspec.structs.replace(placement(1, 2, address), **changes), facts)
+    assert said in refusal(stranger)
+    assert said in leader.waiting.get(timeout=SECONDS)
+    # What is wrong may be put right: the leader still takes the one it waits for.
+    right = Follower(placement(1, 2, address))
+    assert right.joined.get(timeout=SECONDS)
+
+
+def test_a_rank_that_is_there_twice_is_refused(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(3)
+    threading.Thread(target=leader.serve, daemon=True).start()
+    first = Follower(placement(1, 3, address))
+    assert refusal(first) == "waiting for the other ranks of 3"
+    assert "rank 1 is here already" in refusal(Follower(placement(1, 3, address)))
+
+
+def test_a_leader_that_is_not_there_yet_is_waited_for(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    follower = Follower(placement(1, 2, address))
+    assert f"waiting for the leader at {address}: " in refusal(follower)
+    start(2).serve()
+    assert follower.joined.get(timeout=SECONDS)
+
+
+def test_a_wrong_address_is_named() -> None:
+    where = f"127.0.0.1:{free_port()}"
+    said = refusal(Follower(placement(1, 2, where)))
+    assert said == f"waiting for the leader at {where}: nobody listens there"
+
+
+def test_two_leaders_cannot_have_one_address(address: str) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    first = Leader(2, where)
+    with pytest.raises(EngineError, match=where):
+        Leader(2, where)
+    first.server.close("the test is over")
+
+
+def test_before_the_group_forms_a_follower_may_come_and_go(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(3)
+    threading.Thread(target=leader.serve, daemon=True).start()
+    assert "rank 1, 2 of 3" in leader.waiting.get(timeout=SECONDS)
+    first = Follower(placement(1, 3, address))
+    assert "rank 2 of 3" in leader.waiting.get(timeout=SECONDS)
+    first.stream.close("it goes again")
+    assert "rank 1, 2 of 3" in leader.waiting.get(timeout=SECONDS)
+    followers = [Follower(placement(rank, 3, address)) for rank in (1, 2)]
+    assert all(follower.joined.get(timeout=SECONDS) for follower in followers)
+    assert leader.lost.empty()
+
+
+def test_a_follower_that_leaves_a_formed_group_is_missed_once(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(3)
+    followers = [Follower(placement(rank, 3, address)) for rank in (1, 2)]
+    leader.serve()
+    followers[1].stream.close("out of memory")
+    assert leader.lost.get(timeout=SECONDS) == "rank 2 was lost: out of memory"
+    followers[0].stream.close("me too")
+    time.sleep(0.2)
+    assert leader.lost.empty()
+
+
+def test_a_fault_of_a_follower_is_told_as_one_to_all(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(3)
+    followers = [Follower(placement(rank, 3, address)) for rank in (1, 2)]
+    leader.serve()
+    followers[0].stream.close("no memory", fault=True)
+    told = leader.lost.get(timeout=SECONDS)
+    assert told == "fault: rank 1 failed: no memory"
+    leader.server.close(told, fault=True)
+    assert followers[1].lost.get(timeout=SECONDS) == "fault: " + told
+
+
+def test_a_silent_follower_is_missed(start: Callable[[int], Leader], address: str) -> None:
+    leader = start(2)
+    Follower(placement(1, 2, address))
+    leader.serve()
+    leader.server.silence.tick(0.2)
+    leader.server.miss(1, 0.2)
+    assert leader.lost.get(timeout=SECONDS) == "rank 1 was lost: it has not been heard for 0.2 s"
+
+
+def test_a_leader_that_leaves_says_why(start: Callable[[int], Leader], address: str) -> None:
+    leader = start(2)
+    follower = Follower(placement(1, 2, address))
+    leader.serve()
+    leader.server.close("rank 7 was lost")
+    assert follower.lost.get(timeout=SECONDS) == "rank 7 was lost"
+
+
+def test_pools_that_differ_are_refused(start: Callable[[int], Leader], address: str) -> None:
+    leader = start(2)
+    Follower(placement(1, 2, address))
+    leader.server.gather(leader.waiting.put)
+    leader.server.form(1)
+    with pytest.raises(EngineError, match="rank 1 has 100 KV slots, rank 0 has 99"):
+        leader.server.come_up(99)
+
+
+def test_a_gap_in_the_plans_is_an_error(start: Callable[[int], Leader], address: str) -> None:
+    leader = start(2)
+    where = placement(1, 2, address)
+    stream = PlanStream(where, FACTS, on_lost=print, on_letter=print)
+    threading.Thread(target=leader.serve, daemon=True).start()
+    stream.join(lambda text: None)
+    stream.come_up(100)
+    leader.server.send_plan(plan(1))
+    leader.server._plans += 1
+    leader.server.send_plan(plan(3))
+    plans = stream.plans()
+    assert next(plans).step == 1
+    with pytest.raises(EngineError, match="plan 3 came after plan 1"):
+        next(plans)

@@ -1,0 +1,126 @@
+"""One model over several ranks: the same tokens as one rank's, from one pod and from several."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from groups import ENV, FLAGS, Group, pods
+from harness import SERVING, ServerProcess, generate, serve, text_request
+
+from router.client import ShardClient, ShardError, Shards
+from router.double import Router
+from router.records import CachedBatch
+from router.startup import RouterSettings, agree_on_limits
+from router.streams import Prompt
+from router.wire import V1, V3, Wire
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+
+PROMPT = "import os\n"
+STOPPING = {"max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[ServerProcess]:
+    with serve(*FLAGS, "--num-shard", "2", env=ENV) as running:
+        yield running
+        assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def two_pods() -> Iterator[Group]:
+    with pods(2) as running:
+        yield running
+        # The follower first, as a StatefulSet would.
+        assert [pod.stop() for pod in reversed(running.pods)] == [0, 0]
+
+
+def tokens(server: ServerProcess, **sampling: object) -> list[int]:
+    request = text_request(PROMPT, stopping=STOPPING, sampling=sampling)
+    return list(generate(server.stub(), request).samples[0].token_ids)
+
+
+def test_two_ranks_generate_what_one_does(two_ranks: ServerProcess, server: ServerProcess) -> None:
+    assert tokens(two_ranks) == tokens(server)
+    assert len(two_ranks.children()) == 2
+
+
+def test_two_pods_generate_what_one_does(two_pods: Group, server: ServerProcess) -> None:
+    assert tokens(two_pods.leader) == tokens(server)
+    seeded = {"do_sample": True, "seed": 7, "temperature": 0.9}
+    assert tokens(two_pods.leader, **seeded) == tokens(server, **seeded)
+
+
+def test_a_follower_names_the_leader(two_pods: Group) -> None:
+    stub = two_pods.pods[1].stub()
+    with pytest.raises(grpc.RpcError) as refused:
+        list(stub.Generate(text_request(PROMPT, stopping=STOPPING), timeout=30))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert two_pods.leader.address in refused.value.details()
+    found = stub.ServiceDiscovery(pb.ServiceDiscoveryRequest(), timeout=30)
+    assert list(found.urls) == [two_pods.leader.address]
+
+
+def test_a_follower_answers_what_needs_no_step(two_pods: Group) -> None:
+    leader, follower = (pod.stub() for pod in two_pods.pods)
+    for ask, request in [
+        ("Info", pb.InfoRequest()),
+        ("Health", pb.HealthRequest()),
+        ("ClearCache", pb.ClearCacheRequest()),
+        ("Tokens", pb.TokensRequest(text=PROMPT)),
+        ("Warmup", pb.WarmupRequest()),
+    ]:
+        answers = [getattr(stub, ask)(request, timeout=30) for stub in (leader, follower)]
+        assert answers[0] == answers[1]
+
+
+def test_every_pod_is_healthy(two_pods: Group) -> None:
+    for pod in two_pods.pods:
+        for name in ("", "readiness", "startup", "liveness"):
+            assert pod.health(name) == SERVING
+
+
+async def through_router(wire: Wire, *shards: ServerProcess) -> list[tuple[int, ...]]:
+    """The tokens of prompts that a router with these shards runs side by side."""
+    clients = Shards([ShardClient(shard.uds, wire) for shard in shards])
+    await clients.clear_cache()
+    settings = RouterSettings(max_input_tokens=64, max_total_tokens=128)
+    info, limits = await agree_on_limits(clients, wire, settings)
+    router = Router(clients, wire, settings, info, limits, seed=1)
+    texts = ["import os\n", "def f(x):\n", "class A:\n", "x = 1\n", "for i in"]
+    prompts = [
+        Prompt(text=text, input_length=16, max_new_tokens=3 + 4 * at)
+        for at, text in enumerate(texts)
+    ]
+    results = await asyncio.gather(*(router.generate(prompt) for prompt in prompts))
+    assert await router.health()
+    assert {call.method for call in router.calls} >= {"Prefill", "Decode", "FilterBatch"}
+    await router.stop()
+    return [tuple(token.id for token in result.tokens) for result in results]
+
+
+@pytest.mark.parametrize("wire", [V1(), V3()], ids=["v1", "v3"])
+async def test_a_router_that_calls_every_pod_gets_each_token_once(
+    two_pods: Group, wire: Wire
+) -> None:
+    leader, follower = two_pods.pods
+    alone = await through_router(wire, leader)
+    assert await through_router(wire, leader, follower) == alone
+    assert await through_router(wire, follower, leader) == alone
+
+
+async def test_what_the_leader_refuses_a_follower_refuses(two_pods: Group) -> None:
+    clients = [ShardClient(pod.uds, V3()) for pod in two_pods.pods]
+    missing = CachedBatch(77, (1,), 1, 10)
+    for call in (
+        lambda client: client.decode([missing]),
+        lambda client: client.filter_batch(77, [1]),
+    ):
+        answers = await asyncio.gather(*map(call, clients), return_exceptions=True)
+        for answer in answers:
+            assert isinstance(answer, ShardError)
+            assert answer.code is grpc.StatusCode.NOT_FOUND
+    for client in clients:
+        await client.close()

@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python -P
 STAMP := $(VENV)/.ready
+VARIANT ?= cpu
 PROTOS := $(shell find protos -name '*.proto')
 STUBS := protos/.stubs
 BASELINE := protos/baseline.binpb
@@ -11,7 +12,7 @@ BASELINE := protos/baseline.binpb
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test lint types docs format baseline wheel clean
+.PHONY: help setup stubs demo test lint types docs format baseline wheel locks image clean
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -42,7 +43,7 @@ demo: setup ## Start the server on the embedded model and stream a completion
 test: setup ## The whole test suite (make test ARGS='tests/scheduler -x' for a part)
 	@$(PY) -m pytest $(ARGS)
 
-lint: setup ## Style, what is made from the code and stale, protos
+lint: setup ## Style, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(PY) tools/stubs.py --check
@@ -50,6 +51,7 @@ lint: setup ## Style, what is made from the code and stale, protos
 	@$(PY) tools/chart_schema.py --check
 	@$(BIN)/buf lint
 	@$(BIN)/buf breaking --against $(BASELINE)
+	@$(BIN)/hadolint Dockerfile
 
 format: setup ## Rewrite the code in the project's style
 	@$(BIN)/ruff check --fix-only --quiet .
@@ -67,6 +69,12 @@ types: setup ## mypy --strict
 
 wheel: setup ## dist/*.whl
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+locks: setup ## requirements/ but for dev.txt, from pyproject.toml and the versions of dev.txt
+	@$(PY) tools/lock.py
+
+image: setup ## Build an image for real, as root on Debian, and generate with it (VARIANT=cpu or cuda)
+	@PYTHONPATH=tools $(PY) -m image --variant $(VARIANT)
 
 clean: ## Remove what the build made
 	@rm -rf $(VENV) build dist *.egg-info $(STUBS) .mypy_cache .ruff_cache .pytest_cache

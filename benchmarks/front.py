@@ -128,6 +128,7 @@ def _step(step: int, running: dict[int, _Running], draw: random.Random) -> StepO
 def _ready() -> Ready:
     return Ready(
         dtype="float32",
+        kv_cache_dtype="float32",
         device_type="cpu",
         attention="none",
         window_size=None,

@@ -2,6 +2,7 @@
 
     python -P benchmarks/gpu_decode_step.py                     # variants, then the search
     python -P benchmarks/gpu_decode_step.py --save found.json   # the tiles found, as tiles.json
+    python -P benchmarks/gpu_decode_step.py --ranks 2           # for one of two ranks, without sums
 
 A step is that of serving: the decoder of an 8B Llama shape in bfloat16 over a paged pool, head
 included, sampling left out, captured in a graph. Kernels overlap, so the fastest product alone is
@@ -431,6 +432,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=90, help="stop searching after so many")
     parser.add_argument("--save", type=Path, help="write the tiles found here")
+    parser.add_argument("--ranks", type=int, default=1, help="find tiles for one of so many ranks")
     parser.add_argument("--cases", nargs="*", default=[f"{r}x{c}" for r, c in CASES])
     options = parser.parse_args()
     began = time.perf_counter()

@@ -56,8 +56,10 @@ from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile, Tiles, measured, 
 #: Bytes a second that a plain read reaches on one H200.
 READ_RATE = 4.617e12
 LAYERS = 32
-HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+#: Ranks that share the model, `--ranks N`: the shapes are one rank's, and there is one GPU.
+RANKS = int(sys.argv[sys.argv.index("--ranks") + 1]) if "--ranks" in sys.argv else 1
+HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336 // RANKS, 128256 // RANKS
+HEADS, KV_HEADS, HEAD_DIM = 32 // RANKS, 8 // RANKS, 128
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 EPSILON = 1e-5
 
@@ -529,6 +531,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["check", "time"])
     parser.add_argument("--save", type=Path, help="write the best tiles here, else print them")
+    parser.add_argument("--ranks", type=int, default=1, help="find tiles for one of so many ranks")
     parser.add_argument("--log", type=Path, help="write every variant's time here")
     options = parser.parse_args()
     torch.manual_seed(3)

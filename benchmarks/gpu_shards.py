@@ -352,8 +352,8 @@ RANK = 0
 def run_rank(options: argparse.Namespace) -> None:
     global RANK
     RANK = options.rank
-    torch.cuda.set_device(options.rank)
     let_segments_grow()
+    torch.cuda.set_device(options.rank)
     device = torch.device("cuda", options.rank)
     began = time.perf_counter()
     group = None
@@ -371,17 +371,25 @@ def run_rank(options: argparse.Namespace) -> None:
                 check_sums(group)
             with reporting("times of sums"):
                 found["sums"] = time_sums(group)
+        keep(options, found)
         if {"decode", "agreement"} & set(wanted):
-            found |= run_model(options, group, wanted)
-    if options.rank == 0:
-        Path(options.out).write_text(json.dumps(found))
+            run_model(options, group, wanted, found)
     if group is not None:
         group.least(1)
-        group.close()
+    # Without goodbyes: NCCL would wait for graphs that hold its sums.
+    sys.stdout.flush()
+    os._exit(0)
 
 
-def run_model(options: argparse.Namespace, group: Any, wanted: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def keep(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write what there is; what follows may fail."""
+    if options.rank == 0:
+        Path(options.out).write_text(json.dumps(found))
+
+
+def run_model(
+    options: argparse.Namespace, group: Any, wanted: list[str], found: dict[str, Any]
+) -> None:
     config = config_of({**SHAPE, "num_hidden_layers": options.layers})
     began = time.perf_counter()
     model = make_model(config, group)
@@ -395,20 +403,23 @@ def run_model(options: argparse.Namespace, group: Any, wanted: list[str]) -> dic
     if "agreement" in wanted:
         with reporting("agreement"):
             found["said"] = say(executor)
+        keep(options, found)
     if "decode" in wanted:
         note = "1 GPU" if group is None else f"{options.world} GPUs"
         found["steps"] = time_decode(executor, note)
+        keep(options, found)
     if group is not None and group.reaches_peers and "decode" in wanted:
         with reporting("without peers' memory"):
             group._sums = group._told = None
             slow = make_executor(model, group)
             found["nccl steps"] = time_decode(slow, "NCCL only")
+        keep(options, found)
     if group is None and "agreement" in wanted:
         with reporting("float32"):
             del executor, model
             torch.cuda.empty_cache()
             found["exact"] = say(make_executor(make_model(config, None, torch.float32), None))
-    return found
+        keep(options, found)
 
 
 # -- worlds ------------------------------------------------------------------------------------

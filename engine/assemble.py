@@ -12,13 +12,24 @@ from tokenpod.engine.errors import EngineError
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.group import Group
 from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.kv_scales import (
+    EIGHT_BITS,
+    EIGHT_BITS_NAME,
+    PROMPT_TOKENS,
+    measure_scales,
+    random_prompt,
+)
 from tokenpod.engine.memory import free_bytes
 from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
 from tokenpod.engine.types import EngineOptions, SamplingParams
+from tokenpod.kernels.ops import KVScales
 from tokenpod.models.decoder import Decoder
 
 __all__ = ["Assembled", "EngineError", "assemble"]
+
+#: The first compute capability that converts numbers of 8 bits.
+EIGHT_BIT_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,8 @@ class Assembled:
     executor: Executor
     #: KV slots of its pool.
     slots: int
+    #: Of the numbers in its pool.
+    kv_dtype: torch.dtype
     #: Whether a step can be launched before the one before has been waited for.
     overlap: bool
 
@@ -54,7 +67,8 @@ def assemble(
         group: the ranks that share the model, if it is divided.
 
     Raises:
-        EngineError: the pool that was asked for does not fit, on some rank; or a rank is lost.
+        EngineError: the pool that was asked for does not fit, on some rank; the device can't read
+            it; or a rank is lost.
     """
     if group is not None:
         group.least(1)  # all have loaded: steps would wait for them without telling why
@@ -70,8 +84,9 @@ def _on_host(
     device: torch.device,
     group: Group | None,
 ) -> Assembled:
+    dtype = _kv_dtype(model, options, device)
     free = free_bytes(device) // (group.neighbours if group else 1)
-    slots = _slots(model, options, positions, free, group)
+    slots = _slots(model, options, positions, free, dtype, group)
     executor = HostExecutor(
         model,
         make_pool(model, slots, device),
@@ -79,8 +94,8 @@ def _on_host(
         vocab_size=model.config.vocab_size,
         group=group,
     )
-    warm_up(executor, prompt_tokens=min(options.max_batch_prefill_tokens, slots, positions, 64))
-    return Assembled(executor, slots, overlap=False)
+    warm_up(executor, [0] * min(options.max_batch_prefill_tokens, slots, positions, 64))
+    return Assembled(executor, slots, dtype, overlap=False)
 
 
 def _on_device(
@@ -96,15 +111,17 @@ def _on_device(
     from tokenpod.engine.device_sampler import MOST_TOKENS
     from tokenpod.engine.shared_device_sampler import device_sampler
 
+    dtype = _kv_dtype(model, options, device)
     vocab_size = model.config.vocab_size
     if vocab_size > MOST_TOKENS:
         raise EngineError(
             f"the vocabulary has {vocab_size} tokens; sampling on a GPU handles {MOST_TOKENS}"
         )
     rows, prompt = options.max_batch_size, options.max_batch_prefill_tokens
+    pool = make_pool(model, rows + prompt, device)
     executor = DeviceExecutor(
         model,
-        make_pool(model, rows + prompt, device),
+        pool,
         device_sampler(
             group,
             rows=rows,
@@ -125,35 +142,66 @@ def _on_device(
         executor.release(range(rows))
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     captured = torch.cuda.memory_reserved(device) - before
-    slots = _slots(model, options, positions, free_bytes(device) - captured, group)
-    executor.use(make_pool(model, slots, device))
+    free = free_bytes(device) - captured
+    slots = _slots(model, options, positions, free, dtype, group)
+    scales = None
+    if dtype == EIGHT_BITS:
+        sample = random_prompt(min(prompt, positions, PROMPT_TOKENS), vocab_size)
+        warm_up(executor, sample)
+        scales = measure_scales(pool, len(sample))
+    pool = make_pool(model, slots, device, scales)  # the small one goes
+    executor.use(pool)
     executor.capture()
-    warm_up(executor, prompt_tokens=min(prompt, slots, positions, 64))
-    return Assembled(executor, slots, overlap=True)
+    warm_up(executor, [0] * min(prompt, slots, positions, 64))
+    return Assembled(executor, slots, dtype, overlap=True)
 
 
-def make_pool(model: Decoder, slots: int, device: torch.device) -> KVPool:
-    """A pool for `model`'s keys and values."""
+def _kv_dtype(model: Decoder, options: EngineOptions, device: torch.device) -> torch.dtype:
+    """Of keys and values. Raises EngineError if the device can't read them."""
+    if options.kv_cache_dtype != EIGHT_BITS_NAME:
+        return model.dtype
+    asked = f"kv_cache_dtype is {EIGHT_BITS_NAME}: keys and values of 8 bits need a GPU"
+    if device.type == "cpu":
+        raise EngineError(f"{asked}, and this is a CPU")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < EIGHT_BIT_CAPABILITY:
+        least, found = (f"{major}.{minor}" for major, minor in (EIGHT_BIT_CAPABILITY, capability))
+        raise EngineError(
+            f"{asked} of compute capability {least} or more, and this one has {found}"
+        )
+    return EIGHT_BITS
+
+
+def make_pool(
+    model: Decoder, slots: int, device: torch.device, scales: KVScales | None = None
+) -> KVPool:
+    """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
     config = model.config
     return KVPool(
         layers=config.layers,
         slots=slots,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        dtype=model.dtype,
+        dtype=model.dtype if scales is None else EIGHT_BITS,
         device=device,
+        scales=scales,
     )
 
 
 def _slots(
-    model: Decoder, options: EngineOptions, positions: int, free: int, group: Group | None
+    model: Decoder,
+    options: EngineOptions,
+    positions: int,
+    free: int,
+    dtype: torch.dtype,
+    group: Group | None,
 ) -> int:
     config = model.config
     slot_bytes = KVPool.bytes_per_slot(
         layers=config.layers,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        dtype=model.dtype,
+        dtype=dtype,
     )
     slots = choose_slots(
         slot_bytes=slot_bytes,
@@ -179,14 +227,17 @@ def _slots(
     return slots
 
 
-def warm_up(executor: Executor, *, prompt_tokens: int) -> None:
-    """Run one prompt and two decode steps, so that no first request pays for first calls."""
-    row = _row(0, prompt_tokens)
-    slots = np.arange(prompt_tokens, dtype=np.int64)
-    n = max(prompt_tokens - 2, 1)
+def warm_up(executor: Executor, tokens: list[int]) -> None:
+    """Run a prompt and two decode steps, so that no first request pays for first calls.
+
+    The keys and values of as many tokens as `tokens` lie in the first slots afterwards.
+    """
+    row = _row(0, tokens)
+    slots = np.arange(len(tokens), dtype=np.int64)
+    n = max(len(tokens) - 2, 1)
     prompt = RowWork(0, 0, slots[:n], row.prompt[:n], samples=True, output_index=0)
     executor.launch(StepPlan(0, freed=[], fresh=[row], works=[prompt])).wait()
-    for at in range(n, prompt_tokens):
+    for at in range(n, len(tokens)):
         decode = RowWork(0, at, slots[at : at + 1], None, samples=True, output_index=at - n + 1)
         executor.launch(StepPlan(0, freed=[], fresh=[], works=[decode])).wait()
     executor.release([0])
@@ -213,7 +264,7 @@ def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> St
     works, fresh, at = [], [], 0
     for row, length in enumerate(lengths):
         tokens = [0] * length
-        fresh.append(_row(row, length))
+        fresh.append(_row(row, tokens))
         works.append(
             RowWork(
                 row,
@@ -229,13 +280,13 @@ def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> St
     return StepPlan(0, freed=[], fresh=fresh, works=works)
 
 
-def _row(row: int, prompt_tokens: int) -> NewRow:
+def _row(row: int, prompt: list[int]) -> NewRow:
     """A row that asks its sampler for everything."""
     none: Ints = np.empty(0, np.int64)
     return NewRow(
         row=row,
         prefix_slots=none,
-        prompt=[0] * prompt_tokens,
+        prompt=prompt,
         sampling=SamplingParams(do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1),
         stream=0,
         min_new_tokens=0,

@@ -7,12 +7,23 @@ import math
 import numpy as np
 import torch
 
+from tokenpod.kernels.ops import KVScales
+
 
 class KVPool:
     """Keys and values of every layer: per layer `[slots + 1, kv_heads, head_dim]` each.
 
     Slots are handed out by the scheduler; the last one is the sink that padding writes to.
     Separate tensors a layer: one mutated tensor for all layers costs compilers several times more.
+
+    Args:
+        layers: of the model.
+        slots: tokens that it holds.
+        kv_heads: of this rank.
+        head_dim: numbers of a head.
+        dtype: of the numbers; float8_e4m3fn with `scales` only.
+        device: where it lies.
+        scales: [layers, kv_heads] each: what numbers of 8 bits are multiples of.
     """
 
     def __init__(
@@ -24,8 +35,13 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: KVScales | None = None,
     ) -> None:
         self.slots = slots
+        #: A layer's each, [kv_heads]; None where numbers are stored as they are.
+        self.scales: list[KVScales | None] = [None] * layers
+        if scales is not None:
+            self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
         shape = (slots + 1, kv_heads, head_dim)
         self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
         self.values = [_zeros(shape, dtype, device) for _ in range(layers)]

@@ -106,6 +106,7 @@ def load(
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),
+        kv_cache_dtype=str(assembled.kv_dtype).removeprefix("torch."),
         device_type=device.type,
         attention="contiguous" if device.type == "cpu" else "paged",
         window_size=config.sliding_window,

@@ -213,6 +213,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     """The model is warm and can generate."""
 
     dtype: str
+    #: Of keys and values.
+    kv_cache_dtype: str
     device_type: str
     attention: str
     window_size: int | None
@@ -318,6 +320,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: KV slots; None: as many as fit into `memory_fraction` of the free memory.
     max_batch_total_tokens: int | None = None
     memory_fraction: float = 0.9
+    #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
+    kv_cache_dtype: str = "auto"
     #: Logit biases and stop tokens that one request can have in all.
     max_logit_edits: int = 2048
     #: None: this engine is alone.

@@ -43,14 +43,22 @@ class Decoder:
 
     `weights` maps the names of a family's weight table to tensors on one device, and is empty
     afterwards: layers may hold them in another layout. Of a model that ranks share, `config`,
-    `weights` and `ops` are one rank's.
+    `weights` and `ops` are one rank's; `parameters` then counts those of all, each once.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: MutableMapping[str, torch.Tensor], ops: Operations
+        self,
+        config: DecoderConfig,
+        weights: MutableMapping[str, torch.Tensor],
+        ops: Operations,
+        *,
+        parameters: int | None = None,
     ) -> None:
         self.config = config
-        self.parameters_count = sum(weight.numel() for weight in weights.values())
+        held = sum(weight.numel() for weight in weights.values())
+        #: Of the whole model.
+        self.parameters_count = held if parameters is None else parameters
+        #: Bytes that this rank holds.
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         self._ops = ops
         self._embedding = weights["embedding"]
@@ -80,11 +88,12 @@ class Decoder:
         )
         residual = ops.embed(self._embedding, batch.t_token)
         for i, layer in enumerate(self._layers):
-            keys, values = pool.keys[i], pool.values[i]
+            keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
             q = ops.store_key_value(
-                layer.qkv(residual), rotation, layer.head_norm, keys, values, batch.t_slot
+                layer.qkv(residual), rotation, layer.head_norm, keys, values, batch.t_slot, scales
             )
-            layer.output(ops.attention(q, keys, values, plans[layer.window]), residual)
+            attended = ops.attention(q, keys, values, plans[layer.window], scales=scales)
+            layer.output(attended, residual)
             layer.feed_forward(residual)
         return ops.rms_norm(residual, self._norm, config.norm_epsilon)
 

@@ -79,7 +79,12 @@ def load_model(
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
     ops = operations_for(device, dtype)
-    return Decoder(share.config(config), tensors, parallel(ops, group) if group else ops)
+    return Decoder(
+        share.config(config),
+        tensors,
+        parallel(ops, group) if group else ops,
+        parameters=_numbers(weights, config, WHOLE),
+    )
 
 
 def _read_config(folder: Path) -> tuple[Family, DecoderConfig]:

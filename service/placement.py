@@ -31,6 +31,7 @@ def engine_options(
         max_total_tokens=settings.max_total_tokens,
         max_batch_total_tokens=settings.max_batch_total_tokens,
         memory_fraction=settings.memory_fraction,
+        kv_cache_dtype=settings.kv_cache_dtype,
         max_logit_edits=2 * settings.max_logit_bias,
     )
     return [

@@ -396,6 +396,7 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "model_id": settings.model_id,
         "address": listener.address,
         "dtype": ready.dtype,
+        "kv_cache_dtype": ready.kv_cache_dtype,
         "device": ready.device_type,
         "front_ends": settings.resolved_front_ends,
         "parameters": ready.parameters,

@@ -36,6 +36,7 @@ class Said(msgspec.Struct):
 
     slots: int = 0
     weight_bytes: int = 0
+    parameters: int = 0
     tokens: dict[int, list[int]] = {}
     logprobs: dict[int, list[float]] = {}
     tops: dict[int, list[list[int]]] = {}
@@ -131,6 +132,7 @@ def answer(
         loop.turn()
     link.said.slots = ready.slots
     link.said.weight_bytes = model.weight_bytes
+    link.said.parameters = model.parameters_count
     return link.said
 
 

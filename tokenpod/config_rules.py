@@ -42,6 +42,7 @@ def flag(name: str) -> str:
 def contradictions(settings: ServerSettings) -> Iterator[str]:
     """What is wrong with settings that are right one by one."""
     yield from _token_faults(settings)
+    yield from _memory_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
@@ -54,6 +55,11 @@ def _token_faults(s: ServerSettings) -> Iterator[str]:
             continue
         limit = "at most" if may_equal else "less than"
         yield f"{flag(small)} is {low}: it must be {limit} {flag(large)}, which is {high}"
+
+
+def _memory_faults(s: ServerSettings) -> Iterator[str]:
+    if s.kv_cache_dtype != "auto" and s.resolved_device == "cpu":
+        yield f"--kv-cache-dtype is {s.kv_cache_dtype}: it needs a GPU, and the model runs on a CPU"
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

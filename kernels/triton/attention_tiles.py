@@ -73,10 +73,18 @@ TILES = {
     (256, 4): Tiles(always(DecodeTile(32, 4, 2, 2)), ExtendTile(32, 16, 4, 2)),
 }
 
+#: The same of heads of 128, a byte a number.
+_EIGHT_BIT_DECODE_128 = (
+    (64, DecodeTile(128, 4, 3, 4, most_splits=24)),
+    (256, DecodeTile(128, 4, 3, 3)),
+    (640, DecodeTile(64, 4, 3, 4)),
+    (float("inf"), DecodeTile(64, 2, 3, 4)),
+)
+
 #: Of a pool of 8 bits, by head size, on any device that can read one.
 EIGHT_BIT_TILES = {
     64: always(DecodeTile(64, 2, 4, 8)),
-    128: always(DecodeTile(64, 4, 3, 4)),
+    128: _EIGHT_BIT_DECODE_128,
     256: always(DecodeTile(32, 4, 3, 4)),
 }
 

@@ -27,7 +27,7 @@ from tokenpod.engine.types import (
     StoppingParams,
 )
 from tokenpod.kernels import cpu, reference, triton
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.ops import Activation, KVScales
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families import FAMILIES
@@ -118,9 +118,16 @@ def model(ops, device, poison=None):
     return Decoder(CONFIG, weights, ops)
 
 
-def pool(device):
+def pool(device, scales=None):
+    dtype = torch.float32 if scales is None else torch.float8_e4m3fn
     return KVPool(
-        layers=2, slots=SLOTS, kv_heads=2, head_dim=16, dtype=torch.float32, device=device
+        layers=2,
+        slots=SLOTS,
+        kv_heads=2,
+        head_dim=16,
+        dtype=dtype,
+        device=device,
+        scales=scales and KVScales(*(x.to(device) for x in scales)),
     )
 
 
@@ -135,10 +142,10 @@ def on_host():
     return engine(executor, overlap=False)
 
 
-def on_device(overlap, captured=True, poison=None):
+def on_device(overlap, captured=True, poison=None, scales=None, ops=OPERATIONS):
     executor = DeviceExecutor(
-        model(OPERATIONS, DEVICE, poison),
-        pool(DEVICE),
+        model(ops, DEVICE, poison),
+        pool(DEVICE, scales),
         DeviceSampler(
             rows=ROWS,
             vocab_size=VOCABULARY,
@@ -237,6 +244,31 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
     assert got.failures == {9: FailureCode.DATA_LOSS}
     assert got.finished == expected.finished == {0, 1, 30}
     assert all(got.tokens[i] == expected.tokens[i] for i in (0, 1, 30))
+
+
+def test_keys_and_values_of_8_bits():
+    scales = KVScales(torch.tensor([[0.03, 0.07]] * 2), torch.tensor([[0.1, 0.02]] * 2))
+    definition = replace(
+        OPERATIONS,
+        rotate=reference.OPERATIONS.rotate,
+        store_key_value=reference.OPERATIONS.store_key_value,
+        plan_attention=reference.OPERATIONS.plan_attention,
+        attention=reference.OPERATIONS.attention,
+    )
+
+    def generated(ops):
+        loop, link = on_device(overlap=False, captured=False, scales=scales, ops=ops)
+        prompt = [(j * j + 3) % VOCABULARY for j in range(17)]
+        stop = StoppingParams(max_new_tokens=3)
+        link.inbox.append(Request([7], prompt, SamplingParams(), stop, logprobs=True))
+        while 7 not in link.finished:
+            loop.turn()
+        return link
+
+    got, expected = generated(OPERATIONS), generated(definition)
+    assert got.tokens == expected.tokens
+    # Where rotation differs in the last place, a number may end on the next multiple.
+    assert got.logprobs[7] == pytest.approx(expected.logprobs[7], abs=0.02)
 
 
 @pytest.mark.parametrize("scattered", [pytest.param(False, marks=pytest.mark.gpu), True])

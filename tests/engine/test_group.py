@@ -47,12 +47,13 @@ def assert_one_line(error, *words):
         assert word in str(error)
 
 
+@pytest.mark.parametrize("tokens", [5, 2000], ids=["short", "long"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_sums_are_the_same_on_every_rank(world, dtype):
+def test_sums_are_the_same_on_every_rank(world, dtype, tokens):
     torch.manual_seed(0)
-    shares = torch.randn(world, 5, 33).to(dtype)
-    residual = torch.randn(5, 33).to(dtype)
+    shares = torch.randn(world, tokens, 33).to(dtype)
+    residual = torch.randn(tokens, 33).to(dtype)
 
     def act(group):
         x, stream = shares[group.rank].clone(), residual.clone()
@@ -61,7 +62,7 @@ def test_sums_are_the_same_on_every_rank(world, dtype):
         return x, stream
 
     first, *others = together(world, act)
-    tolerance = 0 if dtype is torch.float32 else 2e-2
+    tolerance = 0 if dtype is torch.float32 else 4e-2
     torch.testing.assert_close(first[0], shares.sum(0), rtol=tolerance, atol=1e-5 + tolerance)
     torch.testing.assert_close(first[1], first[0] + residual, rtol=tolerance, atol=tolerance)
     for other in others:

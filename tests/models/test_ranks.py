@@ -103,9 +103,11 @@ def test_ranks_together_say_what_one_says(world, name, golden, said):
 def test_each_rank_holds_its_share_of_the_weights(said, load_folder, golden):
     """All is divided but norms, routers, and key/value heads that are fewer than ranks."""
     for (world, kind), answers in said.items():
-        whole = load_folder(golden(kind).folder).weight_bytes
+        model = load_folder(golden(kind).folder)
+        part = model.weight_bytes / world
         for answer in answers:
-            assert whole / world <= answer.weight_bytes < 1.25 * whole / world
+            assert part <= answer.weight_bytes < 1.25 * part
+            assert answer.parameters == model.parameters_count
 
 
 def test_ranks_have_as_many_slots_as_the_leader(said):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.share import Share
@@ -111,10 +112,28 @@ def test_a_dense_width_that_no_layer_has_need_not_divide(golden):
         Share(0, 4).check(replace(config, experts=None))
 
 
+def test_ranks_of_one_host_need_memory_for_all_of_them(golden, monkeypatch):
+    folder = golden("llama", **SMALL_PARTS).folder
+
+    def load(neighbours):
+        return load_model(
+            folder,
+            dtype=None,
+            device=torch.device("cpu"),
+            progress=lambda done, total: None,
+            share=Share(1, 2),
+            group=Alone(1, 2, neighbours),
+        )
+
+    part = load(1).weight_bytes
+    monkeypatch.setattr(loading, "available_bytes", lambda device: 2 * part - 1)
+    load(1)
+    with pytest.raises(ModelError, match="GB for each of 2 ranks as float32"):
+        load(2)
+
+
 class Alone:
     """A group that nobody has joined yet."""
 
-    neighbours = 1
-
-    def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, rank: int, world: int, neighbours: int = 1) -> None:
+        self.rank, self.world, self.neighbours = rank, world, neighbours

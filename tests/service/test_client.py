@@ -37,7 +37,7 @@ from tokenpod.service.client import EngineClient
 from tokenpod.service.errors import Unavailable
 
 OPTIONS = EngineOptions("/model", None, "cpu", 1, 8, 64)
-READY = Ready("float32", "cpu", "contiguous", None, 100, 128, 1000, 1, 4, 0.1, 0.1)
+READY = Ready("float32", "float32", "cpu", "contiguous", None, 100, 128, 1000, 1, 4, 0.1, 0.1)
 
 
 @dataclass

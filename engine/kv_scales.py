@@ -1,0 +1,44 @@
+"""What the numbers of a pool of 8 bits are multiples of.
+
+A checkpoint may say it. Otherwise it is measured: a prompt of random tokens is run over a pool in
+the model's own type, and each head gets a scale by which MARGIN times the largest number seen is
+still held. Numbers of type e4m3 are as exact in the middle of their range as near its end, so a
+wide margin costs nothing; scales are powers of two, so that scaling rounds nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tokenpod.engine.pool import KVPool
+from tokenpod.kernels.ops import KVScales
+
+#: What `kv_cache_dtype` calls a pool of 8 bits, and its type.
+EIGHT_BITS_NAME, EIGHT_BITS = "fp8_e4m3", torch.float8_e4m3fn
+
+#: How many times the largest number seen fits, at least; because of the power of two, up to twice
+#: as many.
+MARGIN = 2.0
+
+#: Tokens of the random prompt, if a step takes so many.
+PROMPT_TOKENS = 1024
+
+
+def random_prompt(tokens: int, vocab_size: int) -> list[int]:
+    """The same in every process: ranks must agree on their tokens."""
+    drawn: list[int] = np.random.default_rng(0).integers(vocab_size, size=tokens).tolist()
+    return drawn
+
+
+def measure_scales(pool: KVPool, slots: int) -> KVScales:
+    """[layers, K] each, by what lies in the first `slots` slots of a pool in the model's type."""
+    return KVScales(*(_scales(layers, slots) for layers in (pool.keys, pool.values)))
+
+
+def _scales(layers: list[torch.Tensor], slots: int) -> torch.Tensor:
+    largest = torch.stack([layer[:slots].abs().amax(dim=(0, 2)).float() for layer in layers])
+    wanted = largest * MARGIN / torch.finfo(EIGHT_BITS).max
+    # A head without any number but zero, or with one that is not finite, says nothing.
+    known = wanted.isfinite() & (wanted > 0)
+    return torch.where(known, torch.exp2(torch.log2(wanted).ceil()), 1.0)

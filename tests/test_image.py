@@ -1,0 +1,221 @@
+"""What goes into an image: locks, build context, Dockerfile, bill of materials."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+import typer
+from image.container import bundle_of
+from image.contents import BILL, billed, canonical, check_bill, compilers, installed, size
+from packaging.requirements import Requirement
+
+from tokenpod.config import ServerSettings
+from tokenpod.service.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "requirements"
+IMAGE_LOCKS = ["runtime-cpu", "runtime-cuda", "build", "sbom"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def pins(lock: str) -> dict[str, str]:
+    """Versions by canonical name."""
+    lines = (LOCKS / f"{lock}.txt").read_text().splitlines()
+    found = (re.match(r"([\w.-]+)==(\S+)", line) for line in lines)
+    return {canonical(match[1]): match[2] for match in found if match}
+
+
+def wanted(lock: str) -> list[str]:
+    project = PROJECT["project"]
+    gpu = project["optional-dependencies"]["gpu"]
+    return {
+        "runtime-cpu": project["dependencies"],
+        "runtime-cuda": [*project["dependencies"], *gpu],
+        "build": PROJECT["build-system"]["requires"],
+        "sbom": ["cyclonedx-bom"],
+    }[lock]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's, in order: name and arguments."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [(line.split()[0], line.partition(" ")[2].strip()) for line in lines if line.strip()]
+
+
+def last(name: str) -> str:
+    return [arguments for each, arguments in instructions() if each == name][-1]
+
+
+@pytest.mark.parametrize("lock", IMAGE_LOCKS)
+def test_every_pin_of_a_lock_has_a_hash(lock: str) -> None:
+    entries = re.split(r"\n(?=\w)", (LOCKS / f"{lock}.txt").read_text())[1:]
+    assert len(entries) == len(pins(lock))
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+
+
+@pytest.mark.parametrize("lock", IMAGE_LOCKS)
+def test_a_lock_has_the_versions_that_are_tested(lock: str) -> None:
+    tested = pins("dev")
+    told = {name: version.removesuffix("+cpu") for name, version in pins(lock).items()}
+    # CUDA's libraries come with torch's other build alone.
+    ours = {name: v for name, v in told.items() if not name.startswith(("nvidia-", "cuda-"))}
+    assert ours == {name: tested[name] for name in ours}
+
+
+@pytest.mark.parametrize("lock", IMAGE_LOCKS)
+def test_a_lock_is_closed(lock: str) -> None:
+    locked = pins(lock)
+    for text in wanted(lock):
+        need = Requirement(text)
+        version = locked[canonical(need.name)]
+        assert need.specifier.contains(version, prereleases=True), text
+    for name in locked:
+        try:
+            needs = [Requirement(text) for text in requires(name) or ()]
+        except PackageNotFoundError:  # torch's other build needs it
+            assert lock == "runtime-cuda"
+            continue
+        for need in needs:
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                assert canonical(need.name) in locked, f"{name} needs {need.name}"
+
+
+def test_only_one_variant_has_cuda() -> None:
+    cpu, cuda = pins("runtime-cpu"), pins("runtime-cuda")
+    assert cpu["torch"].endswith("+cpu")
+    assert cuda["torch"] == cpu["torch"].removesuffix("+cpu")
+    assert "triton" in cuda
+    assert not [name for name in cpu if name.startswith(("nvidia-", "cuda-", "triton"))]
+
+
+def test_the_build_context_has_every_folder_of_the_wheel() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    folders = set(PROJECT["tool"]["setuptools"]["package-dir"].values())
+    needed = folders | {"pyproject.toml", "setup.py", "README.md", "LICENSE", "tools/stubs.py"}
+    assert "*" in lines
+    assert {f"!{name}" for name in needed} <= set(lines)
+
+
+def test_stubs_of_a_checkout_stay_out_of_the_build_context() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines.index("**/*_pb2*") > lines.index("!protos")
+
+
+def test_the_image_runs_as_a_numeric_user_without_privileges() -> None:
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", last("USER"))
+
+
+def test_the_image_starts_the_server() -> None:
+    assert json.loads(last("ENTRYPOINT")) == ["tokenpod"]
+    assert json.loads(last("CMD")) == ["serve"]
+
+
+def test_the_image_exposes_the_servers_ports() -> None:
+    fields = ServerSettings.model_fields
+    ports = [str(fields[name].default) for name in ("port", "health_port")]
+    assert last("EXPOSE").split() == ports
+
+
+def test_the_health_check_is_a_command_of_ours() -> None:
+    shell = json.loads(last("HEALTHCHECK").partition("CMD ")[2])
+    assert shell[:2] == ["sh", "-c"]
+    words = shlex.split(shell[2])
+    assert words[:3] == ["exec", "tokenpod", "health"]
+    command = typer.main.get_command(app).commands["health"]  # type: ignore[attr-defined]
+    known = {flag for parameter in command.params for flag in parameter.opts}
+    assert {word for word in words if word.startswith("--")} <= known
+    port = ServerSettings.model_fields["health_port"].default
+    assert words[-1] == f"127.0.0.1:${{TOKENPOD_HEALTH_PORT:-{port}}}"
+
+
+def test_no_compiler_is_installed_but_for_cuda() -> None:
+    stage, stages = "", {}
+    for name, arguments in instructions():
+        if name == "FROM":
+            stage = arguments.split()[-1]
+        stages.setdefault(stage, []).append(arguments)
+    having = [name for name, lines in stages.items() if any(" gcc " in line for line in lines)]
+    assert having == ["runtime-cuda"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root folder of an image: with this environment's distributions, and a real bill."""
+    root = tmp_path_factory.mktemp("root")
+    library = root / "opt/tokenpod/lib/python3.11"
+    library.mkdir(parents=True)
+    (library / "site-packages").symlink_to(sysconfig.get_path("purelib"))
+    cyclonedx = Path(sys.executable).with_name("cyclonedx-py")
+    # An image's build validates it against the format's schema, which takes its time.
+    options = ["--no-validate", "--output-format", "JSON", "--output-file", root / BILL]
+    subprocess.run([cyclonedx, "environment", *options, sys.executable], check=True)
+    return root
+
+
+def test_the_bill_of_materials_is_complete(root: Path) -> None:
+    there = installed(Path(sysconfig.get_path("purelib")))
+    assert {"torch", "grpcio", "tokenpod", "numpy"} <= set(there)
+    assert billed(root / BILL) == there
+    assert check_bill(root) == len(there)
+
+
+def test_a_bill_that_lacks_something_is_refused(root: Path, tmp_path: Path) -> None:
+    bill = json.loads((root / BILL).read_text())
+    bill["components"] = [each for each in bill["components"] if each["name"] != "torch"]
+    (tmp_path / "opt/tokenpod").mkdir(parents=True)
+    (tmp_path / "opt/tokenpod/lib").symlink_to(root / "opt/tokenpod/lib")
+    (tmp_path / BILL).write_text(json.dumps(bill))
+    with pytest.raises(SystemExit, match=r"differ: \[\('torch', "):
+        check_bill(tmp_path)
+
+
+def test_a_file_with_two_names_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 1000)
+    os.link(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "c").symlink_to("a")
+    assert size(tmp_path) == 1000
+
+
+def test_compilers_are_seen(tmp_path: Path) -> None:
+    programs = tmp_path / "usr/bin"
+    programs.mkdir(parents=True)
+    assert compilers(tmp_path) == []
+    (programs / "gcc").touch()
+    assert compilers(tmp_path) == ["gcc"]
+
+
+CONFIG = {
+    "User": "65532:65532",
+    "Entrypoint": ["tokenpod"],
+    "Cmd": ["serve"],
+    "Env": ["PATH=/bin"],
+    "WorkingDir": "/tmp",
+}
+
+
+def test_a_container_is_run_without_privileges() -> None:
+    told = bundle_of(Path("/image"), CONFIG, ["/tmp"])
+    assert told["root"] == {"path": "/image", "readonly": True}
+    process = told["process"]
+    assert process["args"] == ["tokenpod", "serve"]
+    assert process["user"] == {"uid": 65532, "gid": 65532}
+    assert process["noNewPrivileges"] is True
+    assert process["capabilities"] == {}
+    assert {"pid", "network"} <= {each["type"] for each in told["linux"]["namespaces"]}
+
+
+@pytest.mark.parametrize("user", ["", "0:0", "tokenpod", "65532"])
+def test_an_image_of_another_user_is_refused(user: str) -> None:
+    with pytest.raises(SystemExit, match="numbers other than 0"):
+        bundle_of(Path("/image"), {**CONFIG, "User": user}, [])

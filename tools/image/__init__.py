@@ -1,0 +1,1 @@
+"""`make image`: build an image for real, look into it, and generate with it."""

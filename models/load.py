@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.share import WHOLE, Share
-from tokenpod.models.weights import Weight, expand
+from tokenpod.models.weights import expand
 
 __all__ = ["ModelError", "load_model", "read_config"]
 
@@ -64,7 +63,7 @@ def load_model(
         weights = expand(family.weights(config), config.layers)
         check(checkpoint, weights, config)
         dtype = dtype or config.dtype or torch.float32
-        needed = _numbers(weights, config, share) * dtype.itemsize
+        needed = share.numbers(weights, config) * dtype.itemsize
         _check_memory(needed, dtype, device, group.neighbours if group else 1)
         try:
             tensors = read_weights(
@@ -83,7 +82,7 @@ def load_model(
         share.config(config),
         tensors,
         parallel(ops, group) if group else ops,
-        parameters=_numbers(weights, config, WHOLE),
+        parameters=WHOLE.numbers(weights, config),
     )
 
 
@@ -109,15 +108,6 @@ def _family(fields: Fields) -> Family:
     raise ModelError(
         f"{fields.source}: architecture {', '.join(names) or 'none'} is not supported "
         f"(supported: {known})"
-    )
-
-
-def _numbers(weights: list[Weight], config: DecoderConfig, share: Share) -> int:
-    """How many numbers a rank's weights are."""
-    return sum(
-        math.prod(share.shape(source, weight.split, config))
-        for weight in weights
-        for source in weight.sources
     )
 
 

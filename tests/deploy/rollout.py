@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from harness import free_port
@@ -29,7 +29,7 @@ def values(**more: Any) -> Object:
         "server": {"hostname": "$(POD_IP)", "threads": 1, "maxBatchTotalTokens": 8192},
         "cache": {"existingClaim": "kernels"},
         "probes": {"startup": probe, "readiness": probe, "liveness": probe},
-        "drain": {"preStopSeconds": 1, "lameDuckSeconds": 1, "timeoutSeconds": 20},
+        "drain": {"preStopSeconds": 1, "lameDuckSeconds": 1, "timeoutSeconds": 120},
         **more,
     }
 
@@ -41,7 +41,9 @@ async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 
 
 @contextlib.asynccontextmanager
-async def traffic(here: Namespace, **client: Any) -> AsyncIterator[Traffic]:
+async def traffic(
+    here: Namespace, lengths: Sequence[int] = LENGTHS, **client: Any
+) -> AsyncIterator[Traffic]:
     """Clients of the release's Service while the block runs, served before it and after it."""
     service = here.rendered.one("Service", "demo-tokenpod")
     async with ClusterIp(service, lambda: here.pods, LAG) as cluster_ip:
@@ -49,18 +51,18 @@ async def traffic(here: Namespace, **client: Any) -> AsyncIterator[Traffic]:
         seen = Traffic(cluster_ip.address, SERVICE, **client)
         async with asyncio.TaskGroup() as clients:
             tasks = [
-                clients.create_task(seen.generate(tokens=tokens, every=0.1)) for tokens in LENGTHS
+                clients.create_task(seen.generate(tokens=tokens, every=0.1)) for tokens in lengths
             ]
-            await until(lambda: seen.finished >= len(LENGTHS))
+            await until(lambda: seen.finished >= len(lengths))
             yield seen
             before = seen.finished
-            await until(lambda: seen.finished >= before + len(LENGTHS))
+            await until(lambda: seen.finished >= before + len(lengths))
             for task in tasks:
                 task.cancel()
 
 
 def assert_nothing_was_lost(here: Namespace, seen: Traffic) -> None:
-    assert not seen.failed
+    assert not seen.failed, seen.failed
     for pod in here.gone:
         assert (pod.exits, pod.killed, pod.orphans) == ([0], False, False), pod.name
     assert not any(pod.exits for pod in here.pods), "a container has restarted"

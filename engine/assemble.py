@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenpod.engine.capability import eight_bits_problem
 from tokenpod.engine.capacity import choose_slots
 from tokenpod.engine.errors import EngineError
 from tokenpod.engine.executor import Executor
@@ -27,9 +28,6 @@ from tokenpod.kernels.ops import KVScales
 from tokenpod.models.decoder import Decoder
 
 __all__ = ["Assembled", "EngineError", "assemble"]
-
-#: The first compute capability that converts numbers of 8 bits.
-EIGHT_BIT_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +144,7 @@ def _on_device(
     slots = _slots(model, options, positions, free, dtype, group)
     scales = None
     if dtype == EIGHT_BITS:
-        sample = random_prompt(min(prompt, positions, PROMPT_TOKENS), vocab_size)
-        warm_up(executor, sample)
-        scales = measure_scales(pool, len(sample))
+        scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
     pool = make_pool(model, slots, device, scales)  # the small one goes
     executor.use(pool)
     executor.capture()
@@ -156,19 +152,23 @@ def _on_device(
     return Assembled(executor, slots, dtype, overlap=True)
 
 
+def _measured_scales(
+    model: Decoder, executor: Executor, pool: KVPool, most_tokens: int
+) -> KVScales:
+    """By a random prompt of so many tokens at most; the executor's pool is in the model's type."""
+    prompt = random_prompt(min(most_tokens, PROMPT_TOKENS), model.config.vocab_size)
+    warm_up(executor, prompt)
+    return measure_scales(pool, len(prompt))
+
+
 def _kv_dtype(model: Decoder, options: EngineOptions, device: torch.device) -> torch.dtype:
     """Of keys and values. Raises EngineError if the device can't read them."""
     if options.kv_cache_dtype != EIGHT_BITS_NAME:
         return model.dtype
-    asked = f"kv_cache_dtype is {EIGHT_BITS_NAME}: keys and values of 8 bits need a GPU"
-    if device.type == "cpu":
-        raise EngineError(f"{asked}, and this is a CPU")
-    capability = torch.cuda.get_device_capability(device)
-    if capability < EIGHT_BIT_CAPABILITY:
-        least, found = (f"{major}.{minor}" for major, minor in (EIGHT_BIT_CAPABILITY, capability))
-        raise EngineError(
-            f"{asked} of compute capability {least} or more, and this one has {found}"
-        )
+    gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    problem = eight_bits_problem(gpu)
+    if problem is not None:
+        raise EngineError(problem)
     return EIGHT_BITS
 
 

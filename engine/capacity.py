@@ -18,7 +18,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 #: Bytes of a number.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 #: What a CUDA context, the libraries' workspaces and the compiled kernels take.
 _CUDA_CONTEXT = GIB // 2
@@ -55,8 +55,16 @@ def choose_slots(
     return max(min(fits, most_useful), 1)
 
 
+class Portion(msgspec.Struct, frozen=True):
+    """What the first of several ranks has of a model; no other has more."""
+
+    #: Numbers in its weights.
+    numbers: int
+    kv_heads: int
+
+
 class Footprint(msgspec.Struct, frozen=True):
-    """What a model takes, and how tensor-parallel ranks may divide it."""
+    """What a model takes, whole and divided among tensor-parallel ranks."""
 
     architecture: str
     #: The checkpoint's own; None if it does not say.
@@ -64,48 +72,27 @@ class Footprint(msgspec.Struct, frozen=True):
     #: Whether its tensors were looked at; else config.json alone was.
     from_tensors: bool
     layers: int
-    heads: int
-    kv_heads: int
     head_dim: int
     hidden_size: int
     #: Features of a token between the products of a feed-forward block, over all its experts.
     intermediate_size: int
     vocab_size: int
     max_positions: int
-    #: Numbers in weights that every rank has, that ranks divide, and that they divide no further
-    #: than one key/value head each.
-    whole: int
-    divided: int
-    key_value: int
-    #: What a number of ranks must divide, by what it counts.
-    divisible: dict[str, int]
+    #: By the number of ranks: every one that can divide the model, 1 among them.
+    portions: dict[int, Portion]
 
     @property
     def parameters(self) -> int:
         """Numbers in all weights."""
-        return self.whole + self.divided + self.key_value
-
-    def obstacle(self, ranks: int) -> str | None:
-        """Why so many ranks can't divide this model; None if they can."""
-        for name, count in self.divisible.items():
-            if count % ranks:
-                return f"it has {count:,} {name}"
-        if self.kv_heads % ranks and ranks % self.kv_heads:
-            return f"it has {self.kv_heads} key/value heads"
-        return None
-
-    def kv_heads_of(self, ranks: int) -> int:
-        """Key/value heads that one of `ranks` holds: its share, and one at least."""
-        return max(self.kv_heads // ranks, 1)
+        return self.portions[1].numbers
 
     def weight_bytes(self, ranks: int, item_bytes: int) -> int:
         """Of one rank."""
-        key_value = self.key_value * self.kv_heads_of(ranks) // self.kv_heads
-        return (self.whole + self.divided // ranks + key_value) * item_bytes
+        return self.portions[ranks].numbers * item_bytes
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Of one token's keys and values in all layers, in one rank."""
-        return 2 * self.layers * self.kv_heads_of(ranks) * self.head_dim * item_bytes
+        return 2 * self.layers * self.portions[ranks].kv_heads * self.head_dim * item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +101,18 @@ class Demand:
 
     device: str
     dtype: str
+    #: `auto` is `dtype`.
+    kv_cache_dtype: str
     max_batch_size: int
     max_batch_prefill_tokens: int
     max_total_tokens: int | None
     max_batch_total_tokens: int | None
     memory_fraction: float
+
+    @property
+    def kv_item_bytes(self) -> int:
+        """Of a number in the KV cache."""
+        return ITEM_BYTES[self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype]
 
     def positions(self, model: Footprint) -> int:
         """Longest sequence, in tokens."""
@@ -162,12 +156,12 @@ class Capacity:
 
 
 def capacity(model: Footprint, demand: Demand, *, memory: int, ranks: int) -> Capacity:
-    """What each of `ranks` devices of `memory` bytes holds. The ranks can divide the model."""
+    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`."""
     item_bytes = ITEM_BYTES[demand.dtype]
     positions = demand.positions(model)
     reserve = _reserve(model, demand, item_bytes, ranks)
     weights = model.weight_bytes(ranks, item_bytes)
-    slot_bytes = model.slot_bytes(ranks, item_bytes)
+    slot_bytes = model.slot_bytes(ranks, demand.kv_item_bytes)
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=demand.max_batch_total_tokens,
@@ -180,16 +174,10 @@ def capacity(model: Footprint, demand: Demand, *, memory: int, ranks: int) -> Ca
     return Capacity(ranks, memory, weights, reserve, slot_bytes, slots, min(least, positions))
 
 
-def fewest_ranks(
-    model: Footprint, demand: Demand, *, memory: int, most: int = 64
-) -> Capacity | None:
+def fewest_ranks(model: Footprint, demand: Demand, *, memory: int) -> Capacity | None:
     """The capacity with the least number of ranks that divide the model and fit; None: none do."""
-    for ranks in range(1, min(most, model.heads) + 1):
-        if model.obstacle(ranks) is None:
-            found = capacity(model, demand, memory=memory, ranks=ranks)
-            if found.fits:
-                return found
-    return None
+    each = (capacity(model, demand, memory=memory, ranks=n) for n in sorted(model.portions))
+    return next((found for found in each if found.fits), None)
 
 
 def _reserve(model: Footprint, demand: Demand, item_bytes: int, ranks: int) -> dict[str, int]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from tokenpod.engine.assemble import EngineError
-
-#: Older GPUs have neither bfloat16 nor asynchronous copies into shared memory.
-LEAST_CAPABILITY = (8, 0)
+from tokenpod.engine.capability import problem_of
 
 
 def check_device(device: torch.device) -> None:
@@ -27,17 +25,6 @@ def check_device(device: torch.device) -> None:
     problem = problem_of(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
     if problem is not None:
         raise EngineError(problem)
-
-
-def problem_of(name: str, capability: tuple[int, int]) -> str | None:
-    """What is wrong with a GPU of this compute capability, if anything."""
-    if capability >= LEAST_CAPABILITY:
-        return None
-    has, needs = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
-    return (
-        f"{name} has compute capability {has}; the kernels need {needs} (Ampere) or newer: "
-        "serve on the CPU (--device cpu)"
-    )
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:

@@ -7,25 +7,19 @@ with torch, which the service and its commands do without: hence the process.
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from tokenpod.engine.capacity import Footprint
+from tokenpod.engine.capacity import Footprint, Portion
 from tokenpod.models.checkpoint import Checkpoint, check
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.load import ModelError, read_config
-from tokenpod.models.weights import Dim, Source, Split, Weight, expand
-
-#: Axes that ranks divide evenly, but for those counted in heads.
-_AXES = {
-    Dim.INTERMEDIATE: "intermediate features",
-    Dim.EXPERT_INTERMEDIATE: "intermediate features of an expert",
-}
+from tokenpod.models.share import Share
+from tokenpod.models.weights import Weight, expand
 
 
 def main() -> int:
@@ -57,36 +51,28 @@ def footprint_of(folder: Path) -> Footprint:
 
 
 def _footprint(config: DecoderConfig, weights: list[Weight], *, from_tensors: bool) -> Footprint:
-    parts = [(source, weight.split) for weight in weights for source in weight.sources]
-    numbers = dict.fromkeys(("whole", "divided", "key_value"), 0)
-    for source, split in parts:
-        numbers[_kind(source, split)] += math.prod(dim.length(config) for dim in source.shape)
     return Footprint(
         architecture=config.architecture,
         dtype=str(config.dtype).removeprefix("torch.") if config.dtype else None,
         from_tensors=from_tensors,
         layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         hidden_size=config.hidden_size,
         intermediate_size=_widest(config),
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
-        divisible={"attention heads": config.heads, **_divided_axes(config, parts)},
-        **numbers,
+        portions=dict(_portions(config, weights)),
     )
 
 
-def _kind(source: Source, split: Split) -> str:
-    if split.value is None:
-        return "whole"
-    return "key_value" if source.shape[split.value] is Dim.KEY else "divided"
-
-
-def _divided_axes(config: DecoderConfig, parts: Iterable[tuple[Source, Split]]) -> dict[str, int]:
-    axes = {source.shape[split.value] for source, split in parts if split.value is not None}
-    return {name: dim.length(config) for dim, name in _AXES.items() if dim in axes}
+def _portions(config: DecoderConfig, weights: list[Weight]) -> Iterator[tuple[int, Portion]]:
+    for world in range(1, config.heads + 1):
+        share = Share(0, world)
+        try:
+            local = share.config(config)
+        except ModelError:
+            continue
+        yield world, Portion(share.numbers(weights, config), local.kv_heads)
 
 
 def _widest(config: DecoderConfig) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import torch
@@ -17,9 +16,10 @@ from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.share import WHOLE, Share
-from tokenpod.models.weights import Weight, expand
+from tokenpod.models.weights import expand
 
 __all__ = ["ModelError", "load_model", "read_config"]
 
@@ -64,7 +64,7 @@ def load_model(
         weights = expand(family.weights(config), config.layers)
         check(checkpoint, weights, config)
         dtype = dtype or config.dtype or torch.float32
-        needed = _numbers(weights, config, share) * dtype.itemsize
+        needed = share.numbers(weights, config) * dtype.itemsize
         _check_memory(needed, dtype, device, group.neighbours if group else 1)
         try:
             tensors = read_weights(
@@ -78,18 +78,20 @@ def load_model(
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
+        scales = read_scales(checkpoint, config, share, device)
     ops = operations_for(device, dtype)
     return Decoder(
         share.config(config),
         tensors,
         parallel(ops, group) if group else ops,
-        parameters=_numbers(weights, config, WHOLE),
+        parameters=WHOLE.numbers(weights, config),
+        kv_scales=scales,
     )
 
 
 def _read_config(folder: Path) -> tuple[Family, DecoderConfig]:
     fields = read_fields(folder / "config.json")
-    if "quantization_config" in fields:
+    if _quantises_weights(fields):
         raise ModelError(f"{folder}: quantised checkpoints are not supported")
     family = _family(fields)
     config = family.config(fields)
@@ -98,6 +100,15 @@ def _read_config(folder: Path) -> tuple[Family, DecoderConfig]:
         eos = generation.token_ids("eos_token_id") or config.eos_token_ids
         config = dataclasses.replace(config, eos_token_ids=eos)
     return family, config
+
+
+def _quantises_weights(fields: Fields) -> bool:
+    """Whether the checkpoint has more than scales of keys and values, which any may have."""
+    if "quantization_config" not in fields:
+        return False
+    quantisation = fields.fields("quantization_config")
+    of_none = quantisation.values.get("config_groups") == {}
+    return quantisation.text("quant_method", "") != "compressed-tensors" or not of_none
 
 
 def _family(fields: Fields) -> Family:
@@ -109,15 +120,6 @@ def _family(fields: Fields) -> Family:
     raise ModelError(
         f"{fields.source}: architecture {', '.join(names) or 'none'} is not supported "
         f"(supported: {known})"
-    )
-
-
-def _numbers(weights: list[Weight], config: DecoderConfig, share: Share) -> int:
-    """How many numbers a rank's weights are."""
-    return sum(
-        math.prod(share.shape(source, weight.split, config))
-        for weight in weights
-        for source in weight.sources
     )
 
 

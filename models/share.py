@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.errors import ModelError
-from tokenpod.models.weights import Dim, Source, Split
+from tokenpod.models.weights import Dim, Source, Split, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,14 @@ class Share:
         return tuple(
             self.length(dim, config) if axis == split.value else dim.length(config)
             for axis, dim in enumerate(source.shape)
+        )
+
+    def numbers(self, weights: Iterable[Weight], config: DecoderConfig) -> int:
+        """How many numbers this rank's weights are, of tables that were written out."""
+        return sum(
+            math.prod(self.shape(source, weight.split, config))
+            for weight in weights
+            for source in weight.sources
         )
 
     def _kv_heads(self, config: DecoderConfig) -> int:

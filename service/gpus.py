@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenpod.engine.capability import Capability
+
 GIB = 1 << 30
 
 
@@ -14,6 +16,7 @@ class Gpu:
     name: str
     #: What a program sees as the device's memory: a few per cent less than what is on the box.
     gib: float
+    capability: Capability
 
     @property
     def memory(self) -> int:
@@ -24,13 +27,13 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("t4", 14.56),
-        Gpu("l4", 22.03),
-        Gpu("a100-40", 39.38),
-        Gpu("l40s", 44.39),
-        Gpu("a100-80", 79.14),
-        Gpu("h100", 79.10),
-        Gpu("h200", 139.80),
-        Gpu("b200", 178.35),
+        Gpu("t4", 14.56, (7, 5)),
+        Gpu("l4", 22.03, (8, 9)),
+        Gpu("a100-40", 39.38, (8, 0)),
+        Gpu("l40s", 44.39, (8, 9)),
+        Gpu("a100-80", 79.14, (8, 0)),
+        Gpu("h100", 79.10, (9, 0)),
+        Gpu("h200", 139.80, (9, 0)),
+        Gpu("b200", 178.35, (10, 0)),
     )
 }

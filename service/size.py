@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tokenpod.config import ServerSettings
+from tokenpod.engine.capability import Capability, eight_bits_problem, problem_of
 from tokenpod.engine.capacity import GIB, Capacity, Demand, Footprint, capacity, fewest_ranks
 
 #: What tells a model's size; the folder is added. It imports torch, so it is a process.
@@ -33,6 +34,8 @@ class Device:
     name: str
     #: Bytes.
     memory: int
+    #: None where it is not known.
+    capability: Capability | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +96,16 @@ def report(
         num_shard: None: the least that fits, or 1 if none does.
         lengths: of the sequences to be counted, in tokens; none: the usual ones.
 
-    Raises SizeError for a model that can't be served, or not by so many shards.
+    Raises SizeError for a model or a device that can't serve, and for such a number of shards.
     """
+    problem = _problem(device, settings)
+    if problem is not None:
+        raise SizeError(problem)
     model = footprint(folder)
     demand = Demand(
         device=settings.resolved_device,
         dtype=settings.resolved_dtype or model.dtype or "float32",
+        kv_cache_dtype=settings.kv_cache_dtype,
         max_batch_size=settings.resolved_batch_size,
         max_batch_prefill_tokens=settings.resolved_prefill_tokens,
         max_total_tokens=settings.max_total_tokens,
@@ -106,8 +113,11 @@ def report(
         memory_fraction=settings.memory_fraction,
     )
     fewest = fewest_ranks(model, demand, memory=device.memory)
-    if num_shard is not None and (why := model.obstacle(num_shard)):
-        raise SizeError(f"--num-shard is {num_shard}: it can't divide this model: {why}")
+    if num_shard is not None and num_shard not in model.portions:
+        possible = ", ".join(map(str, sorted(model.portions)))
+        raise SizeError(
+            f"--num-shard is {num_shard}: this model can be divided among {possible} shards"
+        )
     ranks = num_shard or (fewest.ranks if fewest else 1)
     return Report(
         model=model,
@@ -117,6 +127,16 @@ def report(
         fewest=fewest.ranks if fewest else None,
         lengths=lengths or _usual_lengths(demand.positions(model)),
     )
+
+
+def _problem(device: Device, settings: ServerSettings) -> str | None:
+    """Why the server would not start on such a device, whatever its memory."""
+    if device.capability is None:
+        return None
+    problem = problem_of(device.name, device.capability)
+    if problem is None and settings.kv_cache_dtype != "auto":
+        return eight_bits_problem(device.capability)
+    return problem
 
 
 def footprint(folder: Path) -> Footprint:
@@ -143,6 +163,7 @@ def as_json(report: Report) -> str:
         "architecture": model.architecture,
         "parameters": model.parameters,
         "dtype": report.demand.dtype,
+        "kv_cache_dtype": report.demand.kv_cache_dtype,
         "weight_bytes": found.weights,
         "reserve_bytes": {_key(name): size for name, size in found.reserve.items()},
         "kv_bytes_per_token": found.slot_bytes,

@@ -29,6 +29,7 @@ _SETTINGS = (
     "model_id",
     "revision",
     "dtype",
+    "kv_cache_dtype",
     "max_total_tokens",
     "max_batch_size",
     "max_batch_prefill_tokens",
@@ -56,7 +57,7 @@ _OWN: dict[str, Any] = {
         typer.Option(
             min=1,
             metavar="N",
-            help="Devices that share the model. Default: the fewest that it fits.",
+            help="Devices that share the model, of all pods. Default: the fewest that it fits.",
             rich_help_panel=_PANEL,
         ),
     ],
@@ -122,7 +123,8 @@ def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:
         if gpu.lower() not in GPUS:
             problem = f"is {gpu}: it must be one of {_NAMES}, or give --memory-gib"
             raise typer.BadParameter(problem, param_hint="--gpu")
-        return Device(gpu.lower(), GPUS[gpu.lower()].memory)
+        known = GPUS[gpu.lower()]
+        return Device(known.name, known.memory, known.capability)
     if memory_gib is None:
         problem = "or --gpu is needed: which device is it?"
         raise typer.BadParameter(problem, param_hint="--memory-gib")

@@ -10,6 +10,7 @@ from tokenpod.engine.capacity import (
     Capacity,
     Demand,
     Footprint,
+    Portion,
     capacity,
     choose_slots,
     fewest_ranks,
@@ -22,17 +23,19 @@ MODEL = Footprint(
     dtype="bfloat16",
     from_tensors=False,
     layers=32,
-    heads=32,
-    kv_heads=8,
     head_dim=128,
     hidden_size=4096,
     intermediate_size=14_336,
     vocab_size=128_256,
     max_positions=131_072,
-    whole=525_602_816,
-    divided=7_236_222_976,
-    key_value=268_435_456,
-    divisible={"attention heads": 32, "intermediate features": 14_336},
+    portions={
+        1: Portion(8_030_261_248, 8),
+        2: Portion(4_015_263_744, 4),
+        4: Portion(2_007_764_992, 2),
+        8: Portion(1_004_015_616, 1),
+        16: Portion(518_918_144, 1),
+        32: Portion(276_369_408, 1),
+    },
 )
 
 
@@ -40,6 +43,7 @@ def demand(**changes: object) -> Demand:
     usual = {
         "device": "cuda",
         "dtype": "bfloat16",
+        "kv_cache_dtype": "auto",
         "max_batch_size": 512,
         "max_batch_prefill_tokens": 4096,
         "max_total_tokens": None,
@@ -79,45 +83,14 @@ def test_a_slot_takes_what_the_pool_says():
     assert MODEL.slot_bytes(1, 2) == pool
 
 
-def test_ranks_divide_keys_and_values_no_further_than_heads():
-    assert [MODEL.slot_bytes(n, 2) for n in (1, 2, 8, 16, 32)] == [
-        *(131_072, 65_536),
-        *(16_384, 16_384, 16_384),
-    ]
+def test_a_rank_holds_its_portion():
+    assert [MODEL.slot_bytes(n, 2) for n in (1, 2, 8, 16)] == [131_072, 65_536, 16_384, 16_384]
+    assert MODEL.weight_bytes(2, 2) == 2 * MODEL.portions[2].numbers
+    assert MODEL.parameters == MODEL.portions[1].numbers
 
 
-def test_ranks_divide_weights_but_for_what_each_needs_whole():
-    parts = [MODEL.weight_bytes(n, 2) for n in (1, 2, 4)]
-    assert parts[0] == 2 * MODEL.parameters
-    assert parts[1] == 2 * (MODEL.whole + (MODEL.divided + MODEL.key_value) // 2)
-    assert parts[0] > parts[1] > parts[2] > 2 * MODEL.whole
-
-
-def test_beyond_one_head_a_rank_its_key_weights_stay():
-    more = MODEL.weight_bytes(8, 2) - MODEL.weight_bytes(16, 2)
-    assert more == 2 * (MODEL.divided // 8 - MODEL.divided // 16)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "why"),
-    [
-        (1, None),
-        (8, None),
-        (32, None),
-        (3, "it has 32 attention heads"),
-        (64, "it has 32 attention heads"),
-    ],
-)
-def test_ranks_must_divide_the_heads(ranks: int, why: str | None):
-    assert MODEL.obstacle(ranks) == why
-
-
-def test_ranks_must_divide_key_value_heads_or_be_divided_by_them():
-    import msgspec
-
-    odd = msgspec.structs.replace(MODEL, heads=24, kv_heads=6, divisible={"attention heads": 24})
-    assert odd.obstacle(4) == "it has 6 key/value heads"
-    assert [odd.obstacle(n) for n in (2, 3, 6, 12)] == [None] * 4
+def test_a_cache_of_8_bits_holds_twice_the_tokens():
+    assert h200(kv_cache_dtype="fp8_e4m3").slots == pytest.approx(2 * h200().slots, abs=1)
 
 
 def test_a_device_too_small_for_the_weights_does_not_fit():
@@ -142,7 +115,7 @@ def test_a_pool_that_was_asked_for_and_does_not_fit_is_told():
 def test_the_fewest_ranks_fit_and_divide_the_model():
     found = fewest_ranks(MODEL, demand(), memory=int(14.56 * GIB))
     assert found is not None
-    assert found.ranks == 2
+    assert (found.ranks, found.fits) == (2, True)
     assert fewest_ranks(MODEL, demand(), memory=GIB) is None
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tokenpod.engine.assemble import EngineError
-from tokenpod.engine.device_check import check_device, check_heads, problem_of
+from tokenpod.engine.capability import problem_of
+from tokenpod.engine.device_check import check_device, check_heads
 
 
 def test_a_cpu_will_do():

@@ -9,8 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tokenpod.models.checkpoint import Checkpoint, read_weights
+from tokenpod.models.config import DecoderConfig
 from tokenpod.models.errors import ModelError
+from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.footprint import footprint_of
+from tokenpod.models.load import read_config
+from tokenpod.models.share import Share
+from tokenpod.models.weights import expand
 
 
 @pytest.fixture
@@ -27,12 +33,44 @@ def test_config_alone_tells_the_same(folder: Path, tmp_path: Path):
     alone, whole = footprint_of(tmp_path), footprint_of(folder)
     assert (alone.from_tensors, whole.from_tensors) == (False, True)
     assert alone.parameters == whole.parameters
-    assert alone.divisible == whole.divisible
+    assert alone.portions == whole.portions
 
 
 def test_a_rank_alone_holds_all_weights(folder: Path, load_folder: Callable):
     model = load_folder(folder, dtype=torch.bfloat16)
     assert footprint_of(folder).weight_bytes(1, 2) == model.weight_bytes
+
+
+def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
+    folder = golden("llama").folder
+    footprint = footprint_of(folder)
+    config = read_config(folder)
+    assert sorted(footprint.portions) == [
+        world for world in range(1, config.heads + 1) if not divides_badly(config, world)
+    ]
+    for world, portion in footprint.portions.items():
+        share = Share(0, world)
+        with Checkpoint(folder) as checkpoint:
+            weights = expand(LLAMA.weights(config), config.layers)
+            tensors = read_weights(
+                checkpoint,
+                weights,
+                config,
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                progress=lambda done, total: None,
+                share=share,
+            )
+        assert portion.numbers == sum(tensor.numel() for tensor in tensors.values())
+        assert portion.kv_heads == share.config(config).kv_heads
+
+
+def divides_badly(config: DecoderConfig, world: int) -> bool:
+    try:
+        Share(0, world).check(config)
+    except ModelError:
+        return True
+    return False
 
 
 def test_a_head_that_is_not_there_is_the_embedding(golden: Callable, tmp_path: Path):

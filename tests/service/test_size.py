@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from harness import serve
 
+import tokenpod.service.size
 from tokenpod.service.cli import main
 from tokenpod.service.gpus import GIB, GPUS
+from tokenpod.service.size import footprint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,6 +40,14 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _asked_once() -> Iterator[None]:
+    """A model's size is asked for once a test run: the process that tells it imports torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenpod.service.size, "footprint", functools.cache(footprint))
+        yield
+
+
 def size(*arguments: object) -> subprocess.CompletedProcess[str]:
     """What the command prints, run in this process; the model's size comes from another."""
     out, err = io.StringIO(), io.StringIO()
@@ -51,21 +63,13 @@ def answer(*arguments: object, status: int = 0) -> dict:
 
 
 def test_the_demo_model_has_the_slots_and_parameters_that_the_server_reports():
-    flags = ["--max-batch-size", "16", "--max-batch-total-tokens", "5000"]
-    with serve("--device", "cpu", "--threads", "1", "--json-output", *flags) as server:
-        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-        (told,) = [line for line in lines if "kv_slots" in line]
-    foretold = answer("--cpu", "--memory-gib", 4, *flags)
-    assert foretold["kv_slots"] == told["kv_slots"] == 5000
-    assert foretold["parameters"] == told["parameters"]
-    assert foretold["dtype"] == told["dtype"]
-
-
-def test_the_demo_model_has_as_many_slots_as_its_rows_can_use():
     with serve("--device", "cpu", "--threads", "1", "--json-output") as server:
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
         (told,) = [line for line in lines if "kv_slots" in line]
-    assert answer("--cpu", "--memory-gib", 16)["kv_slots"] == told["kv_slots"] == 64 * 2048
+    foretold = answer("--cpu", "--memory-gib", 16)
+    assert foretold["kv_slots"] == told["kv_slots"] == 64 * 2048
+    assert foretold["parameters"] == told["parameters"]
+    assert foretold["dtype"] == told["dtype"]
 
 
 def test_an_8b_model_on_an_h200_has_the_slots_that_were_measured(big: Path):
@@ -74,13 +78,22 @@ def test_an_8b_model_on_an_h200_has_the_slots_that_were_measured(big: Path):
     assert (found["num_shard"], found["dtype"], found["fits"]) == (1, "bfloat16", True)
 
 
+def test_a_cache_of_8_bits_holds_twice_the_tokens(big: Path):
+    usual, half = (
+        answer("--model-id", big, "--gpu", "h200", "--kv-cache-dtype", kind)
+        for kind in ("auto", "fp8_e4m3")
+    )
+    assert half["kv_bytes_per_token"] == usual["kv_bytes_per_token"] / 2
+    assert half["kv_slots"] == pytest.approx(2 * usual["kv_slots"], abs=1)
+
+
 def test_without_a_number_the_fewest_shards_that_fit_are_taken(big: Path):
-    found = answer("--model-id", big, "--gpu", "t4")
+    found = answer("--model-id", big, "--memory-gib", 14.56)
     assert (found["num_shard"], found["least_num_shard"]) == (2, 2)
 
 
 def test_what_does_not_fit_is_exit_status_1_and_says_what_would(big: Path):
-    done = size("--model-id", big, "--gpu", "t4", "--num-shard", 1)
+    done = size("--model-id", big, "--memory-gib", 14.56, "--num-shard", 1)
     assert done.returncode == 1
     assert "It does not fit: weights and reserve need 18." in done.stdout
     assert "GiB of 14.56." in done.stdout
@@ -98,7 +111,7 @@ def test_shards_that_cannot_divide_the_model_are_refused(big: Path):
     done = size("--model-id", big, "--gpu", "h200", "--num-shard", 3)
     assert done.returncode == 1
     assert done.stderr == (
-        "error: --num-shard is 3: it can't divide this model: it has 32 attention heads\n"
+        "error: --num-shard is 3: this model can be divided among 1, 2, 4, 8, 16, 32 shards\n"
     )
 
 
@@ -133,6 +146,9 @@ def test_people_get_a_table(big: Path):
         (["--gpu", "h200", "--max-total-tokens", "1"], 2, "--max-total-tokens is 1"),
         (["--gpu", "h200", "--model-id", "/nowhere"], 1, "there is no such folder"),
         (["--gpu", "h200", "--num-shard", "0"], 2, "--num-shard"),
+        (["--gpu", "t4"], 1, "t4 has compute capability 7.5; the kernels need 8.0"),
+        (["--gpu", "a100-80", "--kv-cache-dtype", "fp8_e4m3"], 1, "and this one has 8.0"),
+        (["--cpu", "--memory-gib", "4", "--kv-cache-dtype", "fp8_e4m3"], 2, "it needs a GPU"),
     ],
 )
 def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, told: str):

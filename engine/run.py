@@ -67,8 +67,8 @@ def load(
     device = torch.device(options.device)
     check_device(device)
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
         let_segments_grow()
+        torch.cuda.set_device(device.index or 0)
         config = read_config(Path(options.model_folder))
         check_heads(config.heads, config.kv_heads, config.head_dim)
     group = _join(member, device) if member else None

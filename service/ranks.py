@@ -115,7 +115,9 @@ class Ranks:
                 broken = line.broken.result()
                 self._lose(EngineLost(broken.message, fault=not broken.peer))
                 return
-        self._lose(EngineLost(f"{engine.name}'s process ended") if line else ended.result())
+        # A rank that never got as far as to have a line has said why on its link.
+        lost = ended.result()
+        self._lose(lost if lost.fault or not line else EngineLost(f"{engine.name}'s process ended"))
 
     async def _listen(self) -> None:
         """Until a rank is silent."""

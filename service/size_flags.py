@@ -57,7 +57,8 @@ _OWN: dict[str, Any] = {
         typer.Option(
             min=1,
             metavar="N",
-            help="Devices that share the model, of all pods. Default: the fewest that it fits.",
+            help="Devices that share the model, in all pods. Default: what the variables of serve say,"
+            " else the fewest that it fits.",
             rich_help_panel=_PANEL,
         ),
     ],
@@ -112,7 +113,11 @@ def _run(own: dict[str, Any], flags: dict[str, object]) -> int:
 
 
 def _report(folder: Path, settings: ServerSettings, device: Device, own: dict[str, Any]) -> Report:
-    return report(folder, settings, device, num_shard=own["num_shard"], lengths=own["length"] or ())
+    shards = own["num_shard"]
+    if shards is None and {"num_shard", "num_nodes"} & settings.model_fields_set:
+        # A pod of a group asks about its own group.
+        shards = settings.world
+    return report(folder, settings, device, num_shard=shards, lengths=own["length"] or ())
 
 
 def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:

@@ -256,8 +256,10 @@ def check_sums(group: Any) -> None:
             assert torch.equal(everywhere[0], everywhere[-1]), f"{tokens} tokens differ"
     tokens = torch.arange(7, device=device)
     tokens *= int(group.rank == 0)
+    parted = torch.zeros(1, 2, device=device, dtype=torch.bfloat16)
     for _ in range(5):
         group.share(tokens)
+        group.sum(parted)  # as in every step: three in a row would overtake their readers
     assert tokens.tolist() == list(range(7)), tokens.tolist()
     say_line("sums of 400 random sizes: right, and the same on all ranks")
 

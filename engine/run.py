@@ -63,9 +63,6 @@ def load(
 
     Raises EngineError or ModelError with one line that says what is wrong.
     """
-    # The front end needs a core of its own: whatever else runs on a core of a parallel region holds
-    # up all of them at its end.
-    torch.set_num_threads(options.threads or max(len(os.sched_getaffinity(0)) - 1, 1))
     device = torch.device(options.device)
     check_device(device)
     if device.type == "cuda":
@@ -75,6 +72,7 @@ def load(
         check_heads(config.heads, config.kv_heads, config.head_dim)
     group = _join(member, device) if member else None
     share = Share(group.rank, group.world) if group else WHOLE
+    torch.set_num_threads(options.threads or _own_cores(group.neighbours if group else 1))
     began = time.monotonic()
     reported = 0.0
 
@@ -121,13 +119,20 @@ def load(
     return assembled, ready, limits
 
 
+def _own_cores(ranks: int) -> int:
+    """Cores for each of so many ranks of this machine.
+
+    The front end needs a core of its own: whatever else runs on a core of a parallel region holds
+    up all of them at its end.
+    """
+    return max((len(os.sched_getaffinity(0)) - 1) // ranks, 1)
+
+
 def _join(member: Member, device: torch.device) -> Group:
-    place = member.placement
-    return join_group(
-        place.rank,
-        place.world,
-        place.meeting,
-        member.meeting_port,
-        device=device,
-        timeout=place.timeout,
+    place, port = member.placement, member.meeting_port
+    member.wait_for(f"waiting for the other ranks at {place.meeting}:{port} (--master-port)")
+    group = join_group(
+        place.rank, place.world, place.meeting, port, device=device, timeout=place.timeout
     )
+    member.wait_for("waiting for all ranks to load")
+    return group

@@ -37,7 +37,8 @@ from tokenpod.engine.types import (
 from tokenpod.service.errors import Unavailable
 
 _LOST = "the model's engine was lost; retry"
-_NO_LOAD = Load(0, 0, 0, 0, 0, 0)
+#: Of an engine that has not said anything yet.
+NO_LOAD = Load(0, 0, 0, 0, 0, 0)
 #: Weight of the newest step in the usual step time.
 _SMOOTHING = 0.05
 
@@ -91,7 +92,7 @@ class EngineClient(asyncio.Protocol):
         count: int = 1,
         now: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self.load = _NO_LOAD
+        self.load = NO_LOAD
         #: Seconds that a step usually takes, and when (CLOCK_MONOTONIC, ns) the last one settled.
         self.usual_step = 0.0
         self.last_step_at = now()

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,6 @@ import uvloop
 
 from tokenpod.config import ServerSettings
 from tokenpod.engine.types import Ready
-from tokenpod.protos.tokenpod.shard.v1 import letter_pb2 as pb
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import EngineLost
 from tokenpod.service.engine_process import ENGINE_COMMAND
@@ -39,6 +37,7 @@ from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod.service.joining import FollowerShard, LeaderShard
+from tokenpod.service.leaving import FORMING, drain, make_way, take_leave
 from tokenpod.service.letters import Letters
 from tokenpod.service.listen import (
     StartError,
@@ -52,6 +51,7 @@ from tokenpod.service.listen import (
 )
 from tokenpod.service.logs import configure_logging
 from tokenpod.service.model_store import ModelNotFound, resolve_model
+from tokenpod.service.parts import CurrentLoad, Listener, Parts
 from tokenpod.service.placement import engine_options
 from tokenpod.service.progress import LoadingBar
 from tokenpod.service.ranks import Ranks
@@ -64,32 +64,6 @@ from tokenpod.service.telemetry import Telemetry, TelemetrySettings
 from tokenpod.service.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("tokenpod")
-
-_FORMING = "a rank was lost: the group is forming again"
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """The bound server, and what it can be reached by."""
-
-    server: grpc.aio.Server
-    address: str
-    shard_url: str
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a pod has for as long as it lives, however often its engines start."""
-
-    telemetry: Telemetry
-    house: House
-    admission: Admission
-    board: HealthBoard
-    generate: GenerateService
-    rpcs: Rpcs
-    listener: Listener
-    stopping: Stopping
-    forming: Forming
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +100,8 @@ class Server:
             )
         )
         stack.callback(telemetry.shutdown)
+        load = CurrentLoad()
+        telemetry.watch(load)
         house = House.create(settings.resolved_front_ends)
         admission = Admission(
             max_requests=settings.max_concurrent_requests,
@@ -139,7 +115,6 @@ class Server:
         stopping = Stopping.by_signals()
         listener = await self._listen(rpcs, telemetry, board, stack)
         return Parts(
-            telemetry=telemetry,
             house=house,
             admission=admission,
             board=board,
@@ -148,6 +123,7 @@ class Server:
             listener=listener,
             stopping=stopping,
             forming=Forming(settings.start_timeout),
+            load=load,
         )
 
     async def _listen(
@@ -207,7 +183,7 @@ class Server:
             return None
         self._open(parts, ranks, letters, tokenizer, ready)
         parts.board.watch(PodProgress(ranks.client, parts.house))
-        parts.telemetry.watch(lambda: ranks.client.load)
+        parts.load.client = ranks.client
         parts.admission.closed = None
         parts.forming.done()
         await parts.board.set_serving(True)
@@ -296,7 +272,7 @@ class Server:
                 serving, urls=urls, prefill_tokens=settings.resolved_prefill_tokens
             )
             if settings.num_nodes > 1:
-                shard = LeaderShard(shard, make_way=lambda: self._make_way(parts))
+                shard = LeaderShard(shard, make_way=lambda: make_way(settings, parts))
                 letters.answering = shard.answer
         parts.rpcs.start(ready, shard, model_id=settings.model_id)
 
@@ -316,9 +292,9 @@ class Server:
             # Its streams are gone; those of the others may end well before the pod starts anew.
             log.error("a front end was lost", extra={"reason": str(others.lost.result())})
         if self.settings.leads:
-            await self._drain(parts, others)
+            await drain(self.settings, parts, others)
         else:
-            await self._take_leave(parts, ranks, letters)
+            await take_leave(self.settings, parts, ranks, letters)
         return 1 if others.lost.done() else 0
 
     async def _lose(self, parts: Parts, lost: EngineLost) -> int | None:
@@ -329,55 +305,10 @@ class Server:
             # A moment for the answers to leave.
             await parts.listener.server.stop(1.0)
             return 1
-        parts.admission.closed = _FORMING
+        parts.admission.closed = FORMING
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})
         parts.forming.begin()
         return None
-
-    async def _make_way(self, parts: Parts) -> None:
-        """A follower's pod is to stop: let what runs finish. The group is lost with the pod."""
-        log.info("a pod of the group stops: draining")
-        await parts.board.set_serving(False)
-        await parts.stopping.sleep(self.settings.lame_duck_seconds)
-        parts.admission.closed = _FORMING
-        await self._quiet(parts)
-
-    async def _take_leave(self, parts: Parts, ranks: Ranks, letters: Letters) -> None:
-        """Stop a follower's pod once the leader lets it."""
-        settings = self.settings
-        log.info("stopping: asking the leader to drain")
-        await parts.board.drain()
-        leave = asyncio.create_task(letters.ask(pb.Question(leave=pb.Leave())))
-        seconds = settings.lame_duck_seconds + settings.graceful_termination_timeout
-        enough = asyncio.create_task(parts.stopping.sleep(seconds))
-        futures: set[asyncio.Future[Any]] = {leave, enough, ranks.lost}
-        await asyncio.wait(futures, return_when="FIRST_COMPLETED")
-        enough.cancel()
-        leave.cancel()
-        await asyncio.wait({leave})
-        await parts.listener.server.stop(0.5)
-        log.info("stopped")
-
-    async def _quiet(self, parts: Parts) -> None:
-        """Wait until no request runs, as long as the operator allows."""
-        deadline = time.monotonic() + self.settings.graceful_termination_timeout
-        while parts.admission.requests and time.monotonic() < deadline:
-            if parts.stopping.urgent:
-                return
-            await parts.stopping.sleep(0.05)
-
-    async def _drain(self, parts: Parts, others: FrontEnds) -> None:
-        settings, admission, stopping = self.settings, parts.admission, parts.stopping
-        log.info("draining", extra={"lame_duck_seconds": settings.lame_duck_seconds})
-        await parts.board.drain()
-        # Endpoints take time to hear of it: until then clients still come, and are served.
-        await stopping.sleep(settings.lame_duck_seconds)
-        admission.drain()
-        await self._quiet(parts)
-        # Closes the listener at once, so it comes last.
-        grace = 0.0 if stopping.urgent else 0.5
-        await asyncio.gather(parts.listener.server.stop(grace), others.stop())
-        log.info("stopped", extra={"cut_off": admission.requests})
 
 
 def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:

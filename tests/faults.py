@@ -68,7 +68,7 @@ class Call:
 
 def engines(server: ServerProcess) -> list[int]:
     """Process ids of a pod's ranks, in order."""
-    return sorted(server.children())
+    return server.children()
 
 
 def kill(pid: int) -> None:

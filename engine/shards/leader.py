@@ -34,6 +34,8 @@ from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Threads for streams that are refused, besides one a seat.
 _SPARE_THREADS = 4
+#: For a rank that has connected to introduce itself.
+_HELLO_SECONDS = 5.0
 #: Between two looks for another leader.
 _LOOK_SECONDS = 2.0
 
@@ -190,8 +192,10 @@ class PlanServer:
             else:
                 server.add_secure_port(placement.plans, server_credentials(placement.tls))
         except RuntimeError as error:
+            doubt = " Or are the files of --shard-tls-cert wrong?" if placement.tls else ""
             raise EngineError(
                 f"the leader cannot listen on {placement.plans} (--shard-port): is there another?"
+                f"{doubt}"
             ) from error
         server.start()
         return server
@@ -199,7 +203,11 @@ class PlanServer:
     def _follow(
         self, requests: Iterator[pb.FollowRequest], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
+        # Who says nothing must not keep a thread.
+        impatience = threading.Timer(_HELLO_SECONDS, context.cancel)
+        impatience.start()
         hello = next(requests, pb.FollowRequest()).hello
+        impatience.cancel()
         seat = self._admit(hello)
         if isinstance(seat, pb.FollowResponse):
             yield seat.SerializeToString()

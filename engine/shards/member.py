@@ -82,14 +82,17 @@ class Member:
     def meet(self) -> None:
         """Wait for the other ranks, without a time limit of its own."""
         if self._leader is not None:
-            self._leader.gather(self._wait)
+            self._leader.gather(self.wait_for)
             self.meeting_port = self.placement.meeting_port or _free_port(self.placement.meeting)
             self._leader.form(self.meeting_port)
         else:
             assert self._follower is not None
-            leader_address, self.meeting_port = self._follower.join(self._wait)
+            leader_address, self.meeting_port = self._follower.join(self.wait_for)
             self._line.send(Joined(leader_address))
-        self._wait("waiting for all ranks to load")
+
+    def wait_for(self, reason: str) -> None:
+        """Tell the operator what this rank waits for."""
+        self._line.send(Waiting(reason))
 
     def come_up(self, slots: int) -> None:
         """This rank is warm: wait until all are. Raises EngineError."""
@@ -139,9 +142,6 @@ class Member:
             for rank in self._peers.silence.tick(patience):
                 self._peers.miss(rank, patience)
             time.sleep(BEAT_SECONDS)
-
-    def _wait(self, reason: str) -> None:
-        self._line.send(Waiting(reason))
 
     def _send_letter(self, letter: Letter) -> None:
         self._peers.send_letter(letter)

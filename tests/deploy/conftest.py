@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +18,9 @@ def helm() -> Iterator[Helm]:
     engine = Helm()
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def claims(request: pytest.FixtureRequest) -> Path:
+    """A folder for persistent volume claims, which outlive the session: kernels stay compiled."""
+    return request.config.cache.mkdir("claims")

@@ -94,6 +94,9 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
+_BY_GRPC = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
 @dataclass
 class Traffic:
     """Clients that generate all the time, and what has become of their requests.
@@ -109,9 +112,12 @@ class Traffic:
     credentials: grpc.ChannelCredentials | None = None
     metadata: tuple[tuple[str, str], ...] = ()
     finished: int = 0
-    #: Refused before anything was promised, with a hint when to come again.
+    #: Not accepted, with a hint when to come again.
     refused: int = 0
-    #: Accepted and then broken off, or refused without a hint.
+    #: Not accepted, and without a hint: the call met the very moment in which a server closes.
+    #: gRPC itself answers then, with UNAVAILABLE or CANCELLED.
+    missed: int = 0
+    #: Accepted and then broken off, or not accepted for no good reason.
     failed: list[str] = field(default_factory=list)
     #: Seconds from the first try to the end, of the slowest request.
     slowest: float = 0.0
@@ -153,12 +159,18 @@ class Traffic:
                 if event.WhichOneof("event") == "finished":
                     count = event.finished.usage.generated_tokens
         except grpc.aio.AioRpcError as error:
-            hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
-            if accepted or not hint or error.code() is not grpc.StatusCode.UNAVAILABLE:
-                self.failed.append(f"{error.code().name} ({accepted=}): {error.details()}")
-            self.refused += 1
+            self._note(error, accepted)
             return False
         if count != tokens:
             self.failed.append(f"{count} tokens of {tokens}")
         self.finished += 1
         return True
+
+    def _note(self, error: grpc.aio.AioRpcError, accepted: bool) -> None:
+        hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
+        if not accepted and hint and error.code() is grpc.StatusCode.UNAVAILABLE:
+            self.refused += 1
+        elif not accepted and error.code() in _BY_GRPC:
+            self.missed += 1
+        else:
+            self.failed.append(f"{error.code().name} ({accepted=}): {error.details()}")

@@ -131,7 +131,7 @@ def test_serving_allocates_nothing_over_100_000_steps():
         )
 
     loop, _ = engine(
-        Crowd(request, most=70), layers=2, hidden=256, vocabulary=8192, rows=64,
+        Crowd(request, most=20), layers=2, hidden=256, vocabulary=8192, rows=16,
         prefill=2048, positions=4096, fraction=0.5,
     )  # fmt: skip
     compiled = []

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from groups import ENV, FLAGS, Group, pods
-from harness import SERVING, ServerProcess, generate, serve, text_request
+from faults import Call
+from groups import ENV, FLAGS, Group, pods, wait_for
+from harness import NOT_SERVING, SERVING, ServerProcess, generate, serve, text_request
 
 from router.client import ShardClient, ShardError, Shards
 from router.double import Router
@@ -124,3 +125,18 @@ async def test_what_the_leader_refuses_a_follower_refuses(two_pods: Group) -> No
             assert answer.code is grpc.StatusCode.NOT_FOUND
     for client in clients:
         await client.close()
+
+
+def test_a_follower_that_is_to_stop_lets_what_runs_finish() -> None:
+    with pods(2) as group:
+        leader, follower = group.pods
+        running = Call(leader, PROMPT, 200)
+        running.wait_for_token()
+        assert follower.stop() == 0
+        running.seconds(0.0)
+        assert running.code is None
+        wait_for(lambda: leader.health() == NOT_SERVING)
+        refused = Call(leader, PROMPT, 1)
+        refused.seconds(0.0)
+        assert refused.code is grpc.StatusCode.UNAVAILABLE
+        assert leader.stop() == 0

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
+import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from faults import (
     NOT_SERVING_SECONDS,
+    PROMPT,
     TOLD_SECONDS,
+    Call,
     Seen,
     Wire,
     engines,
@@ -34,6 +40,10 @@ def soon(seen: Seen, slack: float = SLACK) -> None:
     assert seen.not_serving < NOT_SERVING_SECONDS + slack
     if seen.told is not None:
         assert seen.told < TOLD_SECONDS + slack
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +122,47 @@ def test_a_connection_that_only_seems_open_is_seen_at_both_ends(
 
     soon(try_fault(group.leader, hang, "decode"))
     wait_for(lambda: group.pods[1].health("") == SERVING)
+
+
+@pytest.mark.slow
+def test_a_pause_that_nobody_minds_loses_nothing(one_pod: ServerProcess) -> None:
+    before = engines(one_pod)
+    call = Call(one_pod, PROMPT, 200)
+    call.wait_for_token()
+    for pid in before:
+        stop(pid)
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGCONT)
+    call.seconds(0.0)
+    assert call.code is None
+    assert engines(one_pod) == before
+
+
+@pytest.mark.slow
+def test_a_whole_pod_that_was_stopped_returns(two_pods: tuple[Group, Wire]) -> None:
+    leader, follower = two_pods[0].pods
+    stopped = [follower.process.pid, *engines(follower)]
+
+    def pause() -> None:
+        for pid in stopped:
+            stop(pid)
+        wait_for(lambda: leader.health("") != SERVING)
+        time.sleep(1.0)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+
+    soon(try_fault(leader, pause, "decode"))
+
+
+@pytest.mark.slow
+def test_further_front_ends_serve_again_too() -> None:
+    with serve(*FLAGS, "--num-shard", "2", "--front-ends", "2", env=ENV) as server:
+        for rank in (1, 0):
+            ranks = [pid for pid in server.children() if "engine" in command(pid)]
+            soon(try_fault(server, lambda pid=ranks[rank]: kill(pid), "decode"))
+        further = [pid for pid in server.children() if "front_end" in command(pid)]
+        assert len(further) == 1
+        assert server.stop() == 0
 
 
 @pytest.mark.slow

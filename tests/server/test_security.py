@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from certificates import make_authority, make_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import SERVING, ServerProcess, generate, serve, text_request
 
@@ -17,35 +17,14 @@ from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 REQUEST = text_request("import os\n", stopping={"max_new_tokens": 3, "ignore_eos": True})
 
 
-def _openssl(*arguments: str, cwd: Path) -> None:
-    subprocess.run(["openssl", *arguments], cwd=cwd, check=True, capture_output=True)
-
-
-def _authority(folder: Path, name: str) -> None:
-    make = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    made = ["-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"]
-    _openssl(*make, *made, "-days", "2", cwd=folder)
-
-
-def _certificate(folder: Path, name: str, authority: str) -> None:
-    make = ["req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    _openssl(
-        *make, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", cwd=folder
-    )
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    signer = ["-CA", f"{authority}.pem", "-CAkey", f"{authority}.key", "-CAcreateserial"]
-    made = ["-in", f"{name}.csr", "-out", f"{name}.pem", "-days", "2", "-extfile", "names"]
-    _openssl("x509", "-req", *signer, *made, cwd=folder)
-
-
 @pytest.fixture(scope="module")
 def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An authority with a server's and a client's certificate, and a stranger's client."""
     folder = tmp_path_factory.mktemp("pems")
     for authority, names in (("ca", ("server", "client")), ("stranger", ("intruder",))):
-        _authority(folder, authority)
+        make_authority(folder, authority)
         for name in names:
-            _certificate(folder, name, authority)
+            make_certificate(folder, name, authority)
     return folder
 
 

@@ -7,18 +7,20 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
 import numpy as np
 import pytest
+from certificates import make_authority, make_certificate
 from harness import free_port
 
 from tokenpod.engine.errors import EngineError
 from tokenpod.engine.plan import RowWork, StepPlan
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
-from tokenpod.engine.types import Letter, Placement
+from tokenpod.engine.types import Letter, Placement, ShardTls
 
 FACTS = {"release": "1", "model": "demo"}
 SECONDS = 20.0
@@ -43,13 +45,12 @@ def plan(step: int) -> StepPlan:
 
 
 class Leader:
-    def __init__(self, world: int, plans: str) -> None:
+    def __init__(self, world: int, plans: str, tls: ShardTls | None = None) -> None:
         self.lost: SimpleQueue[str] = SimpleQueue()
         self.letters: SimpleQueue[Letter] = SimpleQueue()
         self.waiting: SimpleQueue[str] = SimpleQueue()
-        self.server = PlanServer(
-            placement(0, world, plans), FACTS, on_lost=self._lost, on_letter=self.letters.put
-        )
+        place = msgspec.structs.replace(placement(0, world, plans), tls=tls)
+        self.server = PlanServer(place, FACTS, on_lost=self._lost, on_letter=self.letters.put)
 
     def serve(self) -> None:
         """Bring up the whole group."""
@@ -292,3 +293,55 @@ def test_a_gap_in_the_plans_is_an_error(start: Callable[[int], Leader], address:
     assert next(plans).step == 1
     with pytest.raises(EngineError, match="plan 3 came after plan 1"):
         next(plans)
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pems")
+    for authority, name in (("ca", "pod"), ("stranger", "intruder")):
+        make_authority(folder, authority)
+        make_certificate(folder, name, authority)
+    return folder
+
+
+def tls(pems: Path, name: str, authority: str = "ca") -> ShardTls:
+    files = (pems / f"{name}.pem", pems / f"{name}.key", pems / f"{authority}.pem")
+    return ShardTls(*map(str, files))
+
+
+@pytest.mark.parametrize("theirs", ["none", "intruder"])
+def test_certificates_let_in_the_groups_own_pods_alone(pems: Path, theirs: str) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    leader = Leader(2, where, tls(pems, "pod"))
+    threading.Thread(target=leader.serve, daemon=True).start()
+    stranger = placement(1, 2, where)
+    if theirs == "intruder":
+        stranger = msgspec.structs.replace(stranger, tls=tls(pems, "intruder"))
+    assert f"waiting for the leader at {where}: " in refusal(Follower(stranger))
+    right = Follower(msgspec.structs.replace(stranger, tls=tls(pems, "pod")))
+    assert right.joined.get(timeout=SECONDS)
+    leader.server.close("the test is over")
+
+
+def test_a_leader_that_followers_can_not_trust_is_not_joined(pems: Path) -> None:
+    where = f"127.0.0.1:{free_port()}"
+    leader = Leader(2, where, tls(pems, "intruder", "stranger"))
+    place = msgspec.structs.replace(placement(1, 2, where), tls=tls(pems, "pod"))
+    assert f"waiting for the leader at {where}: " in refusal(Follower(place))
+    leader.server.close("the test is over")
+
+
+def test_a_file_that_can_not_be_read_is_named(pems: Path) -> None:
+    place = placement(0, 2, f"127.0.0.1:{free_port()}")
+    missing = msgspec.structs.replace(place, tls=ShardTls(str(pems / "none"), "", ""))
+    with pytest.raises(EngineError, match="none: No such file"):
+        PlanServer(missing, FACTS, on_lost=print, on_letter=print)
+
+
+def test_a_file_that_is_no_certificate_is_said_to_be_wrong(pems: Path) -> None:
+    (pems / "garbage.pem").write_text("x")
+    (pems / "garbage.key").write_text("x")
+    place = placement(0, 2, f"127.0.0.1:{free_port()}")
+    wrong = msgspec.structs.replace(place, tls=tls(pems, "garbage"))
+    with pytest.raises(EngineError, match="--shard-tls-cert"):
+        PlanServer(wrong, FACTS, on_lost=print, on_letter=print)

@@ -1,0 +1,71 @@
+"""How a pod stops without cutting anybody off: its own drain, and a follower's leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from tokenpod.config import ServerSettings
+from tokenpod.protos.tokenpod.shard.v1 import letter_pb2 as pb
+from tokenpod.service.front_ends import FrontEnds
+from tokenpod.service.letters import Letters
+from tokenpod.service.parts import Parts
+from tokenpod.service.ranks import Ranks
+
+log = logging.getLogger("tokenpod")
+
+#: Why nothing is taken in until the group has formed again.
+FORMING = "a rank was lost: the group is forming again"
+
+
+async def drain(settings: ServerSettings, parts: Parts, others: FrontEnds) -> None:
+    """Stop the pod that clients call."""
+    admission, stopping = parts.admission, parts.stopping
+    log.info("draining", extra={"lame_duck_seconds": settings.lame_duck_seconds})
+    await parts.board.drain()
+    # Endpoints take time to hear of it: until then clients still come, and are served.
+    await stopping.sleep(settings.lame_duck_seconds)
+    admission.drain()
+    await _quiet(settings, parts)
+    # Closes the listener at once, so it comes last.
+    grace = 0.0 if stopping.urgent else 0.5
+    await asyncio.gather(parts.listener.server.stop(grace), others.stop())
+    log.info("stopped", extra={"cut_off": admission.requests})
+
+
+async def make_way(settings: ServerSettings, parts: Parts) -> None:
+    """A follower's pod is to stop: let what runs finish. The group is lost with the pod."""
+    log.info("a pod of the group stops: draining")
+    await parts.board.set_serving(False)
+    await parts.stopping.sleep(settings.lame_duck_seconds)
+    parts.admission.closed = FORMING
+    await _quiet(settings, parts)
+
+
+async def take_leave(
+    settings: ServerSettings, parts: Parts, ranks: Ranks, letters: Letters
+) -> None:
+    """Stop a follower's pod once the leader lets it."""
+    log.info("stopping: asking the leader to drain")
+    await parts.board.drain()
+    leave = asyncio.create_task(letters.ask(pb.Question(leave=pb.Leave())))
+    seconds = settings.lame_duck_seconds + settings.graceful_termination_timeout
+    enough = asyncio.create_task(parts.stopping.sleep(seconds))
+    futures: set[asyncio.Future[Any]] = {leave, enough, ranks.lost}
+    await asyncio.wait(futures, return_when="FIRST_COMPLETED")
+    enough.cancel()
+    leave.cancel()
+    await asyncio.gather(leave, return_exceptions=True)
+    await parts.listener.server.stop(0.5)
+    log.info("stopped")
+
+
+async def _quiet(settings: ServerSettings, parts: Parts) -> None:
+    """Wait until no request runs, as long as the operator allows."""
+    deadline = time.monotonic() + settings.graceful_termination_timeout
+    while parts.admission.requests and time.monotonic() < deadline:
+        if parts.stopping.urgent:
+            return
+        await parts.stopping.sleep(0.05)

@@ -1,0 +1,41 @@
+"""Groups of pods run as rendered: they form, serve through their leader, and are replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deploy.emulator import Namespace
+from deploy.helm import Helm
+from deploy.rollout import assert_nothing_was_lost, traffic, values
+
+#: Steps of a group take longer than those of one rank.
+LENGTHS = (20, 40, 100, 300, 300)
+
+
+async def test_no_accepted_request_fails_while_the_pods_of_a_group_are_replaced(
+    helm: Helm, tmp_path: Path, claims: Path
+) -> None:
+    parallelism = {"mode": "statefulset", "tensor": 2, "pods": 2}
+    rendered = helm.install(values(parallelism=parallelism))
+    async with Namespace.running(rendered, tmp_path, claims) as here:
+        await here.until_ready()
+        async with traffic(here, LENGTHS) as seen:
+            await here.roll()
+        assert [pod.name for pod in here.gone] == ["demo-tokenpod-0-1", "demo-tokenpod-0-0"]
+        assert_nothing_was_lost(here, seen)
+
+
+@pytest.mark.slow
+async def test_no_accepted_request_fails_while_whole_groups_are_replaced(
+    helm: Helm, tmp_path: Path, claims: Path
+) -> None:
+    parallelism = {"mode": "lws", "tensor": 2, "pods": 2}
+    rendered = helm.install(values(replicaCount=2, parallelism=parallelism))
+    async with Namespace.running(rendered, tmp_path, claims) as here:
+        await here.until_ready()
+        async with traffic(here, LENGTHS) as seen:
+            await here.roll()
+        assert len(here.gone) == 4
+        assert_nothing_was_lost(here, seen)

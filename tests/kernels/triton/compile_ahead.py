@@ -1,0 +1,197 @@
+"""Compile, without a GPU, what serving launches: `python compile_ahead.py MAJOR MINOR [FAMILY...]`.
+
+Kernels are launched as always, on tensors in the host's memory, but a launch is compiled for a GPU
+of that compute capability instead of run. What the interpreter takes and the compiler does not
+shows here. Prints the name of each kernel that compiled, and fails at the first that does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+
+import torch
+from attention_steps import Spec, lay_out
+from triton import compile as compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from tokenpod.engine.device_sampler import DeviceSampler, Launches
+from tokenpod.kernels.ops import (
+    Activation,
+    AttentionOptions,
+    ExpertWeights,
+    HeadNorm,
+    KVScales,
+    Routing,
+    RowNorm,
+)
+from tokenpod.kernels.triton import (
+    attention_extend,
+    experts,
+    launch,
+    peers,
+    pointwise,
+    product,
+    rotary,
+    steps,
+)
+from tokenpod.kernels.triton.tiles import Kind, measured
+
+#: The package has a function of this name.
+attention = import_module("tokenpod.kernels.triton.attention")
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 2, 128, 512
+
+
+def compile_launches(capability: tuple[int, int]) -> None:
+    """From now on every launch compiles for `capability`, once for each specialisation."""
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    backend = make_backend(target)
+    done: set[str] = set()
+
+    def run(self: JITFunction, *args: object, grid: object, warmup: bool, **named: object) -> None:
+        del grid, warmup
+        named |= {"debug": False, "instrumentation_mode": ""}
+        bind = create_function_from_signature(self.signature, self.params, backend)
+        bound, specialisation, options = bind(*args, **named)
+        key = f"{self.fn.__module__}.{self.fn.__name__} {specialisation} {options}"
+        if key in done:
+            return
+        done.add(key)
+        options, signature, constants, attributes = self._pack_args(
+            backend, named, bound, specialisation, options
+        )
+        source = ASTSource(self, signature, constants, attributes)
+        try:
+            compile_kernel(source, target=target, options=options.__dict__)
+        except Exception:
+            print(f"{key} does not compile", file=sys.stderr)
+            raise
+        print(self.fn.__name__, flush=True)
+
+    JITFunction.run = run
+    launch.capability = product.capability = experts.capability = lambda device: capability
+    attention.INTERPRETED = attention.Device(processors=132, capability=capability)
+    attention_extend._can_describe = lambda pool: capability >= (9, 0)
+
+
+def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attend(scaled: bool, options: AttentionOptions, window: int | None) -> None:
+    """A row in shares, and rows of several tokens in one run and in several; many whole rows."""
+    scales = KVScales(*torch.ones(2, KV_HEADS)) if scaled else None
+    for specs in (
+        [Spec(1, 40), Spec(9, 40), Spec(9, 50, piece=4)],
+        [Spec(1, 40)] * 160,
+    ):
+        step = lay_out(specs, CPU)
+        pools = draw(2, step.slots, KV_HEADS, HEAD_DIM)
+        pools = pools.to(torch.float8_e4m3fn) if scaled else pools
+        q = draw(step.batch.tokens, HEADS, HEAD_DIM)
+        plan = attention.plan_attention(step.batch, window)
+        attention.attention(q, pools[0], pools[1], plan, options, scales)
+
+
+def attend_plainly() -> None:
+    attend(False, AttentionOptions(), None)
+
+
+def attend_with_everything() -> None:
+    options = AttentionOptions(2.0, torch.ones(HEADS), torch.ones(HEADS))
+    attend(False, options, 100)
+
+
+def attend_8_bits() -> None:
+    attend(True, AttentionOptions(), None)
+
+
+def store() -> None:
+    weight = draw(HEAD_DIM)
+    frequencies = torch.ones(HEAD_DIM // 2)
+    for tokens in (2, rotary.MANY_TOKENS):
+        qkv = draw(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        places = torch.arange(tokens)
+        angles = rotary.rotate(places, frequencies, 1.0, BF16)
+        for norm in (None, HeadNorm(weight, weight, 1e-6)):
+            pools = draw(2, tokens, KV_HEADS, HEAD_DIM)
+            rotary.store_key_value(qkv, angles, norm, *pools, places)
+
+
+def store_8_bits() -> None:
+    places = torch.arange(2)
+    angles = rotary.rotate(places, torch.ones(HEAD_DIM // 2), 1.0, BF16)
+    pools = draw(2, 2, KV_HEADS, HEAD_DIM).to(torch.float8_e4m3fn)
+    scales = KVScales(*torch.ones(2, KV_HEADS))
+    qkv = draw(2, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    rotary.store_key_value(qkv, angles, None, *pools, places, scales)
+
+
+def multiply() -> None:
+    """With every kind of tile that the table has for few rows, and one in shares."""
+    weight, norm = draw(2 * HIDDEN, HIDDEN), RowNorm(draw(HIDDEN), 1e-6)
+    table = measured(product.capability(CPU))
+    entries = itertools.chain(table.otherwise, *table.by_shape.values())
+    kinds = {(tile.kind, tile.bulk): tile for _, tile in entries}
+    kinds.pop((Kind.LIBRARY, False), None)
+    x, y, gated = draw(4, HIDDEN), draw(4, 2 * HIDDEN), draw(4, HIDDEN)
+    for tile in kinds.values():
+        product.multiply(x, weight, None, y, tile, add=True)
+        if tile.kind is Kind.MULTIPLY_ADD:
+            product.multiply(x, weight, None, gated, tile, norm=norm, activation=Activation.SILU)
+        else:
+            product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
+
+
+def experts_block() -> None:
+    weights = ExpertWeights(draw(8, HIDDEN), draw(8, 512, HIDDEN), draw(8, HIDDEN, 256))
+    norm, routing = RowNorm(draw(HIDDEN), 1e-6), Routing(2, True)
+    add = experts.prepare_experts(weights, norm, Activation.SILU, routing)
+    for tokens in (1, 40):
+        add(draw(tokens, HIDDEN))
+
+
+def others() -> None:
+    pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN), 1e-6)
+    pointwise.act_mul(draw(3, HIDDEN), Activation.SILU)
+    one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
+    steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
+    inboxes = peers.Inboxes.at([0, 0], 0, peers.BLOCK, CPU)
+    inboxes.add(draw(peers.BLOCK), draw(peers.BLOCK))
+    inboxes.tell(torch.zeros(3, dtype=torch.int64))
+
+
+def sample() -> None:
+    sampler = DeviceSampler(rows=4, vocab_size=5000, device=CPU, most_edits=16)
+    rows = torch.zeros(4, dtype=torch.int64)
+    sampler.sample(draw(4, 5000), rows, rows, Launches(draws=True, tops=True))
+
+
+FAMILIES: dict[str, Callable[[], None]] = {
+    family.__name__: family
+    for family in (
+        attend_plainly,
+        attend_with_everything,
+        attend_8_bits,
+        store,
+        store_8_bits,
+        multiply,
+        experts_block,
+        others,
+        sample,
+    )
+}
+
+
+if __name__ == "__main__":
+    compile_launches((int(sys.argv[1]), int(sys.argv[2])))
+    for name in sys.argv[3:] or FAMILIES:
+        FAMILIES[name]()

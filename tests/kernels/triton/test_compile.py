@@ -1,0 +1,64 @@
+"""Every kernel that serving launches compiles for the GPUs that we name, on a machine without one.
+
+The interpreter that the other tests run kernels in takes Python that the compiler does not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+#: A launch: the kernel, its grid, and arguments on lines of their own.
+LAUNCH = re.compile(r"^ +(?:\w+\.)?(\w+)\[.*\]\($", re.MULTILINE)
+
+#: What an older GPU gets otherwise than Hopper's: other tiles, no overlap, no tensor memory engine.
+DIFFERENT = ["attend_plainly", "store", "multiply"]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Capability -> the kernels that compiled for it, and what was said about others."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", str(HERE / "compile_ahead.py")]
+    running = {
+        capability: subprocess.Popen(
+            [*command, *map(str, capability), *families],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for capability, families in (((9, 0), []), ((8, 0), DIFFERENT), ((8, 9), ["attend_8_bits"]))
+    }
+    return {capability: process.communicate() for capability, process in running.items()}
+
+
+def test_all_that_is_launched_compiles_for_hopper(compiled):
+    names, errors = compiled[9, 0]
+    sources = [*(ROOT / "kernels" / "triton").glob("*.py"), ROOT / "engine" / "device_sampler.py"]
+    launched = {name for source in sources for name in LAUNCH.findall(source.read_text())}
+    assert len(launched) > 20
+    assert launched - set(names.split()) == set(), errors[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels"),
+    [
+        ((8, 0), {"_attend", "_merge", "_store_key_value", "_rotate", "multiply_add", "matrix"}),
+        ((8, 9), {"_attend", "_merge"}),
+    ],
+    ids=str,
+)
+def test_what_differs_on_older_gpus_compiles_for_them(capability, kernels, compiled):
+    names, errors = compiled[capability]
+    assert kernels - set(names.split()) == set(), errors[-2000:]
+    assert "does not compile" not in errors

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.emulator import Namespace
+from deploy.certificates import Authority
+from deploy.emulator import Namespace, address_of
 from deploy.helm import Helm
 from deploy.rollout import assert_nothing_was_lost, traffic, values
 
@@ -18,7 +19,12 @@ async def test_no_accepted_request_fails_while_the_pods_of_a_group_are_replaced(
     helm: Helm, tmp_path: Path, claims: Path
 ) -> None:
     parallelism = {"mode": "statefulset", "tensor": 2, "pods": 2}
-    rendered = helm.install(values(parallelism=parallelism))
+    # The names that DNS would have for pods stand for addresses here, so certificates name those.
+    pods = [f"IP:{address_of(number)}" for number in (1, 2)]
+    Authority(tmp_path / "secrets").issue("peers", *pods)
+    rendered = helm.install(
+        values(parallelism=parallelism, tls={"shards": {"existingSecret": "peers"}})
+    )
     async with Namespace.running(rendered, tmp_path, claims) as here:
         await here.until_ready()
         async with traffic(here, LENGTHS) as seen:

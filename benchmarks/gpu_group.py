@@ -11,10 +11,11 @@ Llama's shape with random weights. One case that fails prints its error, and the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -59,6 +60,15 @@ def tokens(server: ServerProcess, count: int) -> tuple[list[int], float]:
     return got, (time.perf_counter() - began) * 1000 / count
 
 
+@contextlib.contextmanager
+def told_if_it_fails(server: ServerProcess) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        print(f"the server's log:\n{server.log.read_text()[-4000:]}", flush=True)
+        raise
+
+
 def run(title: str, case: Callable[[], str]) -> None:
     try:
         print(f"{title}: {case()}", flush=True)
@@ -90,7 +100,7 @@ def main() -> None:
 
     def group() -> str:
         began = time.perf_counter()
-        with serve(*flags, "--num-shard", str(options.ranks)) as server:
+        with serve(*flags, "--num-shard", str(options.ranks)) as server, told_if_it_fails(server):
             started = time.perf_counter() - began
             got, ms = tokens(server, options.tokens)
             pairs = zip(got, alone, strict=False)

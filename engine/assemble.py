@@ -144,14 +144,21 @@ def _on_device(
     slots = _slots(model, options, positions, free, dtype, group)
     scales = None
     if dtype == EIGHT_BITS:
-        sample = random_prompt(min(prompt, positions, PROMPT_TOKENS), vocab_size)
-        warm_up(executor, sample)
-        scales = measure_scales(pool, len(sample))
+        scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
     pool = make_pool(model, slots, device, scales)  # the small one goes
     executor.use(pool)
     executor.capture()
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     return Assembled(executor, slots, dtype, overlap=True)
+
+
+def _measured_scales(
+    model: Decoder, executor: Executor, pool: KVPool, most_tokens: int
+) -> KVScales:
+    """By a random prompt of so many tokens at most; the executor's pool is in the model's type."""
+    prompt = random_prompt(min(most_tokens, PROMPT_TOKENS), model.config.vocab_size)
+    warm_up(executor, prompt)
+    return measure_scales(pool, len(prompt))
 
 
 def _kv_dtype(model: Decoder, options: EngineOptions, device: torch.device) -> torch.dtype:

@@ -3,3 +3,7 @@
 
 class EngineError(Exception):
     """The engine cannot start, or lost its group; the text is one line for the operator."""
+
+
+class RankLost(EngineError):
+    """Another rank is the cause: with fresh processes the group may form again."""

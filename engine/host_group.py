@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from tokenpod.engine.errors import EngineError
+from tokenpod.engine.errors import RankLost
 from tokenpod.engine.rendezvous import one_line
 
 _T = TypeVar("_T")
@@ -105,7 +105,7 @@ class HostGroup:
         try:
             return call()
         except RuntimeError as error:
-            raise EngineError(
+            raise RankLost(
                 f"rank {self.rank} lost its group of {self.world}: {one_line(error)}"
             ) from None
 

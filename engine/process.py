@@ -46,12 +46,12 @@ def main() -> int:
         return 0
     except (EngineError, ModelError) as error:
         if member is not None:
-            member.fail(str(error), fault=True)
+            member.fail(error, str(error))
         link.send(Broken(str(error)))
     except BaseException as error:
         line = f"the engine failed: {type(error).__name__}"
         if member is not None:
-            member.fail(line, fault=False)
+            member.fail(error, line)
         traceback.print_exc()
         with contextlib.suppress(LinkClosed):
             link.send(Broken(line))

@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from tokenpod.engine.errors import EngineError
+from tokenpod.engine.errors import EngineError, RankLost
 
 #: Between attempts to reach rank 0, which may start later.
 _RETRY_SECONDS = 0.1
@@ -40,7 +40,7 @@ def meet(rank: int, world: int, address: str, port: int, *, timeout: float) -> T
             )
         _await_all(store, rank, world, where, deadline)
     except DistError as error:
-        raise EngineError(f"rank {rank} lost rank 0 at {where}: {one_line(error)}") from None
+        raise RankLost(f"rank {rank} lost rank 0 at {where}: {one_line(error)}") from None
     return store
 
 
@@ -81,7 +81,7 @@ def _await_listener(rank: int, address: str, port: int, deadline: float) -> None
         except OSError as error:
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 reason = error.strerror or str(error)
-                raise EngineError(
+                raise RankLost(
                     f"rank {rank} can't reach rank 0 at {address}:{port}: {reason}"
                 ) from None
         time.sleep(_RETRY_SECONDS)
@@ -104,7 +104,7 @@ def _await_all(store: TCPStore, rank: int, world: int, where: str, deadline: flo
         missing = [key for key in keys if not store.check([key])]
         if not missing:
             raise
-        raise EngineError(
+        raise RankLost(
             f"{', '.join(missing)} of {world} did not come to rank 0 at {where} in time"
         ) from None
 

@@ -30,12 +30,13 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     Raises EngineError or ModelError with one line that says what is wrong.
     """
     assembled, ready, limits = load(options, link, member)
+    # What lives now lives for ever: spare the collector the walk. Before anybody knows that we are
+    # ready: it holds up every thread, and with them a rank's heart.
+    gc.collect()
+    gc.freeze()
     if member is not None:
         member.come_up(ready.slots)
     link.send(ready)
-    # What lives now lives for ever: spare the collector the walk.
-    gc.collect()
-    gc.freeze()
     if member is not None and not member.leads:
         follow(member, assembled.executor)
     launcher = member.leading(assembled.executor) if member else assembled.executor
@@ -45,7 +46,7 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
 def follow(member: Member, executor: Executor) -> NoReturn:
     """Take every step that the leader plans, one ahead of the step that is waited for.
 
-    Raises EngineError when the group is over.
+    Raises RankLost when the group is over.
     """
     flying = None
     for plan in member.plans():

@@ -27,6 +27,9 @@ STORED = {"F32": 4, "F16": 2, "BF16": 2}
 #: Tensors of older checkpoints that no model needs: rope's frequencies follow from the config.
 SURPLUS_ENDINGS = (".rotary_emb.inv_freq",)
 
+#: What keys and values of 8 bits are multiples of; a checkpoint may have them for layers `{i}`.
+SCALES = ("model.layers.{i}.self_attn.k_scale", "model.layers.{i}.self_attn.v_scale")
+
 Progress = Callable[[int, int], None]
 
 
@@ -82,9 +85,9 @@ class Checkpoint:
 
     def read(self, name: str, axis: int | None = None, part: range = range(0)) -> torch.Tensor:
         """A tensor as stored: all of it, or features `part` along `axis`, 0 or 1."""
+        if axis is None:  # a single number has no axis to slice
+            return self._checked(name, self._where[name].get_tensor(name))
         stored = self._slice(name)
-        if axis is None:
-            return self._checked(name, stored[:])
         if not part:  # the library refuses to read nothing
             shape = [0 if i == axis else length for i, length in enumerate(stored.get_shape())]
             return torch.empty(shape)
@@ -133,6 +136,7 @@ def check(checkpoint: Checkpoint, weights: Iterable[Weight], config: DecoderConf
     for source in (source for weight in weights for source in weight.sources):
         declared.add(source.name)
         _check_source(checkpoint, source, config)
+    declared |= {name.format(i=i) for name in SCALES for i in range(config.layers)}
     surplus = {
         name
         for name in checkpoint.names - declared

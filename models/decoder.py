@@ -19,6 +19,7 @@ from tokenpod.kernels.ops import (
     AddLinear,
     HeadNorm,
     Heads,
+    KVScales,
     Linear,
     Operations,
     RowNorm,
@@ -53,6 +54,7 @@ class Decoder:
         ops: Operations,
         *,
         parameters: int | None = None,
+        kv_scales: KVScales | None = None,
     ) -> None:
         self.config = config
         held = sum(weight.numel() for weight in weights.values())
@@ -60,6 +62,8 @@ class Decoder:
         self.parameters_count = held if parameters is None else parameters
         #: Bytes that this rank holds.
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
+        #: [layers, K] each, for keys and values of 8 bits; None: the checkpoint has none.
+        self.kv_scales = kv_scales
         self._ops = ops
         self._embedding = weights["embedding"]
         self._head = linear(ops, weights, "embedding" if config.tied_head else "head")

@@ -16,6 +16,7 @@ from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.share import WHOLE, Share
 from tokenpod.models.weights import expand
@@ -77,18 +78,20 @@ def load_model(
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
+        scales = read_scales(checkpoint, config, share, device)
     ops = operations_for(device, dtype)
     return Decoder(
         share.config(config),
         tensors,
         parallel(ops, group) if group else ops,
         parameters=WHOLE.numbers(weights, config),
+        kv_scales=scales,
     )
 
 
 def _read_config(folder: Path) -> tuple[Family, DecoderConfig]:
     fields = read_fields(folder / "config.json")
-    if "quantization_config" in fields:
+    if _quantises_weights(fields):
         raise ModelError(f"{folder}: quantised checkpoints are not supported")
     family = _family(fields)
     config = family.config(fields)
@@ -97,6 +100,15 @@ def _read_config(folder: Path) -> tuple[Family, DecoderConfig]:
         eos = generation.token_ids("eos_token_id") or config.eos_token_ids
         config = dataclasses.replace(config, eos_token_ids=eos)
     return family, config
+
+
+def _quantises_weights(fields: Fields) -> bool:
+    """Whether the checkpoint has more than scales of keys and values, which any may have."""
+    if "quantization_config" not in fields:
+        return False
+    quantisation = fields.fields("quantization_config")
+    of_none = quantisation.values.get("config_groups") == {}
+    return quantisation.text("quant_method", "") != "compressed-tensors" or not of_none
 
 
 def _family(fields: Fields) -> Family:

@@ -49,6 +49,8 @@ class Forming:
             self._waiting = reason
             log.info("forming the group", extra={"reason": reason})
 
-    async def pause(self) -> None:
-        """Between two attempts."""
+    async def try_again(self, reason: str) -> None:
+        """An attempt has failed: pause before the next."""
+        log.warning("the group did not form; trying again", extra={"reason": reason})
+        self._waiting = reason
         await asyncio.sleep(_PAUSE_SECONDS)

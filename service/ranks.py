@@ -123,14 +123,17 @@ class Ranks:
         for at, engine in enumerate(self._engines):
             if engine.line is not None:
                 silence.watch(at)
+        patience = LOADING_PATIENCE_SECONDS
         while not self.lost.done():
+            if self._serving and patience != PATIENCE_SECONDS:
+                patience = PATIENCE_SECONDS
+                silence.forgive()
             await asyncio.sleep(BEAT_SECONDS)
             for at, engine in enumerate(self._engines):
                 pulses = engine.line.pulses if engine.line else 0
                 if pulses != heard[at]:
                     silence.heard(at)
                     heard[at] = pulses
-            patience = PATIENCE_SECONDS if self._serving else LOADING_PATIENCE_SECONDS
             for at in silence.tick(patience):
                 name = self._engines[at].name
                 self._lose(EngineLost(f"{name} has not been heard for {patience:g} s"))

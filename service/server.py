@@ -178,8 +178,7 @@ class Server:
         try:
             tokenizer, ready = loading.result()
         except EngineLost as lost:
-            log.warning("the group did not form; trying again", extra={"reason": str(lost)})
-            await parts.forming.pause()
+            await parts.forming.try_again(str(lost))
             return None
         self._open(parts, ranks, letters, tokenizer, ready)
         parts.board.watch(PodProgress(ranks.client, parts.house))

@@ -171,7 +171,7 @@ def as_on_a_gpu(
         device=CPU,
     )
     executor.capture()
-    return Assembled(executor, slots, overlap=True)
+    return Assembled(executor, slots, model.dtype, overlap=True)
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 
-from tokenpod.engine.errors import EngineError
+from tokenpod.engine.errors import EngineError, RankLost
 from tokenpod.engine.plan import StepPlan
 from tokenpod.engine.shards.codec import decode_plan
 from tokenpod.engine.shards.facts import PROTOCOL
@@ -95,20 +95,20 @@ class PlanStream:
             time.sleep(_RETRY_SECONDS)
 
     def come_up(self, slots: int) -> None:
-        """This rank is warm: wait until all are. Raises EngineError if the stream ends before."""
+        """This rank is warm: wait until all are. Raises RankLost if the stream ends before."""
         self._outbox.put(pb.FollowRequest(ready=pb.Ready(slots=slots)))
         message = self._inbox.get()
         if not isinstance(message, pb.Serving):
-            raise EngineError(f"the group did not come up: {message}")
+            raise RankLost(f"the group did not come up: {message}")
 
     def plans(self) -> Iterator[StepPlan]:
-        """Every step's plan, in order. Raises EngineError at a gap, and when the stream ends."""
+        """Every step's plan, in order. Raises EngineError at a gap, RankLost at the end."""
         while isinstance(message := self._inbox.get(), pb.Plan):
             if message.number != self._begun + 1:
                 raise EngineError(f"plan {message.number} came after plan {self._begun}")
             self._begun = message.number
             yield decode_plan(message)
-        raise EngineError(f"there are no more plans: {message}")
+        raise RankLost(f"there are no more plans: {message}")
 
     def send_letter(self, letter: Letter) -> None:
         """To the leader's front end."""

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
+from tokenpod.engine.errors import EngineError, RankLost
 from tokenpod.engine.plan import StepPlan
 from tokenpod.engine.shards.facts import facts_of
 from tokenpod.engine.shards.follower import PlanStream
@@ -26,6 +27,7 @@ from tokenpod.engine.shards.silence import (
     PATIENCE_SECONDS,
 )
 from tokenpod.engine.types import Broken, EngineOptions, Joined, Letter, Pulse, Waiting
+from tokenpod.models.errors import ModelError
 
 if TYPE_CHECKING:
     # It brings torch, whose import takes seconds in which a member is to be heard already.
@@ -97,6 +99,7 @@ class Member:
     def come_up(self, slots: int) -> None:
         """This rank is warm: wait until all are. Raises EngineError."""
         self._peers.come_up(slots)
+        self._peers.silence.forgive()
         self._serving = True
 
     def leading(self, executor: Executor) -> Launcher:
@@ -105,22 +108,24 @@ class Member:
         return _Leading(self._leader, executor)
 
     def plans(self) -> Iterator[StepPlan]:
-        """The leader's plans, in order. Raises EngineError at a gap, and when the group is over."""
+        """The leader's plans, in order. Raises EngineError at a gap, RankLost at the end."""
         assert self._follower is not None
         return self._follower.plans()
 
-    def fail(self, line: str, *, fault: bool) -> NoReturn:
-        """The main thread can't go on: tell all, unless a lost rank is the cause; end the process.
+    def fail(self, error: BaseException, line: str) -> NoReturn:
+        """The main thread can't go on: tell all, unless a lost rank is known; end the process.
 
         Args:
-            line: for the operator.
-            fault: it would fail again with the same settings.
+            error: what stopped it.
+            line: the same for the operator.
         """
         time.sleep(_VERDICT_SECONDS)
-        if not fault:
-            traceback.print_exc()
-        self._line.send(Broken(line))
-        self._end(line, 1, fault=fault)
+        expected = isinstance(error, EngineError | ModelError)
+        if not expected:
+            traceback.print_exception(error)
+        peer = isinstance(error, RankLost)
+        self._line.send(Broken(line, peer=peer))
+        self._end(line, 1, fault=expected and not peer)
 
     def leave(self) -> NoReturn:
         """The pod stops."""

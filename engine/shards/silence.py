@@ -38,6 +38,11 @@ class Silence(Generic[Name]):
             if name in self._ticks:
                 self._ticks[name] = 0
 
+    def forgive(self) -> None:
+        """Count from anew for all: patience is about to end."""
+        with self._lock:
+            self._ticks = dict.fromkeys(self._ticks, 0)
+
     def forget(self, name: Name) -> None:
         """Listen no more."""
         with self._lock:

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tokenpod.models import load as loading
+from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.load import ModelError, load_model, read_config
+from tokenpod.models.share import Share
 
 CPU = torch.device("cpu")
 
@@ -289,3 +292,60 @@ def test_an_index_that_names_a_missing_shard(folder):
 def test_too_little_memory_is_said_before_anything_is_read(folder, monkeypatch):
     monkeypatch.setattr(loading, "available_bytes", lambda device: 1000)
     refused(folder, re.escape("the weights need 0.00 GB as float32; 0.00 GB of memory are"))
+
+
+def add_scales(folder, **changes):
+    """A scale of keys for all heads of each layer, and one of values for each head."""
+
+    def change(tensors):
+        for i in range(3):
+            tensors[f"model.layers.{i}.self_attn.k_scale"] = torch.tensor(0.5 + i)
+            tensors[f"model.layers.{i}.self_attn.v_scale"] = torch.tensor([0.25, 0.5, 1.0, 2.0]) + i
+        for name, value in changes.items():
+            tensors[f"model.layers.1.self_attn.{name}"] = value
+            if value is None:
+                del tensors[f"model.layers.1.self_attn.{name}"]
+
+    change_tensors(folder, change)
+
+
+def test_scales_of_keys_and_values_are_read(folder):
+    assert load(folder).kv_scales is None
+    add_scales(folder)
+    change_config(
+        folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {}}
+    )
+    scales = load(folder).kv_scales
+    assert scales.keys.tolist() == [[0.5] * 4, [1.5] * 4, [2.5] * 4]
+    assert scales.values[1].tolist() == [1.25, 1.5, 2.0, 3.0]
+
+
+def test_a_rank_reads_the_scales_of_its_heads(folder):
+    add_scales(folder)
+    config = read_config(folder)
+    with Checkpoint(folder) as checkpoint:
+        scales = read_scales(checkpoint, config, Share(1, 2), CPU)
+    assert scales.values.tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_scale": None}, r"tensor model.layers.1.self_attn.v_scale is missing"),
+        ({"k_scale": torch.ones(3)}, r"k_scale has shape \[3\]; .* one for each of 4 heads"),
+        ({"k_scale": torch.tensor(0.0)}, "is no positive number"),
+        ({"v_scale": torch.tensor(float("nan"))}, "is no positive number"),
+    ],
+    ids=str,
+)
+def test_scales_that_can_not_be_are_refused(folder, changes, message):
+    add_scales(folder, **changes)
+    refused(folder, message)
+
+
+def test_a_checkpoint_whose_weights_are_quantised_too_is_refused(folder):
+    groups = {"group_0": {"targets": ["Linear"]}}
+    change_config(
+        folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups}
+    )
+    refused(folder, "quantised checkpoints")

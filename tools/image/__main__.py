@@ -34,6 +34,9 @@ def main() -> int:
     parser.add_argument("--variant", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--base", help="a Debian image; one is made here if none is named")
     parser.add_argument("--built", metavar="NAME", help="look at this image; build nothing")
+    parser.add_argument(
+        "command", nargs="*", help="what is started instead of serve: -- serve --num-shard 2"
+    )
     options = parser.parse_args()
     check_programs()
     if os.geteuid():
@@ -41,6 +44,7 @@ def main() -> int:
     name = options.built or build(options.variant, options.base)
     with mounted(name) as root:
         config = inspect(name)["config"]
+        config["Cmd"] = options.command or config["Cmd"]
         show(name, root)
         try_out(root, config)
     return 0

@@ -68,7 +68,12 @@ def running(root: Path, config: dict[str, Any], writable: list[str]) -> Iterator
     name = f"tokenpod-{time.time_ns()}"
     with tempfile.TemporaryDirectory() as scratch:
         bundle = Path(scratch)
-        (bundle / "config.json").write_text(json.dumps(bundle_of(root, config, writable)))
+        told = bundle_of(root, config, writable)
+        # As every platform has it: a host knows its own name.
+        hosts = f"127.0.0.1 localhost {told['hostname']}\n::1 localhost\n"
+        (bundle / "hosts").write_text(hosts)
+        told["mounts"].append(_mount("/etc/hosts", "bind", "bind", "ro", source=bundle / "hosts"))
+        (bundle / "config.json").write_text(json.dumps(told))
         process = _start([*_CRUN, "run", "--bundle", scratch, name])
         try:
             yield Container(name, process, config["User"])
@@ -108,8 +113,9 @@ def bundle_of(root: Path, config: dict[str, Any], writable: list[str]) -> dict[s
     }
 
 
-def _mount(path: str, kind: str, *options: str) -> dict[str, Any]:
-    return {"destination": path, "type": kind, "source": kind, "options": list(options)}
+def _mount(path: str, kind: str, *options: str, source: object = None) -> dict[str, Any]:
+    given = str(source or kind)
+    return {"destination": path, "type": kind, "source": given, "options": list(options)}
 
 
 def _own_mounts(command: list[str]) -> list[str]:

@@ -45,3 +45,12 @@ def test_patience_may_change() -> None:
     ticks(silence, 3)
     assert silence.tick(10 * PATIENCE) == []
     assert silence.tick(3 * BEAT_SECONDS) == ["a"]
+
+
+def test_what_was_forgiven_does_not_count() -> None:
+    silence = Silence[str]()
+    silence.watch("a")
+    ticks(silence, 5)
+    silence.forgive()
+    assert ticks(silence, 5) == []
+    assert ticks(silence, 1) == ["a"]

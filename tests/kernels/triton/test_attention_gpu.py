@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 
+from tokenpod.kernels.ops import AttentionOptions
 from tokenpod.kernels.triton.attention import attention, plan_attention
 from tokenpod.kernels.triton.attention_tiles import TILES
 
@@ -18,18 +20,57 @@ MANY = [Spec(1, 1 + 37 * i % 3000, piece=None if i % 2 else 16) for i in range(2
 PROMPTS = [Spec(1, 1500), Spec(300, 700), Spec(1024, 1024), Spec(130, 2000, piece=33)]
 
 
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("specs", [LONG, MANY, PROMPTS], ids=["long", "many", "prompts"])
-def test_long_contexts_and_large_batches(specs, window, dtype, device):
-    agree(lay_out(specs, device), device, heads=(8, 2), head_dim=128, window=window, dtype=dtype)
+def test_long_contexts_and_large_batches(specs, window, dtype, scaled, device):
+    step = lay_out(specs, device)
+    shape = {"heads": (8, 2), "head_dim": 128, "dtype": dtype}
+    agree(step, device, **shape, window=window, scaled=scaled)
 
 
-@pytest.mark.parametrize("group", range(1, 17))
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-def test_every_group_of_every_head_size(group, head_dim, device):
+#: Each pair is compiled anew: all groups with one size of heads, some with the others.
+GROUPS_AND_SIZES = [
+    *((group, 128) for group in range(1, 17)),
+    *itertools.product([1, 3, 8, 16], [64, 80, 96, 192, 256]),
+]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize(("group", "head_dim"), GROUPS_AND_SIZES)
+def test_every_group_and_every_head_size(group, head_dim, scaled, device):
     step = lay_out(PROMPTS, device)
-    agree(step, device, heads=(2 * group, 2), head_dim=head_dim, dtype=torch.bfloat16)
+    shape = {"heads": (2 * group, 2), "head_dim": head_dim, "dtype": torch.bfloat16}
+    agree(step, device, **shape, scaled=scaled)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(
+    ("which", "head_dim"),
+    [("softcap", 64), ("alibi_slopes", 128), ("sinks", 80), ("all", 64), ("all", 256)],
+)
+def test_every_option_of_every_head_size(which, window, head_dim, scaled, device):
+    generator = torch.Generator(device).manual_seed(6)
+    given = {
+        "softcap": 1.5,
+        "alibi_slopes": torch.rand(8, generator=generator, device=device) * 0.1,
+        "sinks": torch.randn(8, generator=generator, device=device) + 1,
+    }
+    options = AttentionOptions(**(given if which == "all" else {which: given[which]}))
+    step = lay_out(PROMPTS, device)
+    shape = {"heads": (8, 2), "head_dim": head_dim, "dtype": torch.bfloat16}
+    agree(step, device, **shape, window=window, options=options, scaled=scaled)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rows", [3, 60, 200, 500])
+def test_every_number_of_rows_has_a_tile_that_fits(rows, head_dim, scaled, device):
+    step = lay_out([Spec(1, 130 + row) for row in range(rows)], device)
+    shape = {"heads": (8, 2), "head_dim": head_dim, "dtype": torch.bfloat16}
+    agree(step, device, **shape, scaled=scaled)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

@@ -13,7 +13,7 @@ from deploy.helm import Helm
 from deploy.rollout import assert_nothing_was_lost, traffic, until, values
 
 #: Steps of a group take longer than those of one rank.
-LENGTHS = (20, 40, 100, 300, 300)
+LENGTHS = (20, 60, 300)
 
 
 async def test_no_accepted_request_fails_while_the_pods_of_a_group_are_replaced(

@@ -229,6 +229,7 @@ def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
         threads=0,
         max_batch_size=options.rows,
         max_batch_prefill_tokens=options.prefill,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     with torch.inference_mode():
         ready = assemble(decoder, engine, positions=options.positions, device=device)
@@ -430,6 +431,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512, help="largest batch")
     parser.add_argument("--prefill", type=int, default=4096, help="prompt tokens a step")
     parser.add_argument("--positions", type=int, default=36_864, help="longest sequence")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="limits stay those of auto")
     parser.add_argument("--decode", nargs="*", default=["1x256", "64x1024", "16x8192", "256x512"])
     parser.add_argument("--mixed", nargs="*", default=["200+128"])
     parser.add_argument("--prompts", nargs="*", type=int, default=[2048, 8192, 32768])

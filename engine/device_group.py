@@ -22,7 +22,7 @@ from tokenpod.kernels.triton.peers import BLOCK, Inboxes
 
 #: Bytes of the longest sum that goes through the peers' memory, by how many ranks there are: each
 #: sends all of it to every other one, twice the bytes (benchmarks/gpu_shards.py).
-LONGEST_SUM = {2: 2 << 20, 4: 1 << 20, 8: 1 << 19}
+LONGEST_SUM = {2: 4 << 20, 4: 1 << 20, 8: 1 << 19}
 #: Tokens that the leader can tell at once without NCCL.
 _MOST_TOLD = 4 * BLOCK
 

@@ -49,15 +49,14 @@ _OWN: dict[str, Any] = {
             rich_help_panel=_PANEL,
         ),
     ],
-    "cpu": Annotated[
-        bool | None, typer.Option("--cpu", help="Run on a CPU.", rich_help_panel=_PANEL)
-    ],
+    "cpu": Annotated[bool, typer.Option("--cpu", help="Run on a CPU.", rich_help_panel=_PANEL)],
     "num_shard": Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Devices that share the model, of all pods. Default: the fewest that it fits.",
+            help="Devices that share the model, in all pods. Default: what serve's variables say,"
+            " else the fewest that it fits.",
             rich_help_panel=_PANEL,
         ),
     ],
@@ -69,8 +68,9 @@ _OWN: dict[str, Any] = {
             help="Count sequences of so many tokens. Repeatable.",
         ),
     ],
-    "json_output": Annotated[bool | None, typer.Option("--json", help="JSON; sizes are bytes.")],
+    "json_output": Annotated[bool, typer.Option("--json", help="JSON; sizes are bytes.")],
 }
+_SWITCHES = ("cpu", "json_output")
 
 
 def size_app() -> typer.Typer:
@@ -89,7 +89,12 @@ def _size_command() -> Any:
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         *shared,
-        *(inspect.Parameter(n, keyword, default=None, annotation=k) for n, k in _OWN.items()),
+        *(
+            inspect.Parameter(
+                name, keyword, default=False if name in _SWITCHES else None, annotation=kind
+            )
+            for name, kind in _OWN.items()
+        ),
     ]
     # Typer reads a command's options off its signature.
     size.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -98,7 +103,7 @@ def _size_command() -> Any:
 
 
 def _run(own: dict[str, Any], flags: dict[str, object]) -> int:
-    device = _device(own["gpu"], own["memory_gib"], cpu=bool(own["cpu"]))
+    device = _device(own["gpu"], own["memory_gib"], cpu=own["cpu"])
     try:
         settings = load_settings(**flags, device="cpu" if own["cpu"] else "cuda")
         folder = resolve_model(settings.model_id, settings.revision)
@@ -112,7 +117,11 @@ def _run(own: dict[str, Any], flags: dict[str, object]) -> int:
 
 
 def _report(folder: Path, settings: ServerSettings, device: Device, own: dict[str, Any]) -> Report:
-    return report(folder, settings, device, num_shard=own["num_shard"], lengths=own["length"] or ())
+    shards = own["num_shard"]
+    if shards is None and {"num_shard", "num_nodes"} & settings.model_fields_set:
+        # A pod of a group asks about its own group.
+        shards = settings.world
+    return report(folder, settings, device, num_shard=shards, lengths=own["length"] or ())
 
 
 def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:

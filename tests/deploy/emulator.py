@@ -138,7 +138,7 @@ class Namespace:
         """A new pod. One with a name keeps its address, which a real one would not."""
         number = next(self._numbers)
         fresh = f"{controller['metadata']['name']}-{number}"
-        address = self.names.setdefault(name or fresh, _address(number))
+        address = self.names.setdefault(name or fresh, address_of(number))
         pod = Pod(name or fresh, address, pod_of(controller), self.place, **given)
         self.pods.append(pod)
         pod.start()
@@ -167,7 +167,7 @@ class Namespace:
         return pods
 
 
-def _address(number: int) -> str:
-    """An address of this machine that no other test process uses."""
+def address_of(number: int) -> str:
+    """The address of the pod of this number, from 1: one that no other test process uses."""
     process = os.getpid()
     return f"127.{100 + process // 250 % 100}.{1 + process % 250}.{number}"

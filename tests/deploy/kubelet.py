@@ -77,7 +77,7 @@ class Pod:
     async def remove(self) -> None:
         """End it at once."""
         self.deleted = True
-        self._kill()
+        self.kill()
         if self._life is not None:
             await self._life
 
@@ -112,7 +112,8 @@ class Pod:
                 start_new_session=True,
             )
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """SIGKILL for its container, as when memory runs out; it is started again."""
         if self._process is not None and self._process.returncode is None:
             self.killed = True
             _kill(self._process.pid)
@@ -127,7 +128,7 @@ class Pod:
         """Startup first; then readiness and liveness, each at its own pace."""
         asked = probes(self.template)
         if not await self._until(True, asked["startup"]):
-            return self._kill()
+            return self.kill()
         await asyncio.gather(self._watch_readiness(asked["readiness"]), self._watch_life(asked))
         return None
 
@@ -139,7 +140,7 @@ class Pod:
         await self._until(False, asked["liveness"])
         # A pod that is to end is not asked any more.
         if not self.deleted:
-            self._kill()
+            self.kill()
 
     async def _until(self, wanted: bool, probe: Object) -> bool:
         """Probe until it has `wanted` success or failure; False: it failed when it should not."""

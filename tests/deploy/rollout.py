@@ -14,7 +14,7 @@ from deploy.helm import Object
 from deploy.traffic import ClusterIp, Traffic
 
 #: Tokens of each client's requests. Long ones take seconds: only a drain brings them to their end.
-LENGTHS = (20, 40, 200, 900, 900)
+LENGTHS = (20, 100, 900)
 #: Seconds until a node hears that a pod has come or gone.
 LAG = 0.5
 SERVICE = "demo-tokenpod.models.svc"

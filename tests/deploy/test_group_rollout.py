@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from deploy.emulator import Namespace
+from deploy.certificates import Authority
+from deploy.emulator import Namespace, address_of
 from deploy.helm import Helm
-from deploy.rollout import assert_nothing_was_lost, traffic, values
+from deploy.rollout import assert_nothing_was_lost, traffic, until, values
 
 #: Steps of a group take longer than those of one rank.
-LENGTHS = (20, 40, 100, 300, 300)
+LENGTHS = (20, 60, 300)
 
 
 async def test_no_accepted_request_fails_while_the_pods_of_a_group_are_replaced(
     helm: Helm, tmp_path: Path, claims: Path
 ) -> None:
     parallelism = {"mode": "statefulset", "tensor": 2, "pods": 2}
-    rendered = helm.install(values(parallelism=parallelism))
+    # The names that DNS would have for pods stand for addresses here, so certificates name those.
+    pods = [f"IP:{address_of(number)}" for number in (1, 2)]
+    Authority(tmp_path / "secrets").issue("peers", *pods)
+    rendered = helm.install(
+        values(parallelism=parallelism, tls={"shards": {"existingSecret": "peers"}})
+    )
     async with Namespace.running(rendered, tmp_path, claims) as here:
         await here.until_ready()
         async with traffic(here, LENGTHS) as seen:
@@ -39,3 +46,21 @@ async def test_no_accepted_request_fails_while_whole_groups_are_replaced(
             await here.roll()
         assert len(here.gone) == 4
         assert_nothing_was_lost(here, seen)
+
+
+@pytest.mark.slow
+async def test_a_group_forms_again_when_a_pod_was_killed_and_the_others_stay(
+    helm: Helm, tmp_path: Path, claims: Path
+) -> None:
+    parallelism = {"mode": "statefulset", "tensor": 2, "pods": 2}
+    rendered = helm.install(values(parallelism=parallelism))
+    async with Namespace.running(rendered, tmp_path, claims) as here:
+        await here.until_ready()
+        leader, follower = here.pods
+        async with traffic(here, LENGTHS) as seen:
+            follower.kill()
+            await until(lambda: not leader.ready)
+            await until(lambda: leader.ready)
+        assert (leader.exits, follower.exits) == ([], [-signal.SIGKILL])
+        # What ran is lost, and may be tried again.
+        assert all(said.startswith("UNAVAILABLE") for said in seen.failed)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from google.protobuf import json_format
+from harness import ServerProcess
 
 from deploy.helm import Helm, Object
 from tokenpod.protos.generate.v3 import generate_pb2
@@ -20,7 +24,7 @@ MTLS = {
 def grpcurl(notes: str) -> list[str]:
     """The words of the command in the notes."""
     text = notes[notes.index("grpcurl") :].partition("\n\n")[0]
-    return shlex.split(text)
+    return shlex.split(text.replace("\\\n", " "))
 
 
 @pytest.mark.parametrize("values", [{}, MTLS, {"service": {"port": 80}}])
@@ -36,6 +40,16 @@ def test_the_notes_call_what_the_server_has(helm: Helm, values: Object) -> None:
     port = values.get("service", {}).get("port", 50051)
     assert words[-2] == f"localhost:{port}"
     assert f"port-forward service/demo-tokenpod {port}:{port}" in notes
+
+
+def test_the_command_in_the_notes_generates(helm: Helm, server: ServerProcess) -> None:
+    words = [
+        server.address if word == "localhost:50051" else word
+        for word in grpcurl(helm.install().notes)
+    ]
+    program = Path(sys.executable).with_name(words[0])
+    said = subprocess.run([program, *words[1:]], check=True, capture_output=True, text=True)
+    assert '"finished"' in said.stdout
 
 
 def test_the_notes_speak_tls_where_the_server_does(helm: Helm) -> None:

@@ -72,6 +72,6 @@ async def test_without_a_drain_requests_would_fail_and_the_test_would_see_it(
     rendered = helm.install(values(**rolling, drain=none))
     async with Namespace.running(rendered, tmp_path, claims) as here:
         await here.until_ready()
-        async with traffic(here) as seen:
+        async with traffic(here, [900] * 5) as seen:
             await here.roll()
         assert seen.failed

@@ -84,3 +84,10 @@ def test_a_cpu_is_refused_in_one_line():
     options = EngineOptions("/model", None, "cpu", 1, 8, 64, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(EngineError, match=r"kv_cache_dtype is fp8_e4m3: .* GPU, and this is a CPU"):
         assemble(SimpleNamespace(), options, positions=64, device=CPU)
+
+
+def test_a_gpu_too_old_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    options = EngineOptions("/model", None, "cuda", 1, 8, 64, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(EngineError, match=r"capability 8\.9 or more, and this one has 8\.0$"):
+        assemble(SimpleNamespace(), options, positions=64, device=torch.device("cuda"))

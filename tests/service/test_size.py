@@ -92,6 +92,16 @@ def test_without_a_number_the_fewest_shards_that_fit_are_taken(big: Path):
     assert (found["num_shard"], found["least_num_shard"]) == (2, 2)
 
 
+def test_a_pod_of_several_shards_is_asked_about_its_group(
+    big: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TOKENPOD_NUM_SHARD", "2")
+    monkeypatch.setenv("TOKENPOD_NUM_NODES", "2")
+    monkeypatch.setenv("TOKENPOD_MASTER_ADDR", "tokenpod-0")
+    assert answer("--model-id", big, "--gpu", "h200")["num_shard"] == 4
+    assert answer("--model-id", big, "--gpu", "h200", "--num-shard", 1)["num_shard"] == 1
+
+
 def test_what_does_not_fit_is_exit_status_1_and_says_what_would(big: Path):
     done = size("--model-id", big, "--memory-gib", 14.56, "--num-shard", 1)
     assert done.returncode == 1

@@ -24,7 +24,16 @@ _SLIM = ("usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 _USED_UP = ("var/cache/apt", "var/lib/apt/lists", "var/log")
 
 #: chroot, so that a build works where no container may be started.
-_BUILD = ("buildah", "build", "--isolation", "chroot", "--format", "docker", "--layers")
+_BUILD = (
+    "buildah",
+    "build",
+    "--isolation",
+    "chroot",
+    "--format",
+    "docker",
+    "--layers",
+    "--force-rm",
+)
 
 
 def base_image() -> str:

@@ -79,9 +79,12 @@ class PlanStream:
 
         Returns:
             Where clients reach the leader's pod, and the port of the ranks' meeting.
+
+        Raises:
+            RankLost: this end was closed.
         """
         told = ""
-        while True:
+        while not self._over:
             outcome = self._attempt()
             if isinstance(outcome, pb.Accepted):
                 on_waiting(f"waiting for the other ranks of {self._placement.world}")
@@ -93,6 +96,7 @@ class PlanStream:
             if outcome != told:
                 on_waiting(told := outcome)
             time.sleep(_RETRY_SECONDS)
+        raise RankLost("this rank was told to leave while it waited for the others")
 
     def come_up(self, slots: int) -> None:
         """This rank is warm: wait until all are. Raises RankLost if the stream ends before."""

@@ -64,7 +64,8 @@ def answer(*arguments: object, status: int = 0) -> dict:
 
 def test_the_demo_model_has_the_slots_and_parameters_that_the_server_reports():
     with serve("--device", "cpu", "--threads", "1", "--json-output") as server:
-        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        text = server.log.read_text()
+        lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         (told,) = [line for line in lines if "kv_slots" in line]
     foretold = answer("--cpu", "--memory-gib", 16)
     assert foretold["kv_slots"] == told["kv_slots"] == 64 * 2048

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -63,6 +64,9 @@ class Leader:
 
 
 class Follower:
+    #: Those of the test under way.
+    live: ClassVar[list[Follower]] = []
+
     def __init__(self, where: Placement, facts: dict[str, str] | None = None) -> None:
         self.lost: SimpleQueue[str] = SimpleQueue()
         self.letters: SimpleQueue[Letter] = SimpleQueue()
@@ -72,17 +76,25 @@ class Follower:
         self.stream = PlanStream(
             where, facts or FACTS, on_lost=self._lost, on_letter=self.letters.put
         )
+        self.live.append(self)
         threading.Thread(target=self._live, daemon=True).start()
 
     def _live(self) -> None:
-        self.joined.put(self.stream.join(self.waiting.put))
         with contextlib.suppress(EngineError):
+            self.joined.put(self.stream.join(self.waiting.put))
             self.stream.come_up(100)
             for received in self.stream.plans():
                 self.plans.put(received)
 
     def _lost(self, reason: str, fault: bool) -> None:
         self.lost.put(f"fault: {reason}" if fault else reason)
+
+
+@pytest.fixture(autouse=True)
+def _followers_leave() -> Iterator[None]:
+    yield
+    while Follower.live:
+        Follower.live.pop().stream.close("the test is over")
 
 
 @pytest.fixture

@@ -77,7 +77,8 @@ class Follower:
             where, facts or FACTS, on_lost=self._lost, on_letter=self.letters.put
         )
         self.live.append(self)
-        threading.Thread(target=self._live, daemon=True).start()
+        self.thread = threading.Thread(target=self._live, daemon=True)
+        self.thread.start()
 
     def _live(self) -> None:
         with contextlib.suppress(EngineError):
@@ -199,6 +200,15 @@ def test_a_rank_that_is_there_twice_is_refused(
     first = Follower(placement(1, 3, address))
     assert refusal(first) == "waiting for the other ranks of 3"
     assert "rank 1 is here already" in refusal(Follower(placement(1, 3, address)))
+
+
+def test_who_waits_for_a_leader_can_be_told_to_leave(address: str) -> None:
+    follower = Follower(placement(1, 2, address))
+    assert follower.waiting.get(timeout=SECONDS)
+    follower.stream.close("its pod stops")
+    follower.thread.join(SECONDS)
+    assert not follower.thread.is_alive()
+    assert follower.joined.empty()
 
 
 def test_a_leader_that_is_not_there_yet_is_waited_for(

@@ -93,7 +93,9 @@ PANICS: list[tuple[Change, str]] = [
 
 
 @pytest.mark.parametrize("method", ["Prefill", "Decode"])
-@pytest.mark.parametrize(("change", "message"), PANICS, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("change", "message"), PANICS, ids=lambda value: getattr(value, "__name__", value)
+)
 async def test_a_wrong_reply_panics_the_router(
     tmp_path: Path, method: str, change: Change, message: str
 ) -> None:

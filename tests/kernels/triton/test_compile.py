@@ -56,7 +56,7 @@ def test_all_that_is_launched_compiles_for_hopper(compiled):
         ((8, 0), {"_attend", "_merge", "_store_key_value", "_rotate", "multiply_add", "matrix"}),
         ((8, 9), {"_attend", "_merge"}),
     ],
-    ids=str,
+    ids=["8.0", "8.9"],
 )
 def test_what_differs_on_older_gpus_compiles_for_them(capability, kernels, compiled):
     names, errors = compiled[capability]

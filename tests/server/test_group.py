@@ -127,16 +127,16 @@ async def test_what_the_leader_refuses_a_follower_refuses(two_pods: Group) -> No
         await client.close()
 
 
-def test_a_follower_that_is_to_stop_lets_what_runs_finish() -> None:
-    with pods(2) as group:
-        leader, follower = group.pods
-        running = Call(leader, PROMPT, 200)
-        running.wait_for_token()
-        assert follower.stop() == 0
-        running.seconds(0.0)
-        assert running.code is None
-        wait_for(lambda: leader.health() == NOT_SERVING)
-        refused = Call(leader, PROMPT, 1)
-        refused.seconds(0.0)
-        assert refused.code is grpc.StatusCode.UNAVAILABLE
-        assert leader.stop() == 0
+# The last one here: the pods that the others share end with it.
+def test_a_follower_that_is_to_stop_lets_what_runs_finish(two_pods: Group) -> None:
+    leader, follower = two_pods.pods
+    running = Call(leader, PROMPT, 200)
+    running.wait_for_token()
+    assert follower.stop() == 0
+    running.seconds(0.0)
+    assert running.code is None
+    wait_for(lambda: leader.health() == NOT_SERVING)
+    refused = Call(leader, PROMPT, 1)
+    refused.seconds(0.0)
+    assert refused.code is grpc.StatusCode.UNAVAILABLE
+    assert leader.stop() == 0

@@ -94,11 +94,12 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[
     (other / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
     pods: dict[str, list[Pod]] = {}
     for name, start in {
+        # These two wait for somebody until their time is up.
         "follower alone": lambda: group(1),
+        "leaders here": lambda: group(0, 0),
         "models": lambda: group(0, 1, model_id=["demo", other], max_batch_size=[8, 9]),
         # As two machines would have them: the same port, on addresses of their own.
         "leaders": lambda: group(0, 0, hostname=["127.0.0.1", "127.0.0.2"]),
-        "leaders here": lambda: group(0, 0),
     }.items():
         pods[name] = start()
         # Two pods of a group must be there at the same time, also where many others start.

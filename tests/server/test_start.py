@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import free_port, serve
+from harness import SERVING, ServerProcess, free_port, serve
 
 DEMO = Path(str(files("tokenpod.models.demo")))
 SECONDS = 60
@@ -115,10 +115,9 @@ def test_a_taken_port_is_named(flag: str) -> None:
         assert str(port) in one_line(start(flag, str(port)))
 
 
-def test_two_servers_do_not_share_a_port() -> None:
-    with serve() as first:
-        assert str(first.port) in one_line(start("--port", str(first.port)))
-        assert first.stop() == 0
+def test_two_servers_do_not_share_a_port(server: ServerProcess) -> None:
+    assert str(server.port) in one_line(start("--port", str(server.port)))
+    assert server.health() == SERVING
 
 
 def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(tmp_path: Path) -> None:

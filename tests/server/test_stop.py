@@ -127,7 +127,9 @@ def test_a_killed_front_end_takes_the_engine_with_it() -> None:
 def test_a_stopped_engine_is_seen_and_a_resumed_one_forgiven() -> None:
     with serve() as server:
         engine = server.engine_pid()
-        running = Reader(server.stub(), text_request(PROMPT, stopping=LONG))
+        running = Reader(
+            server.stub(), text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600})
+        )
         os.kill(engine, signal.SIGSTOP)
         wait_for(lambda: server.health() == NOT_SERVING)
         assert server.health("liveness") == SERVING

@@ -40,8 +40,8 @@ stubs: ## Make the protobuf stubs again
 demo: setup ## Start the server on the embedded model and stream a completion
 	@$(PY) tools/demo.py
 
-test: setup ## The whole test suite (make test ARGS='tests/scheduler -x' for a part)
-	@$(PY) -m pytest $(ARGS)
+test: setup ## The whole test suite, in two processes (make test ARGS='tests/scheduler -x' for a part, in one)
+	@$(PY) -m pytest $(or $(ARGS),-n 2)
 
 lint: setup ## Style, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -26,13 +27,19 @@ from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 START_SECONDS = 60.0
+#: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
+#: and test processes that run side by side, whose ids are neighbours, begin far from each other.
+_PORTS = range(10_000, 32_000)
+_turns = itertools.count(os.getpid() * 997)
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, and that nobody else is given until its server has it."""
+    while True:
+        port = _PORTS[next(_turns) % len(_PORTS)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass

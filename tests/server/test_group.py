@@ -130,7 +130,7 @@ async def test_what_the_leader_refuses_a_follower_refuses(two_pods: Group) -> No
 # The last one here: the pods that the others share end with it.
 def test_a_follower_that_is_to_stop_lets_what_runs_finish(two_pods: Group) -> None:
     leader, follower = two_pods.pods
-    running = Call(leader, PROMPT, 200)
+    running = Call(leader, PROMPT, 100)
     running.wait_for_token()
     assert follower.stop() == 0
     running.seconds(0.0)

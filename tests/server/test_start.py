@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SERVING, ServerProcess, free_port, serve
+from harness import SERVING, ServerProcess, serve
 
 DEMO = Path(str(files("tokenpod.models.demo")))
 SECONDS = 60
@@ -154,10 +154,8 @@ def test_a_stop_while_loading_ends_at_once() -> None:
 
 
 def test_nothing_of_a_server_is_left_when_it_stops() -> None:
-    port = free_port()
     with serve() as server:
         engine = server.engine_pid()
         assert server.stop() == 0
         assert not Path(f"/proc/{engine}").exists()
         assert not Path(server.uds).exists()
-    assert port

@@ -117,6 +117,7 @@ async def serving(
     prepare: Callable[[grpc.aio.Server], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Running]:
     """A server on loopback, or at `address`, until the block ends."""
+    before = asyncio.all_tasks()
     server = grpc.aio.server(interceptors=interceptors, options=[("grpc.so_reuseport", 0)])
     if servicer is not None:
         rpc.add_TextGenerationServiceServicer_to_server(servicer, server)
@@ -131,3 +132,6 @@ async def serving(
             yield Running(server, target, channel)
     finally:
         await server.stop(None)
+        # It does not wait for the handlers of calls that were cancelled to record their end.
+        if late := asyncio.all_tasks() - before - {asyncio.current_task()}:
+            await asyncio.wait(late, timeout=10)

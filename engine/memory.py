@@ -6,8 +6,8 @@ import os
 
 import torch
 
-#: Torch keeps tensors below a MiB apart from others.
-_SMALL, _SMALLS = 1 << 19, 16
+#: Torch keeps tensors of up to a MiB apart: room for those of two steps under way.
+_SMALL, _SMALLS = 1 << 19, 64
 
 
 def let_segments_grow() -> None:

@@ -135,10 +135,9 @@ def _on_device(
     )
     before = torch.cuda.memory_reserved(device)
     run_worst_steps(executor, rows, prompt, positions)
-    map_ahead(device, (torch.cuda.memory_reserved(device) - before) // GAPS)
+    step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
-    captured = torch.cuda.memory_reserved(device) - before
-    free = free_bytes(device) - captured
+    free = free_bytes(device) - step - step // GAPS
     slots = _slots(model, options, positions, free, dtype, group)
     scales = None
     if dtype == EIGHT_BITS:
@@ -146,6 +145,10 @@ def _on_device(
     pool = make_pool(model, slots, device, scales)  # the small one goes
     executor.use(pool)
     executor.capture()
+    # For capturing, torch gave back all that it kept: now it maps that again, and some more.
+    rows = max(min(rows, slots // 2), 1)
+    run_worst_steps(executor, rows, max(min(prompt, slots - rows), 1), positions)
+    map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     return Assembled(executor, slots, dtype, overlap=True)
 

@@ -326,11 +326,14 @@ def split(tile: Tile, splits: int) -> Tile:
 
 
 ONE_ROW = few(
-    *[multiply_add(4, 1024, 4, 1, ahead) for ahead in (0, 2048, 4096, 8192)],
-    *[multiply_add(2, 1024, 4, 1, ahead) for ahead in (4096, 8192)],
-    *[multiply_add(8, 1024, 4, 3, ahead) for ahead in (2048, 6144)],
-    multiply_add(4, 2048, 8, 1, 4096),
-    *[matrix(16, 512, 2, 4, ahead) for ahead in (2048, 8192)],
+    *[multiply_add(4, 1024, 4, 1, ahead) for ahead in (0, 512, 2048)],
+    multiply_add(4, 1024, 4, 1, 1024),
+    *[multiply_add(8, 1024, 4, 3, ahead) for ahead in (0, 1024, 2048, 3072)],
+    *[multiply_add(8, 1024, 4, stages, 1024) for stages in (2, 4)],
+    *[multiply_add(8, 512, 4, 4, ahead) for ahead in (1024, 2048)],
+    multiply_add(4, 1024, 4, 3, 1024),
+    multiply_add(16, 512, 4, 3, 1024),
+    matrix(16, 512, 2, 4, 2048),
     matrix(32, 256, 2, 4, 2048),
 )
 SOME_ROWS = few(
@@ -338,6 +341,12 @@ SOME_ROWS = few(
     *[matrix(32, 256, 2, 4, ahead) for ahead in (1024, 4096)],
     *[matrix(64, 128, 4, 4, ahead) for ahead in (1024, 4096)],
     matrix(64, 256, 4, 3, 2048),
+    matrix(64, 128, 4, 8, 1024),
+    matrix(64, 256, 4, 4, 1024),
+    matrix(32, 256, 2, 6, 1024),
+    matrix(32, 128, 2, 8, 1024),
+    matrix(16, 256, 2, 8, 1024),
+    matrix(128, 128, 8, 4, 1024),
     matrix(128, 128, 4, 3, 2048),
     matrix(128, 64, 4, 4, 2048),
     split(matrix(32, 256, 2, 4, 2048), 2),
@@ -347,7 +356,9 @@ SOME_ROWS = few(
 )
 MANY_ROWS = few(
     matrix(64, 128, 4, 4, 1024),
+    matrix(64, 128, 4, 6, 1024),
     matrix(128, 64, 4, 5, 1024),
+    matrix(128, 64, 4, 6, 1024),
     matrix(128, 64, 4, 4, 2048),
     matrix(128, 128, 8, 3, 1024),
     matrix(256, 64, 8, 4, 1024),

@@ -20,7 +20,10 @@ from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.slots import Extent, SlotAllocator
 
 #: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
-ROOM_TO_EVICT_FOR = 256
+ROOM_TO_EVICT_FOR = 128
+
+#: For one run of that length, at most so many times as many are.
+MOST_EVICTED = 4
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
@@ -181,12 +184,18 @@ class KV:
         """Evict what `n` slots and some room after them need, if others have a claim on the rest.
 
         Slots that are freed one by one, as several sequences grow side by side, end up in turns
-        with one and the other, and attention over scattered slots is slower.
+        with one and the other: attention over them is slower, and every step looks for new ones.
+        What is cached in pieces is freed in pieces, so more is evicted until a run is whole again;
+        else pieces would become ever smaller.
         """
         wanted = n + min(room, ROOM_TO_EVICT_FOR)
         missing = wanted - self._allocator.unclaimed
         if missing > 0:
             self._evict(missing)
+        for _ in range(MOST_EVICTED):
+            if self._allocator.longest >= wanted or not self.tree.evictable:
+                break
+            self._evict(wanted)
 
     def _evict(self, n: int) -> None:
         for slots in self.tree.evict(n):
@@ -229,13 +238,16 @@ def _covers(sequence: Sequence, position: int) -> bool:
 
 def _slots_from(extents: list[Extent], position: int, n: int) -> Slots:
     """[n] the private slots of positions from `position` on."""
-    runs = []
-    for extent in extents:
+    runs: list[Slots] = []
+    # Most often it is the last ones that are asked for.
+    for extent in reversed(extents):
         low = max(position, extent.position)
         high = min(position + n, extent.position + extent.used)
         if low < high:
             first = extent.first - extent.position
             runs.append(np.arange(first + low, first + high, dtype=np.int64))
-    slots = np.concatenate(runs) if len(runs) != 1 else runs[0]
+        if extent.position <= position:
+            break
+    slots = np.concatenate(runs[::-1]) if len(runs) != 1 else runs[0]
     assert len(slots) == n, "a position without a slot"
     return slots

@@ -46,14 +46,21 @@ class SlotAllocator:
         self.total = total
         #: Slots that can be had: unused ones, rooms included.
         self.free = total
+        #: Free intervals without rooms: where they start, their lengths, and both by length.
         self._starts = [0] if total else []
         self._length = {0: total} if total else {}
+        self._by_length = [(total, 0)] if total else []
         self._roomy: dict[int, Extent] = {}
 
     @property
     def unclaimed(self) -> int:
         """Free slots that are nobody's room."""
         return self.free - sum(extent.room for extent in self._roomy.values())
+
+    @property
+    def longest(self) -> int:
+        """The longest run of them."""
+        return self._by_length[-1][0] if self._by_length else 0
 
     def allocate(self, n: int, *, position: int, room: int) -> list[Extent]:
         """`n` slots for positions from `position` on: one run if there is one, else several.
@@ -134,16 +141,10 @@ class SlotAllocator:
 
     def _fit(self, n: int, room: int) -> int | None:
         """The smallest interval with room, else the largest without."""
-        best: int | None = None
-        best_length = 0
-        for start in self._starts:
-            length = self._length[start]
-            if length >= n + room:
-                if best_length < n + room or length < best_length:
-                    best, best_length = start, length
-            elif n <= length and best_length < n + room and length > best_length:
-                best, best_length = start, length
-        return best
+        if self.longest < n:
+            return None
+        at = bisect_left(self._by_length, (n + room, 0))
+        return self._by_length[min(at, len(self._by_length) - 1)][1]
 
     def _claim(self, start: int, n: int, room: int, position: int) -> Extent:
         length = self._cut(start, n + room)
@@ -155,7 +156,7 @@ class SlotAllocator:
     def _scatter(self, n: int, position: int) -> list[Extent]:
         extents = []
         while n:
-            start = max(self._starts, key=self._length.__getitem__)
+            start = self._by_length[-1][1]
             extent = self._claim(start, min(n, self._length[start]), 0, position)
             extents.append(extent)
             position += extent.used
@@ -164,26 +165,35 @@ class SlotAllocator:
 
     def _cut(self, start: int, most: int) -> int:
         """Take up to `most` slots from the front of an interval; how many."""
-        length = self._length.pop(start)
-        at = bisect_left(self._starts, start)
+        length = self._remove(start)
         if length <= most:
-            del self._starts[at]
             return length
-        self._starts[at] = start + most
-        self._length[start + most] = length - most
+        self._add(start + most, length - most)
         return most
 
     def _insert(self, first: int, n: int) -> None:
         if not n:
             return
+        if first + n in self._length:
+            n += self._remove(first + n)
         at = bisect_left(self._starts, first)
-        if at < len(self._starts) and self._starts[at] == first + n:
-            n += self._length.pop(self._starts.pop(at))
-        if at and self._starts[at - 1] + self._length[self._starts[at - 1]] == first:
-            self._length[self._starts[at - 1]] += n
-        else:
-            insort(self._starts, first)
-            self._length[first] = n
+        if at:
+            before = self._starts[at - 1]
+            if before + self._length[before] == first:
+                n += self._remove(before)
+                first = before
+        self._add(first, n)
+
+    def _add(self, start: int, length: int) -> None:
+        insort(self._starts, start)
+        self._length[start] = length
+        insort(self._by_length, (length, start))
+
+    def _remove(self, start: int) -> int:
+        length = self._length.pop(start)
+        del self._starts[bisect_left(self._starts, start)]
+        del self._by_length[bisect_left(self._by_length, (length, start))]
+        return length
 
     # -- rooms ---------------------------------------------------------------------------------
 

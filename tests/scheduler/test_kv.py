@@ -1,3 +1,5 @@
+import random
+
 import numpy as np
 from scheduler_house import House, request
 
@@ -172,3 +174,31 @@ def test_sequences_that_grow_side_by_side_get_runs_also_when_the_cache_is_full()
             slots[sequence.id].append(compute(kv, sequence, 1))
     runs = [1 + int((np.diff(np.concatenate(s)) != 1).sum()) for s in slots.values()]
     assert max(runs) <= 10, runs
+
+
+def test_runs_stay_long_over_generations_of_a_full_cache():
+    """Sequences of all lengths leave what they computed behind, and others grow where it was."""
+    kv, draw = KV(20_000), random.Random(1)
+    live, slots, runs, born = [], {}, [], 0
+    for step in range(6000):
+        while len(live) < 24:
+            prompt = [born + 1000] * draw.choice([5, 40, 150])
+            sequence = begun(kv, born, prompt, max_new_tokens=draw.choice([10, 60, 500]))
+            live.append(sequence)
+            slots[born] = [compute(kv, sequence, len(prompt))]
+            born += 1
+        for sequence in list(live):
+            sequence.outputs.append(1)
+            if len(sequence.outputs) < sequence.request.stopping.max_new_tokens:
+                slots[sequence.id].append(compute(kv, sequence, 1))
+                continue
+            kv.release(sequence)
+            live.remove(sequence)
+            of_sequence = slots.pop(sequence.id)
+            if step > 3000:
+                of_sequence = np.concatenate(of_sequence)
+                runs.append(1 + int((np.diff(of_sequence) != 1).sum()))
+    kv.check(live)
+    assert len(runs) > 300
+    assert np.mean(runs) < 4, np.mean(runs)
+    assert kv.tree.tokens > 9_500, "not at the price of the cache"

@@ -1,4 +1,4 @@
-"""One server on the embedded model for all tests that only talk to it."""
+"""One server on the embedded model for all tests of a process that only talk to it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ The order matters to those who watch from outside:
     load and warm up          in the engine's process
     SERVING
     SIGTERM                   NOT_SERVING but still serving for the lame-duck seconds
-                              -> new work is refused while streams go on
+                              -> new work is refused while streams and routers' batches go on
                               -> what is left after the grace ends with UNAVAILABLE
 """
 
@@ -268,7 +268,10 @@ class Server:
         else:
             urls = [parts.listener.shard_url]
             shard = ShardService(
-                serving, urls=urls, prefill_tokens=settings.resolved_prefill_tokens
+                serving,
+                parts.admission,
+                urls=urls,
+                prefill_tokens=settings.resolved_prefill_tokens,
             )
             if settings.num_nodes > 1:
                 shard = LeaderShard(shard, make_way=lambda: make_way(settings, parts))

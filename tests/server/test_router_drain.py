@@ -157,7 +157,7 @@ async def test_a_router_that_calls_every_pod_is_waited_for_whichever_stops(stopp
     with pods(2) as group:
         sockets = [pod.uds for pod in group.pods]
         async with router_of(*sockets) as router:
-            streams = await started(router, prompt(200), prompt(100))
+            streams = await started(router, prompt(60), prompt(40))
             group.pods[stopped].process.send_signal(signal.SIGTERM)
             for result in await results(streams):
                 assert len(result.tokens) == result.generated_tokens

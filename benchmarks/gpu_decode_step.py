@@ -135,6 +135,7 @@ class Stage:
             OPERATIONS,
             prepare_linear=partial(product.prepare_linear, tiles=tiles),
             prepare_norm_linear=partial(product.prepare_norm_linear, tiles=tiles),
+            prepare_heads=partial(product.prepare_heads, tiles=tiles),
             prepare_add_linear=partial(product.prepare_add_linear, tiles=tiles),
         )
         return Decoder(config(), dict(self.weights), ops)
@@ -238,6 +239,18 @@ def attention_asking(blocks: int) -> Iterator[None]:
 
 
 @contextmanager
+def storing(apart: bool) -> Iterator[None]:
+    """Heads are rotated and stored by a kernel of their own, or by the product's."""
+    before = product._owns_pairs
+    if apart:
+        product._owns_pairs = lambda tile, head_dim: False
+    try:
+        yield
+    finally:
+        product._owns_pairs = before
+
+
+@contextmanager
 def overlap(products: bool, attention: bool) -> Iterator[None]:
     """Which kernels may start before their predecessor has ended."""
     wanted = {product: products, pointwise: products, rotary: products}
@@ -276,6 +289,8 @@ class Variant:
     attention_overlaps: bool = True
     #: Blocks that attention asks for.
     ahead: int = 0
+    #: Heads are rotated and stored by a kernel of their own.
+    apart: bool = False
 
 
 def variants(rows: int) -> list[Variant]:
@@ -285,6 +300,7 @@ def variants(rows: int) -> list[Variant]:
         Variant("nothing overlaps", today, False, False),
         Variant("products overlap", today, True, False),
         Variant("attention overlaps too", today),
+        Variant("  heads stored apart", today, apart=True),
         *[Variant(f"  and asks for {n} blocks", today, ahead=n) for n in (1, 2, 4, 8)],
         Variant("  products ask in bulk", asking(today)),
         *[Variant(f"  for {n} bytes", asking(today, n)) for n in (1024, 2048, 4096, 8192)],
@@ -301,6 +317,7 @@ def compare_variants(stage: Stage, rows: int, context: int) -> None:
             reporting(one.name),
             overlap(one.products_overlap, one.attention_overlaps),
             attention_asking(one.ahead),
+            storing(one.apart),
         ):
             timed = time_step(stage, batch, one.choice)
             base = timed if base is None else base
@@ -346,6 +363,8 @@ SOME_ROWS = few(
     split(matrix(128, 64, 4, 5, 1024), 4),
 )
 MANY_ROWS = few(
+    matrix(32, 128, 4, 6, 1024),
+    matrix(32, 256, 4, 3, 1024),
     matrix(64, 128, 4, 4, 1024),
     matrix(128, 64, 4, 5, 1024),
     matrix(128, 64, 4, 4, 2048),
@@ -366,7 +385,7 @@ MANY_ROWS = few(
 
 def candidates(rows: int, name: str) -> list[Tile]:
     tiles = ONE_ROW if rows == 1 else SOME_ROWS if rows <= 16 else MANY_ROWS
-    if name in ("gate_up", "head"):
+    if name in ("qkv", "gate_up", "head"):
         tiles = [tile for tile in tiles if tile.splits == 1]
     return [*tiles, LIBRARY]
 

@@ -251,7 +251,7 @@ def test_keys_and_values_of_8_bits():
     definition = replace(
         OPERATIONS,
         rotate=reference.OPERATIONS.rotate,
-        store_key_value=reference.OPERATIONS.store_key_value,
+        prepare_heads=reference.OPERATIONS.prepare_heads,
         plan_attention=reference.OPERATIONS.plan_attention,
         attention=reference.OPERATIONS.attention,
     )

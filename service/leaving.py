@@ -29,9 +29,9 @@ async def drain(settings: ServerSettings, parts: Parts, others: FrontEnds) -> No
     await stopping.sleep(settings.lame_duck_seconds)
     admission.drain()
     await _quiet(settings, parts)
-    # Closes the listener at once, so it comes last.
+    # Closes the listener, so it comes last.
     grace = 0.0 if stopping.urgent else 0.5
-    await asyncio.gather(parts.listener.server.stop(grace), others.stop())
+    await asyncio.gather(parts.listener.stop(grace, stopping.sleep), others.stop())
     cut_off = {"cut_off": admission.requests, "cut_off_batches": len(parts.rpcs.shard.batches)}
     log.info("stopped", extra=cut_off)
 
@@ -59,7 +59,7 @@ async def take_leave(
     enough.cancel()
     leave.cancel()
     await asyncio.gather(leave, return_exceptions=True)
-    await parts.listener.server.stop(0.5)
+    await parts.listener.stop(0.5, parts.stopping.sleep)
     log.info("stopped")
 
 

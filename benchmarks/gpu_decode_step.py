@@ -135,7 +135,6 @@ class Stage:
             OPERATIONS,
             prepare_linear=partial(product.prepare_linear, tiles=tiles),
             prepare_norm_linear=partial(product.prepare_norm_linear, tiles=tiles),
-            prepare_heads=partial(product.prepare_heads, tiles=tiles),
             prepare_add_linear=partial(product.prepare_add_linear, tiles=tiles),
         )
         return Decoder(config(), dict(self.weights), ops)
@@ -239,18 +238,6 @@ def attention_asking(blocks: int) -> Iterator[None]:
 
 
 @contextmanager
-def storing(apart: bool) -> Iterator[None]:
-    """Heads are rotated and stored by a kernel of their own, or by the product's."""
-    before = product._owns_pairs
-    if apart:
-        product._owns_pairs = lambda tile, head_dim: False
-    try:
-        yield
-    finally:
-        product._owns_pairs = before
-
-
-@contextmanager
 def overlap(products: bool, attention: bool) -> Iterator[None]:
     """Which kernels may start before their predecessor has ended."""
     wanted = {product: products, pointwise: products, rotary: products}
@@ -289,8 +276,6 @@ class Variant:
     attention_overlaps: bool = True
     #: Blocks that attention asks for.
     ahead: int = 0
-    #: Heads are rotated and stored by a kernel of their own.
-    apart: bool = False
 
 
 def variants(rows: int) -> list[Variant]:
@@ -300,7 +285,6 @@ def variants(rows: int) -> list[Variant]:
         Variant("nothing overlaps", today, False, False),
         Variant("products overlap", today, True, False),
         Variant("attention overlaps too", today),
-        Variant("  heads stored apart", today, apart=True),
         *[Variant(f"  and asks for {n} blocks", today, ahead=n) for n in (1, 2, 4, 8)],
         Variant("  products ask in bulk", asking(today)),
         *[Variant(f"  for {n} bytes", asking(today, n)) for n in (1024, 2048, 4096, 8192)],
@@ -317,7 +301,6 @@ def compare_variants(stage: Stage, rows: int, context: int) -> None:
             reporting(one.name),
             overlap(one.products_overlap, one.attention_overlaps),
             attention_asking(one.ahead),
-            storing(one.apart),
         ):
             timed = time_step(stage, batch, one.choice)
             base = timed if base is None else base
@@ -343,11 +326,14 @@ def split(tile: Tile, splits: int) -> Tile:
 
 
 ONE_ROW = few(
-    *[multiply_add(4, 1024, 4, 1, ahead) for ahead in (0, 2048, 4096, 8192)],
-    *[multiply_add(2, 1024, 4, 1, ahead) for ahead in (4096, 8192)],
-    *[multiply_add(8, 1024, 4, 3, ahead) for ahead in (2048, 6144)],
-    multiply_add(4, 2048, 8, 1, 4096),
-    *[matrix(16, 512, 2, 4, ahead) for ahead in (2048, 8192)],
+    *[multiply_add(4, 1024, 4, 1, ahead) for ahead in (0, 512, 2048)],
+    multiply_add(4, 1024, 4, 1, 1024),
+    *[multiply_add(8, 1024, 4, 3, ahead) for ahead in (0, 1024, 2048, 3072)],
+    *[multiply_add(8, 1024, 4, stages, 1024) for stages in (2, 4)],
+    *[multiply_add(8, 512, 4, 4, ahead) for ahead in (1024, 2048)],
+    multiply_add(4, 1024, 4, 3, 1024),
+    multiply_add(16, 512, 4, 3, 1024),
+    matrix(16, 512, 2, 4, 2048),
     matrix(32, 256, 2, 4, 2048),
 )
 SOME_ROWS = few(
@@ -355,6 +341,12 @@ SOME_ROWS = few(
     *[matrix(32, 256, 2, 4, ahead) for ahead in (1024, 4096)],
     *[matrix(64, 128, 4, 4, ahead) for ahead in (1024, 4096)],
     matrix(64, 256, 4, 3, 2048),
+    matrix(64, 128, 4, 8, 1024),
+    matrix(64, 256, 4, 4, 1024),
+    matrix(32, 256, 2, 6, 1024),
+    matrix(32, 128, 2, 8, 1024),
+    matrix(16, 256, 2, 8, 1024),
+    matrix(128, 128, 8, 4, 1024),
     matrix(128, 128, 4, 3, 2048),
     matrix(128, 64, 4, 4, 2048),
     split(matrix(32, 256, 2, 4, 2048), 2),
@@ -363,10 +355,10 @@ SOME_ROWS = few(
     split(matrix(128, 64, 4, 5, 1024), 4),
 )
 MANY_ROWS = few(
-    matrix(32, 128, 4, 6, 1024),
-    matrix(32, 256, 4, 3, 1024),
     matrix(64, 128, 4, 4, 1024),
+    matrix(64, 128, 4, 6, 1024),
     matrix(128, 64, 4, 5, 1024),
+    matrix(128, 64, 4, 6, 1024),
     matrix(128, 64, 4, 4, 2048),
     matrix(128, 128, 8, 3, 1024),
     matrix(256, 64, 8, 4, 1024),
@@ -385,7 +377,7 @@ MANY_ROWS = few(
 
 def candidates(rows: int, name: str) -> list[Tile]:
     tiles = ONE_ROW if rows == 1 else SOME_ROWS if rows <= 16 else MANY_ROWS
-    if name in ("qkv", "gate_up", "head"):
+    if name in ("gate_up", "head"):
         tiles = [tile for tile in tiles if tile.splits == 1]
     return [*tiles, LIBRARY]
 

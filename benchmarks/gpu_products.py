@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def find_tokenpod() -> None:
 find_tokenpod()
 
 from tokenpod.kernels import reference  # noqa: E402
-from tokenpod.kernels.compose import add_linear_of, heads_of, norm_linear_of  # noqa: E402
+from tokenpod.kernels.compose import add_linear_of, norm_linear_of  # noqa: E402
 from tokenpod.kernels.ops import Activation, Linear, RowNorm  # noqa: E402
 from tokenpod.kernels.triton import launch, pointwise, product, rotary  # noqa: E402
 from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile, Tiles, measured, parse  # noqa: E402
@@ -80,7 +79,7 @@ class Shape:
 
 
 SHAPES = (
-    Shape("qkv", (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, "heads"),
+    Shape("qkv", (HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, "norm"),
     Shape("output", HIDDEN, HEADS * HEAD_DIM, "add"),
     Shape("gate_up", 2 * INTERMEDIATE, HIDDEN, "gate"),
     Shape("down", HIDDEN, INTERMEDIATE, "add"),
@@ -147,19 +146,6 @@ def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -
     return torch.randn(shape, device="cuda", dtype=dtype) * scale
 
 
-@cache
-def frequencies() -> torch.Tensor:
-    return 5e5 ** -(torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
-
-
-@cache
-def places(rows: int) -> tuple[rotary.Angles, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotation, keys, values and slots of a step of `rows` tokens."""
-    positions = torch.arange(rows, device="cuda")
-    pool = draw(2, 128, KV_HEADS, HEAD_DIM)
-    return rotary.rotate(positions, frequencies(), 1.0, torch.bfloat16), *pool, positions
-
-
 def composite(
     shape: Shape, weight: torch.Tensor, norm: RowNorm, tiles: Tiles | None
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -175,9 +161,6 @@ def composite(
     if shape.beside == "nothing":
         plain = product.prepare_linear(weight, None, tiles)
         return lambda x, residual: plain(x)
-    if shape.beside == "heads":
-        heads = product.prepare_heads(weight, None, norm, None, tiles)
-        return lambda x, residual: heads(x, *places(len(x)))
     activation = Activation.SILU if shape.beside == "gate" else None
     normed = product.prepare_norm_linear(weight, None, norm, activation, tiles)
     return lambda x, residual: normed(x)
@@ -218,9 +201,7 @@ def compile_all(jobs: list[Job]) -> set[Job]:
 
 def small(shape: Shape, tile: Tile) -> Shape:
     """A shape with the same kernel as `shape`, but hardly any work."""
-    return Shape(
-        "small", shape.n if shape.beside == "heads" else 512, 2 * tile.block_k, shape.beside
-    )
+    return Shape("small", 512, 2 * tile.block_k, shape.beside)
 
 
 # --- Timing.
@@ -377,14 +358,13 @@ def library_only(model: Model) -> Step:
 def decode_step(model: Model, rows: int, tiles: Tiles | None, composed: bool = False) -> Step:
     """All of a step but attention: queries stand in for what it returns.
 
-    `composed` makes norm, gate and rotation kernels of their own.
+    `composed` makes norm and gate kernels of their own.
     """
 
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return product.prepare_linear(weight, bias, tiles)
 
     norm_linear: Any = norm_linear_of(prepare, pointwise.rms_norm, pointwise.act_mul)
-    prepare_heads: Any = heads_of(norm_linear, rotary.store_key_value)
     add_linear: Any = add_linear_of(prepare)
     if not composed:
 
@@ -394,12 +374,9 @@ def decode_step(model: Model, rows: int, tiles: Tiles | None, composed: bool = F
         def add_linear(*args: Any) -> Any:
             return product.prepare_add_linear(*args, tiles)
 
-        def prepare_heads(*args: Any) -> Any:
-            return product.prepare_heads(*args, tiles)
-
     made = [
         (
-            prepare_heads(qkv, None, model.norm, None),
+            norm_linear(qkv, None, model.norm, None),
             add_linear(output, None),
             norm_linear(gate_up, None, model.norm, Activation.SILU),
             add_linear(down, None),
@@ -409,11 +386,12 @@ def decode_step(model: Model, rows: int, tiles: Tiles | None, composed: bool = F
     head = prepare(model.weights["head"][0], None)
     pool = draw(2, rows, KV_HEADS, HEAD_DIM)
     slots = torch.arange(rows, device="cuda")
+    frequencies = 5e5 ** -(torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
 
     def step(residual: torch.Tensor) -> torch.Tensor:
-        rotation = rotary.rotate(slots, frequencies(), 1.0, torch.bfloat16)
-        for heads, output, gate_up, down in made:
-            q = heads(residual, rotation, pool[0], pool[1], slots)
+        rotation = rotary.rotate(slots, frequencies, 1.0, torch.bfloat16)
+        for qkv, output, gate_up, down in made:
+            q = rotary.store_key_value(qkv(residual), rotation, None, pool[0], pool[1], slots)
             output(q.flatten(1), residual)
             down(gate_up(residual), residual)
         return head(pointwise.rms_norm(residual, *model.norm))
@@ -468,7 +446,8 @@ def pointwise_cases(rows: int) -> dict[str, tuple[int, Callable[[], object]]]:
     keys, values = draw(9000, KV_HEADS, HEAD_DIM), draw(9000, KV_HEADS, HEAD_DIM)
     slots = torch.randperm(9000, device="cuda")[:rows]
     positions = torch.arange(rows, device="cuda")
-    rotation = rotary.rotate(positions, frequencies(), 1.0, torch.bfloat16)
+    frequencies = 5e5 ** -(torch.arange(0, HEAD_DIM, 2, device="cuda") / HEAD_DIM)
+    rotation = rotary.rotate(positions, frequencies, 1.0, torch.bfloat16)
     output, down = draw(HIDDEN, HIDDEN, scale=0.01), draw(HIDDEN, INTERMEDIATE, scale=0.01)
 
     def store() -> torch.Tensor:
@@ -538,14 +517,6 @@ def error_of(rows: int, shape: Shape, tiles: Tiles | None) -> float:
     norm = RowNorm(draw(shape.k), EPSILON)
     residual = draw(rows, shape.n)
     wide = x.double()
-    if shape.beside == "heads":
-        prepare = reference.OPERATIONS.prepare_heads
-        rms = RowNorm(norm.weight.double(), EPSILON)
-        rotation, keys, values, slots = places(rows)
-        turned = reference.rotate(rotation.t_position, frequencies(), 1.0, torch.float64)
-        heads = prepare(weight.double(), None, rms, None)
-        truth = heads(wide, turned, keys.double(), values.double(), slots)
-        return distance(composite(shape, weight, norm, tiles)(x, residual), truth)
     if shape.beside in ("norm", "gate"):
         wide = reference.rms_norm(wide, norm.weight.double(), EPSILON)
     truth = torch.cat([wide @ part.double().T for part in weight.split(8192)], dim=1)

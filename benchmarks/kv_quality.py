@@ -35,7 +35,6 @@ from tokenpod.engine.kv_scales import (  # noqa: E402
 )
 from tokenpod.engine.pool import KVPool  # noqa: E402
 from tokenpod.kernels import reference  # noqa: E402
-from tokenpod.kernels.compose import heads_of  # noqa: E402
 from tokenpod.kernels.ops import KVScales, Operations  # noqa: E402
 from tokenpod.models import load as loading  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402
@@ -93,7 +92,7 @@ def rounded_store(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     def store(  # type: ignore[no-untyped-def]
         qkv, rotation, norm, keys, values, t_slot, scales=None
     ) -> torch.Tensor:
-        q = reference.store_key_value(qkv, rotation, norm, keys, values, t_slot, scales)
+        q = reference.OPERATIONS.store_key_value(qkv, rotation, norm, keys, values, t_slot, scales)
         for pool in (keys, values):
             pool[t_slot] = pool[t_slot].to(dtype).float()
         return q
@@ -121,8 +120,7 @@ def main() -> None:
     parser.add_argument("--most-bytes", type=int, default=150_000, help="of text")
     arguments = parser.parse_args()
     exact = load(reference.OPERATIONS)
-    rounded = heads_of(reference.OPERATIONS.prepare_norm_linear, rounded_store(torch.bfloat16))
-    half = load(replace(reference.OPERATIONS, prepare_heads=rounded))
+    half = load(replace(reference.OPERATIONS, store_key_value=rounded_store(torch.bfloat16)))
     scales = measured_scales(exact)
     window = exact.config.max_positions // 2
     ones = KVScales(torch.ones_like(scales.keys), torch.ones_like(scales.values))

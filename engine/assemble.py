@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from tokenpod.engine.capability import eight_bits_problem
-from tokenpod.engine.capacity import choose_slots
+from tokenpod.engine.capacity import GAPS, choose_slots
 from tokenpod.engine.errors import EngineError
-from tokenpod.engine.executor import Executor
+from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.group import Group
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
@@ -20,7 +21,7 @@ from tokenpod.engine.kv_scales import (
     measure_scales,
     random_prompt,
 )
-from tokenpod.engine.memory import free_bytes
+from tokenpod.engine.memory import free_bytes, map_ahead
 from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
 from tokenpod.engine.types import EngineOptions, SamplingParams
@@ -133,11 +134,8 @@ def _on_device(
         device=device,
     )
     before = torch.cuda.memory_reserved(device)
-    # The largest first, then smaller ones: the allocator learns to cut up what it has.
-    for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
-        scattered = tokens == prompt // 2
-        executor.launch(worst_step(rows, max(tokens, 1), positions, scattered=scattered)).wait()
-        executor.release(range(rows))
+    run_worst_steps(executor, rows, prompt, positions)
+    map_ahead(device, (torch.cuda.memory_reserved(device) - before) // GAPS)
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     captured = torch.cuda.memory_reserved(device) - before
     free = free_bytes(device) - captured
@@ -150,6 +148,21 @@ def _on_device(
     executor.capture()
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     return Assembled(executor, slots, dtype, overlap=True)
+
+
+def run_worst_steps(executor: Executor, rows: int, prompt: int, positions: int) -> None:
+    """Two of them under way at a time, as in serving.
+
+    The largest first, then smaller ones: the allocator learns to cut up what it has.
+    """
+    under_way: deque[Launched] = deque()
+    for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
+        plan = worst_step(rows, max(tokens, 1), positions, scattered=tokens == prompt // 2)
+        under_way.append(executor.launch(replace(plan, freed=range(rows))))
+        if len(under_way) > 1:
+            under_way.popleft().wait()
+    under_way.pop().wait()
+    executor.release(range(rows))
 
 
 def _measured_scales(

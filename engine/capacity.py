@@ -25,6 +25,8 @@ _CUDA_CONTEXT = GIB // 2
 #: What the processes of the engine and of a front end take on a CPU: 0.5 GiB were measured, and a
 #: tokenizer of a large vocabulary comes on top.
 _CPU_PROCESSES = 3 * GIB // 4
+#: Steps of all sizes leave gaps: a GPU keeps one part in so many of the largest step for them.
+GAPS = 16
 #: A GPU samples with so many bytes for each row and vocabulary entry: counts and candidates.
 _SAMPLER_BYTES = 12
 
@@ -191,6 +193,7 @@ def _reserve(model: Footprint, demand: Demand, item_bytes: int, ranks: int) -> d
     return {
         "CUDA context": _CUDA_CONTEXT,
         "largest step": activations + logits,
+        "gaps between tensors": (activations + logits) // GAPS,
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": activations + logits,
         "sampler": rows * model.vocab_size * _SAMPLER_BYTES,

@@ -6,6 +6,9 @@ import os
 
 import torch
 
+#: Torch keeps tensors of up to a MiB apart: room for those of two steps under way.
+_SMALL, _SMALLS = 1 << 19, 64
+
 
 def let_segments_grow() -> None:
     """Have torch map GPU memory piece by piece behind what it has, instead of in fixed segments.
@@ -14,6 +17,18 @@ def let_segments_grow() -> None:
     must ask the driver, which stops the GPU. To be called before anything is on the GPU.
     """
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def map_ahead(device: torch.device, extra: int) -> None:
+    """Have torch map about `extra` bytes of a GPU more than it has, and some for small tensors.
+
+    Steps of all sizes leave gaps between their tensors. What those need beyond the largest step is
+    mapped now and not while serving.
+    """
+    small = [torch.empty(_SMALL, dtype=torch.uint8, device=device) for _ in range(_SMALLS)]
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    whole = torch.empty(unused + extra, dtype=torch.uint8, device=device)
+    del small, whole
 
 
 def free_bytes(device: torch.device) -> int:

@@ -8,18 +8,12 @@ from tokenpod.kernels.ops import (
     Activation,
     ActMul,
     AddLinear,
-    HeadNorm,
-    HeadsLinear,
-    KVScales,
     Linear,
     PrepareAddLinear,
-    PrepareHeads,
     PrepareLinear,
     PrepareNormLinear,
     RmsNorm,
-    Rotation,
     RowNorm,
-    StoreKeyValue,
 )
 
 
@@ -44,35 +38,6 @@ def norm_linear_of(
             return act_mul(normed_product(x), activation)
 
         return normed_product if activation is None else gated_product
-
-    return prepare
-
-
-def heads_of(
-    prepare_norm_linear: PrepareNormLinear, store_key_value: StoreKeyValue
-) -> PrepareHeads:
-    """The product, then what becomes of its heads."""
-
-    def prepare(
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RowNorm,
-        head_norm: HeadNorm | None,
-    ) -> HeadsLinear:
-        product = prepare_norm_linear(weight, bias, norm, None)
-
-        def heads(
-            residual: torch.Tensor,
-            rotation: Rotation,
-            keys: torch.Tensor,
-            values: torch.Tensor,
-            t_slot: torch.Tensor,
-            scales: KVScales | None = None,
-        ) -> torch.Tensor:
-            qkv = product(residual)
-            return store_key_value(qkv, rotation, head_norm, keys, values, t_slot, scales)
-
-        return heads
 
     return prepare
 

@@ -161,22 +161,6 @@ class StoreKeyValue(Protocol):
         ...
 
 
-class HeadsLinear(Protocol):
-    """A layer's heads, from the residual stream: queries in hand, keys and values in the pool."""
-
-    def __call__(
-        self,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        t_slot: torch.Tensor,
-        scales: KVScales | None = None,
-    ) -> torch.Tensor:
-        """Residual [T, hidden] -> queries [T, H, D]; the rest as `StoreKeyValue` has it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """What some families add to a layer's attention; each is off by default."""
@@ -282,27 +266,6 @@ class PrepareNormLinear(Protocol):
         ...
 
 
-class PrepareHeads(Protocol):
-    """Choose, once, how queries, keys and values are made.
-
-    Norm, product, rotation and the write to the pool are one operation because for few tokens they
-    can be one kernel.
-    """
-
-    def __call__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm: RowNorm,
-        head_norm: HeadNorm | None,
-    ) -> HeadsLinear:
-        """Weight [(H + 2K) · D, in], heads of q, then k, then v; bias [(H + 2K) · D] or None.
-
-        The function stores, as `StoreKeyValue` does, what is norm(residual) · weightᵀ + bias.
-        """
-        ...
-
-
 class PrepareAddLinear(Protocol):
     """Choose, once, how a product is made that ends in the residual stream."""
 
@@ -336,12 +299,12 @@ class Operations:
     embed: Embed
     rms_norm: RmsNorm
     rotate: Rotate
+    store_key_value: StoreKeyValue
     plan_attention: PlanAttention
     attention: Attention
     act_mul: ActMul
     prepare_linear: PrepareLinear
     prepare_norm_linear: PrepareNormLinear
-    prepare_heads: PrepareHeads
     prepare_add_linear: PrepareAddLinear
     prepare_experts: PrepareExperts
     #: None where steps are not captured.

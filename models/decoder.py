@@ -19,20 +19,21 @@ from tokenpod.kernels.ops import (
     AddLinear,
     HeadNorm,
     Heads,
-    HeadsLinear,
     KVScales,
+    Linear,
     Operations,
     RowNorm,
 )
 from tokenpod.models.config import DecoderConfig
-from tokenpod.models.linear import add_linear, expert_block, gated_block, heads_linear, linear
+from tokenpod.models.linear import add_linear, expert_block, gated_block, linear, norm_linear
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """What one layer computes with. Products that read the residual stream norm it first."""
 
-    heads: HeadsLinear
+    qkv: Linear
+    head_norm: HeadNorm | None
     window: int | None
     output: AddLinear
     feed_forward: AddBlock
@@ -92,7 +93,9 @@ class Decoder:
         residual = ops.embed(self._embedding, batch.t_token)
         for i, layer in enumerate(self._layers):
             keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
-            q = layer.heads(residual, rotation, keys, values, batch.t_slot, scales)
+            q = ops.store_key_value(
+                layer.qkv(residual), rotation, layer.head_norm, keys, values, batch.t_slot, scales
+            )
             attended = ops.attention(q, keys, values, plans[layer.window], scales=scales)
             layer.output(attended, residual)
             layer.feed_forward(residual)
@@ -131,7 +134,8 @@ def _layer(
         )
     input_norm = RowNorm(weights.pop(f"{i}.input_norm"), config.norm_epsilon)
     return Layer(
-        heads=heads_linear(ops, weights, f"{i}.qkv", input_norm, head_norm),
+        qkv=norm_linear(ops, weights, f"{i}.qkv", input_norm),
+        head_norm=head_norm,
         window=config.windows[i],
         output=add_linear(ops, weights, f"{i}.output"),
         feed_forward=_feed_forward(config, weights, ops, i),

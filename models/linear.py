@@ -15,8 +15,6 @@ from tokenpod.kernels.ops import (
     AddBlock,
     AddLinear,
     ExpertWeights,
-    HeadNorm,
-    HeadsLinear,
     Linear,
     Operations,
     Routing,
@@ -38,17 +36,6 @@ def norm_linear(
 ) -> Linear:
     """The layer `name` behind `norm`; gated if there is an `activation`."""
     return ops.prepare_norm_linear(*_take(weights, name), norm, activation)
-
-
-def heads_linear(
-    ops: Operations,
-    weights: MutableMapping[str, torch.Tensor],
-    name: str,
-    norm: RowNorm,
-    head_norm: HeadNorm | None,
-) -> HeadsLinear:
-    """The layer `name` behind `norm`: queries, keys and values in one weight."""
-    return ops.prepare_heads(*_take(weights, name), norm, head_norm)
 
 
 def add_linear(ops: Operations, weights: MutableMapping[str, torch.Tensor], name: str) -> AddLinear:

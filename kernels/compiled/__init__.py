@@ -9,19 +9,17 @@ from tokenpod.kernels import cpu
 from tokenpod.kernels.compiled.attention import attention, plan_attention
 from tokenpod.kernels.compiled.pointwise import act_mul, rms_norm
 from tokenpod.kernels.compiled.rotary import store_key_value
-from tokenpod.kernels.compose import heads_of, norm_linear_of
+from tokenpod.kernels.compose import norm_linear_of
 from tokenpod.kernels.cpu.experts import experts_of
 from tokenpod.kernels.cpu.product import prepare_linear
-
-_prepare_norm_linear = norm_linear_of(prepare_linear, rms_norm, act_mul)
 
 OPERATIONS = replace(
     cpu.OPERATIONS,
     rms_norm=rms_norm,
+    store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
     act_mul=act_mul,
-    prepare_norm_linear=_prepare_norm_linear,
-    prepare_heads=heads_of(_prepare_norm_linear, store_key_value),
+    prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
 )

@@ -1,6 +1,6 @@
 """The operations for a CPU: few calls, views of contiguous KV runs, products by row count."""
 
-from tokenpod.kernels.compose import add_linear_of, heads_of, norm_linear_of
+from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.cpu.attention import attention, plan_attention
 from tokenpod.kernels.cpu.experts import experts_of
 from tokenpod.kernels.cpu.pointwise import act_mul, embed, rms_norm
@@ -8,18 +8,16 @@ from tokenpod.kernels.cpu.product import prepare_linear
 from tokenpod.kernels.cpu.rotary import rotate, store_key_value
 from tokenpod.kernels.ops import Operations
 
-_prepare_norm_linear = norm_linear_of(prepare_linear, rms_norm, act_mul)
-
 OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
     rotate=rotate,
+    store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
     act_mul=act_mul,
     prepare_linear=prepare_linear,
-    prepare_norm_linear=_prepare_norm_linear,
-    prepare_heads=heads_of(_prepare_norm_linear, store_key_value),
+    prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
 )

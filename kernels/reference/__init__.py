@@ -1,6 +1,6 @@
 """The operations as plainly as possible, for any device: the specification of all others."""
 
-from tokenpod.kernels.compose import add_linear_of, heads_of, norm_linear_of
+from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.reference.attention import attention, plan_attention
 from tokenpod.kernels.reference.experts import prepare_experts
@@ -8,18 +8,16 @@ from tokenpod.kernels.reference.pointwise import act_mul, embed, rms_norm
 from tokenpod.kernels.reference.product import prepare_linear
 from tokenpod.kernels.reference.rotary import rotate, store_key_value
 
-_prepare_norm_linear = norm_linear_of(prepare_linear, rms_norm, act_mul)
-
 OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
     rotate=rotate,
+    store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
     act_mul=act_mul,
     prepare_linear=prepare_linear,
-    prepare_norm_linear=_prepare_norm_linear,
-    prepare_heads=heads_of(_prepare_norm_linear, store_key_value),
+    prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=prepare_experts,
 )

@@ -6,22 +6,21 @@ from tokenpod.kernels.triton.experts import prepare_experts
 from tokenpod.kernels.triton.pointwise import act_mul, embed, rms_norm
 from tokenpod.kernels.triton.product import (
     prepare_add_linear,
-    prepare_heads,
     prepare_linear,
     prepare_norm_linear,
 )
-from tokenpod.kernels.triton.rotary import rotate
+from tokenpod.kernels.triton.rotary import rotate, store_key_value
 
 OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
     rotate=rotate,
+    store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
     act_mul=act_mul,
     prepare_linear=prepare_linear,
     prepare_norm_linear=prepare_norm_linear,
-    prepare_heads=prepare_heads,
     prepare_add_linear=prepare_add_linear,
     prepare_experts=prepare_experts,
     tile_extends=tile_extends,

@@ -6,20 +6,10 @@ import torch
 import triton
 from torch.nn import functional
 
-from tokenpod.kernels.ops import (
-    Activation,
-    AddLinear,
-    HeadNorm,
-    HeadsLinear,
-    KVScales,
-    Linear,
-    RowNorm,
-)
+from tokenpod.kernels.ops import Activation, AddLinear, Linear, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
-from tokenpod.kernels.triton.product_heads import HeadsOut
 from tokenpod.kernels.triton.product_kernels import add_shares, matrix, multiply_add
-from tokenpod.kernels.triton.rotary import Angles, store_key_value
 from tokenpod.kernels.triton.tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
 
 #: The matrix unit's smallest side.
@@ -75,71 +65,6 @@ def prepare_norm_linear(
     return normed_product
 
 
-def prepare_heads(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: RowNorm,
-    head_norm: HeadNorm | None,
-    tiles: Tiles | None = None,
-) -> HeadsLinear:
-    """See `ops.PrepareHeads`: one kernel for few tokens, unless heads are normed."""
-    product = prepare_norm_linear(weight, bias, norm, None, tiles)
-    table, (n, k) = _table_for(weight, tiles), weight.shape
-
-    def heads(
-        residual: torch.Tensor,
-        rotation: Angles,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        t_slot: torch.Tensor,
-        scales: KVScales | None = None,
-    ) -> torch.Tensor:
-        tokens, (kv_heads, head_dim) = len(residual), keys.shape[1:]
-        tile = table.choose(n, k, tokens)
-        if head_norm is not None or not _owns_pairs(tile, head_dim):
-            qkv = product(residual)
-            return store_key_value(qkv, rotation, head_norm, keys, values, t_slot, scales)
-        inner = norm if tile.kind is Kind.MULTIPLY_ADD else None
-        if inner is None:
-            residual = rms_norm(residual, norm.weight, norm.epsilon)
-        count = n // head_dim - 2 * kv_heads
-        q = torch.empty((tokens, count, head_dim), dtype=residual.dtype, device=residual.device)
-        places = HeadsOut(
-            rotation.t_position,
-            t_slot,
-            rotation.inverse_frequencies,
-            rotation.scale,
-            rotation.cos,
-            rotation.sin,
-            keys,
-            values,
-            keys.stride(0),
-            values.stride(0),
-            scales.keys if scales else None,
-            scales.values if scales else None,
-            count,
-            kv_heads,
-        )
-        multiply(residual, weight, bias, q.flatten(1), tile, norm=inner, heads=places)
-        return q
-
-    return heads
-
-
-def _owns_pairs(tile: Tile, head_dim: int) -> bool:
-    """Whether a program's rows can be pairs of dimensions of one head."""
-    if tile.kind is Kind.LIBRARY:
-        return False
-    rows = _rows_of(tile, gated=False)
-    return rows % 2 == 0 and head_dim % rows == 0
-
-
-def _rows_of(tile: Tile, *, gated: bool) -> int:
-    """Outputs that a program makes."""
-    least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
-    return max(least, tile.block_n // 2 if gated else tile.block_n)
-
-
 def prepare_add_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> AddLinear:
@@ -180,21 +105,20 @@ def multiply(
     norm: RowNorm | None = None,
     activation: Activation | None = None,
     add: bool = False,
-    heads: HeadsOut | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
     With an `activation` the weight is [2n, k], gates first. Rows of x, y and weight are contiguous;
-    `norm` needs `Kind.MULTIPLY_ADD`. Only a `Kind.MATRIX` without activation or heads heeds
-    `splits`. With `heads`, y [T, H · D] gets queries and the pool the rest.
+    `norm` needs `Kind.MULTIPLY_ADD`. Only a `Kind.MATRIX` without activation heeds `splits`.
     """
-    tokens, k = x.shape
-    n = len(weight) if activation is None else len(weight) // 2
-    block_n, block_k = _rows_of(tile, gated=activation is not None), tile.block_k
+    tokens, n = y.shape
+    k = weight.shape[1]
+    least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
+    block_n = max(least, tile.block_n if activation is None else tile.block_n // 2)
+    block_k = tile.block_k
     common = {
         "BIAS": bias is not None,
         "ACTIVATION": "none" if activation is None else activation.value,
-        "HALF": 0 if heads is None else heads.key_pool.shape[2] // 2,
         "ADD": add,
         "EVEN": k % block_k == 0,
         "BLOCK_N": block_n,
@@ -205,8 +129,7 @@ def multiply(
     }
     common["AHEAD"] = tile.ahead if common["OVERLAP"] else 0
     common["BULK"] = tile.bulk and _allows_bulk(weight, block_k)
-    plain = activation is None and heads is None
-    splits = tile.splits if tile.kind is Kind.MATRIX and plain else 1
+    splits = tile.splits if tile.kind is Kind.MATRIX and activation is None else 1
     grid = (triton.cdiv(n, block_n), splits)
     biases = weight if bias is None else bias
     block_t = triton.next_power_of_2(tokens)
@@ -224,7 +147,6 @@ def multiply(
             n,
             k,
             epsilon,
-            heads,
             NORM=norm is not None,
             BLOCK_T=block_t,
             **common,
@@ -245,8 +167,7 @@ def multiply(
             tokens,
             n,
             k,
-            heads,
-            BLOCK_T=max(block_t, LEAST_MATRIX_ROWS),
+            BLOCK_T=max(block_t, least),
             SPLITS=splits,
             **common,
         )

@@ -3,8 +3,7 @@
 Both kernels give a program BLOCK_N rows of the weight and let it walk along them: `multiply_add` in
 ordinary arithmetic for a handful of tokens, and `matrix` on the matrix unit, tokens padded to
 BLOCK_T. Around the product they can do what the model does next to it: norm its input
-(`multiply_add` only), add a bias, apply the gate, add to the residual, or rotate heads and store
-them (HALF, half the size of a head; see `product_heads`).
+(`multiply_add` only), add a bias, apply the gate, add to the residual.
 
 The norm costs no pass of its own: x·w / rms(x) is linear in 1 / rms(x), so the sum of squares grows
 along with the product and divides it in the end.
@@ -25,13 +24,6 @@ import triton.language as tl
 
 from tokenpod.kernels.triton.launch import ask_lines, await_inputs
 from tokenpod.kernels.triton.pointwise import activated
-from tokenpod.kernels.triton.product_heads import (
-    angles_ahead,
-    angles_found,
-    first_row,
-    own_rows,
-    write_heads,
-)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -47,11 +39,9 @@ def multiply_add(
     n,
     k,
     epsilon,
-    heads,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    HALF: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -70,7 +60,7 @@ def multiply_add(
     """
     # Axes: token, row, k. Everything is loaded with all three, so that nothing changes its layout.
     GATED: tl.constexpr = ACTIVATION != "none"
-    row = own_rows(BLOCK_N, HALF)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)
     start_of_row = weight + own.to(tl.int64)[None, :, None] * k
     start_of_up = weight + (own + n).to(tl.int64)[None, :, None] * k
@@ -84,15 +74,14 @@ def multiply_add(
     w = _weight_tile(start_of_row + i, i < k, EVEN)
     up = _weight_tile(start_of_up + i, i < k, EVEN) if GATED else w
     if BULK:
-        _ask_own_rows(weight, n, BLOCK_K, k, GATED, BLOCK_N, HALF, AHEAD)
+        first_row = tl.program_id(0) * BLOCK_N
+        _ask_rows(weight, first_row, n, BLOCK_K, k, BLOCK_N, AHEAD)
+        if GATED:
+            _ask_rows(weight, first_row + n, 2 * n, BLOCK_K, k, BLOCK_N, AHEAD)
     else:
         _ask_ahead(start_of_row, BLOCK_K, k, AHEAD)
         if GATED:
             _ask_ahead(start_of_up, BLOCK_K, k, AHEAD)
-    if HALF > 0:
-        of_token = tl.arange(0, BLOCK_T)[:, None]
-        pair = (first_row(BLOCK_N, HALF) % HALF + tl.arange(0, BLOCK_N // 2))[None, :]
-        c, s = angles_ahead(heads, of_token, pair, tokens, HALF)
     await_inputs(OVERLAP)
     v, squares = _input_tile(
         at_x, norm_weight, i, token < tokens, k, squares, NORM, EVEN, BLOCK_T == 1
@@ -126,13 +115,8 @@ def multiply_add(
         if BIAS:
             up_out += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
         out = activated(out, ACTIVATION) * up_out
-    if HALF > 0:
-        a, b = tl.split(tl.reshape(out, (BLOCK_T, BLOCK_N // 2, 2)))
-        c, s = angles_found(heads, of_token, pair, tokens, c, s, HALF)
-        write_heads(heads, y, y_stride, a, b, c, s, of_token, pair, tokens, BLOCK_N, HALF)
-    else:
-        at_y = y + token[:, None] * y_stride + row[None, :]
-        _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
+    at_y = y + token[:, None] * y_stride + row[None, :]
+    _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -146,10 +130,8 @@ def matrix(
     tokens,
     n,
     k,
-    heads,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    HALF: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -162,7 +144,7 @@ def matrix(
     OVERLAP: tl.constexpr,
 ):
     """As `multiply_add`, without the norm. The weight is the left factor: its rows are many."""
-    row = own_rows(BLOCK_N, HALF)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)
     start_of_row = weight + own.to(tl.int64) * k
     start_of_up = weight + (own + n).to(tl.int64) * k
@@ -174,18 +156,17 @@ def matrix(
         start = tl.program_id(1) * length
     end = tl.minimum(start + length, k)
     if BULK:
-        _ask_own_rows(weight, n, start, k, GATED, BLOCK_N, HALF, AHEAD)
+        first_row = tl.program_id(0) * BLOCK_N
+        _ask_rows(weight, first_row, n, start, k, BLOCK_N, AHEAD)
+        if GATED:
+            _ask_rows(weight, first_row + n, 2 * n, start, k, BLOCK_N, AHEAD)
     else:
         _ask_ahead(start_of_row, start, k, AHEAD)
         if GATED:
             _ask_ahead(start_of_up, start, k, AHEAD)
-    token = tl.arange(0, BLOCK_T)
-    if HALF > 0:
-        of_token = token[None, :]
-        pair = (first_row(BLOCK_N, HALF) % HALF + tl.arange(0, BLOCK_N // 2))[:, None]
-        c, s = angles_ahead(heads, of_token, pair, tokens, HALF)
     await_inputs(OVERLAP)
 
+    token = tl.arange(0, BLOCK_T)
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     up_sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for at in tl.range(start, end, BLOCK_K, num_stages=STAGES):
@@ -209,15 +190,8 @@ def matrix(
         if BIAS:
             up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
         out = activated(out, ACTIVATION) * up_sums
-    if HALF > 0:
-        tl.static_assert(SPLITS == 1)
-        pairs = tl.permute(tl.reshape(out, (BLOCK_N // 2, 2, BLOCK_T)), (0, 2, 1))
-        a, b = tl.split(pairs)
-        c, s = angles_found(heads, of_token, pair, tokens, c, s, HALF)
-        write_heads(heads, y, y_stride, a, b, c, s, of_token, pair, tokens, BLOCK_N, HALF)
-    else:
-        at_y = y + token[None, :] * y_stride + row[:, None]
-        _write(at_y, out, (token[None, :] < tokens) & (row[:, None] < n), ADD)
+    at_y = y + token[None, :] * y_stride + row[:, None]
+    _write(at_y, out, (token[None, :] < tokens) & (row[:, None] < n), ADD)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -301,28 +275,6 @@ def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
         i = first + tl.arange(0, AHEAD // LINE) * (LINE // BYTES)
         rows = tl.reshape(start_of_row, (start_of_row.numel, 1))
         ask_lines(rows + tl.minimum(i, k - 1)[None, :])
-
-
-@triton.jit
-def _ask_own_rows(
-    weight,
-    n,
-    first,
-    k,
-    GATED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HALF: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """`_ask_rows` of a program's rows: one block of them, or two of gates and of pairs."""
-    row = first_row(BLOCK_N, HALF)
-    if HALF > 0:
-        _ask_rows(weight, row, n, first, k, BLOCK_N // 2, AHEAD)
-        _ask_rows(weight, row + HALF, n, first, k, BLOCK_N // 2, AHEAD)
-    else:
-        _ask_rows(weight, row, n, first, k, BLOCK_N, AHEAD)
-        if GATED:
-            _ask_rows(weight, row + n, 2 * n, first, k, BLOCK_N, AHEAD)
 
 
 @triton.jit

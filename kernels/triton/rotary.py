@@ -120,14 +120,14 @@ def _rotate(
 ):
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_HALF)
-    c, s = angles(t_position + token, inverse_frequencies, scale, i, HALF)
+    c, s = _angles(t_position + token, inverse_frequencies, scale, i, HALF)
     await_inputs(OVERLAP)
     tl.store(cos + token * HALF + i, c, mask=i < HALF)
     tl.store(sin + token * HALF + i, s, mask=i < HALF)
 
 
 @triton.jit
-def angles(position, inverse_frequencies, scale, i, HALF: tl.constexpr):
+def _angles(position, inverse_frequencies, scale, i, HALF: tl.constexpr):
     """Scaled cosine and sine of pairs i, float32."""
     frequency = tl.load(inverse_frequencies + i, mask=i < HALF, other=0.0)
     angle = tl.load(position).to(tl.float32) * frequency
@@ -173,7 +173,7 @@ def _store_key_value(
     inside = (head < heads + 2 * kv_heads) & (i < HALF)
     if cos is None:
         # The product before is under way: this costs no time.
-        c, s = angles(t_position + token, inverse_frequencies, scale, i, HALF)
+        c, s = _angles(t_position + token, inverse_frequencies, scale, i, HALF)
     slot = tl.load(t_slot + token)
     await_inputs(OVERLAP)
     if cos is not None:
@@ -186,9 +186,8 @@ def _store_key_value(
     value_at = values + slot * values_stride + (head - heads - kv_heads) * (2 * HALF) + i
     is_value = is_value & inside
     own = head - heads - kv_heads
-    multiple_of = _scale_of(value_scales, own, is_value, SCALED)
-    tl.store(value_at, stored(first, multiple_of, SCALED), mask=is_value)
-    tl.store(value_at + HALF, stored(second, multiple_of, SCALED), mask=is_value)
+    tl.store(value_at, _stored(first, value_scales, own, is_value, SCALED), mask=is_value)
+    tl.store(value_at + HALF, _stored(second, value_scales, own, is_value, SCALED), mask=is_value)
 
     a, b = first.to(tl.float32), second.to(tl.float32)
     if NORM:
@@ -212,27 +211,18 @@ def _store_key_value(
     key_at = keys + slot * keys_stride + (head - heads) * (2 * HALF) + i
     is_key = is_key & inside
     own = head - heads
-    multiple_of = _scale_of(key_scales, own, is_key, SCALED)
-    tl.store(key_at, stored(turned_a, multiple_of, SCALED), mask=is_key)
-    tl.store(key_at + HALF, stored(turned_b, multiple_of, SCALED), mask=is_key)
+    tl.store(key_at, _stored(turned_a, key_scales, own, is_key, SCALED), mask=is_key)
+    tl.store(key_at + HALF, _stored(turned_b, key_scales, own, is_key, SCALED), mask=is_key)
 
 
 @triton.jit
-def _scale_of(scales, head, mask, SCALED: tl.constexpr):
-    """What the numbers of each head are stored as multiples of; anything where they are not."""
-    if SCALED:
-        return tl.load(scales + head + tl.zeros(mask.shape, tl.int32), mask=mask, other=1.0)
-    else:
-        return 1.0
-
-
-@triton.jit
-def stored(x, scale, SCALED: tl.constexpr):
-    """X as the pool has it: with SCALED the e4m3 multiple of `scale`, which broadcasts.
+def _stored(x, scales, head, mask, SCALED: tl.constexpr):
+    """X [heads, numbers] as the pool has it: with SCALED the e4m3 multiple of the head's scale.
 
     At most ±448 times; what is no number stays none.
     """
     if SCALED:
+        scale = tl.load(scales + head + tl.zeros(mask.shape, tl.int32), mask=mask, other=1.0)
         multiple = tl.div_rn(x.to(tl.float32), scale)
         multiple = tl.where(multiple > LARGEST, LARGEST, multiple)
         x = tl.where(multiple < -LARGEST, -LARGEST, multiple).to(tl.float8e4nv)

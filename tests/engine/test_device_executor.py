@@ -10,7 +10,7 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-from tokenpod.engine.assemble import worst_step
+from tokenpod.engine.assemble import run_worst_steps, worst_step
 from tokenpod.engine.device_executor import DeviceExecutor
 from tokenpod.engine.device_sampler import DeviceSampler, Tiles
 from tokenpod.engine.graphs import ladder
@@ -251,7 +251,7 @@ def test_keys_and_values_of_8_bits():
     definition = replace(
         OPERATIONS,
         rotate=reference.OPERATIONS.rotate,
-        prepare_heads=reference.OPERATIONS.prepare_heads,
+        store_key_value=reference.OPERATIONS.store_key_value,
         plan_attention=reference.OPERATIONS.plan_attention,
         attention=reference.OPERATIONS.attention,
     )
@@ -279,6 +279,16 @@ def test_the_worst_step_runs(scattered):
     result = loop.executor.launch(plan).wait()
     assert len(result.tokens) == ROWS
     assert sum(map(len, result.prompt_logprobs.values())) == PREFILL
+
+
+@pytest.mark.gpu
+def test_worst_steps_leave_no_row_behind():
+    loop, link = on_device(overlap=True, captured=False)
+    run_worst_steps(loop.executor, ROWS, PREFILL, POSITIONS)
+    link.inbox.append(Request([7], [3, 1, 2], SamplingParams(), StoppingParams(max_new_tokens=3)))
+    while 7 not in link.finished:
+        loop.turn()
+    assert len(link.tokens[7]) == 3
 
 
 def test_integers_reach_the_device_as_they_were_filled_in():

@@ -20,14 +20,6 @@ def cpu_operations(dtype):
     return both if dtype == torch.float32 else both[:1]
 
 
-def stores(dtype):
-    """Every `StoreKeyValue` for a CPU, the definition's first, with its operations."""
-    yield reference.OPERATIONS, reference.store_key_value
-    yield cpu.OPERATIONS, cpu.store_key_value
-    if dtype == torch.float32:
-        yield compiled.OPERATIONS, compiled.store_key_value
-
-
 def test_a_cpu_gets_its_own_operations_and_other_devices_the_reference():
     assert operations_for(torch.device("cpu"), torch.float32) is compiled.OPERATIONS
     assert operations_for(torch.device("cpu"), torch.bfloat16) is cpu.OPERATIONS
@@ -141,11 +133,11 @@ def test_rotation_and_the_write_to_the_pool(slots, normed, dtype, draw):
     positions = torch.arange(len(slots)) * 1000 + 5
     frequencies = 1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
     outcomes = []
-    for ops, store_key_value in stores(dtype):
+    for ops in (reference, *cpu_operations(dtype)):
         keys = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
         values = torch.zeros(12, kv_heads, head_dim, dtype=dtype)
         rotation = ops.rotate(positions, frequencies, 1.3, dtype)
-        q = store_key_value(qkv.clone(), rotation, norm, keys, values, torch.tensor(slots))
+        q = ops.store_key_value(qkv.clone(), rotation, norm, keys, values, torch.tensor(slots))
         assert q.shape == (len(slots), heads, head_dim)
         untouched = [slot for slot in range(12) if slot not in slots]
         assert not keys[untouched].any()
@@ -159,11 +151,11 @@ def test_rotation_and_the_write_to_the_pool(slots, normed, dtype, draw):
 def test_rotation_turns_pairs_half_a_head_apart():
     """One quarter turn takes (x, y) to (-y, x); position 0 turns nothing."""
     quarter = torch.tensor([torch.pi / 2])
-    for ops, store_key_value in stores(torch.float32):
+    for ops in (reference, *cpu_operations(torch.float32)):
         keys, values = torch.zeros(3, 1, 2), torch.zeros(3, 1, 2)
         qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 2)
         rotation = ops.rotate(torch.tensor([0, 1]), quarter, 1.0, torch.float32)
-        q = store_key_value(qkv, rotation, None, keys, values, torch.tensor([0, 1]))
+        q = ops.store_key_value(qkv, rotation, None, keys, values, torch.tensor([0, 1]))
         torch.testing.assert_close(q[:, 0], torch.tensor([[1.0, 2.0], [-2.0, 1.0]]))
         torch.testing.assert_close(keys[:2, 0], torch.tensor([[3.0, 4.0], [-4.0, 3.0]]))
         torch.testing.assert_close(values[:2, 0], torch.tensor([[5.0, 6.0], [5.0, 6.0]]))

@@ -40,7 +40,7 @@ from tokenpod.kernels.triton import (
     rotary,
     steps,
 )
-from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
+from tokenpod.kernels.triton.tiles import Kind, measured
 
 #: The package has a function of this name.
 attention = import_module("tokenpod.kernels.triton.attention")
@@ -126,26 +126,6 @@ def store() -> None:
             rotary.store_key_value(qkv, angles, norm, *pools, places)
 
 
-def heads() -> None:
-    """By both kinds of kernel, of few tokens and of as many as find their angles once."""
-    weight = draw((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN)
-    norm = RowNorm(draw(HIDDEN), 1e-6)
-    scales = KVScales(*torch.ones(2, KV_HEADS))
-    for block_n, kind, tokens, scaled in (
-        (4, Kind.MULTIPLY_ADD, 1, False),
-        (2, Kind.MULTIPLY_ADD, 4, True),
-        (64, Kind.MATRIX, 16, True),
-        (64, Kind.MATRIX, rotary.MANY_TOKENS, False),
-    ):
-        tile = Tile(kind, block_n, 128, stages=3, bulk=True, ahead=1024)
-        prepared = product.prepare_heads(weight, None, norm, None, Tiles({}, [(64, tile)]))
-        places = torch.arange(tokens)
-        angles = rotary.rotate(places, torch.ones(HEAD_DIM // 2), 1.0, BF16)
-        pools = draw(2, tokens, KV_HEADS, HEAD_DIM)
-        pools = pools.to(torch.float8_e4m3fn) if scaled else pools
-        prepared(draw(tokens, HIDDEN), angles, *pools, places, scales if scaled else None)
-
-
 def store_8_bits() -> None:
     places = torch.arange(2)
     angles = rotary.rotate(places, torch.ones(HEAD_DIM // 2), 1.0, BF16)
@@ -203,7 +183,6 @@ FAMILIES: dict[str, Callable[[], None]] = {
         attend_8_bits,
         store,
         store_8_bits,
-        heads,
         multiply,
         experts_block,
         others,

@@ -13,8 +13,9 @@ from tokenpod.service.errors import ResourceExhausted, Unavailable
 from tokenpod.service.house import House
 
 #: Seconds after which a refused client should try again.
-_RETRY_SECONDS = 1.0
-_DRAINING = "the server is draining"
+RETRY_SECONDS = 1.0
+#: What those are told who come while the server stops.
+DRAINING = "the server is draining"
 
 
 class Admission:
@@ -50,15 +51,15 @@ class Admission:
 
     def drain(self) -> None:
         """Take in nothing more, in any process."""
-        self.closed = _DRAINING
+        self.closed = DRAINING
         self.house.close()
 
     def check_open(self) -> None:
         """Raise Unavailable while the server takes no new work."""
         if self.house.closed:
-            self.closed = _DRAINING
+            self.closed = DRAINING
         if self.closed:
-            raise Unavailable(self.closed, retry_after=_RETRY_SECONDS)
+            raise Unavailable(self.closed, retry_after=RETRY_SECONDS)
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
@@ -69,7 +70,7 @@ class Admission:
                 f"{requests} requests are running or waiting; this server takes at most"
                 f" {self.max_requests} (--max-concurrent-requests)",
                 limit="max_concurrent_requests",
-                retry_after=_RETRY_SECONDS,
+                retry_after=RETRY_SECONDS,
             )
         self.house.add(requests=1)
         place = Place(self)
@@ -98,7 +99,7 @@ class Place:
                 f"{waiting} prompt tokens are waiting; with the {prompt_tokens} of this request"
                 f" the queue would exceed {most} (--max-queue-tokens)",
                 limit="max_queue_tokens",
-                retry_after=_RETRY_SECONDS,
+                retry_after=RETRY_SECONDS,
             )
         self._tokens = prompt_tokens
         self._admission.house.add(waiting_tokens=prompt_tokens)

@@ -25,6 +25,7 @@ from tokenpod.engine.parent import die_with_parent
 from tokenpod.engine.types import Loading
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import EngineClient, EngineLost
+from tokenpod.service.closing import Closing
 from tokenpod.service.front_ends import Order
 from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.house import House
@@ -80,7 +81,8 @@ class FrontEnd:
                 house=house,
             )
             generate = GenerateService(admission, telemetry)
-            server = await self._server(admission, generate, telemetry, stack)
+            closing = Closing(settings.max_concurrent_requests)
+            server = await self._server(admission, generate, telemetry, closing, stack)
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(order.model_folder))
             events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
             await asyncio.wait(events, return_when="FIRST_COMPLETED")
@@ -94,11 +96,11 @@ class FrontEnd:
             house.set_serving()
             await _tell_pending(client, house, hung_up)
             if not client.lost.done():
-                await server.stop(0.5)
+                await closing.stop(server, 0.5)
                 return 0
             # Its calls have been told already; a moment for the answers to leave. If the engine
             # lives and has only given up on this front end, the first one hears of it by our end.
-            await server.stop(1.0)
+            await closing.stop(server, 1.0)
             log.error("the link to the engine was lost", extra={"front_end": order.index})
         return 1
 
@@ -107,6 +109,7 @@ class FrontEnd:
         admission: Admission,
         generate: GenerateService,
         telemetry: Telemetry,
+        closing: Closing,
         stack: contextlib.AsyncExitStack,
     ) -> grpc.aio.Server:
         """All of the pod's services, not listening yet."""
@@ -114,6 +117,7 @@ class FrontEnd:
         interceptors.append(ErrorInterceptor())
         if self.settings.auth_token_file is not None:
             interceptors.append(AuthInterceptor(self.settings.auth_token_file))
+        interceptors.append(closing)
         relay = await stack.enter_async_context(
             relay_of(self.order.relay_address, self.order.relay_secret)
         )

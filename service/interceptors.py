@@ -122,10 +122,17 @@ def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
     return _remade(handler, behaviour, handler.request_deserializer)
 
 
-def refusing(handler: Handler, error: ServiceError) -> Handler:
-    """A handler that answers `error`; what a stranger sends is not even decoded."""
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
+def refusing(
+    handler: Handler, error: ServiceError, after: Callable[[], Awaitable[None]] = _at_once
+) -> Handler:
+    """A handler that answers `error` after `after`; what was sent is not even decoded."""
 
     async def refuse(request: Any, context: Context) -> None:
+        await after()
         await _abort(context, error)
 
     return _remade(handler, refuse, None)

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tokenpod.protos.tokenpod.shard.v1 import letter_pb2 as pb
+from tokenpod.service.batches import Batches
 from tokenpod.service.calls import CachedBatch, PrefillCall, ShardStep, WarmupCall
 from tokenpod.service.errors import FailedPrecondition, ServiceError
 from tokenpod.service.letters import Letters, Refused, refusal_of
@@ -51,6 +52,7 @@ class LeaderShard:
     def __init__(self, shard: ShardService, make_way: Callable[[], Awaitable[None]]) -> None:
         self._make_way = make_way
         self.urls = shard.urls
+        self.batches = shard.batches
         self._shard = shard
         self._steps: OrderedDict[int, _Step] = OrderedDict()
         self._count = 0
@@ -81,7 +83,8 @@ class LeaderShard:
         """The answer for a follower. Raises ServiceError."""
         match question.WhichOneof("question"):
             case "join_step":
-                return await self._join(question.join_step)
+                with self.batches.call():
+                    return await self._join(question.join_step)
             case "filter_batch":
                 asked = question.filter_batch
                 batch = await self.filter(asked.batch_id, list(asked.request_ids))
@@ -136,6 +139,8 @@ class FollowerShard:
 
     def __init__(self, letters: Letters, leader_address: str, limits: RequestLimits) -> None:
         self.urls = [leader_address]
+        #: Empty: what routers hold is the leader's.
+        self.batches = Batches()
         self._letters = letters
         self._limits = limits
         #: The last step of each batch that was joined.

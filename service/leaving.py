@@ -29,10 +29,11 @@ async def drain(settings: ServerSettings, parts: Parts, others: FrontEnds) -> No
     await stopping.sleep(settings.lame_duck_seconds)
     admission.drain()
     await _quiet(settings, parts)
-    # Closes the listener at once, so it comes last.
+    # Closes the listener, so it comes last.
     grace = 0.0 if stopping.urgent else 0.5
-    await asyncio.gather(parts.listener.server.stop(grace), others.stop())
-    log.info("stopped", extra={"cut_off": admission.requests})
+    await asyncio.gather(parts.listener.stop(grace, stopping.sleep), others.stop())
+    cut_off = {"cut_off": admission.requests, "cut_off_batches": len(parts.rpcs.shard.batches)}
+    log.info("stopped", extra=cut_off)
 
 
 async def make_way(settings: ServerSettings, parts: Parts) -> None:
@@ -58,14 +59,16 @@ async def take_leave(
     enough.cancel()
     leave.cancel()
     await asyncio.gather(leave, return_exceptions=True)
-    await parts.listener.server.stop(0.5)
+    await parts.listener.stop(0.5, parts.stopping.sleep)
     log.info("stopped")
 
 
 async def _quiet(settings: ServerSettings, parts: Parts) -> None:
-    """Wait until no request runs, as long as the operator allows."""
-    deadline = time.monotonic() + settings.graceful_termination_timeout
-    while parts.admission.requests and time.monotonic() < deadline:
+    """Wait until no request runs and no router has a batch, as long as the operator allows."""
+    admission, batches = parts.admission, parts.rpcs.shard.batches
+    began = time.monotonic()
+    deadline = began + settings.graceful_termination_timeout
+    while (admission.requests or batches.awaited(began)) and time.monotonic() < deadline:
         if parts.stopping.urgent:
             return
         await parts.stopping.sleep(0.05)

@@ -69,6 +69,7 @@ class Letters:
 
     def close(self) -> None:
         """The ranks are gone: nothing will be answered any more."""
+        self._line = None
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(Unavailable("the group is forming again", retry_after=1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -9,6 +10,7 @@ import grpc
 from tokenpod.engine.types import Load
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import NO_LOAD, EngineClient
+from tokenpod.service.closing import Closing
 from tokenpod.service.forming import Forming
 from tokenpod.service.generate import GenerateService
 from tokenpod.service.health import HealthBoard
@@ -19,11 +21,22 @@ from tokenpod.service.stopping import Stopping
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """The bound server, and what it can be reached by."""
+    """The bound server, and what it can be reached by.
+
+    Args:
+        server: listens.
+        closing: one of its interceptors.
+        address, shard_url: for clients and for routers.
+    """
 
     server: grpc.aio.Server
+    closing: Closing
     address: str
     shard_url: str
+
+    async def stop(self, grace: float, sleep: Callable[[float], Awaitable[None]]) -> None:
+        """Stop listening; see `Closing.stop`."""
+        await self.closing.stop(self.server, grace, sleep)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ The order matters to those who watch from outside:
     load and warm up          in the engine's process
     SERVING
     SIGTERM                   NOT_SERVING but still serving for the lame-duck seconds
-                              -> new work is refused while streams go on
+                              -> new work is refused while streams and routers' batches go on
                               -> what is left after the grace ends with UNAVAILABLE
 """
 
@@ -29,6 +29,7 @@ from tokenpod.config import ServerSettings
 from tokenpod.engine.types import Ready
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import EngineLost
+from tokenpod.service.closing import Closing
 from tokenpod.service.engine_process import ENGINE_COMMAND
 from tokenpod.service.forming import Forming
 from tokenpod.service.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
@@ -134,6 +135,8 @@ class Server:
         interceptors.append(ErrorInterceptor())
         if settings.auth_token_file is not None:
             interceptors.append(AuthInterceptor(settings.auth_token_file))
+        closing = Closing(settings.max_concurrent_requests)
+        interceptors.append(closing)
         shared = settings.resolved_front_ends > 1
         if shared:
             check_port(settings)
@@ -158,7 +161,7 @@ class Server:
             stack.push_async_callback(health.stop, None)
         await server.start()
         stack.push_async_callback(server.stop, None)
-        return Listener(server, address, shard_url)
+        return Listener(server, closing, address, shard_url)
 
     # -- one life of the engines -----------------------------------------------------------------
 
@@ -268,7 +271,10 @@ class Server:
         else:
             urls = [parts.listener.shard_url]
             shard = ShardService(
-                serving, urls=urls, prefill_tokens=settings.resolved_prefill_tokens
+                serving,
+                parts.admission,
+                urls=urls,
+                prefill_tokens=settings.resolved_prefill_tokens,
             )
             if settings.num_nodes > 1:
                 shard = LeaderShard(shard, make_way=lambda: make_way(settings, parts))
@@ -302,7 +308,7 @@ class Server:
         if self.settings.world == 1:
             log.error("the engine was lost", extra={"reason": str(lost)})
             # A moment for the answers to leave.
-            await parts.listener.server.stop(1.0)
+            await parts.listener.stop(1.0, parts.stopping.sleep)
             return 1
         parts.admission.closed = FORMING
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})

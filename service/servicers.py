@@ -130,7 +130,6 @@ class ShardServicer:
 
     async def Prefill(self, request: Any, context: Context) -> Any:
         """New prompts."""
-        self.rpcs.admission.check_open()
         step = await self.rpcs.shard.prefill(self.codec.prefill(request))
         return self.codec.step(self.codec.pb.PrefillResponse(), step)
 

@@ -2,7 +2,7 @@
 
 A router numbers batches; the engine knows sequences only. The batches live here: which sequences a
 batch holds, what text each has so far, which have stopped. A batch that an rpc is working on is out
-of the table, so a second rpc with its id does not find it, as in TGI's own shards.
+of the table (batches.py), so a second rpc with its id does not find it, as in TGI's own shards.
 
     Prefill   new sequences (+ one step of a cached batch) -> batch in the table, unless all stopped
     Decode    batches out of the table -> one step -> one batch, under the first one's id
@@ -25,6 +25,8 @@ from tokenpod.engine.types import (
     Top,
 )
 from tokenpod.service import validate
+from tokenpod.service.admission import Admission
+from tokenpod.service.batches import Batches
 from tokenpod.service.calls import (
     CachedBatch,
     PrefillCall,
@@ -47,6 +49,11 @@ class Shard(Protocol):
     @property
     def urls(self) -> Sequence[str]:
         """Where the leader is: it speaks for every rank."""
+        ...
+
+    @property
+    def batches(self) -> Batches:
+        """What routers hold in this pod."""
         ...
 
     async def prefill(self, call: PrefillCall) -> ShardStep:
@@ -104,16 +111,20 @@ class ShardService:
 
     Args:
         serving: engine, tokenizer and limits.
+        admission: says no while the pod drains.
         urls: the addresses of all shards, this one included.
         prefill_tokens: prompt tokens that one step takes.
     """
 
-    def __init__(self, serving: Serving, *, urls: Sequence[str], prefill_tokens: int) -> None:
+    def __init__(
+        self, serving: Serving, admission: Admission, *, urls: Sequence[str], prefill_tokens: int
+    ) -> None:
         self.urls = urls
+        self.batches = Batches()
         self._serving = serving
+        self._admission = admission
         self._encoder = Encoder(serving.tokenizer)
         self._prefill_tokens = prefill_tokens
-        self._batches: dict[int, list[HeldSequence]] = {}
         self._working: set[asyncio.Task[object]] = set()
 
     # -- rpcs ----------------------------------------------------------------------------------
@@ -122,22 +133,12 @@ class ShardService:
         """Process new prompts, and one step of a cached batch that they join.
 
         If it fails, the cached batch is gone too: routers give up its requests and never name it
-        again.
+        again. So while the pod drains, Unavailable is for those that join no batch.
         """
-        try:
-            validate.check_shard_batch(call.batch, self._serving.limits)
-            requests, sequences = await self._open(call.batch)
-        except ServiceError:
-            if call.cached_batch_id is not None:
-                self._drop(self._batches.pop(call.cached_batch_id, []))
-            raise
-        cached: list[HeldSequence] = []
-        joined_id = call.batch.id
-        if call.cached_batch_id is not None:
-            cached = self._take(call.cached_batch_id)
-            joined_id = call.cached_batch_id
-        self._drop(self._batches.pop(call.batch.id, []))
-        return await self._finish(self._step(joined_id, cached, sequences, requests))
+        if call.cached_batch_id is None or call.cached_batch_id not in self.batches:
+            self._admission.check_open()
+        with self.batches.call():
+            return await self._prefill(call)
 
     async def decode(self, batch_ids: Sequence[int]) -> ShardStep:
         """One step for one or several batches, which become one."""
@@ -145,31 +146,30 @@ class ShardService:
             raise InvalidArgument("batches", "is empty: Must provide at least one batch")
         began = time.monotonic_ns()
         for batch_id in batch_ids:
-            self._expect(batch_id)
+            self.batches.expect(batch_id)
         if len(set(batch_ids)) < len(batch_ids):
             raise InvalidArgument("batches", "names the same batch twice")
-        sequences = [sequence for batch_id in batch_ids for sequence in self._take(batch_id)]
+        sequences = [sequence for batch_id in batch_ids for sequence in self.batches.take(batch_id)]
         concat_ns = time.monotonic_ns() - began if len(batch_ids) > 1 else None
-        return await self._finish(self._step(batch_ids[0], sequences, concat_ns=concat_ns))
+        with self.batches.call():
+            return await self._finish(self._step(batch_ids[0], sequences, concat_ns=concat_ns))
 
     async def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
         """Keep only these requests of a batch; with none of them left the batch is gone."""
-        self._expect(batch_id)
         keep = set(request_ids)
-        batch = self._batches.pop(batch_id)
-        self._drop(sequence for sequence in batch if sequence.request_id not in keep)
-        kept = [sequence for sequence in batch if sequence.request_id in keep]
-        left = self._put(batch_id, kept, stopped_too=True)
+        batch = self.batches.take(batch_id)
+        with self.batches.call():
+            self._drop(sequence for sequence in batch if sequence.request_id not in keep)
+            kept = [sequence for sequence in batch if sequence.request_id in keep]
+            left = self._put(batch_id, kept, stopped_too=True)
         return left or CachedBatch(batch_id, request_ids=(), max_tokens=0, current_tokens=0)
 
     async def clear(self, batch_id: int | None) -> None:
         """Forget a batch, or all of them, those that an rpc is working on included."""
         if batch_id is not None:
-            self._drop(self._batches.pop(batch_id, []))
+            self._drop(self.batches.discard(batch_id))
             return
-        for batch in self._batches.values():
-            self._drop(batch)
-        self._batches.clear()
+        self._drop(self.batches.discard_all())
         for task in self._working:
             task.cancel()
 
@@ -179,14 +179,6 @@ class ShardService:
 
     # -- batches -------------------------------------------------------------------------------
 
-    def _expect(self, batch_id: int) -> None:
-        if batch_id not in self._batches:
-            raise NotFound("batch", str(batch_id), f"Batch ID {batch_id} not found in cache.")
-
-    def _take(self, batch_id: int) -> list[HeldSequence]:
-        self._expect(batch_id)
-        return self._batches.pop(batch_id)
-
     def _put(
         self, batch_id: int, batch: list[HeldSequence], *, stopped_too: bool = False
     ) -> CachedBatch | None:
@@ -194,8 +186,8 @@ class ShardService:
         live = [sequence for sequence in batch if not sequence.stopped]
         if not live and not (stopped_too and batch):
             return None
-        self._drop(self._batches.pop(batch_id, []))
-        self._batches[batch_id] = batch
+        self._drop(self.batches.discard(batch_id))
+        self.batches.put(batch_id, batch)
         return CachedBatch(
             id=batch_id,
             request_ids=[sequence.request_id for sequence in batch],
@@ -240,6 +232,22 @@ class ShardService:
         )
 
     # -- steps ---------------------------------------------------------------------------------
+
+    async def _prefill(self, call: PrefillCall) -> ShardStep:
+        try:
+            validate.check_shard_batch(call.batch, self._serving.limits)
+            requests, sequences = await self._open(call.batch)
+        except ServiceError:
+            if call.cached_batch_id is not None:
+                self._drop(self.batches.discard(call.cached_batch_id))
+            raise
+        cached: list[HeldSequence] = []
+        joined_id = call.batch.id
+        if call.cached_batch_id is not None:
+            cached = self.batches.take(call.cached_batch_id)
+            joined_id = call.cached_batch_id
+        self._drop(self.batches.discard(call.batch.id))
+        return await self._finish(self._step(joined_id, cached, sequences, requests))
 
     async def _finish(self, step: Coroutine[object, object, ShardStep]) -> ShardStep:
         """Run a step to its end even if the router hangs up: its batch must not get lost."""

@@ -94,9 +94,6 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-_BY_GRPC = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-
 @dataclass
 class Traffic:
     """Clients that generate all the time, and what has become of their requests.
@@ -114,8 +111,7 @@ class Traffic:
     finished: int = 0
     #: Not accepted, with a hint when to come again.
     refused: int = 0
-    #: Not accepted, and without a hint: the call met the very moment in which a server closes.
-    #: gRPC itself answers then, with UNAVAILABLE or CANCELLED.
+    #: Not accepted, and without a hint: the connection was lost.
     missed: int = 0
     #: Accepted and then broken off, or not accepted for no good reason.
     failed: list[str] = field(default_factory=list)
@@ -168,9 +164,9 @@ class Traffic:
 
     def _note(self, error: grpc.aio.AioRpcError, accepted: bool) -> None:
         hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
-        if not accepted and hint and error.code() is grpc.StatusCode.UNAVAILABLE:
-            self.refused += 1
-        elif not accepted and error.code() in _BY_GRPC:
-            self.missed += 1
-        else:
+        if accepted or error.code() is not grpc.StatusCode.UNAVAILABLE:
             self.failed.append(f"{error.code().name} ({accepted=}): {error.details()}")
+        elif hint:
+            self.refused += 1
+        else:
+            self.missed += 1

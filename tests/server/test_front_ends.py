@@ -284,6 +284,27 @@ def test_a_drain_finishes_the_streams_of_all_and_leaves_nobody() -> None:
         assert all(gone(pid) for pid in children)
 
 
+def test_a_drain_waits_for_a_routers_batch_whichever_front_end_its_calls_reach() -> None:
+    with serve("--front-ends", str(FRONT_ENDS)) as server:
+        clients = one_each(server)
+        held = clients[1].stub.Prefill(pb.PrefillRequest(batch=batch(1, 11))).batch
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.health() == NOT_SERVING)
+        time.sleep(0.2)
+        with pytest.raises(grpc.RpcError) as refused:
+            clients[2].stub.Prefill(pb.PrefillRequest(batch=batch(2, 12)))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        for at in range(8):
+            assert held.request_ids == [11]
+            stub = clients[at % FRONT_ENDS].stub
+            decoded = stub.Decode(pb.DecodeRequest(batches=[held]))
+            held = decoded.batch
+        assert decoded.generations[0].generated_text.generated_tokens == 9
+        assert not decoded.HasField("batch")
+        assert server.process.wait(30) == 0
+        assert "cut_off_batches=0" in server.log.read_text()
+
+
 def test_a_killed_front_end_costs_its_own_streams_and_the_pod_drains() -> None:
     with serve("--front-ends", str(FRONT_ENDS)) as server:
         clients, children = one_each(server), server.children()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import NOT_SERVING, SERVING, ServerProcess, collect, generate, serve, text_request
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 PROMPT = "import os\n"
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
@@ -85,6 +90,30 @@ def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
         assert running.error is None
         assert len(collect(running.events, 1).samples[0].token_ids) == 600
         assert server.process.wait(30) == 0
+
+
+async def test_no_client_that_calls_all_the_time_is_cancelled_by_a_stop() -> None:
+    ended: Counter[tuple[grpc.StatusCode, bool]] = Counter()
+
+    async def client(address: str) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(address, options) as channel:
+            stub = rpc.TextGenerationServiceStub(channel)
+            try:
+                while True:
+                    await stub.Tokens(pb.TokensRequest(text=PROMPT), timeout=60)
+                    await asyncio.sleep(0.05)
+            except grpc.aio.AioRpcError as error:
+                hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
+                ended[error.code(), hint] += 1
+
+    with serve() as server:
+        clients = [asyncio.create_task(client(server.address)) for _ in range(30)]
+        await asyncio.sleep(1.0)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*clients)
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+    assert ended == {(grpc.StatusCode.UNAVAILABLE, True): 30}
 
 
 def test_what_outlasts_the_grace_ends_with_unavailable() -> None:

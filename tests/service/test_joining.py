@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import pytest
 
 from tokenpod.engine.types import Letter
 from tokenpod.service import joining
+from tokenpod.service.batches import Batches
 from tokenpod.service.calls import (
     CachedBatch,
     PrefillCall,
@@ -29,6 +31,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.urls = ["here"]
+        self.batches = Batches()
         self.end = asyncio.Event()
         self.end.set()
         self.error: Exception | None = None
@@ -177,6 +180,24 @@ async def test_a_step_that_the_leader_is_never_asked_for_is_refused(
     assert "batch 7" in error.message
 
 
+async def test_a_step_that_a_draining_leader_refuses_is_refused_at_once(pods: Pods) -> None:
+    pods.steps.error = Unavailable("the server is draining", retry_after=1.0)
+    calls = [refusal(pods.leader.prefill(prefill(7))), refusal(pods.follower.prefill(prefill(7)))]
+    for error in await asyncio.gather(*calls):
+        assert error.code is grpc.StatusCode.UNAVAILABLE
+        assert (error.message, error.retry_after) == ("the server is draining", 1.0)
+
+
+async def test_a_pod_that_stops_waits_for_those_who_join_a_step(pods: Pods) -> None:
+    began = time.monotonic()
+    assert not pods.steps.batches.awaited(began)
+    ours = asyncio.create_task(pods.follower.decode([7]))
+    await asyncio.sleep(0.02)
+    assert pods.steps.batches.awaited(began)
+    await pods.leader.decode([7])
+    assert (await ours).batch.id == 7
+
+
 async def test_filtering_is_the_leaders_and_may_be_asked_twice(pods: Pods) -> None:
     theirs = await pods.leader.filter(7, [5])
     assert await pods.follower.filter(7, [5]) == theirs
@@ -197,6 +218,7 @@ async def test_a_group_that_ends_leaves_no_question_open(pods: Pods) -> None:
     await asyncio.sleep(0.02)
     pods.letters.close()
     assert isinstance(await ours, Unavailable)
+    assert isinstance(await refusal(pods.follower.decode([7])), Unavailable)
 
 
 async def test_a_leader_that_does_not_serve_yet_says_so() -> None:

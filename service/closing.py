@@ -1,0 +1,93 @@
+"""How a server closes its connections without hitting those who are about to call.
+
+gRPC tells clients of a stop, and cancels whatever they send until they have heard it: CANCELLED,
+which clients do not try again. But who waits for an answer does not call. So calls that come last
+are kept waiting until all clients have been told, and are then refused with a hint.
+
+    serving -- clients call again, and are kept --> stop: clients are told --> the kept are refused
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from tokenpod.service.admission import DRAINING, RETRY_SECONDS
+from tokenpod.service.errors import Unavailable
+from tokenpod.service.interceptors import Continuation, Handler, refusing
+
+#: Seconds in which a client that will call again does so: refused ones are told to wait for most
+#: of that.
+_AGAIN_SECONDS = 1.25 * RETRY_SECONDS
+
+
+class Closing(grpc.aio.ServerInterceptor):
+    """Keeps the last calls of a server. Behind those that let strangers in or not.
+
+    Args:
+        most: calls that are kept at once; more are refused at once.
+        exempt: services whose calls pass: probes must not wait.
+        now: seconds of a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        exempt: frozenset[str] = frozenset({"grpc.health.v1.Health"}),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most = most
+        self._exempt = exempt
+        self._now = now
+        self._called_at = -float("inf")
+        self._kept = 0
+        #: Set once clients have been told; None while the server serves.
+        self._told: asyncio.Event | None = None
+
+    async def stop(
+        self,
+        server: grpc.aio.Server,
+        grace: float,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Stop `server`, for good. Without calls of late nobody is waited for.
+
+        Args:
+            server: what this interceptor is part of.
+            grace: seconds that running calls get after that.
+            sleep: may return early, if it has become urgent.
+        """
+        self._told = asyncio.Event()
+        if self._now() - self._called_at < _AGAIN_SECONDS:
+            await sleep(_AGAIN_SECONDS)
+        stopping = asyncio.create_task(server.stop(grace))
+        # The stop begins. On each connection the news goes ahead of the answers.
+        await asyncio.sleep(0)
+        self._told.set()
+        await stopping
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called by grpc."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.split("/")[1] in self._exempt:
+            return handler
+        self._called_at = self._now()
+        if self._told is None:
+            return handler
+        return refusing(handler, Unavailable(DRAINING, retry_after=RETRY_SECONDS), self._keep)
+
+    async def _keep(self) -> None:
+        """Until clients have been told."""
+        assert self._told is not None
+        if self._kept >= self._most:
+            return
+        self._kept += 1
+        try:
+            await self._told.wait()
+        finally:
+            self._kept -= 1

@@ -580,6 +580,8 @@ def compare(found: dict[str, dict[str, Any]]) -> None:
     for rows, context in STEPS:
         name = f"{rows}x{context}"
         times = {world: each[name] for world, each in steps.items() if name in each}
+        if not times:
+            continue
         alone = times.get("one")
         cells = [
             f"{world} {each:7.3f} ms" + (f" ({alone / each:4.2f} x)" if alone else "")

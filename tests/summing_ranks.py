@@ -5,11 +5,14 @@ In a module that a fresh process can import.
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from interpreted import DEVICE
+from triton.runtime import interpreter
 
 from tokenpod.kernels.triton import product
 from tokenpod.kernels.triton.peers import Inboxes
@@ -60,9 +63,23 @@ def turn_of(turn: int, world: int) -> tuple[bool, Tile, Sum]:
     return bool(draw.random() < 0.8), tile, each
 
 
+def _read_late(seed: int) -> None:
+    """Now and then, wait before a message is looked for: long enough for the others to go on."""
+    load = interpreter.InterpreterBuilder.create_masked_load
+    draw = random.Random(seed)
+
+    def late(self, pointers, mask, other, cache, eviction, is_volatile):
+        if is_volatile and draw.random() < 0.1:
+            time.sleep(0.1)
+        return load(self, pointers, mask, other, cache, eviction, is_volatile)
+
+    interpreter.InterpreterBuilder.create_masked_load = late
+
+
 def follow_turns(rank: int, world: int, memory: torch.Tensor) -> list[np.ndarray]:
     """One rank's results; memory is [two kinds of inboxes, receiver, half, sender, word]."""
     torch.set_num_threads(1)
+    _read_late(rank)
     addresses = [[inbox.data_ptr() for inbox in inboxes] for inboxes in memory]
     behind = Inboxes.at(addresses[0], rank, memory.shape[-1], DEVICE)
     at_the_end = Inboxes.at(addresses[1], rank, memory.shape[-1], DEVICE, together=1)

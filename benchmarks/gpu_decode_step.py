@@ -332,7 +332,11 @@ ONE_ROW = few(
     *[multiply_add(8, 1024, 4, stages, 1024) for stages in (2, 4)],
     *[multiply_add(8, 512, 4, 4, ahead) for ahead in (1024, 2048)],
     multiply_add(4, 1024, 4, 3, 1024),
-    multiply_add(16, 512, 4, 3, 1024),
+    *[multiply_add(16, 512, 4, stages, 1024) for stages in (3, 4)],
+    multiply_add(16, 1024, 8, 3, 1024),
+    multiply_add(8, 1024, 8, 4, 1024),
+    *[multiply_add(rows, 2048, warps, 1, 0) for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 8))],
+    *[multiply_add(rows, 2048, 8, 3, 1024) for rows in (4, 8)],
     matrix(16, 512, 2, 4, 2048),
     matrix(32, 256, 2, 4, 2048),
 )
@@ -445,6 +449,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="write the tiles found here")
     parser.add_argument("--ranks", type=int, default=1, help="find tiles for one of so many ranks")
     parser.add_argument("--cases", nargs="*", default=[f"{r}x{c}" for r, c in CASES])
+    parser.add_argument("--search", nargs="*", default=[f"{r}x{c}" for r, c in SEARCHED])
     options = parser.parse_args()
     began = time.perf_counter()
     elapsed: Callable[[], float] = lambda: time.perf_counter() - began  # noqa: E731
@@ -461,8 +466,9 @@ def main() -> None:
             f"\n{elapsed():.0f} s gone; every product's four best tiles, in the step:", flush=True
         )
         found: dict[int, Choice] = {}
-        for i, (rows, context) in enumerate(SEARCHED if options.seconds > 0 else ()):
-            share = (options.seconds - elapsed()) / (len(SEARCHED) - i)
+        searched = [(r, c) for r, c in SEARCHED if f"{r}x{c}" in options.search]
+        for i, (rows, context) in enumerate(searched if options.seconds > 0 else ()):
+            share = (options.seconds - elapsed()) / (len(searched) - i)
             with reporting(f"search for {rows} x {context}"):
                 until = time.perf_counter() + share
                 found[rows] = search(stage, rows, context, until, broken)

@@ -293,6 +293,7 @@ def check_products(group: Any) -> None:
     draw = np.random.default_rng(2)
     device = torch.device("cuda", torch.cuda.current_device())
     table = measured(capability(device))
+    torch.manual_seed(group.rank)
     weights = [torch.randn(shape, device=device).mul_(0.02).bfloat16() for shape in SUMMED]
     turns: list[tuple[torch.Tensor, torch.Tensor, Tile]] = []
     for _ in range(300):

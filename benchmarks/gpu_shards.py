@@ -1,11 +1,14 @@
 """One model on two GPUs against the same model on one: agreement, step times, collectives.
 
-    python -P benchmarks/gpu_shards.py                # everything, under four minutes
-    python -P benchmarks/gpu_shards.py --only sums    # sums, decode or agreement
-    python -P benchmarks/gpu_shards.py --layers 4     # a quick look
+    python -P benchmarks/gpu_shards.py                    # nearly everything, under six minutes
+    python -P benchmarks/gpu_shards.py --only sums        # sums, decode or agreement
+    python -P benchmarks/gpu_shards.py --only products    # tiles for products that end in sums
+    python -P benchmarks/gpu_shards.py --layers 4         # a quick look
 
 An 8B Llama shape in bfloat16 with random weights, the same on every rank and in every world. Ranks
-are processes. Each world's leader prints as it goes; the comparison comes last.
+are processes. Worlds are one GPU; two, with sums as launches of their own ("apart"); and two as in
+service, where products end in their sums. Each world's leader prints as it goes; the comparison
+comes last.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,9 @@ from tokenpod.engine.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.types import EngineOptions, SamplingParams
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
+from tokenpod.kernels.triton import product
+from tokenpod.kernels.triton.launch import capability
+from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families import FAMILIES
@@ -48,11 +55,28 @@ from tokenpod.models.share import Share
 from tokenpod.models.weights import expand
 
 WORLD = 2
+#: Names of worlds, and how many ranks they have; what may hang comes last.
+WORLDS = {"one": 1, "apart": WORLD, "joined": WORLD}
 ROWS, PREFILL, POSITIONS, SLOTS = 64, 512, 1408, 90_112
 #: (rows, context) of timed decode steps, and how many are timed.
 STEPS, TIMED = ((1, 256), (8, 1024), (64, 1024)), 60
 #: Prompts that are scored, and steps of given tokens behind them.
 PROMPTS, PROMPT, GIVEN = 4, 512, 48
+#: [outputs, inputs] of products that end in sums, and tokens and tiles that they are timed with.
+SUMMED = ((4096, 2048), (4096, 7168))
+TOKENS = (1, 2, 4, 8, 16, 32)
+TILES_OF_ONE = [
+    Tile(Kind.MULTIPLY_ADD, block_n, block_k, ahead=ahead)
+    for block_n, block_k, ahead in (
+        (2, 1024, 2048),
+        (4, 512, 2048),
+        (4, 1024, 0),
+        (4, 1024, 2048),
+        (8, 512, 2048),
+        (8, 1024, 2048),
+        (16, 512, 2048),
+    )
+]
 #: Bytes of sums that are timed.
 SUMS = [8192 << i for i in range(10)]
 SHAPE = {
@@ -264,6 +288,97 @@ def check_sums(group: Any) -> None:
     say_line("sums of 400 random sizes: right, and the same on all ranks")
 
 
+def check_products(group: Any) -> None:
+    """Random tokens, weights and tiles: bit by bit as apart, in and out of a graph."""
+    draw = np.random.default_rng(2)
+    device = torch.device("cuda", torch.cuda.current_device())
+    table = measured(capability(device))
+    torch.manual_seed(group.rank)
+    weights = [torch.randn(shape, device=device).mul_(0.02).bfloat16() for shape in SUMMED]
+    turns: list[tuple[torch.Tensor, torch.Tensor, Tile]] = []
+    for _ in range(300):
+        weight = weights[draw.integers(len(weights))]
+        tokens = 1 if draw.random() < 0.5 else int(draw.integers(1, 65))
+        tile = table.choose_own(*weight.shape, tokens)
+        if tokens == 1 and draw.random() < 0.5:
+            tile = TILES_OF_ONE[draw.integers(len(TILES_OF_ONE))]
+        if tile.kind is Kind.LIBRARY:
+            continue
+        x = torch.randn(tokens, weight.shape[1], device=device).bfloat16()
+        turns.append((x, weight, replace(tile, splits=1)))
+    residuals = [torch.ones(len(x), len(w), device=device).bfloat16() for x, w, _ in turns]
+    expected = [residual.clone() for residual in residuals]
+
+    def join_all() -> None:
+        for (x, weight, tile), residual in zip(turns, residuals, strict=True):
+            product.multiply(x, weight, None, residual, tile, inboxes=group.inboxes)
+
+    def add_all() -> None:
+        for (x, weight, tile), residual in zip(turns, expected, strict=True):
+            share = torch.empty_like(residual)
+            product.multiply(x, weight, None, share, tile)
+            group.add(share, residual)
+
+    def compare_all(when: str) -> None:
+        for (x, weight, tile), got, apart in zip(turns, residuals, expected, strict=True):
+            assert torch.equal(got, apart), f"{when}: {len(x)} tokens, {weight.shape}, {tile}"
+            everywhere = group.gather(got.view(1, -1)).view(group.world, -1)
+            assert torch.equal(everywhere[0], everywhere[-1]), f"{when}: {len(x)} tokens differ"
+
+    add_all()
+    join_all()
+    compare_all("launched")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        join_all()
+    for replay in range(5):
+        graph.replay()
+        add_all()
+        if replay % 2 == 0:
+            join_all()
+            add_all()
+    compare_all("replayed")
+    say_line(f"{len(turns)} products of random sizes end in sums: right, and the same on all ranks")
+
+
+def time_products(group: Any) -> None:
+    """Microseconds of a product and its sum, joined and apart, by tokens and for one by tiles."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    table = measured(capability(device))
+    for n, k in SUMMED:
+        # More than the L2 cache holds.
+        weights = [torch.randn(n, k, device=device).bfloat16() for _ in range((1 << 28) // (n * k))]
+        cases = [(tokens, table.choose(n, k, tokens), table) for tokens in TOKENS]
+        cases += [(1, tile, Tiles({}, [(1, tile)])) for tile in TILES_OF_ONE]
+        for tokens, tile, tiles in cases:
+            x = torch.zeros(tokens, k, device=device, dtype=torch.bfloat16)
+            residual = torch.zeros(tokens, n, device=device, dtype=torch.bfloat16)
+            name = f"{tile.kind.value} {tile.block_n} x {tile.block_k}, {tile.ahead} ahead"
+            found = {}
+            for way, inboxes in (("apart", None), ("joined", group.inboxes)):
+                with reporting(f"{way} {n} x {k} {tokens} {name}"):
+                    adds = itertools.cycle([_added(w, group, inboxes, tiles) for w in weights])
+                    act = partial(_next, adds, x, residual)
+                    found[way] = graph_seconds(act, times=2 * len(weights)) * 1e6
+            cells = "  ".join(f"{way} {each:6.2f} us" for way, each in found.items())
+            say_line(f"product {n} x {k}, {tokens:2d} tokens, {name:36s}: {cells}")
+
+
+def _added(weight: torch.Tensor, group: Any, inboxes: Any, tiles: Tiles) -> Any:
+    alone = product.prepare_linear(weight, None, tiles)
+
+    def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+        group.add(alone(x), residual)
+
+    if inboxes is None:
+        return add_product
+    return product.prepare_sum_linear(weight, None, inboxes, add_product, tiles)
+
+
+def _next(adds: Iterator[Any], x: torch.Tensor, residual: torch.Tensor) -> None:
+    next(adds)(x, residual)
+
+
 def graph_seconds(act: Callable[[], None], times: int = 50) -> float:
     """Of one call, from a graph that holds many."""
     act()
@@ -358,21 +473,31 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.cuda.set_device(options.rank)
     device = torch.device("cuda", options.rank)
     began = time.perf_counter()
-    group = None
-    if options.world > 1:
+    group = inboxes = None
+    ranks = WORLDS[options.world]
+    if ranks > 1:
         group = join_group(
-            options.rank, options.world, "127.0.0.1", options.port, device=device, timeout=60
+            options.rank, ranks, "127.0.0.1", options.port, device=device, timeout=60
         )
         reaches = group.reaches_peers  # type: ignore[attr-defined]
         say_line(f"joined after {time.perf_counter() - began:.1f} s; reaches peers: {reaches}")
+        if options.world == "apart":
+            group.inboxes = None  # type: ignore[misc]
+        inboxes = group.inboxes
     found: dict[str, Any] = {}
     wanted = options.only or ["sums", "decode", "agreement"]
     with torch.inference_mode():
-        if group is not None and "sums" in wanted:
+        if options.world == "apart" and "sums" in wanted:
             with reporting("check of sums"):
                 check_sums(group)
             with reporting("times of sums"):
                 found["sums"] = time_sums(group)
+        if inboxes is not None and {"sums", "products"} & set(wanted):
+            with reporting("check of products"):
+                check_products(group)
+        if inboxes is not None and "products" in wanted:
+            with reporting("times of products"):
+                time_products(group)
         keep(options, found)
         if {"decode", "agreement"} & set(wanted):
             run_model(options, group, wanted, found)
@@ -399,7 +524,7 @@ def run_model(
     made = time.perf_counter()
     executor = make_executor(model, group)
     say_line(
-        f"world {options.world}: weights after {made - began:.1f} s "
+        f"world {options.world!r}: weights after {made - began:.1f} s "
         f"({model.weight_bytes / 2**30:.1f} GiB), warm after {time.perf_counter() - made:.1f} s"
     )
     if "agreement" in wanted:
@@ -407,10 +532,9 @@ def run_model(
             found["said"] = say(executor)
         keep(options, found)
     if "decode" in wanted:
-        note = "1 GPU" if group is None else f"{options.world} GPUs"
-        found["steps"] = time_decode(executor, note)
+        found["steps"] = time_decode(executor, options.world)
         keep(options, found)
-    if group is not None and group.reaches_peers and "decode" in wanted:
+    if options.world == "apart" and group.reaches_peers and "decode" in wanted:
         with reporting("without peers' memory"):
             group._sums = group._told = None
             slow = make_executor(model, group)
@@ -427,17 +551,17 @@ def run_model(
 # -- worlds ------------------------------------------------------------------------------------
 
 
-def run_world(world: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def run_world(world: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What its leader found; a world that takes too long is ended."""
     out = folder / f"{world}.json"
-    arguments = [sys.executable, "-P", __file__, "--world", str(world), "--out", str(out)]
+    arguments = [sys.executable, "-P", __file__, "--world", world, "--out", str(out)]
     arguments += ["--layers", str(options.layers), "--port", str(options.port)]
     arguments += ["--only", *options.only] if options.only else []
     # Multicast stays off: a fault there can take the whole host's GPUs out of service.
     off = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
     ranks = [
         subprocess.Popen([*arguments, "--rank", str(rank)], env={**os.environ, **off})
-        for rank in range(world)
+        for rank in range(WORLDS[world])
     ]
     until = time.monotonic() + options.seconds
     for rank in ranks:
@@ -450,21 +574,27 @@ def run_world(world: int, options: argparse.Namespace, folder: Path) -> dict[str
     return json.loads(out.read_text()) if out.exists() else {}
 
 
-def compare(one: dict[str, Any], many: dict[str, Any], world: int) -> None:
-    print(f"\n{world} GPUs against one")
-    for name, alone in one.get("steps", {}).items():
-        if isinstance(alone, float) and name in many.get("steps", {}):
-            together = many["steps"][name]
-            slow = many.get("nccl steps", {}).get(name)
-            by_nccl = f"; {alone / slow:4.2f} x with NCCL only ({slow:.3f} ms)" if slow else ""
-            print(
-                f"  decode {name:8s} {alone:7.3f} ms -> {together:7.3f} ms: "
-                f"{alone / together:4.2f} x{by_nccl}"
-            )
-            for where in ("steps", "nccl steps"):
-                print_collectives(many.get(where, {}), name, where)
-    if "said" in one and "said" in many:
-        compare_said(one, many)
+def compare(found: dict[str, dict[str, Any]]) -> None:
+    print(f"\n{WORLD} GPUs against one, with sums apart and joined to products")
+    steps = {world: each.get("steps", {}) for world, each in found.items()}
+    steps["NCCL only"] = found.get("apart", {}).get("nccl steps", {})
+    for rows, context in STEPS:
+        name = f"{rows}x{context}"
+        times = {world: each[name] for world, each in steps.items() if name in each}
+        if not times:
+            continue
+        alone = times.get("one")
+        cells = [
+            f"{world} {each:7.3f} ms" + (f" ({alone / each:4.2f} x)" if alone else "")
+            for world, each in times.items()
+        ]
+        print(f"  decode {name:8s} {'   '.join(cells)}")
+        for world, each in steps.items():
+            print_collectives(each, name, world)
+    for world in ("apart", "joined"):
+        if "said" in found.get("one", {}) and "said" in found.get(world, {}):
+            print(f"  {world}:")
+            compare_said(found["one"], found[world])
 
 
 def print_collectives(steps: dict[str, Any], name: str, where: str) -> None:
@@ -506,26 +636,25 @@ def compare_said(one: dict[str, Any], many: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--only", nargs="*", choices=["sums", "decode", "agreement"])
+    parser.add_argument("--only", nargs="*", choices=["sums", "products", "decode", "agreement"])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--port", type=int, default=29_517)
     parser.add_argument("--seconds", type=float, default=115, help="most that a world may take")
-    parser.add_argument("--worlds", nargs="*", type=int, default=[1, WORLD])
+    parser.add_argument("--worlds", nargs="*", choices=WORLDS, default=list(WORLDS))
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--world", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--world", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         run_rank(options)
         return
     began = time.monotonic()
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for world in options.worlds:
-            if world > 1 or options.only != ["sums"]:
+            if WORLDS[world] > 1 or {"decode", "agreement"} & set(options.only or ["decode"]):
                 found[world] = run_world(world, options, Path(folder))
-    if 1 in found and WORLD in found:
-        compare(found[1], found[WORLD], WORLD)
+    compare(found)
     print(f"time: {time.monotonic() - began:.0f} s")
 
 

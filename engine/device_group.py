@@ -57,6 +57,8 @@ class DeviceGroup:
             raise EngineError(f"rank {self.rank} can't use NCCL: {one_line(error)}") from None
         self._memory: list[torch.Tensor] = []
         self._sums = self._inboxes(self._longest_sum, device)
+        #: See `Group.inboxes`.
+        self.inboxes = self._inboxes(self._longest_sum, device, together=1) if self._sums else None
         self._told = self._inboxes(_MOST_TOLD, device) if self._sums else None
 
     @property
@@ -107,7 +109,9 @@ class DeviceGroup:
         """Words of 32 bits."""
         return next((size // 4 for most, size in LONGEST_SUM.items() if self.world <= most), 0)
 
-    def _inboxes(self, capacity: int, device: torch.device) -> Inboxes | None:
+    def _inboxes(
+        self, capacity: int, device: torch.device, *, together: int = BLOCK
+    ) -> Inboxes | None:
         """Inboxes in memory that all ranks reach; None, on all of them, where one does not."""
         if self.least(int(self.neighbours == self.world and capacity > 0)) == 0:
             return None
@@ -132,4 +136,4 @@ class DeviceGroup:
         # Nobody writes before all have zeroed theirs.
         if self.least(len(addresses)) != self.world:
             return None
-        return Inboxes.at(addresses, self.rank, capacity, device)
+        return Inboxes.at(addresses, self.rank, capacity, device, together=together)

@@ -6,7 +6,7 @@ of numbers travels: no objects, no pickles.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -34,6 +34,14 @@ class Group(Protocol):
     @property
     def neighbours(self) -> int:
         """Ranks on this host, this one included: they share its memory."""
+        ...
+
+    @property
+    def inboxes(self) -> Any:
+        """What products send their shares through (`Operations.prepare_sum_linear`).
+
+        None where they don't: `add` follows them.
+        """
         ...
 
     def sum(self, x: torch.Tensor) -> None:

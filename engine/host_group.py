@@ -51,6 +51,7 @@ class HostGroup:
         options._devices = [gloo.create_device(hostname=_own_address(*toward))]
         self._gloo = self._run(lambda: gloo(store, rank, world, options))
         self.neighbours = self._count_neighbours()
+        self.inboxes = None
 
     def sum(self, x: torch.Tensor) -> None:
         """See `Group.sum`."""

@@ -42,6 +42,9 @@ AttentionPlan = Any
 #: What `Operations.rotate` found out about a step; each implementation has its own.
 Rotation = Any
 
+#: What `Group.inboxes` is; each kind of group has its own.
+Inboxes = Any
+
 
 class Activation(Enum):
     """The gate's non-linearity."""
@@ -274,6 +277,23 @@ class PrepareAddLinear(Protocol):
         ...
 
 
+class PrepareSumLinear(Protocol):
+    """Choose, once, how a product is made whose shares ranks sum in the residual stream.
+
+    Product and sum are one operation because outputs can travel while others are still made.
+    """
+
+    def __call__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, inboxes: Inboxes, apart: AddLinear
+    ) -> AddLinear:
+        """Weight [out, in], bias [out] or None -> residual += Σ (x · weightᵀ + bias), in place.
+
+        The sum is over ranks and bit by bit the same on all. `apart` does the same in two steps:
+        for tokens with which one step would not be faster, or impossible.
+        """
+        ...
+
+
 class PrepareExperts(Protocol):
     """Choose, once, how a sparse feed-forward block is computed (Shazeer et al. 2017)."""
 
@@ -307,5 +327,7 @@ class Operations:
     prepare_norm_linear: PrepareNormLinear
     prepare_add_linear: PrepareAddLinear
     prepare_experts: PrepareExperts
+    #: None where sums come after their products.
+    prepare_sum_linear: PrepareSumLinear | None = None
     #: None where steps are not captured.
     tile_extends: TileExtends | None = None

@@ -40,7 +40,7 @@ def parallel(ops: Operations, group: Group) -> Operations:
         ops,
         embed=_embed(ops.embed, group),
         prepare_linear=_prepare_gathered(ops.prepare_linear, group),
-        prepare_add_linear=_prepare_added(ops.prepare_linear, group),
+        prepare_add_linear=_prepare_added(ops, group),
         prepare_experts=_prepare_experts(ops.prepare_experts, group),
     )
 
@@ -69,15 +69,18 @@ def _prepare_gathered(prepare_linear: PrepareLinear, group: Group) -> PrepareLin
     return prepare
 
 
-def _prepare_added(prepare_linear: PrepareLinear, group: Group) -> PrepareAddLinear:
+def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
         # A bias is added once.
-        product = prepare_linear(weight, bias if group.rank == 0 else None)
+        own_bias = bias if group.rank == 0 else None
+        product = ops.prepare_linear(weight, own_bias)
 
         def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
             group.add(product(x), residual)
 
-        return add_product
+        if ops.prepare_sum_linear is None or group.inboxes is None:
+            return add_product
+        return ops.prepare_sum_linear(weight, own_bias, group.inboxes, add_product)
 
     return prepare
 

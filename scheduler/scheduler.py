@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -109,8 +110,9 @@ class Scheduler:
         for work in works:
             work.sequence.in_flight += 1
         singles = [work for work in works if work.n_tokens == 1]
-        if len(singles) < len(works):
-            works = singles + [work for work in works if work.n_tokens > 1]
+        # A GPU begins rows in this order, and what takes longest must not begin last (Graham 1969).
+        singles.sort(key=attrgetter("start"), reverse=True)
+        works = singles + [work for work in works if work.n_tokens > 1]
         fresh, freed = self._rows.take_fresh(), self._rows.take_freed()
         return Step(works, fresh=fresh, freed=freed, planned_at=now)
 

@@ -48,8 +48,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: works with a single token first."""
+    """One step."""
 
+    #: Those with a single token first, the longest sequences' before others'.
     works: list[Work]
     #: Sequences that got a row since the last step, and rows that were given back.
     fresh: list[Sequence]

@@ -8,6 +8,7 @@ from tokenpod.kernels.triton.product import (
     prepare_add_linear,
     prepare_linear,
     prepare_norm_linear,
+    prepare_sum_linear,
 )
 from tokenpod.kernels.triton.rotary import rotate, store_key_value
 
@@ -23,5 +24,6 @@ OPERATIONS = Operations(
     prepare_norm_linear=prepare_norm_linear,
     prepare_add_linear=prepare_add_linear,
     prepare_experts=prepare_experts,
+    prepare_sum_linear=prepare_sum_linear,
     tile_extends=tile_extends,
 )

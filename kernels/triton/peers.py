@@ -9,7 +9,8 @@ between GPUs. (NCCL calls this way of sending LL.)
 Two halves are enough. A rank that is at launch n has heard from all others in launch n - 1, so they
 have ended launch n - 2 and its half is free. Each block of words counts its own launches, since not
 all launches have as many blocks; so any sequence of sizes will do. Counts are kept on the device,
-which lets CUDA graphs replay a launch.
+which lets CUDA graphs replay a launch. (`product_sums` sends in the same way, from products
+whose shares are summed; there each word counts alone.)
 
 `tell` sends in one direction only. Its half is free because of three of them in a row (of inboxes
 that serve `tell` alone) a sum of the whole group, of any kind, parts the first from the last.
@@ -43,7 +44,8 @@ class Inboxes:
     capacity: int
     #: [world] int64 on the device: the addresses of all ranks' inboxes, zeros at first.
     addresses: torch.Tensor
-    #: [capacity / BLOCK] int32 on the device: launches of each block so far.
+    #: [capacity / words that are counted together] int32 on the device: launches so far. Blocks of
+    #: BLOCK words are, or for `product_sums` each word is alone.
     counts: torch.Tensor
 
     @staticmethod
@@ -52,14 +54,22 @@ class Inboxes:
         return 2 * world * capacity
 
     @classmethod
-    def at(cls, addresses: list[int], rank: int, capacity: int, device: torch.device) -> Inboxes:
-        """With counts of its own."""
+    def at(
+        cls,
+        addresses: list[int],
+        rank: int,
+        capacity: int,
+        device: torch.device,
+        *,
+        together: int = BLOCK,
+    ) -> Inboxes:
+        """With counts of its own, one for every `together` words."""
         return cls(
             rank,
             len(addresses),
             capacity,
             torch.tensor(addresses, dtype=torch.int64, device=device),
-            torch.zeros(capacity // BLOCK, dtype=torch.int32, device=device),
+            torch.zeros(capacity // together, dtype=torch.int32, device=device),
         )
 
     def fit(self, x: torch.Tensor) -> bool:
@@ -136,22 +146,22 @@ def _sum_shares(
     half = (launch & 1) * WORLD * capacity
     for rank in tl.static_range(WORLD):
         if rank != RANK:
-            _send(own, launch, addresses + rank, half + RANK * capacity, i, words)
+            send(own, launch, addresses + rank, half + RANK * capacity + i, i < words)
     low = tl.zeros((BLOCK,), tl.float32)
     high = tl.zeros((BLOCK,), tl.float32)
     if ADD:
-        low, high = _numbers(tl.load(target + i, mask=i < words, other=0), KIND)
+        low, high = numbers(tl.load(target + i, mask=i < words, other=0), KIND)
     # In the order of ranks, so that rounding is the same on all of them.
     sum_low = tl.zeros((BLOCK,), tl.float32)
     sum_high = tl.zeros((BLOCK,), tl.float32)
     for rank in tl.static_range(WORLD):
         word = own
         if rank != RANK:
-            word = _receive(launch, addresses + RANK, half + rank * capacity, i, words)
-        rank_low, rank_high = _numbers(word, KIND)
+            word = receive(launch, addresses + RANK, half + rank * capacity + i, i < words)
+        rank_low, rank_high = numbers(word, KIND)
         sum_low += rank_low
         sum_high += rank_high
-    tl.store(target + i, _word(low + sum_low, high + sum_high, KIND), mask=i < words)
+    tl.store(target + i, word_of(low + sum_low, high + sum_high, KIND), mask=i < words)
     tl.store(counts + tl.program_id(0), launch)
 
 
@@ -174,9 +184,9 @@ def _tell(
     if RANK == 0:
         own = tl.load(tokens + i, mask=i < words, other=0).to(tl.int32)
         for rank in tl.static_range(1, WORLD):
-            _send(own, launch, addresses + rank, half, i, words)
+            send(own, launch, addresses + rank, half + i, i < words)
     else:
-        word = _receive(launch, addresses + RANK, half, i, words)
+        word = receive(launch, addresses + RANK, half + i, i < words)
         tl.store(tokens + i, word.to(tl.int64), mask=i < words)
     # No thread may still have to read it.
     tl.debug_barrier()
@@ -184,23 +194,29 @@ def _tell(
 
 
 @triton.jit
-def _send(own, launch, address, start, i, words):
+def send(own, launch, address, at, inside):
+    """Words `own`, numbered with `launch`, to places `at` of the inbox that `address` points to."""
     inbox = tl.load(address).to(tl.pointer_type(tl.int64))
     stamped = (launch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(inbox + start + i, stamped, mask=i < words)
+    tl.store(inbox + at, stamped, mask=inside)
 
 
 @triton.jit
-def _receive(launch, address, start, i, words):
+def receive(launch, address, at, inside):
+    """Words at places `at` of that inbox, once all that are `inside` have the number `launch`.
+
+    At least as many words as threads: only then no two threads read the same one, and the threads
+    of a warp leave the loop together.
+    """
     inbox = tl.load(address).to(tl.pointer_type(tl.int64))
-    got = tl.load(inbox + start + i, mask=i < words, other=0, volatile=True)
-    while tl.max(((got >> 32).to(tl.int32) != launch).to(tl.int32) * (i < words).to(tl.int32)) > 0:
-        got = tl.load(inbox + start + i, mask=i < words, other=0, volatile=True)
+    got = tl.load(inbox + at, mask=inside, other=0, volatile=True)
+    while tl.max(((got >> 32).to(tl.int32) != launch).to(tl.int32) * inside.to(tl.int32)) > 0:
+        got = tl.load(inbox + at, mask=inside, other=0, volatile=True)
     return got.to(tl.int32)
 
 
 @triton.jit
-def _numbers(word, KIND: tl.constexpr):
+def numbers(word, KIND: tl.constexpr):
     """The one or two numbers in 32 bits, as float32; of one, the second is a copy."""
     if KIND == "float32":
         low = word.to(tl.float32, bitcast=True)
@@ -216,8 +232,8 @@ def _numbers(word, KIND: tl.constexpr):
 
 
 @triton.jit
-def _word(low, high, KIND: tl.constexpr):
-    """`_numbers` back in 32 bits."""
+def word_of(low, high, KIND: tl.constexpr):
+    """`numbers` back in 32 bits."""
     if KIND == "float32":
         word = low.to(tl.int32, bitcast=True)
     else:

@@ -8,8 +8,10 @@ from torch.nn import functional
 
 from tokenpod.kernels.ops import Activation, AddLinear, Linear, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
+from tokenpod.kernels.triton.peers import Inboxes
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
 from tokenpod.kernels.triton.product_kernels import add_shares, matrix, multiply_add
+from tokenpod.kernels.triton.product_sums import RanksOut, copies, fits
 from tokenpod.kernels.triton.tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
 
 #: The matrix unit's smallest side.
@@ -84,6 +86,33 @@ def prepare_add_linear(
     return add_product
 
 
+def prepare_sum_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    inboxes: Inboxes,
+    apart: AddLinear,
+    tiles: Tiles | None = None,
+) -> AddLinear:
+    """See `ops.PrepareSumLinear`: one kernel for few tokens, whose programs join their outputs."""
+    table, (n, k) = _table_for(weight, tiles), weight.shape
+
+    def sum_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+        tile = table.choose_own(n, k, len(x))
+        whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
+        if whole and fits(residual, inboxes, _outputs_of(tile, gated=False)):
+            multiply(x, weight, bias, residual, tile, inboxes=inboxes)
+        else:
+            apart(x, residual)
+
+    return sum_product
+
+
+def _outputs_of(tile: Tile, *, gated: bool) -> int:
+    """Of a token, in one program."""
+    least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
+    return max(least, tile.block_n // 2 if gated else tile.block_n)
+
+
 def _table_for(weight: torch.Tensor, tiles: Tiles | None) -> Tiles:
     """Also makes sure that kernels may walk along the weight's rows."""
     if not weight.is_contiguous():
@@ -105,22 +134,32 @@ def multiply(
     norm: RowNorm | None = None,
     activation: Activation | None = None,
     add: bool = False,
+    inboxes: Inboxes | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
     With an `activation` the weight is [2n, k], gates first. Rows of x, y and weight are contiguous;
     `norm` needs `Kind.MULTIPLY_ADD`. Only a `Kind.MATRIX` without activation heeds `splits`.
+
+    With `inboxes` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
+    are neither splits nor an activation, and all ranks call this with the same tile.
     """
     tokens, n = y.shape
     k = weight.shape[1]
-    least = LEAST_MATRIX_ROWS if tile.kind is Kind.MATRIX else 1
-    block_n = max(least, tile.block_n if activation is None else tile.block_n // 2)
-    block_k = tile.block_k
+    block_n, block_k = _outputs_of(tile, gated=activation is not None), tile.block_k
+    block_t = triton.next_power_of_2(tokens)
+    if tile.kind is Kind.MATRIX:
+        block_t = max(block_t, LEAST_MATRIX_ROWS)
     common = {
         "BIAS": bias is not None,
         "ACTIVATION": "none" if activation is None else activation.value,
         "ADD": add,
+        "KIND": str(y.dtype).removeprefix("torch."),
+        "RANK": inboxes.rank if inboxes else 0,
+        "WORLD": inboxes.world if inboxes else 1,
+        "COPIES": copies(block_t, block_n, tile.warps, y.dtype) if inboxes else 1,
         "EVEN": k % block_k == 0,
+        "BLOCK_T": block_t,
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "STAGES": tile.stages,
@@ -132,7 +171,7 @@ def multiply(
     splits = tile.splits if tile.kind is Kind.MATRIX and activation is None else 1
     grid = (triton.cdiv(n, block_n), splits)
     biases = weight if bias is None else bias
-    block_t = triton.next_power_of_2(tokens)
+    ranks = RanksOut.of(y, inboxes) if inboxes else None
     if tile.kind is Kind.MULTIPLY_ADD:
         norm_weight, epsilon = (weight, 0.0) if norm is None else norm
         multiply_add[grid](
@@ -147,8 +186,8 @@ def multiply(
             n,
             k,
             epsilon,
+            ranks,
             NORM=norm is not None,
-            BLOCK_T=block_t,
             **common,
         )
     else:
@@ -167,7 +206,7 @@ def multiply(
             tokens,
             n,
             k,
-            BLOCK_T=max(block_t, least),
+            ranks,
             SPLITS=splits,
             **common,
         )

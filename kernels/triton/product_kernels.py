@@ -3,7 +3,8 @@
 Both kernels give a program BLOCK_N rows of the weight and let it walk along them: `multiply_add` in
 ordinary arithmetic for a handful of tokens, and `matrix` on the matrix unit, tokens padded to
 BLOCK_T. Around the product they can do what the model does next to it: norm its input
-(`multiply_add` only), add a bias, apply the gate, add to the residual.
+(`multiply_add` only), add a bias, apply the gate, add to the residual, also the other ranks' shares
+(where WORLD is above 1; see `product_sums`).
 
 The norm costs no pass of its own: x·w / rms(x) is linear in 1 / rms(x), so the sum of squares grows
 along with the product and divides it in the end.
@@ -24,6 +25,7 @@ import triton.language as tl
 
 from tokenpod.kernels.triton.launch import ask_lines, await_inputs
 from tokenpod.kernels.triton.pointwise import activated
+from tokenpod.kernels.triton.product_sums import add_ranks, number_launch
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -39,10 +41,15 @@ def multiply_add(
     n,
     k,
     epsilon,
+    ranks,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
+    KIND: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    COPIES: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,6 +90,8 @@ def multiply_add(
         if GATED:
             _ask_ahead(start_of_up, BLOCK_K, k, AHEAD)
     await_inputs(OVERLAP)
+    if WORLD > 1:
+        launch = number_launch(ranks, tokens, n, KIND, BLOCK_T, BLOCK_N, COPIES)
     v, squares = _input_tile(
         at_x, norm_weight, i, token < tokens, k, squares, NORM, EVEN, BLOCK_T == 1
     )
@@ -115,8 +124,12 @@ def multiply_add(
         if BIAS:
             up_out += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
         out = activated(out, ACTIVATION) * up_out
-    at_y = y + token[:, None] * y_stride + row[None, :]
-    _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
+    if WORLD > 1:
+        tl.static_assert(not GATED)
+        add_ranks(ranks, out, launch, tokens, n, KIND, RANK, WORLD, BLOCK_T, BLOCK_N, COPIES)
+    else:
+        at_y = y + token[:, None] * y_stride + row[None, :]
+        _write(at_y, out, (token[:, None] < tokens) & (row[None, :] < n), ADD)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -130,9 +143,14 @@ def matrix(
     tokens,
     n,
     k,
+    ranks,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
+    KIND: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    COPIES: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -165,6 +183,8 @@ def matrix(
         if GATED:
             _ask_ahead(start_of_up, start, k, AHEAD)
     await_inputs(OVERLAP)
+    if WORLD > 1:
+        launch = number_launch(ranks, tokens, n, KIND, BLOCK_T, BLOCK_N, COPIES)
 
     token = tl.arange(0, BLOCK_T)
     sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
@@ -190,8 +210,13 @@ def matrix(
         if BIAS:
             up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
         out = activated(out, ACTIVATION) * up_sums
-    at_y = y + token[None, :] * y_stride + row[:, None]
-    _write(at_y, out, (token[None, :] < tokens) & (row[:, None] < n), ADD)
+    if WORLD > 1:
+        tl.static_assert(SPLITS == 1 and not GATED)
+        out = tl.trans(out)
+        add_ranks(ranks, out, launch, tokens, n, KIND, RANK, WORLD, BLOCK_T, BLOCK_N, COPIES)
+    else:
+        at_y = y + token[None, :] * y_stride + row[:, None]
+        _write(at_y, out, (token[None, :] < tokens) & (row[:, None] < n), ADD)
 
 
 @triton.jit(do_not_specialize=["tokens"])

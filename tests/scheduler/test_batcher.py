@@ -35,6 +35,16 @@ def test_a_running_stream_gets_its_token_in_every_step_while_prompts_are_compute
         assert house.planned() == {1: 1, 2: 8}
 
 
+def test_the_longest_sequences_come_first_in_a_step(house):
+    for sequence_id, length in ((1, 2), (2, 8), (3, 5), (4, 7)):
+        house.submit(request(sequence_id, [sequence_id] * length, max_new_tokens=10))
+    house.turn()
+    while any(n > 1 for n in house.planned().values()):
+        house.turn()
+    house.turn()
+    assert list(house.planned()) == [2, 4, 3, 1]
+
+
 def test_the_prompt_budget_is_filled_from_several_prompts(house):
     for sequence_id in (1, 2, 3):
         house.submit(request(sequence_id, [sequence_id] * 3))

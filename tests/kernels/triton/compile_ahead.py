@@ -151,6 +151,17 @@ def multiply() -> None:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
 
 
+def sum_over_ranks() -> None:
+    """In kernels of both kinds, with fewer words than threads and with more."""
+    weight, table = draw(2 * HIDDEN, HIDDEN), measured(product.capability(CPU))
+    entries = [entry for _, entry in itertools.chain(table.otherwise, *table.by_shape.values())]
+    kinds = {entry.kind: replace(entry, splits=1) for entry in entries}
+    inboxes = peers.Inboxes.at([0, 0], 0, 4096, CPU, together=1)
+    for kind, tokens in ((Kind.MULTIPLY_ADD, 1), (Kind.MULTIPLY_ADD, 4), (Kind.MATRIX, 4)):
+        residual = draw(tokens, 2 * HIDDEN)
+        product.multiply(draw(tokens, HIDDEN), weight, None, residual, kinds[kind], inboxes=inboxes)
+
+
 def experts_block() -> None:
     weights = ExpertWeights(draw(8, HIDDEN), draw(8, 512, HIDDEN), draw(8, HIDDEN, 256))
     norm, routing = RowNorm(draw(HIDDEN), 1e-6), Routing(2, True)
@@ -184,6 +195,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         store,
         store_8_bits,
         multiply,
+        sum_over_ranks,
         experts_block,
         others,
         sample,

@@ -26,6 +26,16 @@ def test_a_shape_nobody_measured_gets_the_general_choice():
     assert tiles.choose(8, 6, 3) == LIBRARY
 
 
+def test_our_kernels_can_be_asked_for_where_the_library_is_faster():
+    general = {"kind": "matrix", "block_n": 16, "block_k": 64}
+    shape = {**TABLE["shapes"][0], "tiles": [{"rows": 1, **SMALL}, {"rows": 8, "kind": "library"}]}
+    tiles = parse({"shapes": [shape], "otherwise": [{"rows": 4, **general}]})
+    assert tiles.choose_own(6, 8, 1) == tiles.choose(6, 8, 1)
+    assert tiles.choose(6, 8, 3) == LIBRARY
+    assert tiles.choose_own(6, 8, 3) == Tile(Kind.MATRIX, block_n=16, block_k=64)
+    assert tiles.choose_own(6, 8, 5) == LIBRARY
+
+
 def test_a_kernel_nobody_wrote_is_refused():
     with pytest.raises(ValueError, match="'cublas' is not a valid Kind"):
         parse({"shapes": [], "otherwise": [{"rows": 1, "kind": "cublas"}]})

@@ -55,11 +55,16 @@ class Closing(grpc.aio.ServerInterceptor):
     ) -> None:
         """Stop `server`, for good. Without calls of late nobody is waited for.
 
+        A server that has been stopped stays so.
+
         Args:
             server: what this interceptor is part of.
             grace: seconds that running calls get after that.
             sleep: may return early, if it has become urgent.
         """
+        if self._told is not None:
+            await server.stop(None)
+            return
         self._told = asyncio.Event()
         if self._now() - self._called_at < _AGAIN_SECONDS:
             await sleep(_AGAIN_SECONDS)

@@ -115,6 +115,8 @@ class Server:
         rpcs = Rpcs(admission, generate, healthy=board.is_serving)
         stopping = Stopping.by_signals()
         listener = await self._listen(rpcs, telemetry, board, stack)
+        # Whatever the way out, also while a group forms.
+        stack.push_async_callback(listener.stop, 0.5, stopping.sleep)
         return Parts(
             house=house,
             admission=admission,
@@ -160,7 +162,6 @@ class Server:
                 raise StartError(f"cannot listen on {health_address}: {reason(error)}") from error
             stack.push_async_callback(health.stop, None)
         await server.start()
-        stack.push_async_callback(server.stop, None)
         return Listener(server, closing, address, shard_url)
 
     # -- one life of the engines -----------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -14,7 +16,16 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from harness import NOT_SERVING, SERVING, ServerProcess, collect, generate, serve, text_request
+from harness import (
+    NOT_SERVING,
+    SERVING,
+    ServerProcess,
+    collect,
+    free_port,
+    generate,
+    serve,
+    text_request,
+)
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
@@ -54,6 +65,12 @@ def wait_for(condition: Any, seconds: float = 30.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def gone(pid: int) -> bool:
@@ -114,6 +131,31 @@ async def test_no_client_that_calls_all_the_time_is_cancelled_by_a_stop() -> Non
         await asyncio.gather(*clients)
         assert await asyncio.to_thread(server.process.wait, 30) == 0
     assert ended == {(grpc.StatusCode.UNAVAILABLE, True): 30}
+
+
+async def test_nor_by_a_stop_while_a_group_forms() -> None:
+    ended: Counter[grpc.StatusCode] = Counter()
+
+    async def client(server: ServerProcess) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(server.address, options) as channel:
+            stub = rpc.TextGenerationServiceStub(channel)
+            while server.process.poll() is None:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.Tokens(pb.TokensRequest(text=PROMPT), timeout=60)
+                ended[refused.value.code()] += 1
+                await asyncio.sleep(0.01)
+
+    ports = ["--master-port", str(free_port()), "--shard-port", str(free_port())]
+    alone = ["--num-nodes", "2", "--master-addr", "127.0.0.1", *ports]
+    with serve(*alone, wait=False) as server:
+        await asyncio.to_thread(wait_for, lambda: listens(server.port))
+        clients = [asyncio.create_task(client(server)) for _ in range(30)]
+        await asyncio.sleep(1.0)
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.gather(*clients)
+        assert await asyncio.to_thread(server.process.wait, 30) == 0
+    assert set(ended) == {grpc.StatusCode.UNAVAILABLE}
 
 
 def test_what_outlasts_the_grace_ends_with_unavailable() -> None:

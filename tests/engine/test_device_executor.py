@@ -281,14 +281,18 @@ def test_the_worst_step_runs(scattered):
     assert sum(map(len, result.prompt_logprobs.values())) == PREFILL
 
 
-@pytest.mark.gpu
-def test_worst_steps_leave_no_row_behind():
-    loop, link = on_device(overlap=True, captured=False)
-    run_worst_steps(loop.executor, ROWS, PREFILL, POSITIONS)
-    link.inbox.append(Request([7], [3, 1, 2], SamplingParams(), StoppingParams(max_new_tokens=3)))
-    while 7 not in link.finished:
-        loop.turn()
-    assert len(link.tokens[7]) == 3
+def test_worst_steps_change_nothing_of_what_follows():
+    def generated(after_worst_steps):
+        loop, link = on_device(overlap=True, captured=False)
+        if after_worst_steps:
+            run_worst_steps(loop.executor, ROWS, PREFILL, POSITIONS)
+        stop = StoppingParams(max_new_tokens=3)
+        link.inbox.append(Request([7], [3, 1, 2], SAMPLED, stop, logprobs=True))
+        while 7 not in link.finished:
+            loop.turn()
+        return link.tokens[7], link.logprobs[7]
+
+    assert generated(after_worst_steps=True) == generated(after_worst_steps=False)
 
 
 def test_integers_reach_the_device_as_they_were_filled_in():

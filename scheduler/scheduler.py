@@ -25,7 +25,7 @@ from tokenpod.engine.types import (
 )
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.deadlines import Deadlines
-from tokenpod.scheduler.held import HeldSequences
+from tokenpod.scheduler.routed import HeldSequences
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pace import Pace
 from tokenpod.scheduler.rows import Rows

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from tokenpod.service.errors import NotFound
-from tokenpod.service.held import HeldSequence
+from tokenpod.service.routed import HeldSequence
 
 #: Seconds without a call after which no router is expected any more. One that lives calls again
 #: within milliseconds; these leave room for one that is short of CPU. To wait too long for a router

@@ -38,7 +38,7 @@ from tokenpod.service.calls import (
 )
 from tokenpod.service.errors import InvalidArgument, NotFound, ServiceError, engine_failure
 from tokenpod.service.generate import Encoder, Serving
-from tokenpod.service.held import HeldSequence
+from tokenpod.service.routed import HeldSequence
 
 T = TypeVar("T")
 

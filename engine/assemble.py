@@ -24,7 +24,7 @@ from tokenpod.engine.kv_scales import (
 from tokenpod.engine.memory import free_bytes, map_ahead
 from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
 from tokenpod.engine.pool import KVPool
-from tokenpod.engine.types import EngineOptions, SamplingParams
+from tokenpod.engine.types import PROBE_TOKENS, EngineOptions, SamplingParams
 from tokenpod.kernels.ops import KVScales
 from tokenpod.models.decoder import Decoder
 
@@ -36,7 +36,7 @@ class Assembled:
     """An executor ready for its first step."""
 
     executor: Executor
-    #: KV slots of its pool.
+    #: KV slots of its pool, without those that are kept for liveness probes.
     slots: int
     #: Of the numbers in its pool.
     kv_dtype: torch.dtype
@@ -88,8 +88,8 @@ def _on_host(
     slots = _slots(model, options, positions, free, dtype, group)
     executor = HostExecutor(
         model,
-        make_pool(model, slots, device),
-        rows=options.max_batch_size,
+        make_pool(model, slots + PROBE_TOKENS, device),
+        rows=options.max_batch_size + 1,
         vocab_size=model.config.vocab_size,
         group=group,
     )
@@ -116,7 +116,9 @@ def _on_device(
         raise EngineError(
             f"the vocabulary has {vocab_size} tokens; sampling on a GPU handles {MOST_TOKENS}"
         )
-    rows, prompt = options.max_batch_size, options.max_batch_prefill_tokens
+    # A row and a prompt more: a liveness probe's.
+    rows = options.max_batch_size + 1
+    prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
     pool = make_pool(model, rows + prompt, device)
     executor = DeviceExecutor(
         model,
@@ -142,7 +144,7 @@ def _on_device(
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
-    pool = make_pool(model, slots, device, scales)  # the small one goes
+    pool = make_pool(model, slots + PROBE_TOKENS, device, scales)  # the small one goes
     executor.use(pool)
     executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tokenpod.engine.types import PROBE_TOKENS
+
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -49,9 +51,9 @@ def choose_slots(
         free: bytes of it.
 
     Returns:
-        The number, or None if `wanted` does not fit.
+        The number, or None if `wanted` does not fit. PROBE_TOKENS more fit as well.
     """
-    fits = int(max(free, 0) * fraction) // slot_bytes
+    fits = int(max(free, 0) * fraction) // slot_bytes - PROBE_TOKENS
     if wanted is not None:
         return wanted if wanted <= fits else None
     return max(min(fits, most_useful), 1)
@@ -183,7 +185,8 @@ def fewest_ranks(model: Footprint, demand: Demand, *, memory: int) -> Capacity |
 
 
 def _reserve(model: Footprint, demand: Demand, item_bytes: int, ranks: int) -> dict[str, int]:
-    rows, prompt = demand.max_batch_size, demand.max_batch_prefill_tokens
+    # A row and a prompt more: a liveness probe's.
+    rows, prompt = demand.max_batch_size + 1, demand.max_batch_prefill_tokens + PROBE_TOKENS
     inner = max(3 * model.intermediate_size // ranks, model.hidden_size)
     activations = (rows + prompt) * (3 * model.hidden_size + inner) * item_bytes
     # As the product leaves them, and as float32.

@@ -45,6 +45,7 @@ class _OpTimes:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
+    number: int
     step: Step
     launched: Launched
 
@@ -58,6 +59,7 @@ class EngineLoop:
     executor: Launcher
     overlap: bool = False
     _steps: int = 0
+    _settled: int = 0
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
     _sent_at: int = 0
@@ -84,7 +86,8 @@ class EngineLoop:
         self._stuck = step is None
         previous, self._flying = self._flying, None
         if step is not None:
-            self._flying = _InFlight(step, self.executor.launch(self._plan(step)))
+            plan = self._plan(step)
+            self._flying = _InFlight(plan.step, step, self.executor.launch(plan))
         if previous is not None:
             self._settle(previous)
         if self._flying is not None and not self.overlap:
@@ -116,7 +119,7 @@ class EngineLoop:
 
     def _advance(self, op: Advance) -> None:
         now = time.monotonic_ns()
-        failure = self.scheduler.advance(op, now)
+        failure = self.scheduler.advance(op)
         if failure is None:
             self._ops[op.op] = _OpTimes(began=now)
         else:
@@ -158,6 +161,7 @@ class EngineLoop:
             if not sequence.dead:
                 self._scored.setdefault(sequence.id, []).extend(logprobs)
         settled = self.scheduler.settle(flying.step, result.tokens, time.monotonic_ns())
+        self._settled = flying.number
         self._publish(settled, flying.step, result)
 
     # -- out -----------------------------------------------------------------------------------
@@ -165,8 +169,8 @@ class EngineLoop:
     def _publish_events(self) -> None:
         """What happened without a step: refusals, deadlines and time limits in the queue.
 
-        A loop whose work waits for a router to let go of memory says so now and then: it is not
-        stuck, and a restart would not help.
+        A loop whose work waits for a router to let go of memory says now and then that it is there:
+        a restart would not help, though the pod makes no progress.
         """
         events = self.scheduler.drain_events()
         waits = self._stuck and self.scheduler.busy
@@ -195,13 +199,20 @@ class EngineLoop:
                 if (at := where.get(sampled[index])) is not None:
                     tops.append(Top(at, ids, top_logprobs))
         finished = [
-            Advanced(op, times.forward_ns, times.sample_ns, now - times.began)
+            Advanced(
+                op.id,
+                times.forward_ns,
+                times.sample_ns,
+                now - times.began,
+                behind=op.behind,
+                waiting=op.waiting,
+            )
             for op in settled.advanced
-            if (times := self._ops.pop(op, None))
+            if (times := self._ops.pop(op.id, None))
         ]
         self.link.send(
             StepOutputs(
-                step=self._steps,
+                step=self._settled,
                 at=now,
                 sequence_ids=settled.sequence_ids,
                 token_ids=settled.token_ids,

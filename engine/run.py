@@ -102,6 +102,7 @@ def load(
         max_rows=options.max_batch_size,
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
+        prefix_caching=options.prefix_caching,
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),

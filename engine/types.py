@@ -12,6 +12,9 @@ from enum import IntEnum
 
 import msgspec
 
+#: KV slots that are kept for liveness probes. Theirs have prompts of up to ten tokens.
+PROBE_TOKENS = 16
+
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of everything that travels: immutable, encoded as an array that begins with its type."""
@@ -79,6 +82,9 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     deadline_at: int | None = None
     #: Requests share cached prefixes only within one salt (adapter, tenant).
     salt: str = ""
+    #: A router's liveness probe: one new token at once, in a row and slots that are kept for it.
+    #: Its prompt has less than PROBE_TOKENS tokens.
+    probe: bool = False
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
@@ -90,20 +96,22 @@ class Abort(Message, frozen=True, array_like=True, tag=True):
 class Advance(Message, frozen=True, array_like=True, tag=True):
     """A router's step: sample one token for each sequence named, then answer with `Advanced`.
 
-    `start` are new requests (one sequence each) whose whole bound (prompt + max_new_tokens) is
-    reserved before anything runs, or the call fails with RESOURCE_EXHAUSTED and none of them
-    exists. A sequence whose prompt is not complete processes the next chunk of it instead, and
-    yields a token only when the chunk ends the prompt.
+    `start` are new requests (one sequence each). Each waits for a row and for its whole bound, in
+    the same line as everybody else's; until then it has no part in steps and is named in the
+    answer. A sequence whose prompt is not complete processes the next piece of it instead, and
+    yields a token only when that piece ends the prompt.
     """
 
     op: int
     start: list[Request]
-    #: Position up to which each prompt of `start` is processed in this call; 0 means to its end.
-    start_until: list[int]
+    #: Prompt tokens to process now of each of `start`; 0: all.
+    start_chunks: list[int]
     #: Sequences started by an earlier call.
     resume: list[int]
-    #: The same for `resume`; 0 where the prompt is complete.
-    resume_until: list[int]
+    #: Prompt tokens to process now of each of `resume` whose prompt is not complete; 0: all.
+    chunk: int
+    #: Answer once a sequence has been stepped; else at once if all wait for a row.
+    waits: bool
 
 
 class FailureCode(IntEnum):
@@ -164,6 +172,10 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     decode_ns: int = 0
     total_ns: int = 0
     failure: Failure | None = None
+    #: Prompt tokens that its sequences have yet to be given, by sequence id.
+    behind: dict[int, int] = {}
+    #: Sequences of it that wait for a row.
+    waiting: list[int] = []
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -187,8 +199,9 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     sequence that ends without a token (its time limit passed in the queue) has token id -1.
     """
 
+    #: Number of the last step that has settled; the same as before if this message brings none.
     step: int
-    #: When the step settled.
+    #: When it was sent.
     at: int
     sequence_ids: list[int]
     token_ids: list[int]
@@ -324,6 +337,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     kv_cache_dtype: str = "auto"
     #: Logit biases and stop tokens that one request can have in all.
     max_logit_edits: int = 2048
+    #: Keep keys and values of prompts for later ones that begin alike.
+    prefix_caching: bool = True
     #: None: this engine is alone.
     placement: Placement | None = None
 

@@ -1,18 +1,16 @@
-"""The in-pod batcher: first come, first served within a priority, no stall for running streams.
+"""The in-pod batcher: no stall for running streams.
 
 A step holds a token of every decoding sequence, then pieces of prompts up to the step's budget, in
-the order of admission. The head of the queue waits until it fits; nobody overtakes it within its
-priority, so nobody starves.
+the order of admission (queue.py).
 
-    waiting --admitted--> prefilling --prompt launched--> decoding
-          siblings --the first sample's prompt settled--> ready (their last token) --> decoding
+    admitted: prefilling --prompt launched--> decoding
+              siblings --the first sample's prompt settled--> ready (their last token) --> decoding
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable
 
 from tokenpod.scheduler.forecast import Forecast
 from tokenpod.scheduler.kv import KV
@@ -20,33 +18,30 @@ from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.work import Limits, Work
 
-#: (-priority, arrival, samples): sorts in the order of service.
-_Entry = tuple[int, int, list[Sequence]]
-
 
 class Batcher:
-    """Plans the sequences of `Generate`."""
+    """Plans the sequences of `Generate`.
 
-    def __init__(self, limits: Limits, kv: KV, rows: Rows) -> None:
+    Args:
+        requeue: takes samples that were admitted with a sibling whose prompt they can't have.
+    """
+
+    def __init__(
+        self, limits: Limits, kv: KV, rows: Rows, requeue: Callable[[list[Sequence]], None]
+    ) -> None:
         self.stalls = 0
-        self.waiting_tokens = 0
         self._limits = limits
         self._kv = kv
         self._rows = rows
-        self._arrivals = 0
-        self._waiting: list[_Entry] = []
-        #: Requests that came since `before_first_token` was last asked.
-        self._new: list[Sequence] = []
+        self._requeue = requeue
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
         self._ready: deque[Sequence] = deque()
         #: Samples that wait for the prompt of the first, by the first's id.
-        self._siblings: dict[int, _Entry] = {}
+        self._siblings: dict[int, list[Sequence]] = {}
         self._decoding: dict[int, Sequence] = {}
         #: Ended, but with a step in flight, so that their slots are not free yet.
         self._leaving: dict[int, Sequence] = {}
-        #: The head of the queue did not fit, and nothing has left since.
-        self._full = False
 
     @property
     def quantum(self) -> int:
@@ -54,59 +49,50 @@ class Batcher:
         return max(self._limits.prefill_tokens // 2, 1)
 
     @property
-    def waiting_requests(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
-
-    @property
     def running(self) -> int:
-        """Sequences in the house."""
-        siblings = sum(len(entry[2]) for entry in self._siblings.values())
+        """Admitted sequences."""
+        siblings = sum(map(len, self._siblings.values()))
         return len(self._ready) + len(self._prefilling) + len(self._decoding) + siblings
 
     @property
     def has_prompts(self) -> bool:
         """Whether prompt tokens are to be processed."""
-        return bool(self._ready or self._prefilling or self._waiting)
+        return bool(self._ready or self._prefilling)
 
-    def before_first_token(self) -> list[Sequence]:
-        """A sample of each request that is next to be computed, or under way; whoever is new too.
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """Sequences whose prompt is being computed, or is next."""
+        return list(self._prefilling)
 
-        Those in the middle of the queue were asked about when they came, and will be when their
-        turn has come.
-        """
-        new, self._new = self._new, []
-        head = [self._waiting[0][2][0]] if self._waiting else []
-        return [*(s for s in new if not s.dead), *head, *self._prefilling]
+    def start(self, samples: list[Sequence]) -> None:
+        """See `queue.Planner`."""
+        first, *siblings = samples
+        self._prefilling.append(first)
+        if siblings:
+            self._siblings[first.id] = siblings
 
-    def queue(self, samples: list[Sequence]) -> None:
-        """Add a request to the queue."""
-        self._arrivals += 1
-        self._new.append(samples[0])
-        self._enqueue((-samples[0].request.priority, self._arrivals, samples))
+    def withdraw(self, samples: list[Sequence]) -> None:
+        """See `queue.Planner`."""
+        self._prefilling.pop()
+        self._siblings.pop(samples[0].id, None)
 
-    def forecast(self, frozen: Iterable[Sequence] = ()) -> Forecast:
-        """The need of everything in the house, and of `frozen` sequences."""
-        forecast = Forecast(self.quantum)
+    def add_to(self, forecast: Forecast) -> None:
+        """Add the need of these sequences."""
         forecast.leaving(self._leaving.values())
         forecast.decoding(self._decoding.values())
         for sequence in self._ready:
             forecast.prefilling(sequence)
-        for first, (_, _, siblings) in self._siblings.items():
+        for first, siblings in self._siblings.items():
             if first in self._decoding:
                 forecast.siblings(self._decoding[first], siblings)
         for sequence in self._prefilling:
             forecast.prefilling(sequence)
             if sequence.id in self._siblings:
-                forecast.siblings(sequence, self._siblings[sequence.id][2])
-        forecast.frozen(frozen)
-        return forecast
+                forecast.siblings(sequence, self._siblings[sequence.id])
 
-    def plan(self, now: int, *, prefill_tokens: int, frozen: Iterable[Sequence]) -> list[Work]:
-        """This step's works; `frozen` are the sequences that routers hold."""
+    def plan(self, now: int, prefill_tokens: int) -> list[Work]:
+        """This step's works, with about so many prompt tokens: `quantum` at the least."""
         works = self._decode()
-        if self._waiting and not self._full:
-            self._admit(frozen)
         budget = max(prefill_tokens, self.quantum)
         while budget > 0 and (line := self._ready or self._prefilling):
             sequence = line[0]
@@ -120,12 +106,10 @@ class Batcher:
 
     def prompt_settled(self, sequence: Sequence) -> None:
         """A prompt has been computed: share it, and let its siblings start."""
-        entry = self._siblings.pop(sequence.id, None)
-        self._kv.share_prompt(sequence, awaited=entry is not None)
-        if entry is None:
-            return
-        self._rows.promise(-len(entry[2]))
-        for sibling in entry[2]:
+        siblings = self._siblings.pop(sequence.id, [])
+        self._kv.share_prompt(sequence, awaited=bool(siblings))
+        self._rows.promise(-len(siblings))
+        for sibling in siblings:
             self._kv.follow(sibling, sequence)
             self._rows.give(sibling)
             self._ready.append(sibling)
@@ -133,59 +117,19 @@ class Batcher:
     def remove(self, sequence: Sequence) -> None:
         """A sequence has ended; what it holds stays with it until `released`."""
         if sequence.row < 0:
-            self._remove_rowless(sequence)
+            self._remove_sibling(sequence)
         elif self._remove_running(sequence):
             self._leaving[sequence.id] = sequence
 
     def released(self, sequence: Sequence) -> None:
         """A sequence's slots and row have come free."""
         self._leaving.pop(sequence.id, None)
-        self._full = False
 
-    # -- admission -----------------------------------------------------------------------------
+    # -- parts ---------------------------------------------------------------------------------
 
-    def _enqueue(self, entry: _Entry) -> None:
-        insort(self._waiting, entry)
-        self.waiting_tokens += entry[2][0].prompt_length
-        if self._waiting[0] is entry:
-            self._full = False
-
-    def _admit(self, frozen: Iterable[Sequence]) -> None:
-        while self._waiting:
-            rank, arrival, samples = self._waiting[0]
-            first, *siblings = samples
-            if len(samples) > self._rows.free:
-                break
-            self._kv.begin(first)
-            self._prefilling.append(first)
-            if siblings:
-                self._siblings[first.id] = (rank, arrival, siblings)
-            if self.forecast(frozen).peak() > self._limits.slots:
-                self._prefilling.pop()
-                self._siblings.pop(first.id, None)
-                self._kv.withdraw(first)
-                break
-            self._rows.give(first)
-            self._rows.promise(len(siblings))
-            self._waiting.pop(0)
-            self.waiting_tokens -= first.prompt_length
-        else:
-            return
-        self._full = True
-
-    # -- the end of a sequence -----------------------------------------------------------------
-
-    def _remove_rowless(self, sequence: Sequence) -> None:
-        """Forget one that waits, in the queue or for its sibling's prompt."""
-        for at, (_, _, samples) in enumerate(self._waiting):
-            if sequence in samples:
-                samples.remove(sequence)
-                if not samples:
-                    del self._waiting[at]
-                    self.waiting_tokens -= sequence.prompt_length
-                self._full = False
-                return
-        for first, (_, _, siblings) in self._siblings.items():
+    def _remove_sibling(self, sequence: Sequence) -> None:
+        """Forget one that waits for its sibling's prompt."""
+        for first, siblings in self._siblings.items():
             if sequence in siblings:
                 siblings.remove(sequence)
                 self._rows.promise(-1)
@@ -202,14 +146,12 @@ class Batcher:
                     break
             else:
                 return False
-        if entry := self._siblings.pop(sequence.id, None):
-            # The prompt that they wait for may never come: they go back to their place in the
-            # queue, where admission counts anew what they need.
-            self._rows.promise(-len(entry[2]))
-            self._enqueue(entry)
+        if siblings := self._siblings.pop(sequence.id, None):
+            # The prompt that they wait for may never come: they go back to the queue, where
+            # admission counts anew what they need.
+            self._rows.promise(-len(siblings))
+            self._requeue(siblings)
         return True
-
-    # -- decoding ------------------------------------------------------------------------------
 
     def _decode(self) -> list[Work]:
         works = []

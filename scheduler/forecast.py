@@ -1,4 +1,4 @@
-"""What the sequences in the house will need at most: the input of `admission.peak_tokens`."""
+"""What all admitted sequences will need at most: the input of `admission.peak_tokens`."""
 
 from __future__ import annotations
 
@@ -89,9 +89,10 @@ class Forecast:
         self._prompt_tokens += need
         # A sibling waits until the prompt is settled, and rounds up to whole steps once more.
         delay = -(-self._prompt_tokens // self._quantum) + 3
-        new_tokens = sequence.request.stopping.max_new_tokens
-        self._add(sequence, sequence.held + need, new_tokens, delay)
-        return delay + new_tokens + _SLACK
+        # The prompt's last step brings the first new token; the last one is not written.
+        left = sequence.bound - sequence.prompt_length
+        self._add(sequence, sequence.held + need, left, delay)
+        return delay + left + _SLACK
 
     def _add(self, sequence: Sequence, held: int, left: int, delay: int) -> None:
         self._index[sequence.id] = len(self._held)

@@ -29,10 +29,17 @@ _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
 class KV:
-    """The KV pool's bookkeeping."""
+    """The KV pool's bookkeeping.
 
-    def __init__(self, slots: int) -> None:
+    Args:
+        slots: of the pool.
+        caching: keep what has been computed for later requests; else only the samples of one
+            request share its prompt.
+    """
+
+    def __init__(self, slots: int, *, caching: bool = True) -> None:
         self.total = slots
+        self._caching = caching
         self.tree = RadixTree()
         self._allocator = SlotAllocator(slots)
 
@@ -54,7 +61,7 @@ class KV:
         """
         request = sequence.request
         whole = request.prompt_logprobs and sequence.stream == 0
-        usable = 0 if whole else sequence.prompt_length - 1
+        usable = 0 if whole or not self._caching else sequence.prompt_length - 1
         node, length = self.tree.match(sequence.prompt[:usable], request.salt)
         self.tree.lock(node)
         sequence.node = node
@@ -121,7 +128,7 @@ class KV:
             return
         node, known = self.tree.match(sequence.prompt, sequence.request.salt)
         end = sequence.prompt_length
-        if known <= sequence.shared:
+        if known <= sequence.shared and self._caching:
             slots = self._hand_over(sequence, known, end)
             node = self.tree.append(node, sequence.prompt[known:], slots)
         elif awaited and end - 1 > sequence.shared:
@@ -141,7 +148,7 @@ class KV:
         if sequence.node is None:
             return
         computed = min(sequence.computed, sequence.length)
-        if sequence.keep and computed > sequence.shared:
+        if self._caching and sequence.keep and computed > sequence.shared:
             tokens = sequence.all_tokens(computed)
             node, known = self.tree.match(tokens, sequence.request.salt)
             if known < computed and _covers(sequence, known):

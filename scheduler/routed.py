@@ -1,9 +1,12 @@
-"""A router's sequences: advanced only when the router says so.
+"""A router's sequences: stepped only when the router says so.
 
 A step that a router asks for (`Advance`) may take several of ours: its prompts share the prompt
-budget with the batcher's. It is complete when each of its sequences has got what it was promised: a
-token, or the piece of its prompt that was asked for. Steps whose sequences overlap run one after
-the other.
+budget with the batcher's. Those of its sequences that still wait for a row have no part in it. It
+is complete when each of the others has got what it was promised: a token, or a piece of its prompt.
+Steps whose sequences overlap run one after the other.
+
+    members of an Advance:  waiting for a row ---------------------> named in its answer
+                            with a row: owed tokens --works, settled--> nothing owed
 """
 
 from __future__ import annotations
@@ -13,117 +16,111 @@ from dataclasses import dataclass, field
 
 from tokenpod.engine.types import Advance
 from tokenpod.scheduler.batcher import decode_work, prompt_work
-from tokenpod.scheduler.forecast import Forecast
 from tokenpod.scheduler.kv import KV
-from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.work import Limits, Step, Work
+from tokenpod.scheduler.work import Advanced, Limits, Step, Work
 
 
 @dataclass(slots=True)
 class _Op:
     id: int
-    #: Position up to which each prompt is processed, by sequence id; 0: to its end.
-    until: dict[int, int]
-    #: Sequences that have not had all of theirs settled.
-    open: dict[int, Sequence]
-    #: Tokens that each sequence has yet to be given, known from its first turn on.
+    #: All that it names and that lives, by id.
+    members: dict[int, Sequence]
+    #: Prompt tokens that each may be given; 0: all.
+    chunks: dict[int, int]
+    #: It is answered once a sequence has been stepped, not before.
+    waits: bool
+    #: Members with a row that have not had all of theirs settled.
+    open: dict[int, Sequence] = field(default_factory=dict)
+    #: Tokens that each of them has yet to be given.
     owed: dict[int, int] = field(default_factory=dict)
+    begun: bool = False
+
+    @property
+    def done(self) -> bool:
+        return not self.members or (self.begun and not self.open)
 
 
-class HeldSequences:
+class Routed:
     """Plans the sequences of Prefill and Decode."""
 
-    def __init__(self, limits: Limits, kv: KV, rows: Rows) -> None:
+    def __init__(self, limits: Limits, kv: KV) -> None:
         self.ops: list[_Op] = []
         self._limits = limits
         self._kv = kv
-        self._rows = rows
-        self._sequences: dict[int, Sequence] = {}
+        #: Those that wait for a row.
+        self._waiting: dict[int, Sequence] = {}
+        #: Those with a row; their whole bounds are reserved.
+        self._admitted: dict[int, Sequence] = {}
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Slots that those without a row may come to need."""
+        return sum(sequence.bound for sequence in self._waiting.values())
 
     @property
     def sequences(self) -> Collection[Sequence]:
-        """Everything that routers hold."""
-        return self._sequences.values()
+        """Those with a row."""
+        return self._admitted.values()
 
-    def has(self, sequence: Sequence) -> bool:
-        """Whether a router holds this sequence."""
-        return sequence.id in self._sequences
+    def start(self, samples: list[Sequence]) -> None:
+        """See `queue.Planner`."""
+        (sequence,) = samples
+        self._admitted[sequence.id] = self._waiting.pop(sequence.id)
 
-    def reserve(self, fresh: list[Sequence], forecast: Forecast, now: int) -> str | None:
-        """Take new sequences in with all of their bounds; else say why that is impossible."""
-        if len(fresh) > self._rows.free:
-            return (
-                f"{len(fresh)} sequences are to start; {self._rows.free} of"
-                f" {self._limits.max_rows} rows are free (--max-batch-size)"
-            )
-        for sequence in fresh:
-            self._kv.begin(sequence)
-        forecast.frozen([*self.sequences, *fresh])
-        need = forecast.peak()
-        if need > self._limits.slots:
-            for sequence in fresh:
-                self._kv.withdraw(sequence)
-            return (
-                f"{need} tokens of KV cache would be needed, {sum(s.bound for s in fresh)} of them"
-                f" for this batch; there are {self._limits.slots} (--max-batch-total-tokens)"
-            )
-        for sequence in fresh:
-            self._rows.give(sequence)
-            self._sequences[sequence.id] = sequence
-        return None
+    def withdraw(self, samples: list[Sequence]) -> None:
+        """See `queue.Planner`."""
+        (sequence,) = samples
+        self._waiting[sequence.id] = self._admitted.pop(sequence.id)
 
     def begin(self, op: Advance, fresh: list[Sequence], resumed: list[Sequence]) -> None:
-        """Queue a step."""
-        everyone = {sequence.id: sequence for sequence in (*fresh, *resumed)}
-        until = [*op.start_until, *op.resume_until]
-        self.ops.append(_Op(op.op, dict(zip(everyone, until, strict=True)), everyone))
+        """Queue a step of new sequences, which are in the queue, and of earlier ones."""
+        self._waiting |= {sequence.id: sequence for sequence in fresh}
+        chunks = [*op.start_chunks, *[op.chunk] * len(op.resume)]
+        by_id = {sequence.id: sequence for sequence in (*fresh, *resumed)}
+        self.ops.append(_Op(op.op, by_id, dict(zip(by_id, chunks, strict=True)), op.waits))
 
-    def plan(self, now: int, *, share: bool) -> list[Work]:
-        """This step's works; with `share`, half of the prompt budget is the batcher's."""
+    def plan(self, now: int, prefill_tokens: int) -> list[Work]:
+        """This step's works, with at most so many prompt tokens."""
         works: list[Work] = []
-        budget = self._limits.prefill_tokens
-        if share:
-            budget -= budget // 2
         taken: set[int] = set()
         for op in self.ops:
-            if taken.isdisjoint(op.open):
-                budget = self._plan_op(op, budget, now, works)
-            taken |= op.open.keys()
+            if taken.isdisjoint(op.members):
+                prefill_tokens = self._plan_op(op, prefill_tokens, now, works)
+            if not op.done:
+                taken |= op.members.keys()
         return works
 
-    def settle(self, step: Step | None) -> list[int]:
+    def settle(self, step: Step | None) -> list[Advanced]:
         """Steps that are complete by now."""
         if step is not None:
             for work in step.works:
-                for op in self.ops:
-                    sequence = op.open.get(work.sequence.id)
-                    if sequence is None or sequence.in_flight:
-                        continue
-                    if op.owed.get(sequence.id) == 0:
-                        del op.open[sequence.id]
-        done = [op.id for op in self.ops if not op.open]
+                self._settle_work(work)
+        done = [op for op in self.ops if op.done]
         if done:
-            self.ops = [op for op in self.ops if op.open]
-        return done
+            self.ops = [op for op in self.ops if not op.done]
+        return [_answer(op) for op in done]
 
-    def remove(self, sequence: Sequence) -> None:
+    def released(self, sequence: Sequence) -> None:
         """A sequence is gone; nobody owes it anything."""
-        if self._sequences.pop(sequence.id, None) is not None:
-            for op in self.ops:
-                op.open.pop(sequence.id, None)
+        self._waiting.pop(sequence.id, None)
+        self._admitted.pop(sequence.id, None)
+        for op in self.ops:
+            op.members.pop(sequence.id, None)
+            op.open.pop(sequence.id, None)
+
+    def _settle_work(self, work: Work) -> None:
+        sequence = work.sequence
+        for op in self.ops:
+            if sequence.id in op.open and not sequence.in_flight and not op.owed[sequence.id]:
+                del op.open[sequence.id]
 
     def _plan_op(self, op: _Op, budget: int, now: int, works: list[Work]) -> int:
+        if not op.begun and not self._begin(op):
+            return budget
         for sequence in list(op.open.values()):
-            if sequence.dead:
-                continue
-            owed = op.owed.get(sequence.id)
-            if owed is None:
-                owed = op.owed[sequence.id] = _share(sequence, op.until[sequence.id])
-                if not owed:
-                    # The cache had this piece of the prompt already.
-                    del op.open[sequence.id]
-            if not owed:
+            owed = op.owed[sequence.id]
+            if not owed or sequence.dead:
                 continue
             if not sequence.prefilling:
                 works.append(decode_work(self._kv, sequence))
@@ -135,10 +132,26 @@ class HeldSequences:
                 budget -= n
         return budget
 
+    def _begin(self, op: _Op) -> bool:
+        """Fix who has a part in a step, at its first turn; False: it has to wait for somebody."""
+        ready = {i: sequence for i, sequence in op.members.items() if i in self._admitted}
+        if op.waits and not ready and op.members:
+            return False
+        op.begun = True
+        op.owed = {i: _promised(sequence, op.chunks[i]) for i, sequence in ready.items()}
+        op.open = {i: sequence for i, sequence in ready.items() if op.owed[i]}
+        return True
 
-def _share(sequence: Sequence, until: int) -> int:
-    """Tokens that a router's step gives: the prompt up to `until` (0: its end), else one."""
+
+def _promised(sequence: Sequence, chunk: int) -> int:
+    """Tokens that a step gives: a piece of the prompt (0: all of it), else one."""
     if not sequence.prefilling:
         return 1
-    end = min(until, sequence.prompt_length) if until else sequence.prompt_length
-    return max(end - sequence.computed, 0)
+    left = sequence.prompt_length - sequence.computed
+    return min(chunk, left) if chunk else left
+
+
+def _answer(op: _Op) -> Advanced:
+    members = op.members.values()
+    behind = {s.id: s.prompt_length - s.computed for s in members if s.prefilling}
+    return Advanced(op.id, behind, waiting=[s.id for s in members if s.row < 0])

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 import numpy as np
 
 from tokenpod.engine.types import (
+    PROBE_TOKENS,
     Advance,
     Failure,
     FailureCode,
@@ -25,38 +25,47 @@ from tokenpod.engine.types import (
 )
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.deadlines import Deadlines
-from tokenpod.scheduler.routed import HeldSequences
+from tokenpod.scheduler.forecast import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pace import Pace
+from tokenpod.scheduler.probe import Probes
+from tokenpod.scheduler.queue import Planner, Queue
+from tokenpod.scheduler.routed import Routed
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequence import Owner, Sequence
 from tokenpod.scheduler.work import Limits, Settled, Step, Work
 
 __all__ = ["Limits", "Scheduler", "Settled", "Step", "Work"]
 
 
-@dataclass(slots=True)
+#: A router's waiting requests may need so many times the slots in all: it keeps books of its own,
+#: and what it has given up for lost may still be here.
+_MOST_WAITING = 2
+
+
 class Scheduler:
     """Who runs next, and where its keys and values live."""
 
-    limits: Limits
-    kv: KV = field(init=False)
-    _rows: Rows = field(init=False)
-    _batcher: Batcher = field(init=False)
-    _held: HeldSequences = field(init=False)
-    #: Every sequence that exists, by id.
-    _sequences: dict[int, Sequence] = field(default_factory=dict)
-    _deadlines: Deadlines = field(default_factory=Deadlines)
-    _pace: Pace = field(init=False)
-    _settled_at: int = 0
-    _events: Settled = field(default_factory=Settled)
-
-    def __post_init__(self) -> None:
-        self.kv = KV(self.limits.slots)
-        self._pace = Pace(self.limits.prefill_tokens)
-        self._rows = Rows(self.limits.max_rows)
-        self._batcher = Batcher(self.limits, self.kv, self._rows)
-        self._held = HeldSequences(self.limits, self.kv, self._rows)
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.kv = KV(limits.slots + PROBE_TOKENS, caching=limits.prefix_caching)
+        self._rows = Rows(limits.max_rows)
+        self._batcher = Batcher(limits, self.kv, self._rows, self._requeue)
+        self._routed = Routed(limits, self.kv)
+        self._probes = Probes(self.kv, self._rows)
+        planners: dict[Owner, Planner] = {
+            Owner.BATCHER: self._batcher,
+            Owner.ROUTER: self._routed,
+        }
+        self._queue = Queue(limits, self.kv, self._rows, planners, self._forecast)
+        #: Every sequence that exists, by id.
+        self._sequences: dict[int, Sequence] = {}
+        #: Requests that came since `_drop_hopeless` last looked.
+        self._new: list[Sequence] = []
+        self._deadlines = Deadlines()
+        self._pace = Pace(limits.prefill_tokens)
+        self._settled_at = 0
+        self._events = Settled()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -68,22 +77,23 @@ class Scheduler:
                 failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
                 self._events.failures.append(failure)
             return
-        samples = self._make(request)
-        self._batcher.queue(samples)
+        if request.probe:
+            self._probes.add(*self._make(request, Owner.PROBE))
+            return
+        samples = self._make(request, Owner.BATCHER)
+        self._queue.add(samples)
+        self._new.append(samples[0])
         self._deadlines.add(request)
 
-    def advance(self, op: Advance, now: int) -> Failure | None:
+    def advance(self, op: Advance) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
-        if failure := self._malformed(op):
+        if failure := self._malformed(op) or self._too_much(op):
             return failure
-        fresh = [sequence for request in op.start for sequence in self._make(request)]
-        problem = self._held.reserve(fresh, self._batcher.forecast(), now)
-        if problem:
-            for sequence in fresh:
-                del self._sequences[sequence.id]
-            return Failure(-1, FailureCode.RESOURCE_EXHAUSTED, problem)
+        fresh = [sequence for r in op.start for sequence in self._make(r, Owner.ROUTER)]
+        for sequence in fresh:
+            self._queue.add([sequence])
         resumed = [self._sequences[sequence_id] for sequence_id in op.resume]
-        self._held.begin(op, fresh, resumed)
+        self._routed.begin(op, fresh, resumed)
         return None
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
@@ -98,13 +108,8 @@ class Scheduler:
         """The next step, or None if nothing can run."""
         self._drop_late(now)
         self._drop_hopeless(now)
-        works = self._held.plan(now, share=self._batcher.has_prompts)
-        prompt_tokens = sum(work.n_tokens for work in works if not work.decodes)
-        works += self._batcher.plan(
-            now,
-            prefill_tokens=self.limits.prefill_tokens - prompt_tokens,
-            frozen=self._held.sequences,
-        )
+        self._queue.admit()
+        works = self._plan_works(now)
         if not works:
             return None
         for work in works:
@@ -135,13 +140,13 @@ class Scheduler:
             sequence.in_flight -= 1
             if sequence.dead and not sequence.in_flight:
                 self._free(sequence)
-        settled.advanced += self._held.settle(step)
+        settled.advanced += self._routed.settle(step)
         return settled
 
     def drain_events(self) -> Settled:
         """What has happened without a step since the last call."""
         events, self._events = self._events, Settled()
-        events.advanced += self._held.settle(None)
+        events.advanced += self._routed.settle(None)
         return events
 
     # -- state ---------------------------------------------------------------------------------
@@ -149,12 +154,14 @@ class Scheduler:
     @property
     def waiting(self) -> bool:
         """Whether requests are queued."""
-        return self._batcher.waiting_requests > 0
+        return len(self._queue) > 0
 
     @property
     def busy(self) -> bool:
         """Whether any sequence could be advanced."""
-        return bool(self._batcher.running or self._batcher.waiting_requests or self._held.ops)
+        return bool(
+            self._batcher.running or len(self._queue) or self._routed.ops or len(self._probes)
+        )
 
     @property
     def stalls(self) -> int:
@@ -164,11 +171,11 @@ class Scheduler:
     def load(self) -> Load:
         """What the engine holds."""
         return Load(
-            running=self._batcher.running + len(self._held.sequences),
-            waiting=self._batcher.waiting_requests,
-            waiting_tokens=self._batcher.waiting_tokens,
+            running=self._batcher.running + len(self._routed.sequences),
+            waiting=len(self._queue),
+            waiting_tokens=self._queue.tokens,
             slots=self.limits.slots,
-            free_slots=self.kv.free,
+            free_slots=max(self.kv.free - PROBE_TOKENS, 0),
             evictable_slots=self.kv.tree.evictable,
         )
 
@@ -177,22 +184,41 @@ class Scheduler:
         self.kv.check(self._sequences.values())
         assert self._rows.in_use == sum(s.row >= 0 for s in self._sequences.values())
         rows = self._rows.in_use + self._rows.promised + self._rows.free
-        assert rows == self.limits.max_rows, (rows, self.limits.max_rows)
+        assert rows - self._rows.probing == self.limits.max_rows, (rows, self.limits.max_rows)
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _make(self, request: Request) -> list[Sequence]:
+    def _plan_works(self, now: int) -> list[Work]:
+        """Those of routers, then the batcher's; while both have prompts each has half the budget.
+
+        Probes have a budget of their own: PROBE_TOKENS.
+        """
+        batcher, budget = self._batcher, self.limits.prefill_tokens
+        works = self._routed.plan(now, budget - batcher.quantum if batcher.has_prompts else budget)
+        budget -= sum(work.n_tokens for work in works if not work.decodes)
+        return works + batcher.plan(now, budget) + self._probes.plan(now)
+
+    def _forecast(self) -> Forecast:
+        """The need of everything that has been admitted."""
+        forecast = Forecast(self._batcher.quantum)
+        self._batcher.add_to(forecast)
+        forecast.frozen(self._routed.sequences)
+        return forecast
+
+    def _requeue(self, samples: list[Sequence]) -> None:
+        self._queue.add_again(samples)
+
+    def _make(self, request: Request, owner: Owner) -> list[Sequence]:
         prompt = np.asarray(request.prompt, dtype=np.int32)
-        samples = [Sequence(request, i, prompt) for i in range(len(request.sequence_ids))]
+        samples = [Sequence(request, i, prompt, owner) for i in range(len(request.sequence_ids))]
         self._sequences |= {sequence.id: sequence for sequence in samples}
         return samples
 
     def _malformed(self, op: Advance) -> Failure | None:
         """What is wrong with a router's step, whatever the load."""
         invalid = FailureCode.INVALID_ARGUMENT
-        given = (len(op.start_until), len(op.resume_until))
-        if given != (len(op.start), len(op.resume)):
-            problem = f"{len(op.start)} and {len(op.resume)} sequences with {given} positions"
+        if len(op.start_chunks) != len(op.start):
+            problem = f"{len(op.start)} sequences with {len(op.start_chunks)} pieces of prompts"
             return Failure(-1, invalid, problem)
         new: set[int] = set()
         for request in op.start:
@@ -207,24 +233,42 @@ class Scheduler:
             new.add(first)
         for sequence_id in op.resume:
             sequence = self._sequences.get(sequence_id)
-            if sequence is None or sequence.dead or not self._held.has(sequence):
-                problem = f"sequence {sequence_id} is not held by a router"
+            if sequence is None or sequence.dead or sequence.owner is not Owner.ROUTER:
+                problem = f"sequence {sequence_id} is not a router's"
                 return Failure(sequence_id, invalid, problem)
         return None
 
+    def _too_much(self, op: Advance) -> Failure | None:
+        """Why a router can't have promised so much to its clients."""
+        need, slots = sum(map(_bound, op.start)), self.limits.slots
+        waiting = self._routed.waiting_tokens
+        if need > slots or waiting + need > _MOST_WAITING * slots:
+            problem = (
+                f"the batch needs {need} tokens of KV cache, and requests that wait {waiting};"
+                f" there are {slots} (--max-batch-total-tokens)"
+            )
+            return Failure(-1, FailureCode.RESOURCE_EXHAUSTED, problem)
+        return None
+
     def _never_fits(self, request: Request) -> str:
-        """Why a request is impossible even in an empty house, or nothing."""
+        """Why a request is impossible even if nothing else runs, or nothing."""
         samples, limits = len(request.sequence_ids), self.limits
-        bound = len(request.prompt) + request.stopping.max_new_tokens
-        if not request.prompt or request.stopping.max_new_tokens < 1:
+        new_tokens = request.stopping.max_new_tokens
+        if not request.prompt or new_tokens < 1:
             return "a request needs at least one prompt token and one new token"
-        if bound > limits.max_positions:
-            return f"prompt and new tokens are {bound}; at most {limits.max_positions} are possible"
-        need = bound + (samples - 1) * (request.stopping.max_new_tokens + 1)
+        length = len(request.prompt) + new_tokens
+        if length > limits.max_positions:
+            return (
+                f"prompt and new tokens are {length}; at most {limits.max_positions} are possible"
+            )
+        # Each sample but the first computes the last prompt token again.
+        need = _bound(request) + (samples - 1) * new_tokens
         if need > limits.slots:
             return f"the request needs {need} tokens of KV cache; there are {limits.slots}"
         if samples > limits.max_rows:
             return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
+        if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
+            return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"
         return ""
 
     def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
@@ -269,7 +313,9 @@ class Scheduler:
 
     def _drop_hopeless(self, now: int) -> None:
         """End what can't have its first token in time, before it costs one."""
-        for sequence in self._batcher.before_first_token():
+        new, self._new = self._new, []
+        # Those in the middle of the queue were looked at when they came, and will be at their turn.
+        for sequence in (*new, *self._queue.head[:1], *self._batcher.prefilling):
             deadline = sequence.request.deadline_at
             if sequence.dead or deadline is None:
                 continue
@@ -293,14 +339,21 @@ class Scheduler:
         if sequence.dead:
             return
         sequence.dead = True
-        self._batcher.remove(sequence)
+        if not self._queue.remove(sequence):
+            self._batcher.remove(sequence)
         if not sequence.in_flight:
             self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
         self.kv.release(sequence)
         self._rows.give_back(sequence)
-        self._held.remove(sequence)
-        self._batcher.released(sequence)
+        for planner in (self._batcher, self._routed, self._probes):
+            planner.released(sequence)
+        self._queue.freed()
         self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
+
+
+def _bound(request: Request) -> int:
+    """Slots that a request's first sample may come to need."""
+    return len(request.prompt) + request.stopping.max_new_tokens - 1

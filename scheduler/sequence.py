@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
 import numpy as np
 
 from tokenpod.engine.types import FinishCode, Request
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
+
+
+class Owner(Enum):
+    """Who decides when a sequence is stepped."""
+
+    #: The batcher: a token in every step.
+    BATCHER = auto()
+    #: A router, by `Advance`.
+    ROUTER = auto()
+    #: Nobody has to: a liveness probe runs at once, in a row that is kept for it.
+    PROBE = auto()
 
 
 class Sequence:
@@ -17,6 +30,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrival",
         "began_at",
         "cached",
         "computed",
@@ -29,6 +43,7 @@ class Sequence:
         "launched",
         "node",
         "outputs",
+        "owner",
         "prompt",
         "request",
         "row",
@@ -36,11 +51,16 @@ class Sequence:
         "stream",
     )
 
-    def __init__(self, request: Request, stream: int, prompt: Tokens) -> None:
+    def __init__(
+        self, request: Request, stream: int, prompt: Tokens, owner: Owner = Owner.BATCHER
+    ) -> None:
         self.id = request.sequence_ids[stream]
         self.request = request
+        self.owner = owner
         self.stream = stream
         self.prompt = prompt
+        #: Its place in the queue within its priority.
+        self.arrival = 0
         #: The executor's row; -1: none.
         self.row = -1
         self.computed = 0
@@ -74,8 +94,8 @@ class Sequence:
 
     @property
     def bound(self) -> int:
-        """Tokens it may grow to."""
-        return len(self.prompt) + self.request.stopping.max_new_tokens
+        """Slots that it may come to need: the last token's keys and values are never written."""
+        return len(self.prompt) + self.request.stopping.max_new_tokens - 1
 
     @property
     def prefilling(self) -> bool:

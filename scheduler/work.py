@@ -13,14 +13,27 @@ from tokenpod.scheduler.sequence import Sequence
 class Limits:
     """What the engine has."""
 
-    #: KV slots.
+    #: KV slots, without those that are kept for liveness probes.
     slots: int
-    #: Sequences that can hold a row of the executor at once.
+    #: Sequences that can hold a row of the executor at once, without a probe's.
     max_rows: int
     #: Longest sequence, prompt and output.
     max_positions: int
     #: Prompt tokens that one step takes.
     prefill_tokens: int
+    #: Keep keys and values of prompts for later ones that begin alike.
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """A router's step is complete."""
+
+    id: int
+    #: Prompt tokens that its sequences have yet to be given, by sequence id.
+    behind: dict[int, int]
+    #: Sequences of it that wait for a row.
+    waiting: list[int]
 
 
 class Work:
@@ -73,5 +86,4 @@ class Settled:
     finishes: list[FinishCode] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    #: Router steps that are complete.
-    advanced: list[int] = field(default_factory=list)
+    advanced: list[Advanced] = field(default_factory=list)

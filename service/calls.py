@@ -89,7 +89,6 @@ class ShardRequest:
 
     id: int
     inputs: str
-    has_image: bool
     truncate: int
     add_special_tokens: bool
     prefill_logprobs: bool
@@ -167,7 +166,7 @@ class ShardGeneration:
 class ShardStep:
     """The answer to Prefill and Decode. Times in nanoseconds."""
 
-    generations: Sequence[ShardGeneration]
+    generations: list[ShardGeneration]
     batch: CachedBatch | None
     forward_ns: int
     decode_ns: int

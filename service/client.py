@@ -96,6 +96,9 @@ class EngineClient(asyncio.Protocol):
         #: Seconds that a step usually takes, and when (CLOCK_MONOTONIC, ns) the last one settled.
         self.usual_step = 0.0
         self.last_step_at = now()
+        #: When the engine was last heard of, be it that it can't step anybody.
+        self.heard_at = now()
+        self._last_step = 0
         #: When the step now being handed over settled.
         self.step_at = 0
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -162,12 +165,13 @@ class EngineClient(asyncio.Protocol):
         self,
         *,
         start: list[Request],
-        start_until: list[int],
+        start_chunks: list[int],
         resume: list[int],
-        resume_until: list[int],
+        chunk: int,
+        waits: bool,
         sink: Sink,
     ) -> Advanced:
-        """One router step; `sink` hears of its tokens before this returns."""
+        """One router step (see `Advance`); `sink` hears of its tokens before this returns."""
         self._expect_step()
         self._next_op += 1
         op = self._next_op
@@ -175,7 +179,7 @@ class EngineClient(asyncio.Protocol):
         self._ops[op] = done
         sequence_ids = [request.sequence_ids[0] for request in start] + resume
         self._watch(sequence_ids, sink)
-        self._send(Advance(op, start, start_until, resume, resume_until))
+        self._send(Advance(op, start, start_chunks, resume, chunk, waits))
         try:
             return await done
         finally:
@@ -197,7 +201,7 @@ class EngineClient(asyncio.Protocol):
             raise Unavailable(_LOST, retry_after=1.0)
         if not self.pending:
             # The clock of "no step for so long" begins with the work, not with the last step.
-            self.last_step_at = self._now()
+            self.last_step_at = self.heard_at = self._now()
 
     def _watch(self, sequence_ids: Iterable[int], sink: Sink) -> None:
         for sequence_id in sequence_ids:
@@ -219,7 +223,7 @@ class EngineClient(asyncio.Protocol):
                 case Loading():
                     self._on_loading(message)
                 case Ready():
-                    self.last_step_at = self._now()
+                    self.last_step_at = self.heard_at = self._now()
                     self.ready.set_result(message)
                 case Broken():
                     self._lose(EngineLost(message.message, fault=not message.peer))
@@ -236,11 +240,9 @@ class EngineClient(asyncio.Protocol):
 
     def _step(self, outputs: StepOutputs) -> None:
         self.load = outputs.load
-        self.step_at = outputs.at
-        if outputs.sequence_ids:
-            took = (outputs.at - self.last_step_at) / 1e9
-            self.usual_step += _SMOOTHING * (took - self.usual_step) if self.usual_step else took
-        self.last_step_at = outputs.at
+        self.step_at = self.heard_at = outputs.at
+        if outputs.step != self._last_step:
+            self._note_step(outputs)
         touched: dict[int, Sink] = {}
         for started in outputs.started:
             if sink := self._sinks.get(started.sequence_id):
@@ -275,6 +277,14 @@ class EngineClient(asyncio.Protocol):
             done = self._ops.get(advanced.op)
             if done is not None and not done.done():
                 done.set_result(advanced)
+
+    def _note_step(self, outputs: StepOutputs) -> None:
+        """A step has settled."""
+        self._last_step = outputs.step
+        if outputs.sequence_ids:
+            took = (outputs.at - self.last_step_at) / 1e9
+            self.usual_step += _SMOOTHING * (took - self.usual_step) if self.usual_step else took
+        self.last_step_at = outputs.at
 
     def _lose(self, error: EngineLost) -> None:
         if self.lost.done():

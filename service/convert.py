@@ -7,6 +7,7 @@ token a step as scalars.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from tokenpod.protos.generate.v1 import generate_pb2 as v1
@@ -29,6 +30,11 @@ from tokenpod.service.calls import (
     TokensCall,
     WarmupCall,
 )
+
+log = logging.getLogger("tokenpod.shard")
+
+#: TGI's routers read messages of up to 4 MiB; some room is left for framing.
+_MOST_ANSWER_BYTES = 4 * 1024 * 1024 - 4096
 
 
 def generate_call(request: v3.GenerateRequest) -> GenerateCall:
@@ -141,18 +147,17 @@ class ShardCodec:
 
     def _request(self, request: Any) -> ShardRequest:
         parameters, stopping = request.parameters, request.stopping_parameters
-        inputs, has_image = request.inputs, False
+        inputs = request.inputs
         if self._has_chunks and request.input_chunks.chunks:
-            # Authoritative where present; `inputs` is the same for shards that know no chunks.
+            # Authoritative where present; `inputs` is the same for shards that know no chunks. A
+            # model for text skips images.
             chunks = request.input_chunks.chunks
             inputs = "".join(c.text for c in chunks if c.WhichOneof("chunk") == "text")
-            has_image = any(c.WhichOneof("chunk") == "image" for c in chunks)
         newest = self._has_chunks
         grammar = self._has_grammar
         return ShardRequest(
             id=request.id,
             inputs=inputs,
-            has_image=has_image,
             truncate=request.truncate,
             # Routers before v3 always want them.
             add_special_tokens=request.add_special_tokens if newest else True,
@@ -191,8 +196,12 @@ class ShardCodec:
         return message
 
     def step(self, response: Any, step: ShardStep) -> Any:
-        """Fill a PrefillResponse or DecodeResponse; returns it."""
+        """Fill a PrefillResponse or DecodeResponse; returns it.
+
+        Log probabilities of prompts are left out where the answer would be too long for a router.
+        """
         response.generations.extend(self._generation(g) for g in step.generations)
+        _shorten(response)
         if step.batch is not None:
             response.batch.CopyFrom(self.cached_batch(step.batch))
         if self._has_timings:
@@ -241,6 +250,24 @@ class ShardCodec:
         if "is_special" in kind.DESCRIPTOR.fields_by_name:
             message.is_special.extend(tokens.special)
         return message
+
+
+def _shorten(response: Any) -> None:
+    """Leave out prompts' log probabilities, the longest first, until a router can read the rest."""
+    scored = [g for g in response.generations if g.HasField("prefill_tokens")]
+    if not scored:
+        return
+    excess = response.ByteSize() - _MOST_ANSWER_BYTES
+    for generation in sorted(scored, key=lambda g: len(g.prefill_tokens.ids), reverse=True):
+        if excess <= 0:
+            return
+        size = generation.prefill_tokens.ByteSize()
+        extra = {"request": generation.request_id, "bytes": size}
+        log.warning(
+            "log probabilities of a prompt are left out: a router can't read so much", extra=extra
+        )
+        generation.ClearField("prefill_tokens")
+        excess -= size
 
 
 def codecs() -> tuple[ShardCodec, ShardCodec, ShardCodec]:

@@ -72,6 +72,11 @@ class PodProgress:
         return self.client.last_step_at
 
     @property
+    def heard_at(self) -> int:
+        """CLOCK_MONOTONIC nanoseconds."""
+        return self.client.heard_at
+
+    @property
     def usual_step(self) -> float:
         """Seconds."""
         return self.client.usual_step

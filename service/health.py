@@ -6,8 +6,8 @@
 
 A probe must tell "busy" from "stuck". Readiness goes when work is pending and no step has settled
 for max(5 s, 20 times the usual step), and comes back with the next step. Liveness goes only after
-max(60 s, 200 times the usual step) without one: a long step, a full queue or a drain never restarts
-a good pod.
+max(60 s, 200 times the usual step) in which the engine said nothing: a long step, a full queue, a
+drain, or rows that a router keeps never restart a good pod.
 
 A pod that follows is `startup` and `readiness` as soon as it listens: nobody sends it requests, and
 a rolling update that waited for it to serve would wait for the pods that it has yet to replace.
@@ -40,6 +40,11 @@ class Progress(Protocol):
     @property
     def last_step_at(self) -> int:
         """CLOCK_MONOTONIC nanoseconds of the last step, or of the work that began a wait."""
+        ...
+
+    @property
+    def heard_at(self) -> int:
+        """When the engine was last heard of, by the same clock: it may have nobody to step."""
         ...
 
     @property
@@ -118,11 +123,12 @@ class HealthBoard:
             if not progress.pending:
                 idle_at = now
             stuck = (now - max(progress.last_step_at, idle_at)) / 1e9
+            silent = (now - max(progress.heard_at, idle_at)) / 1e9
             moving = stuck < max(5.0, 20 * progress.usual_step)
             if moving != self._moving:
                 self._moving = moving
                 await self._tell()
-            lives = stuck < max(60.0, 200 * progress.usual_step)
+            lives = silent < max(60.0, 200 * progress.usual_step)
             if lives != alive:
                 alive = lives
                 if not alive and not self.stuck.done():

@@ -8,9 +8,8 @@ import time
 from typing import Any
 
 from tokenpod.config import ServerSettings
-from tokenpod.protos.tokenpod.shard.v1 import letter_pb2 as pb
+from tokenpod.service.drain_requests import DrainRequests
 from tokenpod.service.front_ends import FrontEnds
-from tokenpod.service.letters import Letters
 from tokenpod.service.parts import Parts
 from tokenpod.service.ranks import Ranks
 
@@ -29,10 +28,10 @@ async def drain(settings: ServerSettings, parts: Parts, others: FrontEnds) -> No
     await stopping.sleep(settings.lame_duck_seconds)
     admission.drain()
     await _quiet(settings, parts)
+    cut_off = {"cut_off": admission.requests, "cut_off_batches": await parts.rpcs.shard.end()}
     # Closes the listener, so it comes last.
     grace = 0.0 if stopping.urgent else 0.5
     await asyncio.gather(parts.listener.stop(grace, stopping.sleep), others.stop())
-    cut_off = {"cut_off": admission.requests, "cut_off_batches": len(parts.rpcs.shard.batches)}
     log.info("stopped", extra=cut_off)
 
 
@@ -46,12 +45,12 @@ async def make_way(settings: ServerSettings, parts: Parts) -> None:
 
 
 async def take_leave(
-    settings: ServerSettings, parts: Parts, ranks: Ranks, letters: Letters
+    settings: ServerSettings, parts: Parts, ranks: Ranks, drains: DrainRequests
 ) -> None:
     """Stop a follower's pod once the leader lets it."""
     log.info("stopping: asking the leader to drain")
     await parts.board.drain()
-    leave = asyncio.create_task(letters.ask(pb.Question(leave=pb.Leave())))
+    leave = asyncio.create_task(drains.ask())
     seconds = settings.lame_duck_seconds + settings.graceful_termination_timeout
     enough = asyncio.create_task(parts.stopping.sleep(seconds))
     futures: set[asyncio.Future[Any]] = {leave, enough, ranks.lost}
@@ -65,10 +64,10 @@ async def take_leave(
 
 async def _quiet(settings: ServerSettings, parts: Parts) -> None:
     """Wait until no request runs and no router has a batch, as long as the operator allows."""
-    admission, batches = parts.admission, parts.rpcs.shard.batches
+    admission, shard = parts.admission, parts.rpcs.shard
     began = time.monotonic()
     deadline = began + settings.graceful_termination_timeout
-    while (admission.requests or batches.awaited(began)) and time.monotonic() < deadline:
+    while (admission.requests or shard.awaited(began)) and time.monotonic() < deadline:
         if parts.stopping.urgent:
             return
         await parts.stopping.sleep(0.05)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import socket
-import stat
 
 import grpc
 
@@ -62,27 +59,6 @@ def reason(error: Exception) -> str:
     """Why an address can't be had, in few words."""
     text = str(error)
     return "the address is in use" if "in use" in text or "Failed to bind" in text else text
-
-
-def free_socket(path: str) -> None:
-    """Remove a socket that a dead server left; raises StartError if one answers on it."""
-    if not os.path.exists(path):
-        return
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
-        raise StartError(f"--uds-path: {path} exists and is not a socket")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            os.unlink(path)
-            return
-    raise StartError(f"--uds-path: another server listens on {path}")
-
-
-def remove(path: str) -> None:
-    """Remove a socket, if it is still there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def check_port(settings: ServerSettings) -> None:

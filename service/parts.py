@@ -15,6 +15,7 @@ from tokenpod.service.forming import Forming
 from tokenpod.service.generate import GenerateService
 from tokenpod.service.health import HealthBoard
 from tokenpod.service.house import House
+from tokenpod.service.router_socket import RouterSocket
 from tokenpod.service.servicers import Rpcs
 from tokenpod.service.stopping import Stopping
 
@@ -24,19 +25,23 @@ class Listener:
     """The bound server, and what it can be reached by.
 
     Args:
-        server: listens.
+        server: listens on the port.
         closing: one of its interceptors.
         address, shard_url: for clients and for routers.
+        socket: for routers; None: they use the port.
     """
 
     server: grpc.aio.Server
     closing: Closing
     address: str
     shard_url: str
+    socket: RouterSocket | None
 
     async def stop(self, grace: float, sleep: Callable[[float], Awaitable[None]]) -> None:
         """Stop listening; see `Closing.stop`."""
         await self.closing.stop(self.server, grace, sleep)
+        if self.socket is not None:
+            await self.socket.stop(grace)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ def engine_options(
         memory_fraction=settings.memory_fraction,
         kv_cache_dtype=settings.kv_cache_dtype,
         max_logit_edits=2 * settings.max_logit_bias,
+        prefix_caching=settings.prefix_caching,
     )
     return [
         msgspec.structs.replace(

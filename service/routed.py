@@ -1,4 +1,4 @@
-"""A sequence that a router holds: its text by TGI's rules, and how far its prompt has come."""
+"""A sequence of a router's batch: its text by TGI's rules, and how far its prompt has come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenpod.service.tokenizer import Tokenizer
 _LENGTH, _EOS_TOKEN, _STOP_SEQUENCE = 0, 1, 2
 
 
-class HeldSequence:
+class RoutedSequence:
     """One request of a router's batch.
 
     Args:
@@ -25,15 +25,20 @@ class HeldSequence:
     def __init__(self, asked: ShardRequest, request: Request, tokenizer: Tokenizer) -> None:
         self.request_id = asked.id
         self.sequence_id = request.sequence_ids[0]
-        #: Tokens this sequence may grow to, prompt included.
-        self.bound = len(request.prompt) + request.stopping.max_new_tokens
+        #: Tokens of KV cache that this sequence may come to need, as routers count them: the last
+        #: token's keys and values are never written.
+        self.bound = len(request.prompt) + request.stopping.max_new_tokens - 1
+        #: Prompt tokens that its first step processes; 0: all.
+        self.chunk = asked.chunk_len or 0
         self.stopped = False
         #: Stopped by a stop sequence, which the engine cannot see.
         self.stopped_by_text = False
-        self._chunk_len = asked.chunk_len
+        #: It has no row yet.
+        self.waits = True
+        #: Prompt tokens that have yet to be processed.
+        self.behind = len(request.prompt)
         self._request = request
         self._tokenizer = tokenizer
-        self._prompt_done = 0
         self._detokenizer = tokenizer.detokenizer(request.prompt)
         self._stops = TailStops(asked.stop_sequences)
         self._generated = 0
@@ -42,20 +47,7 @@ class HeldSequence:
     @property
     def next_tokens(self) -> int:
         """Tokens that the next step processes: one, or what is left of the prompt."""
-        return max(len(self._request.prompt) - self._prompt_done, 1)
-
-    def begin(self) -> int:
-        """The position up to which the first step processes the prompt; 0: to its end."""
-        return self._process(self._chunk_len or len(self._request.prompt))
-
-    def resume(self, most: int) -> int:
-        """The same for a later step, which takes up to `most` prompt tokens."""
-        return self._process(most)
-
-    def _process(self, tokens: int) -> int:
-        length = len(self._request.prompt)
-        self._prompt_done = min(self._prompt_done + tokens, length)
-        return self._prompt_done if self._prompt_done < length else 0
+        return max(self.behind, 1)
 
     def push(
         self,
@@ -81,6 +73,16 @@ class HeldSequence:
             prefill=self._prompt_tokens(started) if started else None,
             top=self._named(top.token_ids, top.logprobs) if top else None,
             text=None if reason is None else self._final_text(reason),
+        )
+
+    def give_up(self) -> ShardGeneration:
+        """End the sequence after a failure of its own; what the router is told."""
+        self.stopped = True
+        return ended_alone(
+            self.request_id,
+            self._tokenizer,
+            generated=self._generated + 1,
+            prompt_tokens=len(self._request.prompt),
         )
 
     def _finish_reason(self, finish: FinishCode, text: str) -> int | None:
@@ -116,3 +118,25 @@ class HeldSequence:
     def _named(self, ids: list[int], logprobs: list[float]) -> TokenList:
         texts = [self._tokenizer.token_text(token) for token in ids]
         return TokenList(ids, logprobs, texts, [self._tokenizer.is_special(t) for t in ids])
+
+
+def ended_alone(
+    request_id: int, tokenizer: Tokenizer, *, generated: int = 1, prompt_tokens: int = 0
+) -> ShardGeneration:
+    """How a request ends that can't be served, while the rest of its batch goes on.
+
+    The protocol knows no failure of one request, and an error would end all that its router has
+    under way. LENGTH would make the router send the request again; no token at all would stop it.
+    """
+    end = min(tokenizer.eos_token_ids, default=0)
+    return ShardGeneration(
+        request_id=request_id,
+        token=TokenList([end], [0.0], [""], [True]),
+        text=ShardText(
+            text="",
+            generated_tokens=generated,
+            finish_reason=_EOS_TOKEN,
+            seed=None,
+            prompt_tokens=prompt_tokens,
+        ),
+    )

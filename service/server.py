@@ -30,25 +30,23 @@ from tokenpod.engine.types import Ready
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import EngineLost
 from tokenpod.service.closing import Closing
+from tokenpod.service.drain_requests import DrainRequests
 from tokenpod.service.engine_process import ENGINE_COMMAND
+from tokenpod.service.follower import FollowerShard
 from tokenpod.service.forming import Forming
 from tokenpod.service.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
 from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.joining import FollowerShard, LeaderShard
 from tokenpod.service.leaving import FORMING, drain, make_way, take_leave
-from tokenpod.service.letters import Letters
 from tokenpod.service.listen import (
     StartError,
     bind,
     channel_options,
     check_port,
     credentials,
-    free_socket,
     reason,
-    remove,
 )
 from tokenpod.service.logs import configure_logging
 from tokenpod.service.model_store import ModelNotFound, resolve_model
@@ -58,8 +56,9 @@ from tokenpod.service.progress import LoadingBar
 from tokenpod.service.ranks import Ranks
 from tokenpod.service.reflection import enable_reflection
 from tokenpod.service.relay import serve_relay
-from tokenpod.service.servicers import Rpcs, add_servicers
-from tokenpod.service.shard import Shard, ShardService
+from tokenpod.service.router_socket import RouterSocket
+from tokenpod.service.servicers import Rpcs, Shard, add_servicers
+from tokenpod.service.shard import ShardService
 from tokenpod.service.stopping import Stopping
 from tokenpod.service.telemetry import Telemetry, TelemetrySettings
 from tokenpod.service.tokenizer import Tokenizer, TokenizerError
@@ -149,11 +148,11 @@ class Server:
         enable_reflection([*names, board.service_name], server)
         port = bind(server, settings.address, credentials(settings))
         address = f"{settings.address.rpartition(':')[0]}:{port}"
-        shard_url = address
+        shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
-            free_socket(path)
-            bind(server, f"unix:{path}", None)
-            stack.callback(remove, path)
+            trusting = [*telemetry.interceptors(), ErrorInterceptor()]
+            socket = await RouterSocket.listen(settings, path, rpcs, board, trusting)
+            stack.push_async_callback(socket.stop, None)
             shard_url = f"unix://{path}"
         if (health_address := settings.health_address) is not None:
             try:
@@ -162,7 +161,7 @@ class Server:
                 raise StartError(f"cannot listen on {health_address}: {reason(error)}") from error
             stack.push_async_callback(health.stop, None)
         await server.start()
-        return Listener(server, closing, address, shard_url)
+        return Listener(server, closing, address, shard_url, socket)
 
     # -- one life of the engines -----------------------------------------------------------------
 
@@ -172,7 +171,7 @@ class Server:
         Returns:
             The exit status; None: a rank was lost, and the group is to form again.
         """
-        ranks, letters = await self._start_ranks(parts, life)
+        ranks, drains = await self._start_ranks(parts, life)
         others = await self._start_front_ends(parts, ranks, life)
         loading = asyncio.create_task(self._load(parts, ranks, others))
         await asyncio.wait([loading, parts.stopping.task()], return_when="FIRST_COMPLETED")
@@ -184,34 +183,34 @@ class Server:
         except EngineLost as lost:
             await parts.forming.try_again(str(lost))
             return None
-        self._open(parts, ranks, letters, tokenizer, ready)
+        self._open(parts, ranks, drains, tokenizer, ready, life)
         parts.board.watch(PodProgress(ranks.client, parts.house))
         parts.load.client = ranks.client
         parts.admission.closed = None
         parts.forming.done()
         await parts.board.set_serving(True)
         log.info("serving", extra=_summary(self.settings, ready, parts.listener))
-        return await self._serve(parts, ranks, letters, others)
+        return await self._serve(parts, ranks, drains, others)
 
     async def _start_ranks(
         self, parts: Parts, life: contextlib.AsyncExitStack
-    ) -> tuple[Ranks, Letters]:
+    ) -> tuple[Ranks, DrainRequests]:
         settings = self.settings
         bar = LoadingBar(settings.model_id)
         life.callback(bar.close)
-        letters = Letters(leads=settings.leads)
-        life.callback(letters.close)
+        drains = DrainRequests(leads=settings.leads)
+        life.callback(drains.close)
         ranks = await Ranks.start(
             engine_options(settings, self.model_folder, parts.listener.address),
             bar.update,
             self.engine_command,
             links=parts.house.count,
             on_waiting=parts.forming.wait_for,
-            on_letter=letters.deliver,
+            on_letter=drains.deliver,
         )
         life.push_async_callback(ranks.stop)
-        letters.open(ranks.first.line)
-        return ranks, letters
+        drains.open(ranks.first.line)
+        return ranks, drains
 
     async def _start_front_ends(
         self, parts: Parts, ranks: Ranks, life: contextlib.AsyncExitStack
@@ -258,7 +257,13 @@ class Server:
             raise StartError(parts.forming.too_long) from error
 
     def _open(
-        self, parts: Parts, ranks: Ranks, letters: Letters, tokenizer: Tokenizer, ready: Ready
+        self,
+        parts: Parts,
+        ranks: Ranks,
+        drains: DrainRequests,
+        tokenizer: Tokenizer,
+        ready: Ready,
+        life: contextlib.AsyncExitStack,
     ) -> None:
         """Put the services behind the rpcs."""
         settings = self.settings
@@ -268,22 +273,23 @@ class Server:
         parts.generate.start(serving)
         shard: Shard
         if leader:
-            shard = FollowerShard(letters, leader, limits)
+            shard = FollowerShard(leader)
         else:
-            urls = [parts.listener.shard_url]
-            shard = ShardService(
+            shard = leading = ShardService(
                 serving,
                 parts.admission,
-                urls=urls,
+                urls=[parts.listener.shard_url],
                 prefill_tokens=settings.resolved_prefill_tokens,
+                lease=settings.router_lease,
             )
-            if settings.num_nodes > 1:
-                shard = LeaderShard(shard, make_way=lambda: make_way(settings, parts))
-                letters.answering = shard.answer
+            life.callback(leading.close)
+            drains.drain = lambda: make_way(settings, parts)
         parts.rpcs.start(ready, shard, model_id=settings.model_id)
+        if parts.listener.socket is not None:
+            parts.listener.socket.show()
 
     async def _serve(
-        self, parts: Parts, ranks: Ranks, letters: Letters, others: FrontEnds
+        self, parts: Parts, ranks: Ranks, drains: DrainRequests, others: FrontEnds
     ) -> int | None:
         """Until a signal, or until an engine or a front end is lost; see `_live`."""
         futures: set[asyncio.Future[Any]] = {parts.stopping.task(), ranks.lost, others.lost}
@@ -300,7 +306,7 @@ class Server:
         if self.settings.leads:
             await drain(self.settings, parts, others)
         else:
-            await take_leave(self.settings, parts, ranks, letters)
+            await take_leave(self.settings, parts, ranks, drains)
         return 1 if others.lost.done() else 0
 
     async def _lose(self, parts: Parts, lost: EngineLost) -> int | None:

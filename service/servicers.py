@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import grpc
 
@@ -13,16 +15,55 @@ from tokenpod.protos.generate.v2 import generate_pb2_grpc as v2_grpc
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as v3_grpc
 from tokenpod.service import convert
 from tokenpod.service.admission import Admission
+from tokenpod.service.calls import CachedBatch, PrefillCall, ShardStep, WarmupCall
 from tokenpod.service.convert import ShardCodec
-from tokenpod.service.errors import Unavailable
+from tokenpod.service.errors import ServiceError, Unavailable
 from tokenpod.service.generate import GenerateService
-from tokenpod.service.shard import Shard
+
+log = logging.getLogger("tokenpod.shard")
 
 #: grpc.aio.ServicerContext, which is generic in its stubs only.
 Context = Any
 
 #: Initial metadata of Info: the model's name.
 MODEL_ID_KEY = "tokenpod-model-id"
+
+
+class Shard(Protocol):
+    """The shard rpcs of a pod, whether it leads or follows."""
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """Where the leader is: it speaks for every rank."""
+        ...
+
+    async def prefill(self, call: PrefillCall) -> ShardStep:
+        """New prompts."""
+        ...
+
+    async def decode(self, batch_ids: Sequence[int]) -> ShardStep:
+        """One more token for each."""
+        ...
+
+    async def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch | None:
+        """Drop what is not named; None: nothing is left."""
+        ...
+
+    async def clear(self, batch_id: int | None) -> None:
+        """Forget one batch, or all."""
+        ...
+
+    def warmup(self, call: WarmupCall) -> tuple[int, int, int]:
+        """(tokens that fit in all, max_input_tokens, max_total_tokens)."""
+        ...
+
+    def awaited(self, since: float) -> bool:
+        """Whether a router's call runs or is to be expected; see `Batches.awaited`."""
+        ...
+
+    async def end(self) -> int:
+        """Refuse Prefill and Decode from now on, the open ones too; how many batches were cut."""
+        ...
 
 
 class Rpcs:
@@ -111,17 +152,21 @@ class ShardServicer:
 
     async def ClearCache(self, request: Any, context: Context) -> Any:
         """Forget one batch, or all."""
-        await self.rpcs.shard.clear(request.id if request.HasField("id") else None)
+        with _logged("ClearCache"):
+            await self.rpcs.shard.clear(request.id if request.HasField("id") else None)
         return self.codec.pb.ClearCacheResponse()
 
     async def FilterBatch(self, request: Any, context: Context) -> Any:
-        """Drop what is not named."""
-        batch = await self.rpcs.shard.filter(request.batch_id, list(request.request_ids))
-        return self.codec.pb.FilterBatchResponse(batch=self.codec.cached_batch(batch))
+        """Drop what is not named; without a batch in the answer nothing is left."""
+        with _logged("FilterBatch", request.batch_id):
+            batch = await self.rpcs.shard.filter(request.batch_id, list(request.request_ids))
+        filtered = self.codec.cached_batch(batch) if batch else None
+        return self.codec.pb.FilterBatchResponse(batch=filtered)
 
     async def Warmup(self, request: Any, context: Context) -> Any:
         """The true token budget."""
-        slots, most_in, total = self.rpcs.shard.warmup(self.codec.warmup(request))
+        with _logged("Warmup"):
+            slots, most_in, total = self.rpcs.shard.warmup(self.codec.warmup(request))
         response = self.codec.pb.WarmupResponse(max_supported_total_tokens=slots)
         if "max_input_tokens" in response.DESCRIPTOR.fields_by_name:
             response.max_input_tokens = most_in
@@ -130,13 +175,27 @@ class ShardServicer:
 
     async def Prefill(self, request: Any, context: Context) -> Any:
         """New prompts."""
-        step = await self.rpcs.shard.prefill(self.codec.prefill(request))
+        with _logged("Prefill", request.batch.id):
+            step = await self.rpcs.shard.prefill(self.codec.prefill(request))
         return self.codec.step(self.codec.pb.PrefillResponse(), step)
 
     async def Decode(self, request: Any, context: Context) -> Any:
         """One more token for each."""
-        step = await self.rpcs.shard.decode([batch.id for batch in request.batches])
+        batch_ids = [batch.id for batch in request.batches]
+        with _logged("Decode", *batch_ids):
+            step = await self.rpcs.shard.decode(batch_ids)
         return self.codec.step(self.codec.pb.DecodeResponse(), step)
+
+
+@contextlib.contextmanager
+def _logged(rpc: str, *batch_ids: int) -> Iterator[None]:
+    """A line for a shard rpc that is refused or fails: its router shows clients no code of ours."""
+    try:
+        yield
+    except ServiceError as error:
+        extra = {"rpc": rpc, "batches": list(batch_ids), "code": error.code.name}
+        log.warning("a shard rpc was refused", extra={**extra, "reason": error.message})
+        raise
 
 
 class ServicerV1(ShardServicer, v1_grpc.TextGenerationServiceServicer):

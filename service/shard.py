@@ -7,103 +7,54 @@ of the table (batches.py), so a second rpc with its id does not find it, as in T
     Prefill   new sequences (+ one step of a cached batch) -> batch in the table, unless all stopped
     Decode    batches out of the table -> one step -> one batch, under the first one's id
     Filter    drops sequences from a batch; ClearCache drops batches
+
+An error of Prefill or Decode fails every request that the router has under way, and one of
+FilterBatch or ClearCache stops it for ever. So what one request asks for never becomes an error of
+an rpc: such a request ends alone. And what does not fit now waits, named in its batch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any
 
-from tokenpod.engine.types import (
-    Failure,
-    FinishCode,
-    Request,
-    Started,
-    StoppingParams,
-    Top,
-)
-from tokenpod.service import validate
-from tokenpod.service.admission import Admission
+from tokenpod.service.admission import DRAINING, RETRY_SECONDS, Admission
 from tokenpod.service.batches import Batches
 from tokenpod.service.calls import (
     CachedBatch,
     PrefillCall,
     ShardBatch,
     ShardGeneration,
-    ShardRequest,
     ShardStep,
     WarmupCall,
 )
-from tokenpod.service.errors import InvalidArgument, NotFound, ServiceError, engine_failure
-from tokenpod.service.generate import Encoder, Serving
-from tokenpod.service.routed import HeldSequence
+from tokenpod.service.errors import (
+    InvalidArgument,
+    NotFound,
+    ServiceError,
+    Unavailable,
+    engine_failure,
+)
+from tokenpod.service.generate import Serving
+from tokenpod.service.routed import RoutedSequence
+from tokenpod.service.shard_requests import Opened, ShardRequests
+from tokenpod.service.step_sink import StepSink
+from tokenpod.service.warmup import agreed_limits
 
-T = TypeVar("T")
+log = logging.getLogger("tokenpod.shard")
 
-
-class Shard(Protocol):
-    """The shard rpcs of a pod, whether it leads or follows."""
-
-    @property
-    def urls(self) -> Sequence[str]:
-        """Where the leader is: it speaks for every rank."""
-        ...
-
-    @property
-    def batches(self) -> Batches:
-        """What routers hold in this pod."""
-        ...
-
-    async def prefill(self, call: PrefillCall) -> ShardStep:
-        """New prompts."""
-        ...
-
-    async def decode(self, batch_ids: Sequence[int]) -> ShardStep:
-        """One more token for each."""
-        ...
-
-    async def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
-        """Drop what is not named."""
-        ...
-
-    async def clear(self, batch_id: int | None) -> None:
-        """Forget one batch, or all."""
-        ...
-
-    def warmup(self, call: WarmupCall) -> tuple[int, int, int]:
-        """(tokens that fit in all, max_input_tokens, max_total_tokens)."""
-        ...
-
-
-class StepSink:
-    """Gathers one step's tokens for the sequences of a batch."""
-
-    def __init__(self, sequences: Iterable[HeldSequence]) -> None:
-        self.generations: list[ShardGeneration] = []
-        self.failure: ServiceError | None = None
-        self._by_id = {sequence.sequence_id: sequence for sequence in sequences}
-        self._started: dict[int, Started] = {}
-
-    def on_started(self, started: Started) -> None:
-        """A prompt is complete."""
-        self._started[started.sequence_id] = started
-
-    def on_token(
-        self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
-    ) -> None:
-        """The one token of a sequence in this step."""
-        sequence = self._by_id[sequence_id]
-        started = self._started.get(sequence_id)
-        self.generations.append(sequence.push(token_id, logprob, finish, top, started))
-
-    def on_failure(self, failure: Failure) -> None:
-        """The protocol has no failure of one request: the rpc fails."""
-        self.failure = engine_failure(failure)
-
-    def wake(self) -> None:
-        """Nothing waits between messages: the rpc waits for the whole step."""
+#: The batch of a router's liveness probe, and the request in it.
+LIVENESS_ID = 2**64 - 1
+#: `current_tokens` of a batch that nothing may join: above every prefill budget.
+_NO_ROOM = 2**32 - 1
+#: A step that begins nothing new.
+_NOTHING = Opened()
+#: Seconds for which a router that has a batch is expected to call once more at the very end.
+_LAST_CALL_SECONDS = 1.0
 
 
 class ShardService:
@@ -114,55 +65,66 @@ class ShardService:
         admission: says no while the pod drains.
         urls: the addresses of all shards, this one included.
         prefill_tokens: prompt tokens that one step takes.
+        lease: seconds after which a batch that no call names is released.
     """
 
     def __init__(
-        self, serving: Serving, admission: Admission, *, urls: Sequence[str], prefill_tokens: int
+        self,
+        serving: Serving,
+        admission: Admission,
+        *,
+        urls: Sequence[str],
+        prefill_tokens: int,
+        lease: float,
     ) -> None:
         self.urls = urls
-        self.batches = Batches()
+        self.batches = Batches(lease, self._release)
         self._serving = serving
         self._admission = admission
-        self._encoder = Encoder(serving.tokenizer)
+        self._requests = ShardRequests(serving)
         self._prefill_tokens = prefill_tokens
-        self._working: set[asyncio.Task[object]] = set()
+        self._working: set[asyncio.Task[ShardStep]] = set()
+        self._probing = asyncio.Lock()
+        #: Done once nothing is stepped any more.
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- rpcs ----------------------------------------------------------------------------------
 
     async def prefill(self, call: PrefillCall) -> ShardStep:
         """Process new prompts, and one step of a cached batch that they join.
 
-        If it fails, the cached batch is gone too: routers give up its requests and never name it
+        If it fails, its batches are gone: routers give up all of their requests and never name them
         again. So while the pod drains, Unavailable is for those that join no batch.
         """
-        if call.cached_batch_id is None or call.cached_batch_id not in self.batches:
-            self._admission.check_open()
-        with self.batches.call():
-            return await self._prefill(call)
+        if call.batch.id == LIVENESS_ID:
+            return await self._probe(call.batch)
+        cached = call.cached_batch_id
+        named = [call.batch.id] if cached is None else [cached, call.batch.id]
+        with self._released_on_failure(named):
+            if cached is None or cached not in self.batches:
+                self._admission.check_open()
+            return await self._run(self._prefill(call), prefill=True)
 
     async def decode(self, batch_ids: Sequence[int]) -> ShardStep:
-        """One step for one or several batches, which become one."""
-        if not batch_ids:
-            raise InvalidArgument("batches", "is empty: Must provide at least one batch")
-        began = time.monotonic_ns()
-        for batch_id in batch_ids:
-            self.batches.expect(batch_id)
-        if len(set(batch_ids)) < len(batch_ids):
-            raise InvalidArgument("batches", "names the same batch twice")
-        sequences = [sequence for batch_id in batch_ids for sequence in self.batches.take(batch_id)]
-        concat_ns = time.monotonic_ns() - began if len(batch_ids) > 1 else None
-        with self.batches.call():
-            return await self._finish(self._step(batch_ids[0], sequences, concat_ns=concat_ns))
+        """One step for one or several batches, which become one.
 
-    async def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
-        """Keep only these requests of a batch; with none of them left the batch is gone."""
+        It waits until one of their sequences can be stepped. If it fails, the batches are gone.
+        """
+        with self._released_on_failure(batch_ids):
+            if not batch_ids:
+                raise InvalidArgument("batches", "is empty: Must provide at least one batch")
+            if len(set(batch_ids)) < len(batch_ids):
+                raise InvalidArgument("batches", "names the same batch twice")
+            return await self._run(self._decode(batch_ids))
+
+    async def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch | None:
+        """Keep only these requests of a batch; None: there are none of them, or no such batch."""
         keep = set(request_ids)
-        batch = self.batches.take(batch_id)
         with self.batches.call():
+            batch = self.batches.discard(batch_id)
             self._drop(sequence for sequence in batch if sequence.request_id not in keep)
             kept = [sequence for sequence in batch if sequence.request_id in keep]
-            left = self._put(batch_id, kept, stopped_too=True)
-        return left or CachedBatch(batch_id, request_ids=(), max_tokens=0, current_tokens=0)
+            return self._put(batch_id, kept, stopped_too=True)
 
     async def clear(self, batch_id: int | None) -> None:
         """Forget a batch, or all of them, those that an rpc is working on included."""
@@ -177,121 +139,145 @@ class ShardService:
         """(tokens that fit in all, max_input_tokens, max_total_tokens); see `agreed_limits`."""
         return agreed_limits(call, self._serving.limits)
 
+    # -- the end -------------------------------------------------------------------------------
+
+    def awaited(self, since: float) -> bool:
+        """Whether a router's call runs or is to be expected; see `Batches.awaited`."""
+        return self.batches.awaited(since)
+
+    async def end(self) -> int:
+        """Refuse Prefill and Decode from now on, the open ones too; how many batches were cut.
+
+        Between the answer to a Prefill or Decode and the next one a router may call FilterBatch,
+        which must not fail. So it is left a moment to come back with its next step, and is refused
+        that.
+        """
+        if not self._over.done():
+            self._over.set_result(None)
+        cut = len(self.batches) + len(self._working)
+        await self.batches.emptied(_LAST_CALL_SECONDS)
+        return cut
+
+    def close(self) -> None:
+        """The engine is gone, and its sequences with it."""
+        self.batches.close()
+
     # -- batches -------------------------------------------------------------------------------
 
     def _put(
-        self, batch_id: int, batch: list[HeldSequence], *, stopped_too: bool = False
+        self, batch_id: int, batch: list[RoutedSequence], *, stopped_too: bool = False
     ) -> CachedBatch | None:
-        """Keep a batch unless all of it has stopped; what the router is told of it."""
+        """Keep a batch unless all of it has stopped; what the router is told of it.
+
+        While any of it waits, or the pod drains, the router is told that there is no room for more:
+        those that come later wait in its own queue.
+        """
         live = [sequence for sequence in batch if not sequence.stopped]
         if not live and not (stopped_too and batch):
             return None
         self._drop(self.batches.discard(batch_id))
         self.batches.put(batch_id, batch)
+        full = bool(self._admission.closed) or any(sequence.waits for sequence in live)
+        max_tokens = sum(sequence.bound for sequence in live)
         return CachedBatch(
             id=batch_id,
             request_ids=[sequence.request_id for sequence in batch],
-            max_tokens=sum(sequence.bound for sequence in live),
-            current_tokens=sum(sequence.next_tokens for sequence in live),
+            max_tokens=max(max_tokens, self._serving.limits.slots) if full else max_tokens,
+            current_tokens=_NO_ROOM if full else sum(sequence.next_tokens for sequence in live),
         )
 
-    def _drop(self, sequences: Iterable[HeldSequence]) -> None:
+    def _drop(self, sequences: Iterable[RoutedSequence]) -> None:
         ids = [sequence.sequence_id for sequence in sequences if not sequence.stopped]
         self._serving.client.abort(ids)
 
-    async def _open(self, batch: ShardBatch) -> tuple[list[Request], list[HeldSequence]]:
-        """Tokenise a batch's prompts; nothing exists in the engine yet."""
-        requests: list[Request] = []
-        sequences: list[HeldSequence] = []
-        texts = [(asked.inputs, asked.add_special_tokens) for asked in batch.requests]
-        prompts = await self._encoder.encode_all(texts)
-        for at, (asked, prompt) in enumerate(zip(batch.requests, prompts, strict=True)):
-            if asked.truncate:
-                prompt = prompt[-asked.truncate :]
-            validate.check_shard_length(asked, at, len(prompt), self._serving.limits)
-            request = self._request(asked, prompt)
-            requests.append(request)
-            sequences.append(HeldSequence(asked, request, self._serving.tokenizer))
-        return requests, sequences
-
-    def _request(self, asked: ShardRequest, prompt: list[int]) -> Request:
-        eos = self._serving.tokenizer.eos_token_ids
-        return Request(
-            sequence_ids=self._serving.client.new_sequence_ids(1),
-            prompt=prompt,
-            sampling=validate.shard_sampling_params(asked),
-            stopping=StoppingParams(
-                max_new_tokens=asked.max_new_tokens,
-                eos_token_ids=frozenset() if asked.ignore_eos else eos,
-                length_first=True,
-            ),
-            logprobs=True,
-            top_n_tokens=asked.top_n_tokens,
-            prompt_logprobs=asked.prefill_logprobs,
-            arrived_at=time.monotonic_ns(),
+    def _release(self, batch_id: int, batch: list[RoutedSequence]) -> None:
+        """A batch's lease has ended."""
+        extra = {"batch": batch_id, "requests": len(batch)}
+        log.warning(
+            "no router has called for a batch: it is released (--router-lease)", extra=extra
         )
+        self._drop(batch)
+
+    @contextlib.contextmanager
+    def _released_on_failure(self, batch_ids: Sequence[int]) -> Iterator[None]:
+        """A router gives up what it named in a call that fails."""
+        try:
+            if self._over.done():
+                raise Unavailable(DRAINING, retry_after=RETRY_SECONDS)
+            yield
+        except ServiceError:
+            for batch_id in batch_ids:
+                self._drop(self.batches.discard(batch_id))
+            raise
 
     # -- steps ---------------------------------------------------------------------------------
 
-    async def _prefill(self, call: PrefillCall) -> ShardStep:
-        try:
-            validate.check_shard_batch(call.batch, self._serving.limits)
-            requests, sequences = await self._open(call.batch)
-        except ServiceError:
-            if call.cached_batch_id is not None:
-                self._drop(self.batches.discard(call.cached_batch_id))
-            raise
-        cached: list[HeldSequence] = []
-        joined_id = call.batch.id
-        if call.cached_batch_id is not None:
-            cached = self.batches.take(call.cached_batch_id)
-            joined_id = call.cached_batch_id
-        self._drop(self.batches.discard(call.batch.id))
-        return await self._finish(self._step(joined_id, cached, sequences, requests))
+    async def _probe(self, batch: ShardBatch) -> ShardStep:
+        """A router's liveness probe: a token at once, and no batch. Probes take turns."""
+        request, sequence = await self._requests.open_probe(batch)
+        sink = StepSink([sequence])
+        async with self._probing:
+            self._serving.client.submit(request, sink)
+            try:
+                await sink.over()
+            finally:
+                self._serving.client.abort(request.sequence_ids)
+        if sink.failure is not None:
+            raise sink.failure
+        return _unstepped(sink.generations)
 
-    async def _finish(self, step: Coroutine[object, object, ShardStep]) -> ShardStep:
-        """Run a step to its end even if the router hangs up: its batch must not get lost."""
-        task = asyncio.create_task(step)
-        self._working.add(task)
-        task.add_done_callback(self._working.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                # ClearCache took the batch away under this very call.
-                raise NotFound("batch", "", "the batch was cleared while it was in use") from None
-            raise
+    async def _prefill(self, call: PrefillCall) -> ShardStep:
+        cached = call.cached_batch_id
+        batch = self.batches.take(cached) if cached is not None else []
+        with self._dropped_on_failure(batch):
+            opened = await self._requests.open(call.batch)
+            self._drop(self.batches.discard(call.batch.id))
+            if not batch and not opened.sequences:
+                return _unstepped(opened.refused)
+            joined_id = call.batch.id if cached is None else cached
+            concat_ns = 0 if opened.sequences and batch else None
+            step = await self._step(joined_id, batch, opened, concat_ns=concat_ns)
+            step.generations.extend(opened.refused)
+            return step
+
+    async def _decode(self, batch_ids: Sequence[int]) -> ShardStep:
+        began = time.monotonic_ns()
+        batch = list[RoutedSequence]()
+        with self._dropped_on_failure(batch):
+            for batch_id in batch_ids:
+                batch += self.batches.take(batch_id)
+            concat_ns = time.monotonic_ns() - began if len(batch_ids) > 1 else None
+            return await self._step(batch_ids[0], batch, concat_ns=concat_ns, waits=True)
 
     async def _step(
         self,
         batch_id: int,
-        resumed: list[HeldSequence],
-        fresh: Sequence[HeldSequence] = (),
-        requests: Sequence[Request] = (),
-        concat_ns: int | None = None,
+        resumed: list[RoutedSequence],
+        opened: Opened = _NOTHING,
+        *,
+        concat_ns: int | None,
+        waits: bool = False,
     ) -> ShardStep:
-        batch = [*resumed, *fresh]
-        live = [sequence for sequence in resumed if not sequence.stopped]
-        sink = StepSink(batch)
-        try:
+        batch = [*resumed, *opened.sequences]
+        with self._dropped_on_failure(batch):
+            sink = StepSink(batch)
             advanced = await self._serving.client.advance(
-                start=list(requests),
-                start_until=[sequence.begin() for sequence in fresh],
-                resume=[sequence.sequence_id for sequence in live],
-                resume_until=[sequence.resume(self._prefill_tokens) for sequence in live],
+                start=opened.requests,
+                start_chunks=[sequence.chunk for sequence in opened.sequences],
+                resume=[sequence.sequence_id for sequence in resumed if not sequence.stopped],
+                chunk=self._prefill_tokens,
+                waits=waits,
                 sink=sink,
             )
-        except asyncio.CancelledError:
-            self._drop(batch)
-            raise
-        failure = engine_failure(advanced.failure) if advanced.failure else sink.failure
-        if failure is not None:
-            self._drop(batch)
-            raise failure
+            failure = engine_failure(advanced.failure) if advanced.failure else sink.failure
+            if failure is not None:
+                raise failure
+        waiting = set(advanced.waiting)
+        for sequence in batch:
+            sequence.behind = advanced.behind.get(sequence.sequence_id, 0)
+            sequence.waits = sequence.sequence_id in waiting
         # A stop sequence is the text's business: the engine has yet to hear of it.
         self._serving.client.abort(s.sequence_id for s in batch if s.stopped_by_text)
-        if fresh and resumed and concat_ns is None:
-            concat_ns = 0
         return ShardStep(
             generations=sink.generations,
             batch=self._put(batch_id, batch),
@@ -301,34 +287,43 @@ class ShardService:
             concat_ns=concat_ns,
         )
 
+    @contextlib.contextmanager
+    def _dropped_on_failure(self, batch: list[RoutedSequence]) -> Iterator[None]:
+        """What is out of the table must not get lost. It may grow meanwhile."""
+        try:
+            yield
+        except BaseException:
+            self._drop(batch)
+            raise
 
-def agreed_limits(call: WarmupCall, limits: validate.RequestLimits) -> tuple[int, int, int]:
-    """(tokens that fit in all, max_input_tokens, max_total_tokens).
+    async def _run(
+        self, work: Coroutine[object, object, ShardStep], *, prefill: bool = False
+    ) -> ShardStep:
+        """Run a step to its end even if the router hangs up: its batch must not get lost.
 
-    The model is warm already. A router with limits of its own insists on hearing them again.
-    """
-    if call.max_total_tokens is not None and call.max_total_tokens < 2:
-        raise InvalidArgument(
-            "max_total_tokens",
-            f"is {call.max_total_tokens}; a prompt and its output have at least 2 tokens",
-        )
-    total = call.max_total_tokens or limits.max_total_tokens
-    if total > limits.max_total_tokens:
-        raise InvalidArgument(
-            "max_total_tokens",
-            f"is {total}; this server allows at most {limits.max_total_tokens}"
-            " (--max-total-tokens)",
-        )
-    most_in = call.max_input_tokens or min(limits.max_input_tokens, total - 1)
-    if most_in > limits.max_input_tokens:
-        raise InvalidArgument(
-            call.input_field,
-            f"is {most_in}; this server allows at most {limits.max_input_tokens}"
-            " (--max-input-tokens)",
-        )
-    if most_in >= total:
-        raise InvalidArgument(
-            call.input_field,
-            f"is {most_in}; it must be below max_total_tokens, {total}",
-        )
-    return limits.slots, most_in, total
+        Raises Unavailable at once when the pod ends.
+        """
+        with self.batches.call(prefill=prefill):
+            task = asyncio.create_task(work)
+            self._working.add(task)
+            task.add_done_callback(self._worked)
+            either: set[asyncio.Future[Any]] = {task, self._over}
+            await asyncio.wait(either, return_when="FIRST_COMPLETED")
+            if not task.done():
+                task.cancel()
+                raise Unavailable(DRAINING, retry_after=RETRY_SECONDS)
+            if task.cancelled():
+                # ClearCache took the batch away under this very call.
+                raise NotFound("batch", "", "the batch was cleared while it was in use")
+            return task.result()
+
+    def _worked(self, task: asyncio.Task[ShardStep]) -> None:
+        self._working.discard(task)
+        if not task.cancelled():
+            # Nobody else may look: the router may have hung up.
+            task.exception()
+
+
+def _unstepped(generations: list[ShardGeneration]) -> ShardStep:
+    """The answer where no batch was stepped, and none is left."""
+    return ShardStep(generations, batch=None, forward_ns=0, decode_ns=0, total_ns=0)

@@ -20,7 +20,7 @@ from tokenpod.service.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod.service.errors import InvalidArgument, ResourceExhausted
+from tokenpod.service.errors import InvalidArgument
 
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256
@@ -103,7 +103,8 @@ def max_new_tokens(prompt_tokens: int, wanted: int | None, limits: RequestLimits
 def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:
     """All samples of a request hold their keys and values at the same time."""
     # They share the prompt; each but the first computes its last token once more.
-    need = prompt_tokens + samples * new_tokens + samples - 1
+    # The last tokens' keys and values are never written.
+    need = prompt_tokens + samples * (new_tokens - 1) + samples - 1
     if need > limits.slots:
         raise InvalidArgument(
             "sampling.n",
@@ -234,23 +235,17 @@ def _check_stops(field: str, stops: Sequence[str], limits: RequestLimits) -> Non
 # -- the shard protocol ------------------------------------------------------------------------
 
 
-def check_shard_batch(batch: ShardBatch, limits: RequestLimits) -> None:
-    """A Prefill's batch, before its prompts are tokenised."""
+def check_shard_batch(batch: ShardBatch) -> None:
+    """A Prefill's batch as a whole."""
     if not batch.requests:
         raise InvalidArgument("batch.requests", "is empty; at least one request is needed")
     if len({request.id for request in batch.requests}) < len(batch.requests):
         raise InvalidArgument("batch.requests", "holds two requests with the same id")
-    if len(batch.requests) > limits.rows:
-        raise ResourceExhausted(
-            f"{len(batch.requests)} sequences are to start; this server runs at most {limits.rows}"
-            " at once (--max-batch-size)",
-            limit="max_batch_size",
-        )
-    for at, request in enumerate(batch.requests):
-        _check_shard_request(f"batch.requests[{at}]", request, limits)
 
 
-def _check_shard_request(field: str, request: ShardRequest, limits: RequestLimits) -> None:
+def check_shard_request(request: ShardRequest, at: int, limits: RequestLimits) -> None:
+    """Request number `at` of a Prefill's batch, before its prompt is tokenised."""
+    field = f"batch.requests[{at}]"
     if request.grammar:
         raise InvalidArgument(f"{field}.parameters.grammar", "is not supported by this server")
     if request.grammar_type:
@@ -259,12 +254,6 @@ def _check_shard_request(field: str, request: ShardRequest, limits: RequestLimit
             request.grammar_type,
             "grammars are not supported by this server",
         )
-    if request.adapter_id:
-        problem = f"names {request.adapter_id[:100]!r}; this server has no adapters"
-        raise InvalidArgument(f"{field}.adapter_id", problem)
-    if request.has_image:
-        problem = "holds an image; this server's model reads text only"
-        raise InvalidArgument(f"{field}.input_chunks", problem)
     if not request.inputs:
         raise InvalidArgument(f"{field}.inputs", "is empty")
     parameters = f"{field}.parameters"

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tokenpod.engine.types import (
+    PROBE_TOKENS,
     Advance,
     Failure,
     FailureCode,
@@ -21,6 +22,7 @@ from tokenpod.engine.types import (
     StoppingParams,
 )
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step, Work
+from tokenpod.scheduler.work import Advanced
 
 SECOND = 1_000_000_000
 
@@ -79,7 +81,8 @@ class ReferenceExecutor:
         return [self._sample(work, shared) for work in step.works if work.needs_logits]
 
     def _add_row(self, sequence) -> None:
-        assert 0 <= sequence.row < self.scheduler.limits.max_rows
+        rows = self.scheduler.limits.max_rows
+        assert sequence.row == rows if sequence.request.probe else 0 <= sequence.row < rows
         assert sequence.row not in self.rows, "a row with two sequences"
         prefix = [int(s) for s in self.scheduler.kv.prefix_slots(sequence)]
         assert len(prefix) == sequence.cached < len(sequence.request.prompt)
@@ -104,8 +107,12 @@ class ReferenceExecutor:
         assert len({work.sequence.row for work in works}) == len(works)
         sizes = [min(work.n_tokens, 2) for work in works]
         assert sizes == sorted(sizes), "works with a single token come first"
-        prompts = sum(w.n_tokens for w in works if w.start < len(w.sequence.request.prompt))
-        assert prompts <= self.scheduler.limits.prefill_tokens
+        prompts = [w for w in works if w.start < len(w.sequence.request.prompt)]
+        probes = [w.n_tokens for w in prompts if w.sequence.request.probe]
+        assert len(probes) <= 1
+        assert sum(probes) < PROBE_TOKENS
+        rest = sum(w.n_tokens for w in prompts) - sum(probes)
+        assert rest <= self.scheduler.limits.prefill_tokens
 
     def _write(self, work: Work, shared: set[int]) -> None:
         row = self.rows[work.sequence.row]
@@ -116,7 +123,7 @@ class ReferenceExecutor:
         assert end <= len(row.tokens), "a token that does not exist is computed"
         assert work.needs_logits == (end >= row.prompt_length)
         for position, slot in enumerate(map(int, work.slots), work.start):
-            assert 0 <= slot < self.scheduler.limits.slots
+            assert 0 <= slot < self.scheduler.kv.total
             assert slot not in shared, "a shared slot is written"
             assert self.users[slot] == 0, "a slot is written that a row attends to"
             self.users[slot] += 1
@@ -166,6 +173,8 @@ class House:
         self.sequences: dict[int, Owed] = {}
         self.ops: dict[int, Advance] = {}
         self.ops_done: list[int] = []
+        #: By op that is done: sequences that wait for a row.
+        self.waiting: dict[int, list[int]] = {}
         self.last_step: Step | None = None
         self._flying: tuple[Step, list[int]] | None = None
 
@@ -185,11 +194,13 @@ class House:
         self.scheduler.abort(ids)
         self.scheduler.check()
 
-    def advance(self, op: int, start=(), until=None, resume=(), resume_until=0) -> Failure | None:
+    def advance(
+        self, op: int, start=(), chunks=None, resume=(), chunk=0, waits=False
+    ) -> Failure | None:
         start = list(start)
-        until = until if until is not None else [0] * len(start)
-        message = Advance(op, start, until, list(resume), [resume_until] * len(resume))
-        failure = self.scheduler.advance(message, self.now)
+        chunks = chunks if chunks is not None else [0] * len(start)
+        message = Advance(op, start, chunks, list(resume), chunk, waits)
+        failure = self.scheduler.advance(message)
         if failure is None:
             self.ops[op] = message
             self.sequences |= {i: Owed(r, held=True) for r in start for i in r.sequence_ids}
@@ -225,9 +236,12 @@ class House:
     def drain(self) -> None:
         """Let everything end, and see that nothing is left."""
         self.run()
-        assert sorted(self.ops_done) == sorted(self.ops), "router steps that never completed"
+        stuck = [op for op in self.ops if op not in self.ops_done]
+        # Others may wait behind one that waits for a row.
+        assert not stuck or self.ops[stuck[0]].waits, "router steps that never completed"
         self.abort(*[i for i, owed in self.sequences.items() if owed.held])
         self.run()
+        assert sorted(self.ops_done) == sorted(self.ops)
         left = [i for i, owed in self.sequences.items() if not owed.ended]
         assert not left, f"sequences that never ended: {left}"
         assert not self.scheduler.busy
@@ -278,13 +292,25 @@ class House:
             owed = self.sequences[failure.sequence_id]
             assert not owed.ended, f"{owed.ended}, then {failure}"
             owed.ended = f"failure {failure.code.name}"
-        for op in settled.advanced:
-            assert op in self.ops
-            self.ops_done.append(op)
-            for started, end in zip(self.ops[op].start, self.ops[op].start_until, strict=True):
-                owed = self.sequences[started.sequence_ids[0]]
-                assert end or owed.ended or owed.tokens, "complete without its tokens"
+        for advanced in settled.advanced:
+            self.ops_done.append(advanced.id)
+            self.waiting[advanced.id] = advanced.waiting
+            self._check_answer(advanced)
         assert len(set(self.ops_done)) == len(self.ops_done), "a router step completed twice"
+
+    def _check_answer(self, advanced: Advanced) -> None:
+        """Each sequence of a router's step waits, is behind, has ended, or has got a token."""
+        op = self.ops[advanced.id]
+        named = {i for r in op.start for i in r.sequence_ids} | set(op.resume)
+        for sequence_id in named:
+            if self.sequences[sequence_id].ended:
+                continue
+            owed, behind = self.sequences[sequence_id], advanced.behind.get(sequence_id, 0)
+            assert 0 <= behind <= len(owed.request.prompt)
+            assert bool(owed.tokens) == (not behind), "complete without its tokens"
+            if sequence_id in advanced.waiting:
+                assert behind == len(owed.request.prompt), "it waits and has begun"
+        assert not op.waits or not named or set(advanced.waiting) < named, "nobody was stepped"
 
     def _hear_token(self, owed: Owed, token: int, finish: FinishCode) -> None:
         assert not owed.ended, f"{owed.ended}, then a token"

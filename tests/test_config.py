@@ -58,7 +58,8 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
     odd = dict.fromkeys(files, pem)
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
-    odd |= {"log_level": "error", "json_output": "true"}
+    odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
+    odd |= {"max_router_message_bytes": "2048"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}
     odd |= {"max_message_bytes": "2048", "uds_path": str(tmp_path / "s"), "port": "11"}
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
@@ -130,7 +131,7 @@ def test_every_fault_is_told_on_a_line_of_its_own():
             "--kv-cache-dtype is fp8_e4m3: it needs a GPU",
         ),
         ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),
-        ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 105"),
+        ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 101"),
         ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),
         ({"tls_cert": __file__}, "--tls-key is needed with it"),
         ({"tls_key": __file__}, "--tls-cert is needed with it"),

@@ -174,14 +174,27 @@ class ServerSettings(BaseSettings):
     uds_path: str | None = _setting(
         None,
         Group.NETWORK,
-        "Listen on the unix socket `<uds-path>-0` as well, without TLS. TGI's routers look for"
-        " `/tmp/text-generation-server`.",
+        "Listen on the unix socket `<uds-path>-0` as well, once the model is ready. TGI's routers"
+        " look for `/tmp/text-generation-server`. Who may open the file needs no token.",
         min_length=1,
+    )
+    uds_group: str | None = _setting(
+        None,
+        Group.NETWORK,
+        "Let this group (name or number) open the unix socket too, not its owner alone.",
+        min_length=1,
+    )
+    max_router_message_bytes: int = _setting(
+        256 * 1024 * 1024,
+        Group.NETWORK,
+        "Bytes of one request message on the unix socket.",
+        ge=1024,
+        le=2**31 - 1,
     )
     max_message_bytes: int = _setting(
         4 * 1024 * 1024,
         Group.NETWORK,
-        "Bytes of one request message.",
+        "Bytes of one request message on the port.",
         ge=1024,
         le=2**31 - 1,
     )
@@ -254,6 +267,19 @@ class ServerSettings(BaseSettings):
         "Size of the KV cache in tokens: all running requests and the prefixes kept.",
         derived="what memory-fraction holds",
         ge=2,
+    )
+    prefix_caching: bool = _setting(
+        True,
+        Group.MEMORY,
+        "Keep keys and values of prompts, and use them for later prompts that begin alike.",
+    )
+    router_lease: float = _setting(
+        30.0,
+        Group.OPERATION,
+        "Seconds after which a router's batch that no call names is released; not counted while a"
+        " Prefill runs.",
+        ge=1,
+        le=86_400,
     )
     memory_fraction: float = _setting(
         0.9,

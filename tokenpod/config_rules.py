@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: A unix socket's path has at most 107 bytes on Linux.
 _MOST_SOCKET_BYTES = 107
+#: What it ends in until the model is ready.
+SOCKET_SUFFIX = ".new"
 
 _FILES = (
     "tls_cert",
@@ -67,11 +69,15 @@ def _network_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--port and --health-port are both {s.port}: they must differ"
     if s.uds_path is not None:
         size, folder = len(os.fsencode(s.uds_path)), Path(s.uds_path).parent
-        most = _MOST_SOCKET_BYTES - len(f"-{s.first_rank}")
+        most = _MOST_SOCKET_BYTES - len(f"-{s.first_rank}{SOCKET_SUFFIX}")
         if size > most:
             yield f"--uds-path has {size} bytes: at most {most} are possible"
         elif not folder.is_dir():
             yield f"--uds-path is {s.uds_path}: there is no folder {folder}"
+        elif not os.access(folder, os.W_OK):
+            yield f"--uds-path is {s.uds_path}: this user can't write to {folder}"
+    if s.uds_group is not None and s.uds_path is None:
+        yield f"--uds-group is {s.uds_group}: --uds-path is needed with it"
 
 
 def _shard_faults(s: ServerSettings) -> Iterator[str]:

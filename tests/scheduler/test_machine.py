@@ -117,18 +117,26 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(
         starts=st.lists(st.tuples(prompts(), stops(), st.integers(0, 12)), max_size=3),
         pick=st.randoms(use_true_random=False),
-        until=st.sampled_from([0, 0, 1, 7, 12]),
+        chunk=st.sampled_from([0, 0, 1, 7, 12]),
+        waits=st.booleans(),
         turns=st.integers(0, 6),
     )
-    def advance(self, starts, pick, until, turns):
+    def advance(self, starts, pick, chunk, waits, turns):
         held = self.alive(held=True)
         self.house.advance(
             1000 + len(self.house.ops),
             [request(self.new_ids(1), prompt, **stops) for prompt, stops, _ in starts],
             [end for _, _, end in starts],
             pick.sample(held, pick.randint(0, len(held))),
-            until,
+            chunk,
+            waits,
         )
+        self.turns(turns)
+
+    @rule(prompt=prompts(), n=st.integers(1, 3), turns=st.integers(0, 3))
+    def probe(self, prompt, n, turns):
+        for _ in range(n):
+            self.house.submit(request(self.new_ids(1), prompt[:10], max_new_tokens=1, probe=True))
         self.turns(turns)
 
     @rule(rounds=st.integers(1, 16))

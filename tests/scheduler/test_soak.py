@@ -43,7 +43,10 @@ def soak(seed: int, turns: int) -> House:
         house.turn()
         # The service forgets what has ended; so does this client, to stay quick.
         if len(house.sequences) > 200:
-            house.sequences = {i: s for i, s in house.sequences.items() if not s.ended or s.held}
+            flying = house.planned()
+            house.sequences = {
+                i: s for i, s in house.sequences.items() if not s.ended or s.held or i in flying
+            }
     house.drain()
     return house
 

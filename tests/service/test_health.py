@@ -29,11 +29,16 @@ class Pulse:
 
     pending: bool
     last_step_at: int
+    heard_at: int
     usual_step: float
 
 
-def pulse(*, pending: bool = True, age: float = 0.0, usual_step: float = 0.01) -> Pulse:
-    return Pulse(pending, time.monotonic_ns() - int(age * SECOND), usual_step)
+def pulse(
+    *, pending: bool = True, age: float = 0.0, silent: float | None = None, usual_step: float = 0.01
+) -> Pulse:
+    """`age`: seconds since the last step; `silent`: since any message."""
+    now, silent = time.monotonic_ns(), age if silent is None else silent
+    return Pulse(pending, now - int(age * SECOND), now - int(silent * SECOND), usual_step)
 
 
 @dataclass
@@ -182,8 +187,15 @@ async def test_an_engine_that_never_moves_again_is_restarted_and_one_that_does_i
     engine = pulse(age=70.0)
     with probe.watching(engine):
         await probe.wait("liveness", NOT_SERVING)
-        engine.last_step_at = time.monotonic_ns()
+        engine.last_step_at = engine.heard_at = time.monotonic_ns()
         await probe.wait("liveness", SERVING)
+
+
+async def test_an_engine_that_has_nobody_to_step_is_not_restarted(probe: Probe) -> None:
+    await probe.board.set_serving(True)
+    with probe.watching(pulse(age=70.0, silent=1.0)):
+        await probe.wait("readiness", NOT_SERVING)
+        assert await probe.check("liveness") == SERVING
 
 
 async def test_an_engine_that_never_moves_again_is_known_as_stuck_until_another_is_watched(

@@ -1,0 +1,48 @@
+"""Liveness probes of routers: a token each, at once, whatever else runs or waits.
+
+A row and `PROBE_TOKENS` slots are kept for them beside those that everybody shares, so a pod whose
+rows and memory are all taken still shows that it can generate. Probes take turns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tokenpod.scheduler.batcher import prompt_work
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.rows import Rows
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.work import Work
+
+
+class Probes:
+    """Plans liveness probes."""
+
+    def __init__(self, kv: KV, rows: Rows) -> None:
+        self._kv = kv
+        self._rows = rows
+        self._waiting: deque[Sequence] = deque()
+        self._running: Sequence | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting) + (self._running is not None)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a probe: a prompt of less than `PROBE_TOKENS` tokens, and one new token."""
+        self._waiting.append(sequence)
+
+    def plan(self, now: int) -> list[Work]:
+        """The whole prompt of the next probe, if none is under way."""
+        if self._running is not None or not self._waiting:
+            return []
+        self._running = sequence = self._waiting.popleft()
+        self._kv.begin(sequence)
+        self._rows.give_probe(sequence)
+        return [prompt_work(self._kv, sequence, sequence.prompt_length - sequence.computed, now)]
+
+    def released(self, sequence: Sequence) -> None:
+        """A probe is over, or given up."""
+        if sequence is self._running:
+            self._running = None
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)

@@ -1,0 +1,69 @@
+"""A follower's pod that is told to stop asks the leader's to drain first: the group ends with it.
+
+The request and its answer go by way of the ranks, whose streams are there anyway, are mutually
+authenticated, and end when the group does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from tokenpod.engine.types import Letter
+from tokenpod.service.errors import Unavailable
+from tokenpod.service.rank_line import RankLine
+
+log = logging.getLogger("tokenpod")
+
+
+class DrainRequests:
+    """Those of one life of the engines, of either side. `open` it with the line to the first rank.
+
+    Args:
+        leads: this pod answers; else it asks.
+    """
+
+    def __init__(self, *, leads: bool) -> None:
+        #: Drains the leader's pod, once it serves.
+        self.drain: Callable[[], Awaitable[None]] | None = None
+        self._leads = leads
+        self._line: RankLine | None = None
+        self._drained: asyncio.Future[None] | None = None
+        self._answers: set[asyncio.Task[None]] = set()
+
+    def open(self, line: RankLine | None) -> None:
+        """Write by way of this rank."""
+        self._line = line
+
+    def close(self) -> None:
+        """The ranks are gone: nothing will be answered any more."""
+        self._line = None
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_exception(Unavailable("the group has ended", retry_after=1.0))
+        for task in self._answers:
+            task.cancel()
+
+    async def ask(self) -> None:
+        """Return once the leader's pod has drained. Raises Unavailable if the group ends before."""
+        if self._line is None:
+            raise Unavailable("the group has not formed yet", retry_after=1.0)
+        self._drained = asyncio.get_running_loop().create_future()
+        self._line.send(Letter(0, 1, b""))
+        await self._drained
+
+    def deliver(self, letter: Letter) -> None:
+        """A request has come, or its answer."""
+        if self._leads:
+            task = asyncio.create_task(self._answer(letter))
+            self._answers.add(task)
+            task.add_done_callback(self._answers.discard)
+        elif self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    async def _answer(self, letter: Letter) -> None:
+        if self.drain is not None:
+            # A leader that does not serve yet has nothing to drain.
+            await self.drain()
+        if self._line is not None:
+            self._line.send(Letter(letter.rank, letter.id, b""))

@@ -1,0 +1,118 @@
+"""A router's requests: checked, tokenised and made into the engine's.
+
+The protocol knows no failure of one request, so one that can't be served ends alone, with no text,
+while the rest of its batch goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from tokenpod.engine.types import PROBE_TOKENS, Request, StoppingParams
+from tokenpod.service import validate
+from tokenpod.service.calls import ShardBatch, ShardGeneration, ShardRequest
+from tokenpod.service.errors import InvalidArgument
+from tokenpod.service.generate import Encoder, Serving
+from tokenpod.service.routed import RoutedSequence, ended_alone
+
+log = logging.getLogger("tokenpod.shard")
+
+#: Names of models that are remembered, so that each is logged once.
+_MOST_NAMES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a batch's requests have become. Nothing exists in the engine yet."""
+
+    #: Parallel.
+    requests: list[Request] = field(default_factory=list)
+    sequences: list[RoutedSequence] = field(default_factory=list)
+    #: How those that can't be served end.
+    refused: list[ShardGeneration] = field(default_factory=list)
+
+
+class ShardRequests:
+    """Opens what routers send.
+
+    Args:
+        serving: engine, tokenizer and limits.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._encoder = Encoder(serving.tokenizer)
+        self._models: set[str] = set()
+
+    async def open(self, batch: ShardBatch) -> Opened:
+        """All requests of a batch. Raises InvalidArgument if it makes no sense as a whole."""
+        validate.check_shard_batch(batch)
+        limits, opened = self._serving.limits, Opened()
+        good: list[tuple[int, ShardRequest]] = []
+        for at, asked in enumerate(batch.requests):
+            try:
+                validate.check_shard_request(asked, at, limits)
+                good.append((at, asked))
+            except InvalidArgument as problem:
+                opened.refused.append(self._refuse(asked, problem))
+        texts = [(asked.inputs, asked.add_special_tokens) for _, asked in good]
+        for (at, asked), prompt in zip(good, await self._encoder.encode_all(texts), strict=True):
+            if asked.truncate:
+                prompt = prompt[-asked.truncate :]
+            try:
+                validate.check_shard_length(asked, at, len(prompt), limits)
+            except InvalidArgument as problem:
+                opened.refused.append(self._refuse(asked, problem))
+                continue
+            self._note_model(asked)
+            request = self._request(asked, prompt)
+            opened.requests.append(request)
+            opened.sequences.append(RoutedSequence(asked, request, self._serving.tokenizer))
+        return opened
+
+    async def open_probe(self, batch: ShardBatch) -> tuple[Request, RoutedSequence]:
+        """The one request of a liveness probe. Raises InvalidArgument."""
+        if len(batch.requests) != 1:
+            problem = f"has {len(batch.requests)} entries; a liveness probe has 1"
+            raise InvalidArgument("batch.requests", problem)
+        (asked,) = batch.requests
+        validate.check_shard_request(asked, 0, self._serving.limits)
+        if asked.max_new_tokens != 1:
+            problem = f"is {asked.max_new_tokens}; a liveness probe asks for 1"
+            raise InvalidArgument("batch.requests[0].stopping_parameters.max_new_tokens", problem)
+        (prompt,) = await self._encoder.encode_all([(asked.inputs, asked.add_special_tokens)])
+        most = PROBE_TOKENS - 1
+        request = self._request(asked, prompt[-min(asked.truncate or most, most) :], probe=True)
+        return request, RoutedSequence(asked, request, self._serving.tokenizer)
+
+    def _refuse(self, asked: ShardRequest, problem: InvalidArgument) -> ShardGeneration:
+        extra = {"request": asked.id, "reason": str(problem)}
+        log.warning("a router's request can't be served: it ends with no text", extra=extra)
+        return ended_alone(asked.id, self._serving.tokenizer)
+
+    def _note_model(self, asked: ShardRequest) -> None:
+        """Routers send the name of every model as an adapter; a shard without it takes the base."""
+        name = asked.adapter_id
+        if name and name not in self._models and len(self._models) < _MOST_NAMES:
+            self._models.add(name)
+            log.info("no such adapter: served by the base model", extra={"adapter": name[:200]})
+
+    def _request(self, asked: ShardRequest, prompt: list[int], *, probe: bool = False) -> Request:
+        eos = self._serving.tokenizer.eos_token_ids
+        return Request(
+            sequence_ids=self._serving.client.new_sequence_ids(1),
+            prompt=prompt,
+            sampling=validate.shard_sampling_params(asked),
+            stopping=StoppingParams(
+                max_new_tokens=asked.max_new_tokens,
+                eos_token_ids=frozenset() if asked.ignore_eos else eos,
+                length_first=True,
+            ),
+            logprobs=True,
+            top_n_tokens=asked.top_n_tokens,
+            prompt_logprobs=asked.prefill_logprobs,
+            arrived_at=time.monotonic_ns(),
+            probe=probe,
+        )

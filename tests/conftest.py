@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,13 @@ from harness import ServerProcess, serve
 # other libraries may do before any test of ours.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell without job control ignores SIGINT for what it runs in the background (`make test &` in a
+# script, some CI), and every program that a test starts would inherit that. A handler, however, is
+# reset to the default when a program starts: this one changes nothing here, and lets Ctrl-C reach
+# programs under test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session")

@@ -97,9 +97,9 @@ def install(wanted: str, there: str | None, index: str, pip: Sequence[str] = PIP
         return f"torch {there} is installed already"
     if not index:
         return f"torch {wanted} comes from the default index"
+    print(f"Looking for torch {wanted} on {shown(index)}", flush=True)
     problem = refusal(index, wanted, pip)
     if problem is None:
-        print(f"Installing torch {wanted} from {shown(index)}", flush=True)
         command = [*pip, "install", "-qq", "--no-deps", *ONE_TRY, "--index-url", index]
         status = subprocess.call([*command, f"torch=={wanted}"])
         if not status:

@@ -81,7 +81,13 @@ def installed() -> str | None:
         return None
 
 
-def install(wanted: str, there: str | None, index: str, pip: Sequence[str] = PIP) -> str:
+def install(
+    wanted: str,
+    there: str | None,
+    index: str,
+    pip: Sequence[str] = PIP,
+    seconds: float = PROBE_SECONDS,
+) -> str:
     """Install torch from `index`, if that has it; a line that says what was done.
 
     Torch is left to the default index, which is asked for all of the lock next, where `index` is
@@ -92,13 +98,14 @@ def install(wanted: str, there: str | None, index: str, pip: Sequence[str] = PIP
         there: the version that is installed; any build of the one that is wanted will do.
         index: where to look, once.
         pip: the command.
+        seconds: how long the index may take to list its versions.
     """
     if there is not None and _is(there, wanted):
         return f"torch {there} is installed already"
     if not index:
         return f"torch {wanted} comes from the default index"
     print(f"Looking for torch {wanted} on {shown(index)}", flush=True)
-    problem = refusal(index, wanted, pip)
+    problem = refusal(index, wanted, pip, seconds)
     if problem is None:
         command = [*pip, "install", "-qq", "--no-deps", *ONE_TRY, "--index-url", index]
         status = subprocess.call([*command, f"torch=={wanted}"])

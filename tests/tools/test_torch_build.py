@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import subprocess
 import sys
@@ -12,17 +13,20 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+import torch_build
 from package_index import add_wheel, serve_index
 from torch_build import (
     CPU_BUILDS,
     has_driver,
     index_to_try,
-    install,
     pinned,
     refusal,
     shown,
     weight,
 )
+
+#: pip starts twice for another environment, on a machine that is busy with other tests.
+install = functools.partial(torch_build.install, seconds=100)
 
 
 @pytest.fixture
@@ -162,7 +166,7 @@ def test_an_index_that_has_only_a_broken_wheel_is_left(
 
 
 def test_an_index_that_is_not_there_is_refused(pip_settings: pytest.MonkeyPatch) -> None:
-    problem = refusal("http://127.0.0.1:1", "2.13.0")
+    problem = refusal("http://127.0.0.1:1", "2.13.0", seconds=100)
     assert problem == "can't be reached, or has no torch 2.13.0 for this Python"
 
 

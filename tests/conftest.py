@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from harness import ServerProcess, serve
 
-# Without an NVIDIA GPU, Triton interprets kernels. It reads this when it is imported first, which
-# other libraries may do before any test of ours.
-if not Path("/dev/nvidiactl").exists():
+# Without an NVIDIA GPU, or with torch's build for CPUs, Triton interprets kernels. It reads this
+# when it is imported first, which other libraries may do before any test of ours.
+with_cuda = any(need.startswith("nvidia-") for need in requires("torch") or ())
+if not (with_cuda and Path("/dev/nvidiactl").exists()):
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell without job control ignores SIGINT for what it runs in the background (`make test &` in a
+# script, some CI), and every program that a test starts would inherit that. A handler, however, is
+# reset to the default when a program starts: this one changes nothing here, and lets Ctrl-C reach
+# programs under test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session")

@@ -39,8 +39,12 @@ def test_heads_that_they_do_not_are_named(heads, named):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_a_gpu_that_is_not_there_is_named():
-    with pytest.raises(EngineError, match="device is cuda, but"):
+@pytest.mark.parametrize(
+    ("cuda", "named"), [(None, "is built without CUDA"), ("13.0", "finds no usable NVIDIA GPU")]
+)
+def test_a_gpu_that_is_not_there_is_named_with_either_build_of_torch(monkeypatch, cuda, named):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(EngineError, match=f"device is cuda, but .*{named}"):
         check_device(torch.device("cuda"))
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch_build import index_to_try
+
 from image.build import build, inspect, mounted
 from image.commands import check_programs
 from image.container import Container, running
@@ -41,7 +43,9 @@ def main() -> int:
     check_programs()
     if os.geteuid():
         raise SystemExit("make image makes a root folder and a container: it must be root")
-    name = options.built or build(options.variant, options.base)
+    # The image for CPUs is for machines without a driver, wherever it is built.
+    index = index_to_try(os.environ, driver=False)
+    name = options.built or build(options.variant, options.base, index)
     with mounted(name) as root:
         config = inspect(name)["config"]
         config["Cmd"] = options.command or config["Cmd"]

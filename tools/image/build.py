@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from image.commands import read, run
+from image.wheels import fetch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORK = ROOT / "build" / "image"
@@ -19,6 +20,8 @@ WORK = ROOT / "build" / "image"
 #: The release that the Dockerfile's own base is of.
 SUITE = "bookworm"
 _LOCAL_BASE = f"localhost/tokenpod-base:{SUITE}"
+#: Where a few hundred megabytes may lie for minutes, as device files too.
+_SCRATCH = "/var/tmp"
 #: What Debian's slim images leave out.
 _SLIM = ("usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man")
 _USED_UP = ("var/cache/apt", "var/lib/apt/lists", "var/log")
@@ -40,9 +43,11 @@ def base_image() -> str:
     """The name of a Debian image made here; it is kept between builds."""
     if read("buildah", "images", "--noheading", "--filter", f"reference={_LOCAL_BASE}"):
         return _LOCAL_BASE
-    folder = WORK / "base"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    # Not in the checkout: debootstrap takes no folder whose path has a space. If it fails, its log
+    # stays where it says that it is.
+    scratch = Path(tempfile.mkdtemp(prefix="tokenpod-base-", dir=_SCRATCH))
+    folder = scratch / "root"
+    folder.mkdir()
     run("debootstrap", "--variant=minbase", SUITE, folder)
     for path in _SLIM:
         shutil.rmtree(folder / path, ignore_errors=True)
@@ -54,26 +59,18 @@ def base_image() -> str:
     run("buildah", "add", "--quiet", container, folder, "/")
     run("buildah", "config", "--env", "PATH=/usr/sbin:/usr/bin:/sbin:/bin", container)
     run("buildah", "commit", "--quiet", "--rm", container, _LOCAL_BASE)
-    shutil.rmtree(folder)
+    shutil.rmtree(scratch)
     return _LOCAL_BASE
 
 
-def wheels(variant: str) -> Path:
-    """A folder with the wheels of the variant's locks; pip finds them by its own settings."""
-    # One a variant: to pip, torch's build for CPUs is as good an answer as that for CUDA.
-    folder = WORK / "wheels" / variant
-    for lock in (f"runtime-{variant}", "build", "sbom"):
-        run(
-            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"),
-            *("--only-binary", ":all:", "--find-links", folder, "--dest", folder),
-            *("--requirement", ROOT / "requirements" / f"{lock}.txt"),
-        )
-    return folder
+def build(variant: str, base: str | None, index: str) -> str:
+    """Build the variant `cpu` or `cuda` on `base`, or on one made here; the image's name.
 
-
-def build(variant: str, base: str | None) -> str:
-    """Build the variant `cpu` or `cuda` on `base`, or on one made here; the image's name."""
+    `index` is where torch's CPU build is looked for first; empty: only where pip looks by itself.
+    """
     name = f"localhost/tokenpod:{variant}"
+    # One folder a variant: to pip, torch's build for CPUs is as good an answer as that for CUDA.
+    wheels = fetch(variant, ROOT / "requirements", WORK / "wheels" / variant, index)
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     arguments = {
         "BASE": base or base_image(),
@@ -84,7 +81,7 @@ def build(variant: str, base: str | None) -> str:
         "REVISION": read("git", "-C", ROOT, "rev-parse", "HEAD"),
     }
     given = [word for key, value in arguments.items() for word in ("--build-arg", f"{key}={value}")]
-    run(*_BUILD, *given, "--volume", f"{wheels(variant)}:/wheels:ro", "--tag", name, ROOT)
+    run(*_BUILD, *given, "--volume", f"{wheels}:/wheels:ro", "--tag", name, ROOT)
     return name
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 BILL = "opt/tokenpod/sbom.cdx.json"
 COMPILERS = ("cc", "gcc", "g++", "clang", "tcc", "ld", "as")
-MB = 1_000_000
+MB, GB = 1_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def compilers(root: Path) -> list[str]:
 def fillings(root: Path, most: int = 12) -> list[Filling]:
     """What takes most space in an image, the largest first, and the rest as one."""
     packages = site_packages(root)
-    found = [Filling(each.name, _size_of(each)) for each in distributions(path=[str(packages)])]
+    found = [Filling(each.name, size_of(each)) for each in distributions(path=[str(packages)])]
     system = Filling("Debian and its Python", size(root) - size(root / "opt"))
     found = sorted([*found, system], key=lambda each: each.size, reverse=True)
     rest = size(root) - sum(each.size for each in found[:most])
@@ -74,12 +74,13 @@ def size(folder: Path) -> int:
     return _total(path for top, _, names in os.walk(folder) for path in _paths(top, names))
 
 
+def size_of(distribution: Distribution) -> int:
+    """Bytes of the files that a distribution brought."""
+    return _total(Path(str(distribution.locate_file(path))) for path in distribution.files or ())
+
+
 def _paths(top: str, names: list[str]) -> list[Path]:
     return [Path(top, name) for name in names]
-
-
-def _size_of(distribution: Distribution) -> int:
-    return _total(Path(str(distribution.locate_file(path))) for path in distribution.files or ())
 
 
 def _total(paths: Iterable[Path]) -> int:

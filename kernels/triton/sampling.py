@@ -24,14 +24,13 @@ from tokenpod.kernels.triton.noise import (
 )
 from tokenpod.kernels.triton.sampling_rows import (
     CUTS,
-    EDITED,
     FLAGS,
     SAMPLES,
     SEED,
     STREAM,
     WORDS,
-    edited,
     note,
+    read_scores,
     temperature_of,
 )
 from tokenpod.kernels.triton.truncation import cut_and_draw, falling_key, least_survivor
@@ -50,40 +49,6 @@ REACH = tl.constexpr(4)
 STATS = tl.constexpr(5)
 
 NOBODY = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _scores(
-    logits_ptr,
-    ids,
-    first,
-    position,
-    row,
-    words_ptr,
-    counts_ptr,
-    edit_id_ptr,
-    edit_value_ptr,
-    vocab_size,
-    MOST_EDITS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Scores before temperature; -inf beyond the vocabulary."""
-    scores = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    if tl.load(words_ptr + FLAGS) & EDITED:
-        scores = edited(
-            scores,
-            ids,
-            first,
-            position,
-            words_ptr,
-            counts_ptr + row * vocab_size,
-            edit_id_ptr + row * MOST_EDITS,
-            edit_value_ptr + row * MOST_EDITS,
-            vocab_size,
-            MOST_EDITS,
-            SPLIT,
-        )
-    return scores
 
 
 @triton.jit
@@ -115,7 +80,7 @@ def prepare(
     group = tl.arange(0, GROUPS)
     length: tl.constexpr = SPLIT // GROUPS
     ids = first + group[:, None] * length + tl.arange(0, length)[None, :]
-    scores = _scores(
+    scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
         ids,
         first,
@@ -269,7 +234,7 @@ def race(
     first = split * SPLIT
     ids = first + tl.arange(0, SPLIT)
     position = tl.load(b_position_ptr + b)
-    scores = _scores(
+    scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
         ids,
         first,

@@ -33,7 +33,12 @@ from tokenpod.kernels.triton.sampling_rows import (
     read_scores,
     temperature_of,
 )
-from tokenpod.kernels.triton.truncation import cut_and_draw, falling_key, least_survivor
+from tokenpod.kernels.triton.truncation import (
+    cut,
+    draw_survivor,
+    falling_key,
+    least_survivor,
+)
 
 # What `summarise` leaves of each row, as float64.
 #: Highest edited score; not finite: nothing can be drawn.
@@ -303,16 +308,27 @@ def finish(
         return
     mass = tl.load(stats_ptr + MASS)
     if flags & CUTS:
-        token, logprob = cut_and_draw(
+        candidate_ptr += b.to(tl.int64) * vocab_size
+        found = tl.load(found_ptr + b)
+        limit, nearest, centre = cut(
             words_ptr,
-            tl.load(b_position_ptr + b),
-            candidate_ptr + b.to(tl.int64) * vocab_size,
-            tl.load(found_ptr + b),
+            candidate_ptr,
+            found,
             tl.load(stats_ptr + LEAST).to(tl.float32),
             mass,
             tl.load(stats_ptr + MEAN),
             BLOCK,
             PIVOTS,
+        )
+        token, score, log_mass = draw_survivor(
+            words_ptr,
+            tl.load(b_position_ptr + b),
+            candidate_ptr,
+            found,
+            limit,
+            nearest,
+            centre,
+            BLOCK,
         )
     else:
         split = tl.arange(0, SPLITS)
@@ -321,8 +337,9 @@ def finish(
         best = (fitness == tl.max(fitness, axis=0)) & (split < splits)
         winner = tl.load(winner_ptr + at, mask=best, other=NOBODY)
         token = tl.min(winner, axis=0)
-        score = tl.load(winner_score_ptr + at, mask=best & (winner == token), other=0.0)
-        logprob = tl.sum(score, axis=0) - precise_log(mass.to(tl.float32))
+        scores = tl.load(winner_score_ptr + at, mask=best & (winner == token), other=0.0)
+        score = tl.sum(scores, axis=0)
+        log_mass = precise_log(mass.to(tl.float32))
     tl.store(token_ptr + b, token.to(tl.int64))
-    tl.store(logprob_ptr + b, logprob)
+    tl.store(logprob_ptr + b, score - log_mass)
     note(words_ptr, counts_ptr + row * vocab_size, token)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 import triton
 
+from tokenpod.engine.device_rows import counts, words
 from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.types import SamplingParams
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
@@ -26,7 +27,6 @@ MOST_TOP_TOKENS = int(top_tokens.MOST_TOP_TOKENS.value)
 MOST_TOKENS = 1 << 18
 
 _WORDS = int(sampling_rows.WORDS.value)
-_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +190,8 @@ class DeviceSampler:
             self._upload(self._edit_ids[row], np.array(ids, np.int32))
             self._upload(self._edit_values[row], np.array(values, np.float32))
         if asks.counted:
-            self._upload(self._counts[row], _counts(prompt, outputs, self._vocab_size))
-        self._upload(self._words[row], _words(asks, prompt, outputs, self._vocab_size))
+            self._upload(self._counts[row], counts(prompt, outputs, self._vocab_size))
+        self._upload(self._words[row], words(asks, prompt, outputs, self._vocab_size))
 
     def clear_row(self, row: int) -> None:
         """Forget a row."""
@@ -386,60 +386,3 @@ class DeviceSampler:
             # Pinned memory is not used again before the copy is done.
             source = source.pin_memory()
         row[: len(source)].copy_(source, non_blocking=True)
-
-
-def _words(
-    asks: RowSampling, prompt: Sequence[int], outputs: Sequence[int], vocab_size: int
-) -> _Ints:
-    """A row as `tokenpod.kernels.triton.sampling_rows` lays it out."""
-    params = asks.params
-    last = [*prompt[-1:], *outputs[-1:]][-1:]
-    flags = (
-        params.do_sample * sampling_rows.SAMPLES.value
-        + (params.do_sample and asks.truncates) * sampling_rows.CUTS.value
-        + asks.edited * sampling_rows.EDITED.value
-        + asks.counted * sampling_rows.COUNTED.value
-        + params.watermark * sampling_rows.WATERMARKED.value
-    )
-    seed = np.array(params.seed, np.uint64).view(np.int64)
-    integers = {
-        sampling_rows.FLAGS: flags,
-        sampling_rows.SEED: int(seed),
-        sampling_rows.STREAM: asks.stream,
-        sampling_rows.MIN_NEW_TOKENS: asks.min_new_tokens,
-        sampling_rows.BIASES: len(params.logit_bias),
-        sampling_rows.ENDS: len(asks.ends) if asks.min_new_tokens else 0,
-        sampling_rows.TOP_K: params.top_k if params.top_k < vocab_size else 0,
-        sampling_rows.TOP_N: min(asks.top_n, MOST_TOP_TOKENS),
-        sampling_rows.LENGTH: len(prompt) + len(outputs),
-        sampling_rows.PREVIOUS: last[0] if last else 0,
-    }
-    floats = {
-        sampling_rows.TEMPERATURE: max(params.temperature, float(np.finfo(np.float32).tiny)),
-        sampling_rows.TOP_P: params.top_p,
-        sampling_rows.FLOOR: math.log(params.min_p) if params.min_p else -math.inf,
-        sampling_rows.TYPICAL_P: params.typical_p,
-        sampling_rows.REPETITION: params.repetition_penalty,
-        sampling_rows.PRESENCE: params.presence_penalty,
-        sampling_rows.FREQUENCY: params.frequency_penalty,
-        sampling_rows.RELATIVE_FREQUENCY: params.relative_frequency_penalty,
-    }
-    words = np.zeros(_WORDS, np.int64)
-    for place, integer in integers.items():
-        words[place.value] = integer
-    for place, real in floats.items():
-        words.view(np.float64)[place.value] = real
-    return words
-
-
-def _counts(
-    prompt: Sequence[int], outputs: Sequence[int], vocab_size: int
-) -> npt.NDArray[np.int32]:
-    """[vocab] occurrences: in the prompt above, in the output below, 16 bits each."""
-    most = sampling_rows.MOST_COUNT.value
-    halves = [
-        np.minimum(np.bincount(np.array(tokens, np.int64), minlength=vocab_size), most)
-        for tokens in (prompt, outputs)
-    ]
-    counts: npt.NDArray[np.int32] = (halves[0] << 16 | halves[1]).astype(np.uint32).view(np.int32)
-    return counts

@@ -26,6 +26,7 @@ def words(
         + asks.edited * sampling_rows.EDITED.value
         + asks.counted * sampling_rows.COUNTED.value
         + params.watermark * sampling_rows.WATERMARKED.value
+        + asks.tops_processed * sampling_rows.PROCESSED_TOPS.value
     )
     seed = np.array(params.seed, np.uint64).view(np.int64)
     integers = {

@@ -25,6 +25,7 @@ from tokenpod.kernels.triton.noise import (
 from tokenpod.kernels.triton.sampling_rows import (
     CUTS,
     FLAGS,
+    PROCESSED_TOPS,
     SAMPLES,
     SEED,
     STREAM,
@@ -40,7 +41,7 @@ from tokenpod.kernels.triton.truncation import (
     least_survivor,
 )
 
-# What `summarise` leaves of each row, as float64.
+# What `summarise` and `finish` leave of each row, as float64.
 #: Highest edited score; not finite: nothing can be drawn.
 PEAK = tl.constexpr(0)
 #: Sum of exp(s), s being the score less the highest, over temperature.
@@ -51,7 +52,13 @@ MEAN = tl.constexpr(2)
 LEAST = tl.constexpr(3)
 #: A token that nothing cuts must reach this to win the race.
 REACH = tl.constexpr(4)
-STATS = tl.constexpr(5)
+#: Log of the sum of exp(s) of the tokens that can be drawn: what a log probability is s less.
+LOG_MASS = tl.constexpr(5)
+# Where the row's cuts fall (`truncation.survives`): keys, which float64 holds exactly, and a score.
+LIMIT = tl.constexpr(6)
+NEAREST = tl.constexpr(7)
+CENTRE = tl.constexpr(8)
+STATS = tl.constexpr(9)
 
 NOBODY = tl.constexpr(0x7FFFFFFF)
 
@@ -166,9 +173,10 @@ def summarise(
     if ((flags & SAMPLES) == 0) | (drawable == 0):
         tl.store(token_ptr + b, tl.where(drawable, token, -1).to(tl.int64))
         # The best score less the highest is 0.
-        logprob = -precise_log(tl.where(drawable, total, 1.0).to(tl.float32))
-        tl.store(logprob_ptr + b, logprob)
-        if drawable:
+        log_mass = precise_log(tl.where(drawable, total, 1.0).to(tl.float32))
+        tl.store(logprob_ptr + b, -log_mass)
+        tl.store(stats_ptr + LOG_MASS, log_mass.to(tl.float64))
+        if drawable & ((flags & PROCESSED_TOPS) == 0):
             note(words_ptr, counts_ptr + row * vocab_size, token)
     elif flags & CUTS:
         moment = tl.load(moment_ptr + at, mask=there, other=0.0).to(tl.float64)
@@ -320,6 +328,9 @@ def finish(
             BLOCK,
             PIVOTS,
         )
+        tl.store(stats_ptr + LIMIT, limit.to(tl.float64))
+        tl.store(stats_ptr + NEAREST, nearest.to(tl.float64))
+        tl.store(stats_ptr + CENTRE, centre)
         token, score, log_mass = draw_survivor(
             words_ptr,
             tl.load(b_position_ptr + b),
@@ -342,4 +353,6 @@ def finish(
         log_mass = precise_log(mass.to(tl.float32))
     tl.store(token_ptr + b, token.to(tl.int64))
     tl.store(logprob_ptr + b, score - log_mass)
-    note(words_ptr, counts_ptr + row * vocab_size, token)
+    tl.store(stats_ptr + LOG_MASS, log_mass.to(tl.float64))
+    if (flags & PROCESSED_TOPS) == 0:
+        note(words_ptr, counts_ptr + row * vocab_size, token)

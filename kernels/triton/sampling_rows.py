@@ -43,6 +43,9 @@ CUTS = tl.constexpr(2)
 EDITED = tl.constexpr(4)
 COUNTED = tl.constexpr(8)
 WATERMARKED = tl.constexpr(16)
+#: Top tokens are of the distribution that is drawn from. They read the history that the draw read,
+#: so it is `join_tops` that notes the token.
+PROCESSED_TOPS = tl.constexpr(32)
 
 #: A count is two halves of a word: prompt above, output below; each stops at this.
 MOST_COUNT = tl.constexpr(0xFFFF)

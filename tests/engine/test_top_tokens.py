@@ -31,6 +31,7 @@ from samplers import (
 )
 from tgi_sampling import best_of, distribution
 
+from tokenpod.engine.assemble import worst_step
 from tokenpod.engine.device_sampler import Launches, Tiles
 from tokenpod.engine.types import SamplingParams
 
@@ -246,6 +247,12 @@ def test_their_launch_follows_the_live_rows():
     assert sampler.launches == Launches(draws=True, tops=True, processed_tops=True)
     sampler.clear_row(1)
     assert sampler.launches == Launches(draws=True, tops=True, processed_tops=False)
+
+
+def test_the_warm_up_launches_all_that_serving_may():
+    row = worst_step(1, 1, 8, scattered=False).fresh[0]
+    sampler = on_device([(row.sampling, {"top_n": row.top_n_tokens})], 50)
+    assert sampler.launches == Launches(draws=True, tops=True, processed_tops=True)
 
 
 # -- the device beside the CPU -----------------------------------------------------------------

@@ -90,6 +90,15 @@ CHECKS = {
     ),
     "penalties": sampled(**PENALTIES),
 }
+
+
+def reporting(params: SamplingParams) -> SamplingParams:
+    """The same, with top tokens of what is drawn from."""
+    fields = {name: getattr(params, name) for name in SamplingParams.__annotations__}
+    return SamplingParams(**{**fields, "top_of_processed": True})
+
+
+CHECKS |= {f"{name}, reporting": reporting(params) for name, params in CHECKS.items()}
 TIMED = {
     "greedy": SamplingParams(),
     "temperature": sampled(),
@@ -97,6 +106,13 @@ TIMED = {
     "top-p 0.9": sampled(top_p=0.9),
     "typical 0.9": sampled(typical_p=0.9),
     "penalties": sampled(**PENALTIES),
+}
+#: With five top tokens each.
+TIMED_TOPS = {
+    "raw": sampled(),
+    "processed": reporting(sampled()),
+    "raw, all": sampled(top_k=400, typical_p=0.9, **PENALTIES),
+    "processed, all": reporting(sampled(top_k=400, typical_p=0.9, **PENALTIES)),
 }
 
 
@@ -151,7 +167,8 @@ def check_tokens(shape: str) -> None:
     gpu = DeviceSampler(rows=n, vocab_size=VOCAB, device=GPU)
     for sampler in (cpu, gpu):
         for row, params in enumerate(CHECKS.values()):
-            seat(sampler, row, params, top_n=5 if row % 3 == 0 else 0)
+            tops = row % 3 == 0 or params.top_of_processed
+            seat(sampler, row, params, top_n=5 if tops else 0)
     rows = torch.arange(n, device=GPU)
     wrong, worst = [], 0.0
     for position in range(3):
@@ -212,7 +229,7 @@ def check_graph() -> None:
     positions = torch.zeros(n, dtype=torch.int64, device=GPU)
     eager = DeviceSampler(rows=n, vocab_size=VOCAB, device=GPU)
     replayed = DeviceSampler(rows=n, vocab_size=VOCAB, device=GPU)
-    everything = Launches(draws=True, tops=True)
+    everything = Launches(draws=True, tops=True, processed_tops=True)
     replayed.sample(logits, rows, positions, everything)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -253,8 +270,11 @@ class Step:
         self.logits = [logits_of(self.n, self.shape, seed) for seed in range(min(sets, 16))]
         self.logits += [self.logits[i % 16].clone() for i in range(sets - len(self.logits))]
         self.sampler = DeviceSampler(rows=self.n, vocab_size=VOCAB, device=GPU, tiles=self.tiles)
+        params, top_n = TIMED.get(self.name), 0
+        if params is None:
+            params, top_n = TIMED_TOPS[self.name], 5
         for row in range(self.n):
-            seat(self.sampler, row, TIMED[self.name], min_new_tokens=0)
+            seat(self.sampler, row, params, top_n=top_n, min_new_tokens=0)
         self.rows = torch.arange(self.n, device=GPU)
         self.positions = torch.full((self.n,), 5, device=GPU)
 
@@ -316,6 +336,14 @@ def measure() -> None:
             say(line)
 
 
+def measure_tops() -> None:
+    """Steps with top tokens of raw logits, beside those of what is drawn from."""
+    say(f"{'top tokens':16s}" + "".join(f"{f'n = {n}':>14s}" for n in BATCHES))
+    for name in TIMED_TOPS:
+        cells = [Step(name, n, "flat", Tiles()).seconds() * 1e6 for n in BATCHES]
+        say(f"{name:16s}" + "".join(f"{cell:11.1f} µs" for cell in cells))
+
+
 def measure_kernels() -> None:
     from torch.profiler import ProfilerActivity, profile
 
@@ -362,7 +390,7 @@ PARTS = {
         check_bad_rows,
         check_graph,
     ],
-    "time": [measure],
+    "time": [measure, measure_tops],
     "kernels": [measure_kernels],
     "tiles": [compare_tiles],
 }

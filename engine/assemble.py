@@ -305,7 +305,9 @@ def _row(row: int, prompt: list[int]) -> NewRow:
         row=row,
         prefix_slots=none,
         prompt=prompt,
-        sampling=SamplingParams(do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1),
+        sampling=SamplingParams(
+            do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1, top_of_processed=True
+        ),
         stream=0,
         min_new_tokens=0,
         eos_token_ids=frozenset(),

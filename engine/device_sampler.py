@@ -1,7 +1,8 @@
 """Choosing tokens on the device, without a word to the host: `Sampler`'s asynchronous twin.
 
-A row's parameters go to the device once, when a sequence takes it; a step's sampling is then two to
-six launches whose shapes depend on nothing but the batch size, so that a CUDA graph can hold them.
+A row's parameters go to the device once, when a sequence takes it; a step's sampling is then two
+to seven launches whose shapes depend on nothing but the batch size, so that a CUDA graph can hold
+them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 import triton
 
+from tokenpod.engine.device_rows import counts, words
 from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.types import SamplingParams
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
@@ -26,7 +28,6 @@ MOST_TOP_TOKENS = int(top_tokens.MOST_TOP_TOKENS.value)
 MOST_TOKENS = 1 << 18
 
 _WORDS = int(sampling_rows.WORDS.value)
-_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,11 @@ class DeviceSamples:
     tokens: torch.Tensor
     #: [n] float32: log probability among the processed scores; 0 where the token is -1.
     logprobs: torch.Tensor
-    #: [n, k] int64, k 64 or 0: by falling raw logit, the lowest id first in ties; from the first -1
-    #: on there are no more. A row has its top_n tokens and those that tie with the last of them.
+    #: [n, k] int64, k 64 or 0: by falling raw logit (or processed score, where the row asks for
+    #: that), the lowest id first in ties; from the first -1 on there are no more. A row has its
+    #: top_n tokens and those that tie with the last of them.
     top_ids: torch.Tensor
-    #: [n, k] float32: their log probabilities of the raw logits.
+    #: [n, k] float32: their log probabilities, of the same.
     top_logprobs: torch.Tensor
 
     @classmethod
@@ -59,6 +61,8 @@ class Launches:
     draws: bool
     #: Some row wants top tokens.
     tops: bool
+    #: Some row wants those of its processed scores.
+    processed_tops: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +112,10 @@ class DeviceSampler:
         self._device = device
         self._tiles = tiles or Tiles()
         self._size = rows
-        #: Live rows that sample, and that want top tokens.
+        #: Live rows that sample, that want top tokens, and that want those of processed scores.
         self._drawing: set[int] = set()
         self._topping: set[int] = set()
+        self._topping_processed: set[int] = set()
         self._most_edits = triton.next_power_of_2(most_edits)
         self._splits = triton.cdiv(vocab_size, self._tiles.split)
         # One row more: the greedy row of a graph's padding.
@@ -143,7 +148,11 @@ class DeviceSampler:
     @property
     def launches(self) -> Launches:
         """What the live rows need."""
-        return Launches(draws=bool(self._drawing), tops=bool(self._topping))
+        return Launches(
+            draws=bool(self._drawing),
+            tops=bool(self._topping),
+            processed_tops=bool(self._topping_processed),
+        )
 
     def set_row(
         self,
@@ -183,20 +192,23 @@ class DeviceSampler:
         self.clear_row(row)
         if params.do_sample:
             self._drawing.add(row)
-        if top_n:
+        if asks.top_n:
             self._topping.add(row)
+        if asks.tops_processed:
+            self._topping_processed.add(row)
         if edits:
             ids, values = zip(*edits, strict=True)
             self._upload(self._edit_ids[row], np.array(ids, np.int32))
             self._upload(self._edit_values[row], np.array(values, np.float32))
         if asks.counted:
-            self._upload(self._counts[row], _counts(prompt, outputs, self._vocab_size))
-        self._upload(self._words[row], _words(asks, prompt, outputs, self._vocab_size))
+            self._upload(self._counts[row], counts(prompt, outputs, self._vocab_size))
+        self._upload(self._words[row], words(asks, prompt, outputs, self._vocab_size))
 
     def clear_row(self, row: int) -> None:
         """Forget a row."""
         self._drawing.discard(row)
         self._topping.discard(row)
+        self._topping_processed.discard(row)
 
     def sample(
         self,
@@ -211,7 +223,7 @@ class DeviceSampler:
             logits: [n, vocab_size] floats, each row contiguous; not changed.
             rows: [n] int64 on the device; no row twice but `padding_row`.
             positions: [n] int64 on the device; which output token of its sequence is drawn, from 0.
-            launches: what to launch; by default what the live rows need.
+            launches: what to launch, no less than `rows` need; by default what the live rows do.
         """
         self.begin(logits, rows, positions)
         return self.finish(logits, rows, positions, launches)
@@ -239,7 +251,7 @@ class DeviceSampler:
         if launches.draws:
             self._draw_sampled(logits, rows, positions)
         if launches.tops:
-            self._find_tops(logits, rows)
+            self._find_tops(logits, rows, positions, launches)
         n, k = len(rows), MOST_TOP_TOKENS if launches.tops else 0
         return DeviceSamples(
             tokens=self._tokens[:n],
@@ -345,7 +357,14 @@ class DeviceSampler:
             enable_fp_fusion=False,
         )
 
-    def _find_tops(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+    def _find_tops(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        launches: Launches,
+    ) -> None:
+        tiles = self._tiles
         # `prepare` is through with these two: its sums are joined.
         best, mass = self._best, self._mass
         top_tokens.split_tops[(self._splits, len(rows))](
@@ -357,21 +376,42 @@ class DeviceSampler:
             best,
             mass,
             self._vocab_size,
-            SPLIT=self._tiles.split,
-            num_warps=self._tiles.warps,
+            SPLIT=tiles.split,
+            num_warps=tiles.warps,
         )
+        if launches.processed_tops:
+            top_tokens.split_processed_tops[(self._splits, len(rows))](
+                logits,
+                logits.stride(0),
+                rows,
+                positions,
+                self._words,
+                self._counts,
+                self._edit_ids,
+                self._edit_values,
+                self._stats,
+                self._ranks,
+                self._vocab_size,
+                MOST_EDITS=self._most_edits,
+                SPLIT=tiles.split,
+                num_warps=tiles.warps,
+                enable_fp_fusion=False,
+            )
         top_tokens.join_tops[(len(rows),)](
             rows,
             self._words,
+            self._counts,
+            self._stats,
             self._ranks,
             best,
             mass,
             self._tokens,
             self._top_ids,
             self._top_logprobs,
+            self._vocab_size,
             self._splits,
             SPLITS=triton.next_power_of_2(self._splits),
-            num_warps=self._tiles.finish_warps,
+            num_warps=tiles.finish_warps,
         )
 
     # -- memory --------------------------------------------------------------------------------
@@ -386,60 +426,3 @@ class DeviceSampler:
             # Pinned memory is not used again before the copy is done.
             source = source.pin_memory()
         row[: len(source)].copy_(source, non_blocking=True)
-
-
-def _words(
-    asks: RowSampling, prompt: Sequence[int], outputs: Sequence[int], vocab_size: int
-) -> _Ints:
-    """A row as `tokenpod.kernels.triton.sampling_rows` lays it out."""
-    params = asks.params
-    last = [*prompt[-1:], *outputs[-1:]][-1:]
-    flags = (
-        params.do_sample * sampling_rows.SAMPLES.value
-        + (params.do_sample and asks.truncates) * sampling_rows.CUTS.value
-        + asks.edited * sampling_rows.EDITED.value
-        + asks.counted * sampling_rows.COUNTED.value
-        + params.watermark * sampling_rows.WATERMARKED.value
-    )
-    seed = np.array(params.seed, np.uint64).view(np.int64)
-    integers = {
-        sampling_rows.FLAGS: flags,
-        sampling_rows.SEED: int(seed),
-        sampling_rows.STREAM: asks.stream,
-        sampling_rows.MIN_NEW_TOKENS: asks.min_new_tokens,
-        sampling_rows.BIASES: len(params.logit_bias),
-        sampling_rows.ENDS: len(asks.ends) if asks.min_new_tokens else 0,
-        sampling_rows.TOP_K: params.top_k if params.top_k < vocab_size else 0,
-        sampling_rows.TOP_N: min(asks.top_n, MOST_TOP_TOKENS),
-        sampling_rows.LENGTH: len(prompt) + len(outputs),
-        sampling_rows.PREVIOUS: last[0] if last else 0,
-    }
-    floats = {
-        sampling_rows.TEMPERATURE: max(params.temperature, float(np.finfo(np.float32).tiny)),
-        sampling_rows.TOP_P: params.top_p,
-        sampling_rows.FLOOR: math.log(params.min_p) if params.min_p else -math.inf,
-        sampling_rows.TYPICAL_P: params.typical_p,
-        sampling_rows.REPETITION: params.repetition_penalty,
-        sampling_rows.PRESENCE: params.presence_penalty,
-        sampling_rows.FREQUENCY: params.frequency_penalty,
-        sampling_rows.RELATIVE_FREQUENCY: params.relative_frequency_penalty,
-    }
-    words = np.zeros(_WORDS, np.int64)
-    for place, integer in integers.items():
-        words[place.value] = integer
-    for place, real in floats.items():
-        words.view(np.float64)[place.value] = real
-    return words
-
-
-def _counts(
-    prompt: Sequence[int], outputs: Sequence[int], vocab_size: int
-) -> npt.NDArray[np.int32]:
-    """[vocab] occurrences: in the prompt above, in the output below, 16 bits each."""
-    most = sampling_rows.MOST_COUNT.value
-    halves = [
-        np.minimum(np.bincount(np.array(tokens, np.int64), minlength=vocab_size), most)
-        for tokens in (prompt, outputs)
-    ]
-    counts: npt.NDArray[np.int32] = (halves[0] << 16 | halves[1]).astype(np.uint32).view(np.int32)
-    return counts

@@ -69,6 +69,11 @@ class RowSampling:
         )
 
     @property
+    def tops_processed(self) -> bool:
+        """Top tokens are reported, and are of the processed scores."""
+        return self.params.top_of_processed and self.top_n > 0
+
+    @property
     def truncates(self) -> bool:
         """The distribution is cut before the draw."""
         params = self.params

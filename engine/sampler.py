@@ -36,7 +36,8 @@ class Samples:
     tokens: torch.Tensor
     #: [n] float32: log probability among the processed scores; 0 where no row asked.
     logprobs: torch.Tensor
-    #: (index, ids, log probabilities of the raw logits): falling, the lowest id first in ties.
+    #: (index, ids, log probabilities): falling, the lowest id first in ties. Of the raw logits, or
+    #: of what was drawn from where the row asks for that.
     tops: list[tuple[int, list[int], list[float]]] = field(default_factory=list)
 
 
@@ -52,10 +53,33 @@ class _Row:
         return self.asks.params
 
 
-#: Scores, rows and positions to tokens and log probabilities, all of the same rows.
+@dataclass(frozen=True, slots=True)
+class _Distributions:
+    """What m rows' tokens are drawn from."""
+
+    #: [m, k] scores, -inf where a token can't be drawn.
+    scores: torch.Tensor
+    #: [m, k] which tokens' scores they are; None: the whole vocabulary's.
+    ids: torch.Tensor | None = None
+
+    def tops(self, at: int, n: int) -> tuple[list[int], list[float]]:
+        """Ids and log probabilities of a row's n most likely tokens and of all that tie.
+
+        They are computed as the drawn token's log probability is, so that its own is the same.
+        """
+        scores = self.scores[at : at + 1]
+        best = top_tokens(scores[0], min(n, scores.shape[1]))
+        best = best[scores[0, best] > -torch.inf]
+        if self.ids is None:
+            return best.tolist(), scores.log_softmax(1)[0, best].tolist()
+        values = (scores - log_mass(scores)).to(torch.float32)
+        return self.ids[at, best].tolist(), values[0, best].tolist()
+
+
+#: Scores, rows and positions to tokens, log probabilities, and what they are drawn from.
 _Draw = Callable[
     [torch.Tensor, list[_Row], list[int]],
-    tuple[torch.Tensor, torch.Tensor],
+    tuple[torch.Tensor, torch.Tensor, _Distributions],
 ]
 
 
@@ -122,16 +146,20 @@ class Sampler:
         plain = [i for i, state in enumerate(states) if state.asks.plain and state.asks.logprobs]
         if plain:
             logprobs[plain] = logprobs_of(_rows(logits, plain), _rows(tokens, plain))
+        # What rows were drawn from whose top tokens are of that, and where in it they are.
+        sources: dict[int, tuple[_Distributions, int]] = {}
         for draw, which in self._groups(states):
             chosen, where = [states[i] for i in which], [positions[i] for i in which]
             scores = self._processed(_rows(logits, which), chosen, where)
             # Bias, penalties and forbidden ends may leave nothing to draw from.
             spent = ~torch.isfinite(scores.amax(1))
             scores = scores.masked_fill(spent[:, None], 0.0)
-            tokens[which], logprobs[which] = draw(scores, chosen, where)
+            tokens[which], logprobs[which], source = draw(scores, chosen, where)
             bad[which] |= spent
+            reported = [at for at, state in enumerate(chosen) if state.asks.tops_processed]
+            sources |= {which[at]: (source, at) for at in reported}
         tokens.masked_fill_(bad, -1)
-        tops = self._tops(logits, states, bad.tolist())
+        tops = self._tops(logits, sources, states, bad.tolist())
         for i, state in enumerate(states):
             state.history.note(tokens[i])
         return Samples(tokens, logprobs.masked_fill(bad, 0.0), tops)
@@ -174,28 +202,30 @@ class Sampler:
 
     def _draw_best(
         self, scores: torch.Tensor, states: list[_Row], positions: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[m] each: the highest processed score, and its log probability."""
+    ) -> tuple[torch.Tensor, torch.Tensor, _Distributions]:
+        """The highest processed score of each row."""
         del positions  # nothing is random here
         tokens = argmax(scores)
         if not any(state.asks.logprobs for state in states):
-            return tokens, torch.zeros(len(states), dtype=torch.float32, device=self._device)
-        return tokens, logprobs_of(scores, tokens)
+            logprobs = torch.zeros(len(states), dtype=torch.float32, device=self._device)
+        else:
+            logprobs = logprobs_of(scores, tokens)
+        return tokens, logprobs, _Distributions(scores)
 
     def _draw_whole(
         self, scores: torch.Tensor, states: list[_Row], positions: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[m] each: draws from the whole vocabulary, and their log probabilities."""
+    ) -> tuple[torch.Tensor, torch.Tensor, _Distributions]:
+        """Draws from the whole vocabulary."""
         scores = self._tempered(scores, states)
         noise = vocabulary_noise(*self._counters(states, positions), self._vocab_size)
         # argmax of log p - log E: the order of p / E without underflow.
         tokens = argmax(scores - noise.log())
-        return tokens, logprobs_of(scores, tokens)
+        return tokens, logprobs_of(scores, tokens), _Distributions(scores)
 
     def _draw_truncated(
         self, scores: torch.Tensor, states: list[_Row], positions: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[m] each: the same from what truncation leaves."""
+    ) -> tuple[torch.Tensor, torch.Tensor, _Distributions]:
+        """Draws from what truncation leaves."""
         kept = truncate(self._tempered(scores, states), [state.params for state in states])
         seed, stream, where = (c[:, None] for c in self._counters(states, positions))
         if 4 * kept.ids.shape[1] < self._vocab_size:
@@ -204,8 +234,9 @@ class Sampler:
             whole = vocabulary_noise(seed[:, 0], stream[:, 0], where[:, 0], self._vocab_size)
             noise = whole.gather(1, kept.ids)
         at = argmax(kept.scores - noise.log())[:, None]
-        logprobs = kept.scores.gather(1, at) - log_mass(kept.scores)
-        return kept.ids.gather(1, at).squeeze(1), logprobs.squeeze(1).to(torch.float32)
+        logprobs = (kept.scores.gather(1, at) - log_mass(kept.scores)).to(torch.float32)
+        tokens = kept.ids.gather(1, at)
+        return tokens.squeeze(1), logprobs.squeeze(1), _Distributions(kept.scores, kept.ids)
 
     def _tempered(self, scores: torch.Tensor, states: list[_Row]) -> torch.Tensor:
         """[m, vocab] scores over temperature, the highest of each row at 0.
@@ -232,11 +263,20 @@ class Sampler:
         return numbers[:, 0], numbers[:, 1], numbers[:, 2]
 
     def _tops(
-        self, logits: torch.Tensor, states: list[_Row], bad: list[bool]
+        self,
+        logits: torch.Tensor,
+        sources: dict[int, tuple[_Distributions, int]],
+        states: list[_Row],
+        bad: list[bool],
     ) -> list[tuple[int, list[int], list[float]]]:
         tops = []
         for i, state in enumerate(states):
-            if state.asks.top_n and not bad[i]:
+            if state.asks.top_n == 0 or bad[i]:
+                continue
+            if state.asks.tops_processed:
+                source, at = sources.get(i, (_Distributions(logits), i))  # a plain row's are raw
+                tops.append((i, *source.tops(at, state.asks.top_n)))
+            else:
                 ids = top_tokens(logits[i], min(state.asks.top_n, self._vocab_size))
                 values = logits[i : i + 1].log_softmax(1)[0, ids]
                 tops.append((i, ids.tolist(), values.tolist()))

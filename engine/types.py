@@ -45,6 +45,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: dict[int, float] = {}
     watermark: bool = False
     seed: int = 0
+    #: Top tokens are of the distribution that is drawn from, not of the raw logits.
+    top_of_processed: bool = False
 
 
 class StoppingParams(msgspec.Struct, frozen=True, array_like=True):

@@ -307,6 +307,7 @@ def shard_sampling_params(request: ShardRequest) -> SamplingParams:
         relative_frequency_penalty=request.frequency_penalty,
         watermark=request.watermark,
         seed=request.seed,
+        top_of_processed=True,
     )
 
 

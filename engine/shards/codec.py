@@ -2,6 +2,7 @@
 
 A plan is made and read once a step on the critical path, so what there is once a row travels in
 columns: one table and three runs of int32, which take a row some hundred nanoseconds each way.
+`SamplingParams.top_of_processed` stays behind: followers don't sample, and nothing else asks.
 """
 
 from __future__ import annotations

@@ -24,19 +24,24 @@ from tokenpod.kernels.triton.noise import (
 )
 from tokenpod.kernels.triton.sampling_rows import (
     CUTS,
-    EDITED,
     FLAGS,
+    PROCESSED_TOPS,
     SAMPLES,
     SEED,
     STREAM,
     WORDS,
-    edited,
     note,
+    read_scores,
     temperature_of,
 )
-from tokenpod.kernels.triton.truncation import cut_and_draw, falling_key, least_survivor
+from tokenpod.kernels.triton.truncation import (
+    cut,
+    draw_survivor,
+    falling_key,
+    least_survivor,
+)
 
-# What `summarise` leaves of each row, as float64.
+# What `summarise` and `finish` leave of each row, as float64.
 #: Highest edited score; not finite: nothing can be drawn.
 PEAK = tl.constexpr(0)
 #: Sum of exp(s), s being the score less the highest, over temperature.
@@ -47,43 +52,15 @@ MEAN = tl.constexpr(2)
 LEAST = tl.constexpr(3)
 #: A token that nothing cuts must reach this to win the race.
 REACH = tl.constexpr(4)
-STATS = tl.constexpr(5)
+#: Log of the sum of exp(s) of the tokens that can be drawn: what a log probability is s less.
+LOG_MASS = tl.constexpr(5)
+# Where the row's cuts fall (`truncation.survives`): keys, which float64 holds exactly, and a score.
+LIMIT = tl.constexpr(6)
+NEAREST = tl.constexpr(7)
+CENTRE = tl.constexpr(8)
+STATS = tl.constexpr(9)
 
 NOBODY = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def _scores(
-    logits_ptr,
-    ids,
-    first,
-    position,
-    row,
-    words_ptr,
-    counts_ptr,
-    edit_id_ptr,
-    edit_value_ptr,
-    vocab_size,
-    MOST_EDITS: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    """Scores before temperature; -inf beyond the vocabulary."""
-    scores = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
-    if tl.load(words_ptr + FLAGS) & EDITED:
-        scores = edited(
-            scores,
-            ids,
-            first,
-            position,
-            words_ptr,
-            counts_ptr + row * vocab_size,
-            edit_id_ptr + row * MOST_EDITS,
-            edit_value_ptr + row * MOST_EDITS,
-            vocab_size,
-            MOST_EDITS,
-            SPLIT,
-        )
-    return scores
 
 
 @triton.jit
@@ -115,7 +92,7 @@ def prepare(
     group = tl.arange(0, GROUPS)
     length: tl.constexpr = SPLIT // GROUPS
     ids = first + group[:, None] * length + tl.arange(0, length)[None, :]
-    scores = _scores(
+    scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
         ids,
         first,
@@ -196,9 +173,10 @@ def summarise(
     if ((flags & SAMPLES) == 0) | (drawable == 0):
         tl.store(token_ptr + b, tl.where(drawable, token, -1).to(tl.int64))
         # The best score less the highest is 0.
-        logprob = -precise_log(tl.where(drawable, total, 1.0).to(tl.float32))
-        tl.store(logprob_ptr + b, logprob)
-        if drawable:
+        log_mass = precise_log(tl.where(drawable, total, 1.0).to(tl.float32))
+        tl.store(logprob_ptr + b, -log_mass)
+        tl.store(stats_ptr + LOG_MASS, log_mass.to(tl.float64))
+        if drawable & ((flags & PROCESSED_TOPS) == 0):
             note(words_ptr, counts_ptr + row * vocab_size, token)
     elif flags & CUTS:
         moment = tl.load(moment_ptr + at, mask=there, other=0.0).to(tl.float64)
@@ -269,7 +247,7 @@ def race(
     first = split * SPLIT
     ids = first + tl.arange(0, SPLIT)
     position = tl.load(b_position_ptr + b)
-    scores = _scores(
+    scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
         ids,
         first,
@@ -338,16 +316,30 @@ def finish(
         return
     mass = tl.load(stats_ptr + MASS)
     if flags & CUTS:
-        token, logprob = cut_and_draw(
+        candidate_ptr += b.to(tl.int64) * vocab_size
+        found = tl.load(found_ptr + b)
+        limit, nearest, centre = cut(
             words_ptr,
-            tl.load(b_position_ptr + b),
-            candidate_ptr + b.to(tl.int64) * vocab_size,
-            tl.load(found_ptr + b),
+            candidate_ptr,
+            found,
             tl.load(stats_ptr + LEAST).to(tl.float32),
             mass,
             tl.load(stats_ptr + MEAN),
             BLOCK,
             PIVOTS,
+        )
+        tl.store(stats_ptr + LIMIT, limit.to(tl.float64))
+        tl.store(stats_ptr + NEAREST, nearest.to(tl.float64))
+        tl.store(stats_ptr + CENTRE, centre)
+        token, score, log_mass = draw_survivor(
+            words_ptr,
+            tl.load(b_position_ptr + b),
+            candidate_ptr,
+            found,
+            limit,
+            nearest,
+            centre,
+            BLOCK,
         )
     else:
         split = tl.arange(0, SPLITS)
@@ -356,8 +348,11 @@ def finish(
         best = (fitness == tl.max(fitness, axis=0)) & (split < splits)
         winner = tl.load(winner_ptr + at, mask=best, other=NOBODY)
         token = tl.min(winner, axis=0)
-        score = tl.load(winner_score_ptr + at, mask=best & (winner == token), other=0.0)
-        logprob = tl.sum(score, axis=0) - precise_log(mass.to(tl.float32))
+        scores = tl.load(winner_score_ptr + at, mask=best & (winner == token), other=0.0)
+        score = tl.sum(scores, axis=0)
+        log_mass = precise_log(mass.to(tl.float32))
     tl.store(token_ptr + b, token.to(tl.int64))
-    tl.store(logprob_ptr + b, logprob)
-    note(words_ptr, counts_ptr + row * vocab_size, token)
+    tl.store(logprob_ptr + b, score - log_mass)
+    tl.store(stats_ptr + LOG_MASS, log_mass.to(tl.float64))
+    if (flags & PROCESSED_TOPS) == 0:
+        note(words_ptr, counts_ptr + row * vocab_size, token)

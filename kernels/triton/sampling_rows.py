@@ -43,6 +43,9 @@ CUTS = tl.constexpr(2)
 EDITED = tl.constexpr(4)
 COUNTED = tl.constexpr(8)
 WATERMARKED = tl.constexpr(16)
+#: Top tokens are of the distribution that is drawn from. They read the history that the draw read,
+#: so it is `join_tops` that notes the token.
+PROCESSED_TOPS = tl.constexpr(32)
 
 #: A count is two halves of a word: prompt above, output below; each stops at this.
 MOST_COUNT = tl.constexpr(0xFFFF)
@@ -61,7 +64,50 @@ def temperature_of(words_ptr, flags):
 
 
 @triton.jit
-def edited(
+def read_scores(
+    logits_ptr,
+    ids,
+    first,
+    position,
+    row,
+    words_ptr,
+    counts_ptr,
+    edit_id_ptr,
+    edit_value_ptr,
+    vocab_size,
+    MOST_EDITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Scores before temperature; -inf beyond the vocabulary.
+
+    To be compiled without fusing multiplications into additions: each step rounds as the
+    specification's does.
+
+    Args:
+        logits_ptr, words_ptr: the row's.
+        ids: any shape, from `first` to below `first + SPLIT`.
+        counts_ptr, edit_id_ptr, edit_value_ptr: of all rows; `row` is int64.
+    """
+    scores = tl.load(logits_ptr + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+    if tl.load(words_ptr + FLAGS) & EDITED:
+        scores = _edited(
+            scores,
+            ids,
+            first,
+            position,
+            words_ptr,
+            counts_ptr + row * vocab_size,
+            edit_id_ptr + row * MOST_EDITS,
+            edit_value_ptr + row * MOST_EDITS,
+            vocab_size,
+            MOST_EDITS,
+            SPLIT,
+        )
+    return scores
+
+
+@triton.jit
+def _edited(
     scores,
     ids,
     first,
@@ -74,15 +120,7 @@ def edited(
     MOST_EDITS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Scores after everything that comes before temperature.
-
-    To be compiled without fusing multiplications into additions: each step rounds as the
-    specification's does.
-
-    Args:
-        scores, ids: any shape; ids are from `first` to below `first + SPAN`.
-        words_ptr, counts_ptr, edit_id_ptr, edit_value_ptr: the row's.
-    """
+    """Scores after everything that comes before temperature; all pointers are the row's."""
     flags = tl.load(words_ptr + FLAGS)
     if flags & WATERMARKED:
         key = tl.load(words_ptr + PREVIOUS) * WATERMARK_KEY

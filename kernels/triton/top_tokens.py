@@ -1,4 +1,10 @@
-"""The most likely tokens of a row, by raw logits: each split's best 64, then the best of those.
+"""The most likely tokens of a row: each split's best 64, then the best of those.
+
+    split_tops            [splits, n]  rows by raw logits
+    split_processed_tops  [splits, n]  rows by what their token was drawn from
+    join_tops             [n]          both
+
+They are two launches since one would need the registers of both for all rows.
 
 A token is one integer, its rank: the logit's bits in an order that integers have too, then the id
 reversed, so that the lowest id comes first in ties.
@@ -10,7 +16,19 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.triton.noise import precise_log
-from tokenpod.kernels.triton.sampling_rows import TOP_N, WORDS
+from tokenpod.kernels.triton.sampling import CENTRE, LIMIT, LOG_MASS, NEAREST, PEAK, STATS
+from tokenpod.kernels.triton.sampling_rows import (
+    CUTS,
+    FLAGS,
+    PROCESSED_TOPS,
+    SAMPLES,
+    TOP_N,
+    WORDS,
+    note,
+    read_scores,
+    temperature_of,
+)
+from tokenpod.kernels.triton.truncation import falling_key, survives
 
 #: How many are found, whatever a row asks.
 MOST_TOP_TOKENS = tl.constexpr(64)
@@ -48,7 +66,8 @@ def split_tops(
 ):
     """[n, splits, 64] ranks, falling; each split's highest logit and mass relative to it."""
     split, b, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
-    if tl.load(words_ptr + tl.load(b_row_ptr + b).to(tl.int64) * WORDS + TOP_N) == 0:
+    words_ptr += tl.load(b_row_ptr + b).to(tl.int64) * WORDS
+    if (tl.load(words_ptr + TOP_N) == 0) | ((tl.load(words_ptr + FLAGS) & PROCESSED_TOPS) != 0):
         return
     ids = split * SPLIT + tl.arange(0, SPLIT)
     there = ids < vocab_size
@@ -65,15 +84,73 @@ def split_tops(
 
 
 @triton.jit
+def split_processed_tops(
+    logits_ptr,
+    logits_stride,
+    b_row_ptr,
+    b_position_ptr,
+    words_ptr,
+    counts_ptr,
+    edit_id_ptr,
+    edit_value_ptr,
+    stats_ptr,
+    rank_ptr,
+    vocab_size,
+    MOST_EDITS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """[n, splits, 64] ranks, falling, of the tokens that could be drawn."""
+    split, b, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    row = tl.load(b_row_ptr + b).to(tl.int64)
+    words_ptr += row * WORDS
+    flags = tl.load(words_ptr + FLAGS)
+    if (flags & PROCESSED_TOPS) == 0:
+        return
+    first = split * SPLIT
+    ids = first + tl.arange(0, SPLIT)
+    scores = read_scores(
+        logits_ptr + b.to(tl.int64) * logits_stride,
+        ids,
+        first,
+        tl.load(b_position_ptr + b),
+        row,
+        words_ptr,
+        counts_ptr,
+        edit_id_ptr,
+        edit_value_ptr,
+        vocab_size,
+        MOST_EDITS,
+        SPLIT,
+    )
+    stats_ptr += b * STATS
+    drawable = scores > -float("inf")
+    if flags & SAMPLES:
+        peak = tl.load(stats_ptr + PEAK).to(tl.float32)
+        scores = tl.div_rn(scores - peak, temperature_of(words_ptr, flags))
+        drawable = scores > -float("inf")
+        if flags & CUTS:
+            limit = tl.load(stats_ptr + LIMIT).to(tl.int64)
+            nearest = tl.load(stats_ptr + NEAREST).to(tl.int64)
+            centre = tl.load(stats_ptr + CENTRE)
+            drawable = drawable & survives(falling_key(scores, ids), limit, nearest, centre)
+    ranks = tl.topk(tl.where(drawable, _rank_of(scores, ids), _NOTHING), MOST_TOP_TOKENS)
+    out = b * splits + split
+    tl.store(rank_ptr + out * MOST_TOP_TOKENS + tl.arange(0, MOST_TOP_TOKENS), ranks)
+
+
+@triton.jit
 def join_tops(
     b_row_ptr,
     words_ptr,
+    counts_ptr,
+    stats_ptr,
     rank_ptr,
     best_ptr,
     mass_ptr,
     token_ptr,
     top_id_ptr,
     top_logprob_ptr,
+    vocab_size,
     splits,
     SPLITS: tl.constexpr,
 ):
@@ -82,11 +159,14 @@ def join_tops(
     SPLITS is a power of two that holds `splits`.
     """
     b = tl.program_id(0)
-    top_n = tl.load(words_ptr + tl.load(b_row_ptr + b).to(tl.int64) * WORDS + TOP_N)
+    row = tl.load(b_row_ptr + b).to(tl.int64)
+    words_ptr += row * WORDS
+    flags, top_n = tl.load(words_ptr + FLAGS), tl.load(words_ptr + TOP_N)
     place = tl.arange(0, MOST_TOP_TOKENS)
     top_id_ptr += b * MOST_TOP_TOKENS + place
     top_logprob_ptr += b * MOST_TOP_TOKENS + place
-    if (top_n == 0) | (tl.load(token_ptr + b) < 0):
+    token = tl.load(token_ptr + b)
+    if (top_n == 0) | (token < 0):
         tl.store(top_id_ptr, tl.full((MOST_TOP_TOKENS,), -1, tl.int64))
         tl.store(top_logprob_ptr, tl.zeros((MOST_TOP_TOKENS,), tl.float32))
         return
@@ -103,11 +183,18 @@ def join_tops(
         tl.where((place == top_n - 1) & (ranks > _NOTHING), logits, -float("inf")), axis=0
     )
     report = (ranks > _NOTHING) & ((place < top_n) | (logits == last))
-    split = tl.arange(0, SPLITS)
-    best = tl.load(best_ptr + b * splits + split, mask=split < splits, other=-float("inf"))
-    mass = tl.load(mass_ptr + b * splits + split, mask=split < splits, other=0.0)
-    peak = tl.max(best, axis=0)
-    total = tl.sum(mass * tl.exp(best - peak), axis=0)
+    if flags & PROCESSED_TOPS:
+        # As the drawn token's log probability came about, so that its own is the same.
+        stats_ptr += b * STATS
+        peak = tl.where((flags & SAMPLES) != 0, 0.0, tl.load(stats_ptr + PEAK)).to(tl.float32)
+        log_mass = tl.load(stats_ptr + LOG_MASS).to(tl.float32)
+        note(words_ptr, counts_ptr + row * vocab_size, token)
+    else:
+        split = tl.arange(0, SPLITS)
+        best = tl.load(best_ptr + b * splits + split, mask=split < splits, other=-float("inf"))
+        mass = tl.load(mass_ptr + b * splits + split, mask=split < splits, other=0.0)
+        peak = tl.max(best, axis=0)
+        log_mass = precise_log(tl.sum(mass * tl.exp(best - peak), axis=0))
     ids = tl.where(report, _ID_MASK - (ranks & _ID_MASK), -1)
     tl.store(top_id_ptr, ids)
-    tl.store(top_logprob_ptr, tl.where(report, logits - peak - precise_log(total), 0.0))
+    tl.store(top_logprob_ptr, tl.where(report, logits - peak - log_mass, 0.0))

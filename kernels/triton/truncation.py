@@ -200,9 +200,8 @@ def least_survivor(
 
 
 @triton.jit
-def cut_and_draw(
+def cut(
     words_ptr,
-    position,
     candidate_ptr,
     found,
     least,
@@ -211,7 +210,7 @@ def cut_and_draw(
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
 ):
-    """The row's token, and its log probability among the survivors.
+    """Where the row's cuts fall, as `survives` takes it: the limit, the nearest, the centre.
 
     Args:
         found: how many candidates there are, at least 1.
@@ -230,12 +229,20 @@ def cut_and_draw(
             mean = moment.to(tl.float64) / weight
         target = _target(typical_p, weight)
         nearest = _border(candidate_ptr, found, limit, target, mean, True, True, BLOCK, PIVOTS)
-    return _draw(words_ptr, position, candidate_ptr, found, limit, nearest, mean, BLOCK)
+    return limit, nearest, mean
 
 
 @triton.jit
-def _draw(words_ptr, position, candidate_ptr, found, limit, nearest, centre, BLOCK: tl.constexpr):
-    """Race the candidates up to `limit` that are not farther from `centre` than `nearest`."""
+def survives(key, limit, nearest, centre):
+    """Whether keys are up to `limit` and not farther from `centre` than `nearest`."""
+    return (key <= limit) & (_order_of(key, centre, True) <= nearest)
+
+
+@triton.jit
+def draw_survivor(
+    words_ptr, position, candidate_ptr, found, limit, nearest, centre, BLOCK: tl.constexpr
+):
+    """Race what survives: the winner's id, its score, and the log of the survivors' mass."""
     seed, stream = tl.load(words_ptr + SEED), tl.load(words_ptr + STREAM)
     at = tl.arange(0, BLOCK)
     mass = tl.zeros((BLOCK,), tl.int64)
@@ -243,12 +250,12 @@ def _draw(words_ptr, position, candidate_ptr, found, limit, nearest, centre, BLO
     winner = tl.full((BLOCK,), _BEYOND, tl.int64)
     for start in range(0, found, BLOCK):
         key = tl.load(candidate_ptr + start + at, mask=start + at < found, other=_BEYOND)
-        survives = (key <= limit) & (_order_of(key, centre, True) <= nearest)
+        alive = survives(key, limit, nearest, centre)
         words = token_words(seed, (key & _ID_MASK).to(tl.int32), position, stream)
-        fit = tl.where(survives, _score_of(key) - precise_log(exponential(words)), -float("inf"))
-        mass += tl.where(survives, _mass_of(key), 0)
+        fit = tl.where(alive, _score_of(key) - precise_log(exponential(words)), -float("inf"))
+        mass += tl.where(alive, _mass_of(key), 0)
         better = (fit > fitness) | ((fit == fitness) & ((key & _ID_MASK) < (winner & _ID_MASK)))
-        better = better & survives
+        better = better & alive
         fitness = tl.where(better, fit, fitness)
         winner = tl.where(better, key, winner)
     fittest = tl.max(fitness, axis=0)
@@ -257,4 +264,4 @@ def _draw(words_ptr, position, candidate_ptr, found, limit, nearest, centre, BLO
     first = tl.min(tl.where((fitness == fittest) & (winner < _BEYOND), rank, 1 << 62), axis=0)
     score = -(first & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
     total = tl.sum(mass, axis=0).to(tl.float64) / _UNIT
-    return (first >> 32).to(tl.int32), score - precise_log(total.to(tl.float32))
+    return (first >> 32).to(tl.int32), score, precise_log(total.to(tl.float32))

@@ -164,11 +164,14 @@ def on_device(overlap, captured=True, poison=None, scales=None, ops=OPERATIONS):
 
 
 SAMPLED = SamplingParams(do_sample=True, temperature=1.3, top_k=20, seed=7)
-PENALISED = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.6)
+PENALISED = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.6, top_of_processed=True)
 
 
 def requests():
-    """Greedy and sampled, penalised, scored, shared prefixes, several samples, all lengths."""
+    """Greedy and sampled, penalised, scored, shared prefixes, several samples, all lengths.
+
+    Top tokens of raw logits, and of what is drawn from.
+    """
     prompts = [[(7 * i + j * j) % VOCABULARY for j in range(3 + 5 * i)] for i in range(4)]
     kinds = [SamplingParams(), SAMPLED, PENALISED, SAMPLED]
     for i, (prompt, sampling) in enumerate(zip(prompts, kinds, strict=True)):
@@ -178,7 +181,7 @@ def requests():
             sampling,
             StoppingParams(max_new_tokens=3 + i),
             logprobs=True,
-            top_n_tokens=3 if i == 2 else 0,
+            top_n_tokens=3 if i in (1, 2) else 0,
             prompt_logprobs=i == 3,
         )
     yield Request([20, 21], prompts[2], SAMPLED, StoppingParams(max_new_tokens=4), logprobs=True)

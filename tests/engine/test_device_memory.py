@@ -116,6 +116,7 @@ def test_serving_allocates_nothing_over_100_000_steps():
         SamplingParams(),
         SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, seed=1),
         SamplingParams(do_sample=True, top_k=40, min_p=0.02, repetition_penalty=1.2, seed=2),
+        SamplingParams(do_sample=True, typical_p=0.9, seed=3, top_of_processed=True),
     ]
 
     def request(number):

@@ -212,7 +212,7 @@ def test_samples_of_a_request_must_fit_at_once() -> None:
 def test_zeros_are_neutral() -> None:
     params = validate.sampling_params(Sampling(), seed=0)
     assert params == type(params)()
-    assert validate.shard_sampling_params(SHARD) == type(params)()
+    assert validate.shard_sampling_params(SHARD) == type(params)(top_of_processed=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Plans on the wire: what comes out is what went in, every field of it."""
+"""Plans on the wire: what comes out is what went in, every field that followers read."""
 
 from __future__ import annotations
 
@@ -94,7 +94,14 @@ def test_every_field_survives(plan: StepPlan) -> None:
 def test_no_field_is_left_out_of_the_test_above(kind: type) -> None:
     strategy = {SamplingParams: samplings, NewRow: rows, RowWork: works, StepPlan: plans}[kind]
     drawn = typing.cast(typing.Any, strategy).wrapped_strategy.kwargs
-    assert set(drawn) == set(typing.get_type_hints(kind))
+    assert set(drawn) == set(typing.get_type_hints(kind)) - {"top_of_processed"}
+
+
+def test_what_only_the_leaders_sampler_reads_stays_with_it() -> None:
+    asked = SamplingParams(do_sample=True, top_of_processed=True)
+    row = NewRow(1, np.array([2]), [3], asked, 0, 0, frozenset(), frozenset(), True, 5)
+    (arrived,) = sent(StepPlan(1, [], [row], [])).fresh
+    assert arrived.sampling == SamplingParams(do_sample=True)
 
 
 def test_a_plan_has_its_number() -> None:

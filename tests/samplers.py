@@ -1,0 +1,203 @@
+"""Both samplers with rows in them, and logits to draw from."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import torch
+from interpreted import DEVICE
+from sampling_reference import choose
+
+from tokenpod.engine.device_sampler import DeviceSampler, DeviceSamples, Launches, Tiles
+from tokenpod.engine.sampler import Sampler
+from tokenpod.engine.types import SamplingParams
+
+CPU = torch.device("cpu")
+#: Of log probabilities. A GPU's exponential is good to two units in the last place, and a large
+#: vocabulary adds up a hundred thousand of them.
+TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 5e-5
+INF = float("inf")
+SMALL = Tiles(split=64, groups=4, block=64, pivots=4)
+NEUTRAL = {
+    "stream": 0,
+    "prompt": [1],
+    "eos_token_ids": frozenset(),
+    "stop_token_ids": frozenset(),
+    "min_new_tokens": 0,
+    "logprobs": True,
+    "top_n": 0,
+}
+#: Parameters of a row, and what else it is set with.
+Row = tuple[SamplingParams, dict]
+
+
+def sampled(**changes: object) -> SamplingParams:
+    return SamplingParams(do_sample=True, **changes)
+
+
+def on_device(rows: list[Row], vocab: int, tiles: Tiles = SMALL) -> DeviceSampler:
+    sampler = DeviceSampler(
+        rows=len(rows), vocab_size=vocab, device=DEVICE, most_edits=16, tiles=tiles
+    )
+    seat(sampler, rows)
+    return sampler
+
+
+def on_cpu(rows: list[Row], vocab: int) -> Sampler:
+    sampler = Sampler(rows=len(rows), vocab_size=vocab, device=CPU)
+    seat(sampler, rows)
+    return sampler
+
+
+def seat(sampler: Sampler | DeviceSampler, rows: list[Row]) -> None:
+    for row, (params, changes) in enumerate(rows):
+        sampler.set_row(row, params, **{**NEUTRAL, **changes})
+
+
+def step(
+    sampler: DeviceSampler,
+    logits: torch.Tensor,
+    position: int = 0,
+    rows: list[int] | None = None,
+    launches: Launches | None = None,
+) -> DeviceSamples:
+    """One step, its results on the host."""
+    where = torch.tensor(rows if rows is not None else range(len(logits)), device=DEVICE)
+    positions = torch.full_like(where, position)
+    samples = sampler.sample(logits.to(DEVICE), where, positions, launches)
+    return DeviceSamples(
+        samples.tokens.cpu().clone(),
+        samples.logprobs.cpu().clone(),
+        samples.top_ids.cpu().clone(),
+        samples.top_logprobs.cpu().clone(),
+    )
+
+
+def near_a_border(row: Row, logits: torch.Tensor, outputs: list[int]) -> bool:
+    """A cut or the race is so close that float32 sums in another order may decide it."""
+    params, changes = row
+    changes = {**NEUTRAL, **changes}
+    chosen = choose(
+        logits.numpy(),
+        params,
+        prompt=changes["prompt"],
+        outputs=outputs,
+        stream=changes["stream"],
+        ends=changes["eos_token_ids"] | changes["stop_token_ids"],
+        min_new_tokens=changes["min_new_tokens"],
+    )
+    first, second = np.sort(chosen.fitness)[[-1, -2]]
+    return chosen.margin < 2e-6 or first - second < 2e-6 * (1 + abs(float(first)))
+
+
+def random_logits(n: int, vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def halves(n: int, vocab: int, seed: int) -> torch.Tensor:
+    """Many ties, zeros of both signs among them."""
+    return (random_logits(n, vocab, seed) * 2).round() / 2
+
+
+def with_holes(n: int, vocab: int, seed: int) -> torch.Tensor:
+    """Half of the vocabulary can't be drawn, among it whole splits."""
+    logits = random_logits(n, vocab, seed)
+    logits[:, 40:] = -INF
+    return logits.masked_fill(random_logits(n, vocab, seed + 1) > 1.0, -INF).index_fill(
+        1, torch.tensor([1]), 0.0
+    )
+
+
+def wide(n: int, vocab: int, seed: int) -> torch.Tensor:
+    return random_logits(n, vocab, seed, scale=40.0)
+
+
+#: Every processor alone, and all together.
+ALONE: list[Row] = [
+    (SamplingParams(), {}),
+    (SamplingParams(repetition_penalty=1.3), {"prompt": [5, 5, 9]}),
+    (SamplingParams(repetition_penalty=0.7), {"prompt": [5, 5, 9], "outputs": [7]}),
+    (SamplingParams(presence_penalty=1.5), {"outputs": [5, 5, 9]}),
+    (SamplingParams(frequency_penalty=-0.7), {"outputs": [5, 5, 9]}),
+    (SamplingParams(relative_frequency_penalty=2.0), {"prompt": [3, 4, 5], "outputs": [5]}),
+    (SamplingParams(logit_bias={96: 9.0, 0: -100.0, 64: 8.9, 63: 3.0}), {}),
+    (SamplingParams(watermark=True), {"prompt": [8]}),
+    (SamplingParams(), {"eos_token_ids": frozenset({3, 90}), "min_new_tokens": 2}),
+    (SamplingParams(logit_bias={3: 50.0}), {"stop_token_ids": frozenset({3}), "min_new_tokens": 1}),
+    (sampled(), {}),
+    (sampled(seed=2**64 - 1), {"stream": 2**32 - 1}),
+    (sampled(temperature=0.3), {}),
+    (sampled(temperature=1e-45), {}),
+    (sampled(temperature=5.0), {}),
+    (sampled(top_k=1), {}),
+    (sampled(top_k=7), {}),
+    (sampled(top_k=96), {}),
+    (sampled(top_k=97), {}),
+    (sampled(top_k=500), {}),
+    (sampled(top_p=1e-6), {}),
+    (sampled(top_p=0.5), {}),
+    (sampled(top_p=0.9), {}),
+    (sampled(top_p=0.9999), {}),
+    (sampled(min_p=1.0), {}),
+    (sampled(min_p=0.1), {}),
+    (sampled(min_p=1e-30), {}),
+    (sampled(typical_p=0.2), {}),
+    (sampled(typical_p=0.95), {}),
+    (sampled(top_k=30, top_p=0.8), {}),
+    (sampled(top_k=30, top_p=0.95, min_p=0.05), {}),
+    (sampled(top_p=0.95, typical_p=0.5), {}),
+    (sampled(min_p=0.01, typical_p=0.5), {}),
+    (sampled(watermark=True, top_p=0.9), {}),
+    (sampled(temperature=1e-45, typical_p=0.5), {}),
+    (
+        sampled(
+            temperature=1.4,
+            top_k=40,
+            top_p=0.95,
+            min_p=0.01,
+            typical_p=0.9,
+            repetition_penalty=1.2,
+            presence_penalty=0.3,
+            frequency_penalty=0.2,
+            relative_frequency_penalty=0.5,
+            logit_bias={11: 1.0},
+            watermark=True,
+            seed=5,
+        ),
+        {
+            "prompt": [2, 3, 3],
+            "outputs": [4, 4],
+            "stop_token_ids": frozenset({4}),
+            "min_new_tokens": 3,
+        },
+    ),
+]
+
+
+def mixtures(n: int, vocab: int, seed: int) -> list[Row]:
+    random, seeds = np.random.default_rng(seed), count()
+
+    def pick(*values: object) -> object:
+        return values[random.integers(len(values))]
+
+    def row() -> Row:
+        params = SamplingParams(
+            do_sample=bool(random.random() < 0.85),
+            temperature=float(pick(1.0, 0.1, 0.7, 2.5)),
+            top_k=int(pick(0, 0, 3, 60, vocab)),
+            top_p=float(pick(1.0, 1.0, 0.3, 0.9, 0.99)),
+            min_p=float(pick(0.0, 0.0, 0.02, 0.2)),
+            typical_p=float(pick(1.0, 1.0, 0.3, 0.9)),
+            repetition_penalty=float(pick(1.0, 0.5, 1.3)),
+            presence_penalty=float(pick(0.0, 1.5, -2.0)),
+            frequency_penalty=float(pick(0.0, 0.7)),
+            relative_frequency_penalty=float(pick(0.0, 2.0)),
+            logit_bias=pick({}, {int(random.integers(vocab)): 4.0, 0: -2.0}),
+            watermark=bool(pick(False, False, True)),
+            seed=next(seeds),
+        )
+        prompt, outputs = (random.integers(vocab, size=size).tolist() for size in (4, 2))
+        return params, {"prompt": prompt, "outputs": outputs, "stream": int(random.integers(9))}
+
+    return [row() for _ in range(n)]

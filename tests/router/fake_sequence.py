@@ -47,7 +47,7 @@ class Sequence:
 
     def unservable(self, max_total_tokens: int) -> bool:
         """Whether it asks for what this shard can't do, so that it ends alone."""
-        new = self.request.stopping_parameters.max_new_tokens
+        new = int(self.request.stopping_parameters.max_new_tokens)
         return (
             bool(self.request.parameters.grammar)
             or not self.prompt
@@ -84,7 +84,7 @@ class Sequence:
         token = model.CANDIDATES[index]
         generation = pb.Generation(
             request_id=request.id,
-            tokens=_run([token], [model.logprobs(scores, temperature)[index]], flags=True),
+            tokens=_run([token], [model.logprob(scores, index, temperature)], flags=True),
         )
         if request.top_n_tokens:
             raw = model.logprobs(scores)
@@ -112,7 +112,7 @@ class Sequence:
             context = model.digest([last], context)
             known = token in model.CANDIDATES
             values.append(
-                model.logprobs(model.logits(context))[model.CANDIDATES.index(token)]
+                model.logprob(model.logits(context), model.CANDIDATES.index(token))
                 if known
                 else -20.0
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,15 @@ from router.client import ShardError, Shards
 from router.faults import BrokenPromise, RequestLost, RouterPanic
 from router.ledger import Ledger
 from router.queue import Entry, Queue
-from router.records import Batch, CachedBatch, GeneratedText, Generation, ShardInfo, StepReply
+from router.records import (
+    Batch,
+    CachedBatch,
+    GeneratedText,
+    Generation,
+    ShardInfo,
+    StepReply,
+    TokenRun,
+)
 from router.startup import Limits, RouterSettings
 from router.streams import GenerationError, Token
 
@@ -255,7 +264,7 @@ class Batching:
             if entry.ids or not entry.prompt.prefill_logprobs:
                 raise BrokenPromise(f"request {generation.request_id}: unexpected prefill tokens")
             stream.put_prefill(generation.prefill_tokens)
-        tops = list(generation.top_tokens) or [None] * len(tokens.ids)
+        tops: Sequence[TokenRun | None] = generation.top_tokens or [None] * len(tokens.ids)
         rows = zip(tokens.ids, tokens.texts, tokens.logprobs, tokens.is_special, tops, strict=True)
         for row in rows:
             stream.put_token(Token(*row))

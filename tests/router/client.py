@@ -43,9 +43,11 @@ class ShardClient:
         self.path = path
         self.wire = wire
         self._channels: list[grpc.aio.Channel] = []
+        self._closed = False
         self._connect()
 
     async def close(self) -> None:
+        self._closed = True
         await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def service_discovery(self) -> list[str]:
@@ -105,6 +107,12 @@ class ShardClient:
             return await getattr(self._stub, method)(request)
         except grpc.aio.AioRpcError as error:
             raise ShardError(error.code(), error.details() or "") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                # The call was cancelled with its channel, not its caller.
+                raise ShardError(grpc.StatusCode.CANCELLED, "the connection is closed") from None
+            raise
 
 
 class Shards:

@@ -200,15 +200,18 @@ class Router:
     async def _run(self) -> None:
         try:
             await self._batching.run()
+        except (RouterPanic, BrokenPromise) as error:
+            self._die(error)
         except Exception as error:
-            known = isinstance(error, RouterPanic | BrokenPromise)
-            self.died = error if known else RouterPanic(repr(error))
-            for stream in self._open:
-                if not stream.over:
-                    stream.fail(self.died)
-            self._batching.idle.set()
-            if not known:
-                raise
+            self._die(RouterPanic(repr(error)))
+            raise
+
+    def _die(self, cause: RouterPanic | BrokenPromise) -> None:
+        self.died = cause
+        for stream in self._open:
+            if not stream.over:
+                stream.fail(cause)
+        self._batching.idle.set()
 
 
 def liveness(wire: Wire) -> Batch:

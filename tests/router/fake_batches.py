@@ -37,8 +37,9 @@ class Batches:
     def __init__(self, rows: Rows, *, max_total_tokens: int, lease: float) -> None:
         self.held: dict[int, list[Request]] = {}
         self.rows = rows
-        #: What Warmup agreed to.
-        self.max_prefill_tokens = 0
+        #: What Warmup agreed to. A shard that was restarted under a living router hears no Warmup,
+        #: and must keep joins away all the same.
+        self.max_prefill_tokens = 2**32 - 1
         self._max_total_tokens = max_total_tokens
         self._lease = lease
         self._named_at: dict[int, float] = {}

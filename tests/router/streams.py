@@ -91,7 +91,8 @@ class Stream:
         self._tokens: list[Token] = []
         self._prefill: TokenRun | None = None
         self._texts: list[str] = []
-        self._ended = False
+        #: How it ended, once it has and unless its reader left before.
+        self.outcome: Result | BaseException | None = None
         self.closed = False
 
     def drop(self) -> None:
@@ -136,7 +137,7 @@ class Stream:
     @property
     def over(self) -> bool:
         """Whether nothing more will come, or nobody listens."""
-        return self._ended or self.closed
+        return self.outcome is not None or self.closed
 
     def put_prefill(self, run: TokenRun) -> None:
         self._prefill = run
@@ -170,7 +171,7 @@ class Stream:
         self._end(error)
 
     def _end(self, event: Result | BaseException) -> None:
-        if self._ended:
+        if self.outcome is not None:
             raise AssertionError("a stream ended twice")
-        self._ended = True
+        self.outcome = event
         self._events.put_nowait(event)

@@ -38,6 +38,8 @@ class Act:
     probes: tuple[int, ...] = ()
     event: Event | None = None
     event_at: int = 0
+    #: While the pod drains or is gone, whoever leaves is followed by one of these.
+    followers: tuple[Visit, ...] = ()
     #: The next act begins when so many clients are left.
     overlap: int = 0
 
@@ -86,8 +88,7 @@ def write(seed: int, stage: Stage) -> Script:
     # An act follows each, to show that whatever comes back serves.
     for number in range(len(acts) - 1):
         if events and rng.random() < 0.6:
-            at = rng.randint(0, 4 * len(acts[number].visits))
-            acts[number] = replace(acts[number], event=events.pop(), event_at=at)
+            acts[number] = _interrupted(rng, acts[number], events.pop(), stage)
     return Script(seed, wire, _settings(rng, stage), tuple(acts))
 
 
@@ -112,6 +113,13 @@ def _act(rng: random.Random, stage: Stage) -> Act:
         probes=tuple(rng.randint(0, 4 * count) for _ in range(rng.randint(0, 4))),
         overlap=rng.randint(0, count // 2),
     )
+
+
+def _interrupted(rng: random.Random, act: Act, event: Event, stage: Stage) -> Act:
+    at = rng.randint(0, 4 * len(act.visits))
+    count = 0 if event is Event.RESTART else rng.randint(0, 40)
+    followers = tuple(_visit(rng, stage.parts) for _ in range(count))
+    return replace(act, event=event, event_at=at, followers=followers)
 
 
 def _visit(rng: random.Random, parts: Sequence[Prompt]) -> Visit:

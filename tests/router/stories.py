@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from router.client import ShardClient, ShardError
@@ -21,7 +21,8 @@ from router.double import Overloaded, Router
 from router.faults import BrokenPromise, RequestLost, RouterPanic, StartupError
 from router.outcomes import Ending, Event, Outcome, Report, ended_alone
 from router.records import FinishReason
-from router.scripts import Act, Script, Visit
+from router.scripts import Act, Script, Stage, Visit
+from router.startup import RouterSettings
 from router.streams import GenerationError, HungUp, Prompt, Result, RouterStopped, Stream
 from router.wire import V3
 
@@ -92,12 +93,17 @@ async def play(
     return story.report
 
 
-async def lone_texts(path: str, parts: tuple[Prompt, ...]) -> dict[Prompt, str]:
-    """Each prompt's text, one after another, on a shard that does nothing else."""
-    router = await Router.start(path)
+async def lone_texts(path: str, stage: Stage) -> dict[Prompt, str]:
+    """Each part's text, one after another, on a shard that does nothing else."""
+    settings = RouterSettings(
+        max_input_tokens=stage.max_input_tokens,
+        max_total_tokens=stage.max_total_tokens,
+        max_batch_prefill_tokens=stage.prefill_tokens[0],
+    )
+    router = await Router.start(path, settings=settings)
     client = ShardClient(path, V3())
     texts: dict[Prompt, str] = {}
-    for part in parts:
+    for part in stage.parts:
         ids = await client.token_ids(part.text)
         result = await router.generate(replace(part, ids=ids, input_length=len(ids)))
         texts[part] = result.text
@@ -119,6 +125,7 @@ class _Story:
         self._tasks: set[asyncio.Task[None]] = set()
         self._left = asyncio.Event()
         self._ongoing: set[Event] = set()
+        self._followers: Iterator[Visit] = iter(())
         #: Cleared while one router is replaced by another.
         self._reachable = asyncio.Event()
         self._reachable.set()
@@ -164,6 +171,7 @@ class _Story:
         began = self._clock.now
         others = [self._spawn(self._probe(began + moment)) for moment in act.probes]
         if act.event is not None:
+            self._followers = iter(act.followers)
             others.append(self._spawn(self._interrupt(act.event, began + act.event_at)))
         for visit in act.visits:
             if act.spread:
@@ -318,6 +326,9 @@ class _Story:
                 befell=frozenset(client.befell),
             )
         )
+        if self._ongoing & {Event.DRAIN, Event.KILL}:
+            for visit in itertools.islice(self._followers, 1):
+                self._enter(visit)
         self._left.set()
         if not self._open:
             self._clock.skip()

@@ -80,7 +80,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[Prompt, str]:
 
     async def read() -> dict[Prompt, str]:
         async with FakeShard(path):
-            return await lone_texts(path, PARTS)
+            return await lone_texts(path, STAGE)
 
     return asyncio.run(read())
 

@@ -153,3 +153,19 @@ async def test_a_client_that_hangs_up_has_left(tmp_path: Path, at: int) -> None:
     report = await story(tmp_path, Act(visits, spread=0))
     assert report.counts() == {"hung up": 2, "finished": 1}
     assert {each.tokens for each in report.outcomes if each.tokens < 50} >= {3}
+
+
+async def test_whoever_leaves_in_a_drain_is_followed(tmp_path: Path) -> None:
+    def ample(fake: FakeShard) -> dict[Event, Callable[[], Awaitable[bool]]]:
+        async def drain() -> bool:
+            await fake.drain(60)
+            return False
+
+        return {Event.DRAIN: drain}
+
+    followers = tuple(Visit(prompt(4)) for _ in range(7))
+    act = burst(2, new=30, event=Event.DRAIN, event_at=20, followers=followers)
+    report = await story(tmp_path, act, interruptions=ample)
+    # The drain keeps them in the router's queue until nothing runs.
+    assert report.counts() == {"finished": 2, "failed": 7}
+    assert faults(report) == ""

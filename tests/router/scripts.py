@@ -75,7 +75,7 @@ class Script:
 
 
 #: Visits of an act, and how often there are so many.
-_SIZES = {5: 6, 10: 6, 20: 6, 40: 4, 80: 1, 300: 1}
+_SIZES = {5: 6, 10: 6, 20: 6, 40: 3, 300: 1}
 
 
 def write(seed: int, stage: Stage) -> Script:
@@ -109,7 +109,7 @@ def _act(rng: random.Random, stage: Stage) -> Act:
     visits = tuple(_visit(rng, stage.parts) for _ in range(count))
     return Act(
         visits,
-        spread=rng.choice([0, 0, 1, 4]),
+        spread=rng.choice([0, 0, 0, 1, 4]),
         probes=tuple(rng.randint(0, 4 * count) for _ in range(rng.randint(0, 4))),
         overlap=rng.randint(0, count // 2),
     )
@@ -117,7 +117,7 @@ def _act(rng: random.Random, stage: Stage) -> Act:
 
 def _interrupted(rng: random.Random, act: Act, event: Event, stage: Stage) -> Act:
     at = rng.randint(0, 4 * len(act.visits))
-    count = 0 if event is Event.RESTART else rng.randint(0, 40)
+    count = 0 if event is Event.RESTART else rng.randint(0, 20)
     followers = tuple(_visit(rng, stage.parts) for _ in range(count))
     return replace(act, event=event, event_at=at, followers=followers)
 

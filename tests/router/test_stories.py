@@ -40,8 +40,8 @@ class Pod:
         self._returns = rng.random() < 0.6
         self._wanted: dict[str, Any] = {
             "support_chunking": rng.random() < 0.7,
-            "rows": rng.choice([4, 16, 16, 64]),
-            "capacity": rng.choice([600, 1500, 6000]),
+            "rows": rng.choice([3, 6, 12, 40]),
+            "capacity": rng.choice([600, 600, 1500, 6000]),
             "max_total_tokens": STAGE.max_total_tokens,
         }
 

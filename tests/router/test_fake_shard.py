@@ -12,7 +12,6 @@ import pytest
 from router.client import ShardClient, ShardError
 from router.conformance import *  # noqa: F403
 from router.conformance.fixtures import ask, assert_gone, batch_of, cached, finish
-from router.conformance.promises import *  # noqa: F403
 from router.fake_shard import FakeShard
 from router.wire import V3
 

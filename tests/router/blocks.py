@@ -1,7 +1,8 @@
 """A v3 router's own book of KV blocks, with reuse of prompts' beginnings.
 
 Shards that page by a router's book read `blocks`, `slots` and `cache_len`; others must work in
-spite of them.
+spite of them. How many blocks a request takes and when they are free again is the router's rule;
+which cached prefix makes room first is ours.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class BlockAllocator:
     ) -> None:
         self._block_size = block_size
         self._prefix_caching = prefix_caching
-        self._window_size = window_size
+        # A book of prefixes knows no window.
+        self._window = None if prefix_caching else window_size
         # Block 0 belongs to the liveness probe.
         self._free = list(range(1, tokens // block_size))
         #: Blocks in all.
@@ -53,9 +55,8 @@ class BlockAllocator:
 
         `prompt` is empty where the prompt's tokens are unknown or must all be computed.
         """
-        # A window's blocks are used again and again, so they can't be shared.
-        prompt = prompt if self._prefix_caching and self._window_size is None else ()
-        size, needed = self._block_size, min(tokens, self._window_size or tokens)
+        prompt = prompt if self._prefix_caching else ()
+        size, needed = self._block_size, min(tokens, self._window or tokens)
         shared = self._shared(prompt)
         self._use(shared, 1)
         missing = round_up(needed, size) // size - len(shared)
@@ -63,12 +64,13 @@ class BlockAllocator:
         if missing > len(self._free):
             self._use(shared, -1)
             return None
-        taken, self._free = self._free[:missing], self._free[missing:]
+        at = len(self._free) - missing
+        taken, self._free = self._free[at:], self._free[:at]
         blocks = (*(self._cached[prefix] for prefix in shared), *taken)
         # At least one token must be left to compute.
         cache_len = min(len(shared) * size, max(len(prompt) - 1, 0))
-        once = [block * size + offset for block in blocks for offset in range(size)][:needed]
-        slots = tuple(once[position % needed] for position in range(tokens))
+        once = [block * size + offset for block in blocks for offset in range(size)]
+        slots = tuple(once[position % len(once)] for position in range(tokens))
         return Allocation(blocks, slots, cache_len, prompt)
 
     def release(self, allocation: Allocation) -> None:

@@ -42,11 +42,13 @@ class ShardClient:
     def __init__(self, path: str, wire: Wire) -> None:
         self.path = path
         self.wire = wire
-        self._channel = grpc.aio.insecure_channel(f"unix:{path}", options=CHANNEL_OPTIONS)
-        self._stub = wire.stub(self._channel)
+        self._channels: list[grpc.aio.Channel] = []
+        self._closed = False
+        self._connect()
 
     async def close(self) -> None:
-        await self._channel.close()
+        self._closed = True
+        await asyncio.gather(*(channel.close() for channel in self._channels))
 
     async def service_discovery(self) -> list[str]:
         """The shards' socket paths, less the prefix `unix://`."""
@@ -92,17 +94,32 @@ class ShardClient:
         request = self.wire.pb.TokensRequest(text=text, return_ids=True)
         return tuple((await self._call("Tokens", request)).ids)
 
+    def _connect(self) -> None:
+        channel = grpc.aio.insecure_channel(f"unix:{self.path}", options=CHANNEL_OPTIONS)
+        self._channels.append(channel)
+        self._stub = self.wire.stub(channel)
+
     async def _call(self, method: str, request: Any) -> Any:
+        # tonic connects anew for each call after a failure; this library would wait a while.
+        if self._channels[-1].get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            self._connect()
         try:
             return await getattr(self._stub, method)(request)
         except grpc.aio.AioRpcError as error:
             raise ShardError(error.code(), error.details() or "") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                # The call was cancelled with its channel, not its caller.
+                raise ShardError(grpc.StatusCode.CANCELLED, "the connection is closed") from None
+            raise
 
 
 class Shards:
     """All shards of a model; every call goes to all of them at once and waits for all.
 
-    The *last* shard's answer counts where answers can't be joined: its batch, its Info, its Health.
+    The *last* shard's answer counts where answers can't be joined: its batch, its Info, its Health
+    and its FilterBatch.
     """
 
     def __init__(self, clients: Sequence[ShardClient]) -> None:
@@ -112,15 +129,10 @@ class Shards:
         await asyncio.gather(*(client.close() for client in self.clients))
 
     async def info(self) -> ShardInfo:
-        return (await self._all(lambda client: client.info()))[-1]
+        return await self._last(lambda client: client.info())
 
     async def health(self) -> None:
-        """Errors of all shards but the last are dropped."""
-        replies = await asyncio.gather(
-            *(client.health() for client in self.clients), return_exceptions=True
-        )
-        if isinstance(replies[-1], BaseException):
-            raise replies[-1]
+        await self._last(lambda client: client.health())
 
     async def clear_cache(self, batch_id: int | None = None) -> None:
         await self._all(lambda client: client.clear_cache(batch_id))
@@ -139,18 +151,28 @@ class Shards:
         return _joined(await self._all(lambda client: client.decode(batches)))
 
     async def filter_batch(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch | None:
-        return (await self._all(lambda client: client.filter_batch(batch_id, request_ids)))[-1]
+        return await self._last(lambda client: client.filter_batch(batch_id, request_ids))
 
     async def _all(self, call: Callable[[ShardClient], Awaitable[T]]) -> list[T]:
-        outcomes = await asyncio.gather(
+        """Every shard's answer; the first error where there is one."""
+        return [_answer(outcome) for outcome in await self._outcomes(call)]
+
+    async def _last(self, call: Callable[[ShardClient], Awaitable[T]]) -> T:
+        """The last shard's answer; the others' errors are dropped."""
+        return _answer((await self._outcomes(call))[-1])
+
+    async def _outcomes(
+        self, call: Callable[[ShardClient], Awaitable[T]]
+    ) -> list[T | BaseException]:
+        return await asyncio.gather(
             *(call(client) for client in self.clients), return_exceptions=True
         )
-        replies: list[T] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            replies.append(outcome)
-        return replies
+
+
+def _answer(outcome: T | BaseException) -> T:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
 
 
 def _joined(replies: Sequence[StepReply]) -> StepReply:

@@ -7,10 +7,12 @@ else, so that a shard that mixes up prompts, chunks or batches can't go unnotice
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import zlib
 from collections.abc import Sequence
+from functools import cache
 
 BOS, EOS = 1, 2
 SPECIAL = frozenset({0, BOS, EOS})
@@ -24,6 +26,8 @@ CANDIDATES = (
     *(FIRST_BYTE + byte for byte in range(32, 127)),
     *(FIRST_PAIR + index for index in range(len(PAIRS))),
 )
+#: The values that a logit may have.
+_LEVELS = tuple(level / 16 for level in range(128))
 
 
 def encode(text: str, *, special: bool) -> list[int]:
@@ -47,22 +51,33 @@ def digest(tokens: Sequence[int], start: int = 0) -> int:
 
 def logits(context: int) -> list[float]:
     """One number a candidate, from few values, so that ties happen."""
-    return [
-        (((context ^ (index * 0x9E3779B1)) * 0x85EBCA6B) >> 20 & 0x7F) / 16
-        for index in range(len(CANDIDATES))
-    ]
+    drawn = hashlib.shake_128(context.to_bytes(4, "little")).digest(len(CANDIDATES))
+    return [_LEVELS[byte & 0x7F] for byte in drawn]
 
 
 def logprobs(scores: Sequence[float], temperature: float = 1.0) -> list[float]:
-    scaled = [score / temperature for score in scores]
-    total = math.log(sum(math.exp(score) for score in scaled))
-    return [score - total for score in scaled]
+    total = _normaliser(scores, temperature)
+    return [score / temperature - total for score in scores]
+
+
+def logprob(scores: Sequence[float], index: int, temperature: float = 1.0) -> float:
+    """One of `logprobs`, for less."""
+    return scores[index] / temperature - _normaliser(scores, temperature)
+
+
+def _normaliser(scores: Sequence[float], temperature: float) -> float:
+    return math.log(sum(map(_exponentials(temperature).__getitem__, scores)))
+
+
+@cache
+def _exponentials(temperature: float) -> dict[float, float]:
+    return {level: math.exp(level / temperature) for level in _LEVELS}
 
 
 def choose(scores: Sequence[float], temperature: float, seed: int | None, step: int) -> int:
     """The index of the next candidate: greedy without a seed, else drawn by (seed, step)."""
     if seed is None:
-        return max(range(len(scores)), key=scores.__getitem__)
+        return scores.index(max(scores))
     weights = [math.exp(each) for each in logprobs(scores, temperature)]
     return random.Random(seed * 1_000_003 + step).choices(range(len(scores)), weights)[0]
 

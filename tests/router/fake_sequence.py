@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import grpc
-
 from router import fake_model as model
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 
@@ -14,25 +12,16 @@ from tokenpod.protos.generate.v3 import generate_pb2 as pb
 STOP_WINDOW, STOP_LIMIT = 200, 300
 
 
-class Refused(Exception):
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-def invalid(message: str) -> Refused:
-    return Refused(grpc.StatusCode.INVALID_ARGUMENT, message)
-
-
 class Sequence:
-    """One request in a batch."""
+    """One request in a batch: its texts joined, its images skipped, its adapter's name ignored."""
 
     def __init__(self, request: Any) -> None:
-        _refuse_unsupported(request)
         chunks = request.input_chunks.chunks
         text = "".join(chunk.text for chunk in chunks) if chunks else request.inputs
-        prompt = model.encode(text, special=request.add_special_tokens)
+        prompt = model.encode(text, special=request.add_special_tokens) if text else []
         self.request = request
+        #: Whose turn it is, by the shard's rows; see `Rows`.
+        self.has_row = False
         self.prompt = prompt[-request.truncate :] if request.truncate else prompt
         self.done = 0
         self.output: list[int] = []
@@ -41,14 +30,39 @@ class Sequence:
         self._context = model.digest(self.prompt)
 
     @property
+    def next_chunk(self) -> int:
+        """Prompt tokens of its next step: a router may send the first piece of a prompt only."""
+        whole = self.done > 0 or not self.request.HasField("chunk_len")
+        return self.next_tokens if whole else int(self.request.chunk_len)
+
+    @property
     def bound(self) -> int:
-        """Tokens that it may come to hold."""
-        return len(self.prompt) + self.request.stopping_parameters.max_new_tokens
+        """Tokens that it may come to hold: the last one needs no room."""
+        return len(self.prompt) + self.request.stopping_parameters.max_new_tokens - 1
 
     @property
     def next_tokens(self) -> int:
         """Tokens that its next forward processes."""
         return 0 if self.stopped else max(1, len(self.prompt) - self.done)
+
+    def unservable(self, max_total_tokens: int) -> bool:
+        """Whether it asks for what this shard can't do, so that it ends alone."""
+        new = int(self.request.stopping_parameters.max_new_tokens)
+        return (
+            bool(self.request.parameters.grammar)
+            or not self.prompt
+            or new == 0
+            or len(self.prompt) + new > max_total_tokens
+        )
+
+    def ended_alone(self) -> Any:
+        """The only generation of a request that can't be served: a router sends LENGTH again."""
+        generation = pb.Generation(
+            request_id=self.request.id, tokens=_run([model.EOS], [0.0], flags=True)
+        )
+        generation.generated_text.generated_tokens = 1
+        generation.generated_text.finish_reason = pb.FINISH_REASON_EOS_TOKEN
+        return generation
 
     def advance(self, chunk: int) -> Any | None:
         """Process up to `chunk` prompt tokens; the generation that follows a complete prompt."""
@@ -70,7 +84,7 @@ class Sequence:
         token = model.CANDIDATES[index]
         generation = pb.Generation(
             request_id=request.id,
-            tokens=_run([token], [model.logprobs(scores, temperature)[index]], flags=True),
+            tokens=_run([token], [model.logprob(scores, index, temperature)], flags=True),
         )
         if request.top_n_tokens:
             raw = model.logprobs(scores)
@@ -98,7 +112,7 @@ class Sequence:
             context = model.digest([last], context)
             known = token in model.CANDIDATES
             values.append(
-                model.logprobs(model.logits(context))[model.CANDIDATES.index(token)]
+                model.logprob(model.logits(context), model.CANDIDATES.index(token))
                 if known
                 else -20.0
             )
@@ -116,15 +130,6 @@ class Sequence:
         if any(re.search(re.escape(s) + "$", self._matched) for s in stopping.stop_sequences):
             return int(pb.FINISH_REASON_STOP_SEQUENCE)
         return None
-
-
-def _refuse_unsupported(request: Any) -> None:
-    if request.parameters.grammar or request.parameters.grammar_type:
-        raise invalid("parameters.grammar is not supported")
-    if request.HasField("adapter_id"):
-        raise invalid(f"adapter_id {request.adapter_id!r} is not supported")
-    if any(chunk.HasField("image") for chunk in request.input_chunks.chunks):
-        raise invalid("input_chunks has an image; this model takes text only")
 
 
 def _run(ids: list[int], logprobs: list[float], *, flags: bool = False) -> Any:

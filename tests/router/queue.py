@@ -21,9 +21,17 @@ class Entry:
     input_length: int
     truncate: int
     stream: Stream
+    #: Of this turn; a long request has several.
+    max_new_tokens: int
+    #: Of all turns.
+    wanted_tokens: int
     allocation: Allocation = field(default_factory=Allocation)
     #: Given by the queue.
     request_id: int = -1
+    #: Tokens of this turn so far.
+    ids: list[int] = field(default_factory=list)
+    #: Whether the shard forgot it; a router goes on waiting for it.
+    lost: bool = False
 
 
 @dataclass
@@ -52,8 +60,8 @@ class Queue:
         self._entries: deque[Entry] = deque()
         self._next_request_id = 0
         self._next_batch_id = 0
-        self._v3 = wire.name == "v3"
-        paged = self._v3 and not info.requires_padding
+        self._wire = wire.name
+        paged = wire.name == "v3" and not info.requires_padding
         self.allocator = (
             BlockAllocator(
                 limits.max_batch_total_tokens,
@@ -93,7 +101,9 @@ class Queue:
         """
         if not self._entries or (min_size is not None and len(self._entries) < min_size):
             return None
-        if self._v3 and (max_size == 0 or prefill_budget == 0 or token_budget == 0):
+        if max_size == 0 and self._wire != "v1":
+            return None
+        if self._wire == "v3" and (prefill_budget == 0 or token_budget == 0):
             return None
         draft = self._draft(max_size, round_up(prefill_budget, self._info.block_size), token_budget)
         if not draft.entries:
@@ -127,7 +137,7 @@ class Queue:
     def _add_padded(self, draft: _Draft, entry: Entry, prefill_budget: int, budget: int) -> bool:
         longest = max(draft.longest_input, entry.input_length)
         prefill = (len(draft.entries) + 1) * longest
-        decode = draft.decode_tokens + entry.prompt.max_new_tokens
+        decode = draft.decode_tokens + entry.max_new_tokens
         if prefill > prefill_budget or prefill + decode + self._info.speculate > budget:
             return False
         draft.take(entry, prefill, decode)
@@ -136,7 +146,7 @@ class Queue:
     def _add_rounded(self, draft: _Draft, entry: Entry, prefill_budget: int, budget: int) -> bool:
         """v1's and v2's arithmetic for paged models: whole blocks, less what a window drops."""
         block, window = self._info.block_size, self._info.window_size
-        new = entry.prompt.max_new_tokens
+        new = entry.max_new_tokens
         if window is not None:
             new = min(max(window - entry.input_length, 0), new)
         prefill = draft.prefill_tokens + round_up(entry.input_length, block)
@@ -149,13 +159,14 @@ class Queue:
     def _add_paged(
         self, draft: _Draft, entry: Entry, prefill_budget: int, allocator: BlockAllocator
     ) -> bool:
-        """v3's arithmetic: blocks are the budget, so that new tokens don't count in `max_tokens`.
+        """v3's arithmetic: blocks are the budget, and no other, so that new tokens don't count in
+        `max_tokens`.
 
         Nor does a chunk: a batch of one chunk says that its max_tokens is 0.
         """
         # Log probabilities of the whole prompt need all of it computed.
         ids = () if entry.prompt.prefill_logprobs else entry.prompt.ids[-entry.input_length :]
-        tokens = entry.input_length + entry.prompt.max_new_tokens + self._info.speculate - 1
+        tokens = entry.input_length + entry.max_new_tokens + self._info.speculate - 1
         allocation = allocator.allocate(tokens, ids)
         if allocation is None:
             return False
@@ -193,8 +204,8 @@ class Queue:
             id=entry.request_id,
             inputs=prompt.text,
             truncate=entry.truncate,
-            max_new_tokens=prompt.max_new_tokens,
-            sampling=prompt.sampling,
+            max_new_tokens=entry.max_new_tokens,
+            sampling=prompt.chooser,
             stop_sequences=prompt.stop_sequences,
             ignore_eos_token=prompt.ignore_eos_token,
             prefill_logprobs=prompt.prefill_logprobs,
@@ -203,4 +214,5 @@ class Queue:
             slots=entry.allocation.slots,
             cache_len=entry.allocation.cache_len,
             chunk_len=chunk,
+            adapter_id=prompt.adapter_id,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 #: The batch and request id of a router's liveness probe.
@@ -37,6 +37,9 @@ class Sampling:
     watermark: bool = False
     grammar: str = ""
     grammar_type: GrammarType = GrammarType.NONE
+
+    def constrained(self, grammar: str, kind: GrammarType) -> Sampling:
+        return replace(self, grammar=grammar, grammar_type=kind)
 
 
 @dataclass(frozen=True)

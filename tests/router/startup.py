@@ -6,6 +6,7 @@ import base64
 from dataclasses import dataclass, replace
 
 from router.client import ShardClient, ShardError, Shards
+from router.faults import RouterPanic, StartupError
 from router.records import Batch, Image, Request, Sampling, ShardInfo
 from router.wire import Wire
 
@@ -16,14 +17,6 @@ WARMUP_IMAGE = base64.b64decode(
     "AAAAAAAAAAD/2gAIAQEAAD8AVN//2Q=="
 )
 WARMUP_MIMETYPE = "image/jpeg;base64"
-
-
-class StartupError(Exception):
-    """The router prints this line and exits."""
-
-
-class RouterPanic(AssertionError):
-    """The router's batching task dies: from here on it serves nobody, though it looks alive."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +34,11 @@ class RouterSettings:
     max_waiting_tokens: int = 20
     max_batch_size: int | None = None
     max_concurrent_requests: int = 128
+    max_stop_sequences: int = 4
+    max_top_n_tokens: int = 5
+    disable_grammar_support: bool = False
+    #: New tokens after which a request is sent again as a fresh prompt; a constant of the router.
+    generation_length: int = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +79,7 @@ async def agree_on_limits(
             max_input_tokens=settings.max_input_tokens or 1024,
             max_total_tokens=settings.max_total_tokens or 2048,
         )
-    _check_flags(settings)
+        _check_older_flags(settings)
     max_input, max_total = settings.max_input_tokens, settings.max_total_tokens
     max_prefill = settings.max_batch_prefill_tokens
     warmup = await shards.warmup(warmup_batch(wire, settings), max_input, max_prefill, max_total)
@@ -96,7 +94,7 @@ async def agree_on_limits(
     limits = Limits(
         max_input_tokens=max_input, max_total_tokens=max_total, max_batch_total_tokens=budget
     )
-    _check_limits(limits, settings, info)
+    _check_limits(limits, settings, info, v3=wire.name == "v3")
     return info, limits
 
 
@@ -154,23 +152,23 @@ def _echoed(name: str, flag: int | None, answer: int) -> int:
     return answer
 
 
-def _check_flags(settings: RouterSettings) -> None:
-    budget = settings.max_batch_total_tokens
-    if budget is None:
-        return
-    if settings.max_batch_prefill_tokens > budget:
+def _check_older_flags(settings: RouterSettings) -> None:
+    """What routers before v3 compare before they ask any shard."""
+    budget, prefill = settings.max_batch_total_tokens, settings.max_batch_prefill_tokens
+    total = settings.max_total_tokens or 0
+    if (settings.max_input_tokens or 0) > prefill:
         raise StartupError(
-            f"max_batch_prefill_tokens is {settings.max_batch_prefill_tokens}; "
-            f"it must be <= max_batch_total_tokens, {budget}"
+            f"max_input_tokens is {settings.max_input_tokens}; "
+            f"it must be <= max_batch_prefill_tokens, {prefill}"
         )
-    if (settings.max_total_tokens or 0) > budget:
+    if budget is not None and max(prefill, total) > budget:
         raise StartupError(
-            f"max_total_tokens is {settings.max_total_tokens}; "
-            f"it must be <= max_batch_total_tokens, {budget}"
+            f"max_batch_prefill_tokens is {prefill} and max_total_tokens is {total}; "
+            f"both must be <= max_batch_total_tokens, {budget}"
         )
 
 
-def _check_limits(limits: Limits, settings: RouterSettings, info: ShardInfo) -> None:
+def _check_limits(limits: Limits, settings: RouterSettings, info: ShardInfo, *, v3: bool) -> None:
     if limits.max_input_tokens >= limits.max_total_tokens:
         raise StartupError(
             f"max_input_tokens is {limits.max_input_tokens}; "
@@ -181,6 +179,10 @@ def _check_limits(limits: Limits, settings: RouterSettings, info: ShardInfo) -> 
         raise StartupError(
             f"max_input_tokens is {limits.max_input_tokens}; without chunking "
             f"it must be <= max_batch_prefill_tokens, {prefill}"
+        )
+    if v3 and prefill > limits.max_batch_total_tokens:
+        raise StartupError(
+            f"max_batch_prefill_tokens is {prefill}; the shards fit {limits.max_batch_total_tokens}"
         )
     if limits.max_total_tokens > limits.max_batch_total_tokens:
         raise StartupError(

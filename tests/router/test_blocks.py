@@ -81,4 +81,11 @@ def test_a_window_uses_its_slots_again() -> None:
     assert allocation is not None
     assert len(allocation.blocks) == 2
     assert len(allocation.slots) == 10
-    assert allocation.slots[6:] == allocation.slots[:4]
+    assert allocation.slots[8:] == allocation.slots[:2]
+
+
+def test_a_book_of_prefixes_knows_no_window() -> None:
+    allocator = BlockAllocator(64, 4, prefix_caching=True, window_size=6)
+    allocation = allocator.allocate(10, (1, 2, 3, 4))
+    assert allocation is not None
+    assert len(set(allocation.slots)) == 10

@@ -22,7 +22,7 @@ def queue_of(
     queue = Queue(wire or V3(), ShardInfo(**(facts | {"block_size": 1} | info)), limits)
     for length, new in sizes:
         prompt = Prompt(text="x", input_length=length, max_new_tokens=new)
-        queue.append(Entry(prompt, length, length, Stream()))
+        queue.append(Entry(prompt, length, length, Stream(), new, new))
     return queue
 
 
@@ -83,6 +83,26 @@ def test_fewer_than_min_size_are_put_back_in_order() -> None:
 @pytest.mark.parametrize("name", ["max_size", "prefill_budget", "token_budget"])
 def test_a_budget_of_0_gives_nothing(name: str) -> None:
     assert take(queue_of((5, 1)), **{name: 0}) is None
+
+
+def test_v2_knows_no_budget_of_0_but_a_full_batch() -> None:
+    assert take(queue_of((5, 1), wire=V2()), max_size=0) is None
+    assert ids(take(queue_of((16, 1), wire=V2(), block_size=16), token_budget=32)) == [0]
+
+
+def test_v3_asks_blocks_and_not_the_token_budget() -> None:
+    assert ids(take(queue_of((30, 9), (30, 9)), token_budget=1)) == [0, 1]
+
+
+def test_an_adapter_and_a_grammar_are_sent() -> None:
+    queue = queue_of()
+    asked = Prompt(text="x", input_length=1, max_new_tokens=2, model="gpt-4", grammar="a+")
+    queue.append(Entry(asked, 1, 1, Stream(), 2, 2))
+    batch = take(queue)
+    assert batch is not None
+    (request,) = batch.requests
+    assert request.adapter_id == "gpt-4"
+    assert request.sampling.grammar == "a+"
 
 
 def test_those_whose_receiver_is_gone_are_dropped() -> None:
@@ -164,7 +184,7 @@ def test_cached_beginnings_cost_no_prefill() -> None:
     queue = queue_of(block_size=4, use_prefix_caching=True, support_chunking=True)
     for last in (7, 8):
         prompt = Prompt(text="x", input_length=9, max_new_tokens=1, ids=(*range(8), last))
-        queue.append(Entry(prompt, 9, 9, Stream()))
+        queue.append(Entry(prompt, 9, 9, Stream(), 1, 1))
     taken = queue.next_batch(min_size=None, max_size=1, prefill_budget=12, token_budget=99)
     assert taken is not None
     queue.release(taken[0][0])

@@ -11,14 +11,9 @@ import pytest
 from router.client import ShardClient, ShardError
 from router.double import Router
 from router.fake_shard import FakeShard
+from router.faults import RouterPanic, StartupError
 from router.records import Image
-from router.startup import (
-    RouterPanic,
-    RouterSettings,
-    StartupError,
-    connect,
-    warmup_batch,
-)
+from router.startup import RouterSettings, connect, warmup_batch
 from router.wire import V1, V2, V3, Wire
 
 EXPLICIT = RouterSettings(max_input_tokens=30, max_total_tokens=50, max_batch_prefill_tokens=70)

@@ -9,6 +9,7 @@ from router.conformance.batches import *  # noqa: F403
 from router.conformance.chunks import *  # noqa: F403
 from router.conformance.fixtures import *  # noqa: F403
 from router.conformance.loops import *  # noqa: F403
+from router.conformance.promises import *  # noqa: F403
 from router.conformance.prompts import *  # noqa: F403
 from router.conformance.refusals import *  # noqa: F403
 from router.conformance.startup import *  # noqa: F403

@@ -11,6 +11,7 @@ from router.client import ShardClient, ShardError
 from router.conformance.fixtures import (
     PROMPTS,
     ask,
+    assert_gone,
     batch_of,
     cached,
     finish,
@@ -87,24 +88,11 @@ async def test_filter_keeps_a_batch_of_stopped_requests(any_shard: ShardClient) 
     assert filtered.request_ids == (1,)
 
 
-@pytest.mark.parametrize("keep", [[], [7, 8]], ids=["none", "strangers"])
-async def test_filter_that_keeps_nothing_releases_the_batch(
-    any_shard: ShardClient, keep: list[int]
-) -> None:
-    await any_shard.prefill(batch_of(4, ask(1, max_new_tokens=6), ask(2, max_new_tokens=6)))
-    filtered = await any_shard.filter_batch(4, keep)
-    assert filtered is not None
-    assert (filtered.id, filtered.request_ids, filtered.size, filtered.max_tokens) == (4, (), 0, 0)
-    with not_found(4):
-        await any_shard.filter_batch(4, [1])
-
-
-@pytest.mark.parametrize("method", ["Decode", "FilterBatch"])
-async def test_an_unknown_batch_is_not_found_by_its_id(any_shard: ShardClient, method: str) -> None:
+async def test_an_unknown_batch_is_not_found_by_its_id(any_shard: ShardClient) -> None:
     gone = cached(await any_shard.prefill(batch_of(77, ask(0))))
     await any_shard.clear_cache(77)
     with not_found(77):
-        await (any_shard.decode([gone]) if method == "Decode" else any_shard.filter_batch(77, [0]))
+        await any_shard.decode([gone])
 
 
 async def test_decode_of_no_batch_is_refused(any_shard: ShardClient) -> None:
@@ -138,8 +126,7 @@ async def test_joined_batches_keep_the_first_ones_id_and_order(any_shard: ShardC
     joined = cached(await any_shard.decode([first, second, third]))
     assert (joined.id, joined.request_ids, joined.size) == (8, (1, 0, 2, 4), 4)
     for gone in (3, 5):
-        with not_found(gone):
-            await any_shard.filter_batch(gone, [2])
+        await assert_gone(any_shard, gone)
 
 
 async def test_several_batches_decode_in_turns(any_shard: ShardClient) -> None:

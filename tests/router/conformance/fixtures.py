@@ -120,3 +120,9 @@ def not_found(batch_id: int) -> Iterator[None]:
         yield
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
     assert f"Batch ID {batch_id} not found in cache." in caught.value.message
+
+
+async def assert_gone(shard: ShardClient, batch_id: int) -> None:
+    """The shard holds no batch of that id; only Decode and a Prefill that joins it say so."""
+    with not_found(batch_id):
+        await shard.decode([CachedBatch(batch_id, (0,), 1, 1)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from router.client import ShardClient
-from router.conformance.fixtures import PROMPTS, SMALL, ask, batch_of, cached, not_found
+from router.conformance.fixtures import PROMPTS, SMALL, ask, assert_gone, batch_of, cached
 from router.double import Router
 from router.startup import RouterSettings, warmup_batch
 from router.wire import V1, V3, WIRES, Wire
@@ -49,8 +49,7 @@ async def test_every_generation_learns_the_same_token_budget(shard_address: str)
 
 async def test_warmup_leaves_no_batch_behind(any_shard: ShardClient) -> None:
     await any_shard.warmup(warmup_batch(any_shard.wire, SMALL), 40, 80, 72)
-    with not_found(0):
-        await any_shard.filter_batch(0, [0])
+    await assert_gone(any_shard, 0)
 
 
 async def test_info_says_what_a_router_needs(any_shard: ShardClient) -> None:
@@ -75,8 +74,7 @@ async def test_clear_cache_forgets_every_batch_however_often(any_shard: ShardCli
     await any_shard.prefill(batch_of(1, ask(0)))
     await any_shard.clear_cache()
     await any_shard.clear_cache()
-    with not_found(1):
-        await any_shard.filter_batch(1, [0])
+    await assert_gone(any_shard, 1)
 
 
 async def test_clear_cache_of_one_batch_leaves_the_others(any_shard: ShardClient) -> None:
@@ -86,8 +84,7 @@ async def test_clear_cache_of_one_batch_leaves_the_others(any_shard: ShardClient
     await any_shard.clear_cache(1)
     await any_shard.clear_cache(2**63)
     assert (await any_shard.decode([other])).of(1).tokens
-    with not_found(1):
-        await any_shard.filter_batch(1, [0])
+    await assert_gone(any_shard, 1)
 
 
 @pytest.mark.parametrize("wire", [V1(), V3()], ids=str)

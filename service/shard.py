@@ -27,8 +27,8 @@ from tokenpod.service.batches import Batches
 from tokenpod.service.calls import (
     CachedBatch,
     PrefillCall,
-    ShardBatch,
     ShardGeneration,
+    ShardRequest,
     ShardStep,
     WarmupCall,
 )
@@ -41,14 +41,12 @@ from tokenpod.service.errors import (
 )
 from tokenpod.service.generate import Serving
 from tokenpod.service.routed import RoutedSequence
-from tokenpod.service.shard_requests import Opened, ShardRequests
+from tokenpod.service.shard_requests import Opened, ShardRequests, is_probe
 from tokenpod.service.step_sink import StepSink
 from tokenpod.service.warmup import agreed_limits
 
 log = logging.getLogger("tokenpod.shard")
 
-#: The batch of a router's liveness probe, and the request in it.
-LIVENESS_ID = 2**64 - 1
 #: `current_tokens` of a batch that nothing may join: above every prefill budget.
 _NO_ROOM = 2**32 - 1
 #: A step that begins nothing new.
@@ -96,8 +94,8 @@ class ShardService:
         If it fails, its batches are gone: routers give up all of their requests and never name them
         again. So while the pod drains, Unavailable is for those that join no batch.
         """
-        if call.batch.id == LIVENESS_ID:
-            return await self._probe(call.batch)
+        if is_probe(call.batch):
+            return await self._probe(call.batch.requests[0])
         cached = call.cached_batch_id
         named = [call.batch.id] if cached is None else [cached, call.batch.id]
         with self._released_on_failure(named):
@@ -212,9 +210,9 @@ class ShardService:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    async def _probe(self, batch: ShardBatch) -> ShardStep:
+    async def _probe(self, asked: ShardRequest) -> ShardStep:
         """A router's liveness probe: a token at once, and no batch. Probes take turns."""
-        request, sequence = await self._requests.open_probe(batch)
+        request, sequence = await self._requests.open_probe(asked)
         sink = StepSink([sequence])
         async with self._probing:
             self._serving.client.submit(request, sink)

@@ -19,6 +19,8 @@ from tokenpod.service.routed import RoutedSequence, ended_alone
 
 log = logging.getLogger("tokenpod.shard")
 
+#: A router's liveness probe: its batch, and the request in it.
+_LIVENESS_ID = 2**64 - 1
 #: Names of models that are remembered, so that each is logged once.
 _MOST_NAMES = 1000
 
@@ -32,6 +34,12 @@ class Opened:
     sequences: list[RoutedSequence] = field(default_factory=list)
     #: How those that can't be served end.
     refused: list[ShardGeneration] = field(default_factory=list)
+
+
+def is_probe(batch: ShardBatch) -> bool:
+    """Whether a batch is a router's liveness probe: one token of one request."""
+    ids = [(request.id, request.max_new_tokens) for request in batch.requests]
+    return batch.id == _LIVENESS_ID and ids == [(_LIVENESS_ID, 1)]
 
 
 class ShardRequests:
@@ -72,16 +80,9 @@ class ShardRequests:
             opened.sequences.append(RoutedSequence(asked, request, self._serving.tokenizer))
         return opened
 
-    async def open_probe(self, batch: ShardBatch) -> tuple[Request, RoutedSequence]:
-        """The one request of a liveness probe. Raises InvalidArgument."""
-        if len(batch.requests) != 1:
-            problem = f"has {len(batch.requests)} entries; a liveness probe has 1"
-            raise InvalidArgument("batch.requests", problem)
-        (asked,) = batch.requests
+    async def open_probe(self, asked: ShardRequest) -> tuple[Request, RoutedSequence]:
+        """The request of a liveness probe. Raises InvalidArgument."""
         validate.check_shard_request(asked, 0, self._serving.limits)
-        if asked.max_new_tokens != 1:
-            problem = f"is {asked.max_new_tokens}; a liveness probe asks for 1"
-            raise InvalidArgument("batch.requests[0].stopping_parameters.max_new_tokens", problem)
         (prompt,) = await self._encoder.encode_all([(asked.inputs, asked.add_special_tokens)])
         most = PROBE_TOKENS - 1
         request = self._request(asked, prompt[-min(asked.truncate or most, most) :], probe=True)

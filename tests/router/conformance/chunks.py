@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from router.client import ShardClient, ShardError
@@ -16,6 +18,13 @@ from router.conformance.fixtures import (
     prompt_ids,
     tell,
 )
+
+_turns = itertools.count()
+
+
+def unseen(prompt: str) -> str:
+    """A prompt that no shard has cached: of one it has, a piece may be all that is missing."""
+    return f"{next(_turns)} {prompt}"
 
 
 @pytest.fixture
@@ -32,11 +41,12 @@ async def test_an_incomplete_prompt_yields_no_generation(
     shard = chunking_shard
     length = len(await prompt_ids(shard, PROMPTS[0]))
     assert length > 3, "the tokenizer makes too little of the prompt for this test"
-    reply = await shard.prefill(batch_of(0, ask(0, chunk_len=chunk)))
+    prompt = unseen(PROMPTS[0])
+    reply = await shard.prefill(batch_of(0, ask(0, prompt, chunk_len=chunk)))
     assert reply.generations == ()
     batch = cached(reply)
     assert (batch.request_ids, batch.size) == ((0,), 1)
-    assert 1 <= batch.current_tokens <= length - chunk
+    assert 1 <= batch.current_tokens <= len(await prompt_ids(shard, prompt)) - chunk
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3])
@@ -73,25 +83,26 @@ async def test_running_requests_go_on_while_a_prompt_comes_in_pieces(
 ) -> None:
     shard = chunking_shard
     running = await tell(shard, ask(0, max_new_tokens=8))
-    newcomer = await tell(shard, ask(1, PROMPTS[2]))
+    prompt = unseen(PROMPTS[2])
     first = await shard.prefill(batch_of(3, ask(0, max_new_tokens=8)))
-    joined = await shard.prefill(batch_of(4, ask(1, PROMPTS[2], chunk_len=2)), cached(first))
+    joined = await shard.prefill(batch_of(4, ask(1, prompt, chunk_len=2)), cached(first))
     assert [each.request_id for each in joined.generations] == [0]
     assert cached(joined).current_tokens >= 2
     stories = await finish(shard, joined)
     assert list(first.of(0).tokens.ids) + stories[0].ids == running.ids
-    assert stories[1].ids == newcomer.ids
+    assert stories[1].ids == (await tell(shard, ask(1, prompt))).ids
 
 
 async def test_a_prompt_in_pieces_can_be_filtered_out(chunking_shard: ShardClient) -> None:
     shard = chunking_shard
-    alone = await tell(shard, ask(0))
-    await shard.prefill(batch_of(3, ask(0, chunk_len=1), ask(1, PROMPTS[1], chunk_len=1)))
+    kept, dropped = unseen(PROMPTS[0]), unseen(PROMPTS[1])
+    pieces = ask(0, kept, chunk_len=1), ask(1, dropped, chunk_len=1)
+    await shard.prefill(batch_of(3, *pieces))
     filtered = await shard.filter_batch(3, [0])
     assert filtered is not None
     stories = await finish(shard, await shard.decode([filtered]))
     assert list(stories) == [0]
-    assert stories[0].ids == alone.ids
+    assert stories[0].ids == (await tell(shard, ask(0, kept))).ids
 
 
 async def test_prefill_logprobs_of_a_prompt_in_pieces_are_whole(

@@ -176,7 +176,7 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
     #: Prompt tokens that its sequences have yet to be given, by sequence id.
     behind: dict[int, int] = {}
-    #: Sequences of it that wait for a row.
+    #: Sequences of it that had no row when it began.
     waiting: list[int] = []
 
 

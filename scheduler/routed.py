@@ -30,6 +30,8 @@ class _Op:
     chunks: dict[int, int]
     #: It is answered once a sequence has been stepped, not before.
     waits: bool
+    #: Members that had no row when it began, and so no part in it.
+    waiting: list[int] = field(default_factory=list)
     #: Members with a row that have not had all of theirs settled.
     open: dict[int, Sequence] = field(default_factory=dict)
     #: Tokens that each of them has yet to be given.
@@ -138,6 +140,7 @@ class Routed:
         if op.waits and not ready and op.members:
             return False
         op.begun = True
+        op.waiting = [i for i in op.members if i not in ready]
         op.owed = {i: _promised(sequence, op.chunks[i]) for i, sequence in ready.items()}
         op.open = {i: sequence for i, sequence in ready.items() if op.owed[i]}
         return True
@@ -154,4 +157,4 @@ def _promised(sequence: Sequence, chunk: int) -> int:
 def _answer(op: _Op) -> Advanced:
     members = op.members.values()
     behind = {s.id: s.prompt_length - s.computed for s in members if s.prefilling}
-    return Advanced(op.id, behind, waiting=[s.id for s in members if s.row < 0])
+    return Advanced(op.id, behind, [i for i in op.waiting if i in op.members])

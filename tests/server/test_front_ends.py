@@ -177,7 +177,7 @@ def test_a_relayed_error_has_all_of_its_details(clients: list[Client]) -> None:
     errors = []
     for client in clients:
         with pytest.raises(grpc.RpcError) as unknown:
-            client.stub.FilterBatch(pb.FilterBatchRequest(batch_id=404, request_ids=[1]))
+            client.stub.Decode(pb.DecodeRequest(batches=[pb.CachedBatch(id=404)]))
         status = rpc_status.from_call(unknown.value)
         assert status is not None
         errors.append((unknown.value.code(), status.message, str(status.details)))

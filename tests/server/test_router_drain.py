@@ -153,10 +153,9 @@ async def test_a_drain_ends_in_time_though_a_router_goes_on() -> None:
     "stopped",
     [pytest.param(1, id="follower"), pytest.param(0, id="leader", marks=pytest.mark.slow)],
 )
-async def test_a_router_that_calls_every_pod_is_waited_for_whichever_stops(stopped: int) -> None:
+async def test_a_groups_router_is_waited_for_whichever_pod_stops(stopped: int) -> None:
     with pods(2) as group:
-        sockets = [pod.uds for pod in group.pods]
-        async with router_of(*sockets) as router:
+        async with router_of(group.leader.uds) as router:
             streams = await started(router, prompt(60), prompt(40))
             group.pods[stopped].process.send_signal(signal.SIGTERM)
             for result in await results(streams):

@@ -308,8 +308,7 @@ class House:
             owed, behind = self.sequences[sequence_id], advanced.behind.get(sequence_id, 0)
             assert 0 <= behind <= len(owed.request.prompt)
             assert bool(owed.tokens) == (not behind), "complete without its tokens"
-            if sequence_id in advanced.waiting:
-                assert behind == len(owed.request.prompt), "it waits and has begun"
+            assert behind or sequence_id not in advanced.waiting, "it waited and has begun"
         assert not op.waits or not named or set(advanced.waiting) < named, "nobody was stepped"
 
     def _hear_token(self, owed: Owed, token: int, finish: FinishCode) -> None:

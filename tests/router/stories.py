@@ -136,7 +136,8 @@ class _Story:
     async def open(self) -> None:
         """Start the router, and tokenise every text as it would."""
         client = ShardClient(self._path, V3())
-        for text in {visit.prompt.text for act in self._script.acts for visit in act.visits}:
+        visits = (v for act in self._script.acts for v in (*act.visits, *act.followers))
+        for text in {visit.prompt.text for visit in visits}:
             self._lengths[text] = await client.token_ids(text)
         await client.close()
         self._router = await self._start()

@@ -56,6 +56,21 @@ def test_who_computed_the_same_prompt_second_keeps_its_own_slots():
     kv.check([])
 
 
+def test_without_a_cache_only_the_samples_of_a_request_share_their_prompt():
+    house = House(slots=100, max_rows=4, prefill_tokens=32, prefix_caching=False)
+    house.submit(request([1, 2, 3], [5] * 30, max_new_tokens=4))
+    house.turn()
+    house.turn()
+    kv = house.scheduler.kv
+    assert kv.tree.tokens == 29
+    house.run()
+    assert (kv.tree.tokens, kv.free) == (0, kv.total)
+    house.submit(request(4, [5] * 30))
+    house.turn()
+    assert house.planned() == {4: 30}
+    house.drain()
+
+
 def test_the_cache_gives_way_to_who_needs_the_slots():
     kv = KV(20)
     one = begun(kv, 1, [1] * 10)

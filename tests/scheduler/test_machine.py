@@ -41,8 +41,9 @@ class SchedulerLife(RuleBasedStateMachine):
         overlap=st.booleans(),
         nan=st.sampled_from([0.0, 0.0, 0.03]),
         end=st.sampled_from([0.0, 0.1]),
+        caching=st.sampled_from([True, True, False]),
     )
-    def begin(self, seed, slots, rows, prefill, overlap, nan, end):
+    def begin(self, seed, slots, rows, prefill, overlap, nan, end, caching):
         chance = random.Random(seed)
 
         def choose(sequence_id, index):
@@ -58,6 +59,7 @@ class SchedulerLife(RuleBasedStateMachine):
             max_rows=rows,
             max_positions=52,
             prefill_tokens=prefill,
+            prefix_caching=caching,
         )
         self.ids = 0
 
@@ -160,5 +162,6 @@ TestSchedulerLife.settings = settings(
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
+    report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )

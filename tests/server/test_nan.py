@@ -14,9 +14,11 @@ import pytest
 import torch
 from harness import ServerProcess, generate, serve
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from tokenpod.models import demo
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 #: Its embedding is NaN.
 POISON = 4000
@@ -104,3 +106,22 @@ def test_a_bad_token_that_was_sampled_ends_its_stream_and_leaves_a_sound_prompt(
     # What was computed of the bad token is not there to be found.
     lost(stub, ask([*GOOD[::-1], POISON, 3]))
     assert len(follow_up.samples[0].token_ids) == LENGTH["max_new_tokens"]
+
+
+def test_a_routers_request_ends_alone_and_its_batch_goes_on(poisoned: ServerProcess) -> None:
+    tokenizer = Tokenizer.from_file(str(Path(demo.__file__).parent / "tokenizer.json"))
+    bad = tokenizer.decode([POISON])
+    assert POISON in tokenizer.encode(bad).ids
+    requests = [pb.Request(id=at, inputs=text) for at, text in enumerate(["import os\n", bad])]
+    for each in requests:
+        each.stopping_parameters.max_new_tokens = 3
+        each.stopping_parameters.ignore_eos_token = True
+    with grpc.insecure_channel(f"unix:{poisoned.uds}") as channel:
+        stub = rpc.TextGenerationServiceStub(channel)
+        answer = stub.Prefill(pb.PrefillRequest(batch=pb.Batch(id=1, requests=requests)))
+        ended = {g.request_id: g for g in answer.generations}[1].generated_text
+        assert (ended.text, ended.finish_reason) == ("", pb.FINISH_REASON_EOS_TOKEN)
+        kept = stub.FilterBatch(pb.FilterBatchRequest(batch_id=1, request_ids=[0])).batch
+        for _ in range(2):
+            answer = stub.Decode(pb.DecodeRequest(batches=[kept]))
+        assert answer.generations[0].generated_text.generated_tokens == 3

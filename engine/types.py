@@ -100,19 +100,18 @@ class Advance(Message, frozen=True, array_like=True, tag=True):
 
     `start` are new requests (one sequence each). Each waits for a row and for its whole bound, in
     the same line as everybody else's; until then it has no part in steps and is named in the
-    answer. A sequence whose prompt is not complete processes the next piece of it instead, and
-    yields a token only when that piece ends the prompt.
+    answer. A sequence whose prompt is not complete processes more of it instead, and yields a token
+    only when that ends the prompt.
     """
 
     op: int
     start: list[Request]
-    #: Prompt tokens to process now of each of `start`; 0: all.
+    #: Prompt tokens to process now of each of `start`, at most; 0: all.
     start_chunks: list[int]
-    #: Sequences started by an earlier call.
+    #: Sequences started by an earlier call. With any of them it is one step of the engine, so that
+    #: they don't wait for others' prompts.
     resume: list[int]
-    #: Prompt tokens to process now of each of `resume` whose prompt is not complete; 0: all.
-    chunk: int
-    #: Answer once a sequence has been stepped; else at once if all wait for a row.
+    #: Answer once a sequence has been stepped; else at once if none can be.
     waits: bool
 
 
@@ -176,7 +175,7 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
     #: Prompt tokens that its sequences have yet to be given, by sequence id.
     behind: dict[int, int] = {}
-    #: Sequences of it that had no row when it began.
+    #: Sequences that were not given what was asked for: no row, or not enough of the budget.
     waiting: list[int] = []
 
 

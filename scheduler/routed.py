@@ -1,11 +1,11 @@
 """A router's sequences: stepped only when the router says so.
 
-A step that a router asks for (`Advance`) may take several of ours: its prompts share the prompt
-budget with the batcher's. Those of its sequences that still wait for a row have no part in it. It
-is complete when each of the others has got what it was promised: a token, or a piece of its prompt.
-Steps whose sequences overlap run one after the other.
+A step that a router asks for (`Advance`) is one of ours where streams go on by it: they must not
+stall for the prompts that join them, which get what is left of the step's prompt budget, shared
+with the batcher's. A step of new prompts alone takes as many of ours as they need. Who still waits
+for a row has no part in it. Steps whose sequences overlap run one after the other.
 
-    members of an Advance:  waiting for a row ---------------------> named in its answer
+    members of an Advance:  no row yet, or no budget left --------------> named in its answer
                             with a row: owed tokens --works, settled--> nothing owed
 """
 
@@ -26,11 +26,13 @@ class _Op:
     id: int
     #: All that it names and that lives, by id.
     members: dict[int, Sequence]
-    #: Prompt tokens that each may be given; 0: all.
+    #: Prompt tokens that some of them are to be given at most.
     chunks: dict[int, int]
+    #: Streams go on by it: it is one step.
+    single: bool
     #: It is answered once a sequence has been stepped, not before.
     waits: bool
-    #: Members that had no row when it began, and so no part in it.
+    #: Members that were not given what they were to be given: no row, or not enough budget.
     waiting: list[int] = field(default_factory=list)
     #: Members with a row that have not had all of theirs settled.
     open: dict[int, Sequence] = field(default_factory=dict)
@@ -78,9 +80,9 @@ class Routed:
     def begin(self, op: Advance, fresh: list[Sequence], resumed: list[Sequence]) -> None:
         """Queue a step of new sequences, which are in the queue, and of earlier ones."""
         self._waiting |= {sequence.id: sequence for sequence in fresh}
-        chunks = [*op.start_chunks, *[op.chunk] * len(op.resume)]
-        by_id = {sequence.id: sequence for sequence in (*fresh, *resumed)}
-        self.ops.append(_Op(op.op, by_id, dict(zip(by_id, chunks, strict=True)), op.waits))
+        chunks = {s.id: n for s, n in zip(fresh, op.start_chunks, strict=True) if n}
+        members = {sequence.id: sequence for sequence in (*fresh, *resumed)}
+        self.ops.append(_Op(op.op, members, chunks, bool(resumed), op.waits))
 
     def plan(self, now: int, prefill_tokens: int) -> list[Work]:
         """This step's works, with at most so many prompt tokens."""
@@ -118,32 +120,41 @@ class Routed:
                 del op.open[sequence.id]
 
     def _plan_op(self, op: _Op, budget: int, now: int, works: list[Work]) -> int:
-        if not op.begun and not self._begin(op):
+        if op.begun and op.single:
             return budget
-        for sequence in list(op.open.values()):
+        if not op.begun:
+            self._begin(op)
+        planned: list[Work] = []
+        for sequence in op.open.values():
             owed = op.owed[sequence.id]
             if not owed or sequence.dead:
                 continue
             if not sequence.prefilling:
-                works.append(decode_work(self._kv, sequence))
-                op.owed[sequence.id] = 0
+                planned.append(decode_work(self._kv, sequence))
             elif budget > 0:
-                n = min(owed, budget)
-                works.append(prompt_work(self._kv, sequence, n, now))
-                op.owed[sequence.id] -= n
-                budget -= n
+                planned.append(prompt_work(self._kv, sequence, min(owed, budget), now))
+                budget -= planned[-1].n_tokens
+            else:
+                continue
+            op.owed[sequence.id] -= planned[-1].n_tokens
+        op.begun = bool(planned) or op.begun or not op.waits
+        if op.single and op.begun:
+            self._end_after(op, planned)
+        works += planned
         return budget
 
-    def _begin(self, op: _Op) -> bool:
-        """Fix who has a part in a step, at its first turn; False: it has to wait for somebody."""
+    def _begin(self, op: _Op) -> None:
+        """Find out who can have a part in a step; again until somebody has."""
         ready = {i: sequence for i, sequence in op.members.items() if i in self._admitted}
-        if op.waits and not ready and op.members:
-            return False
-        op.begun = True
         op.waiting = [i for i in op.members if i not in ready]
-        op.owed = {i: _promised(sequence, op.chunks[i]) for i, sequence in ready.items()}
+        op.owed = {i: _promised(sequence, op.chunks.get(i, 0)) for i, sequence in ready.items()}
         op.open = {i: sequence for i, sequence in ready.items() if op.owed[i]}
-        return True
+
+    def _end_after(self, op: _Op, works: list[Work]) -> None:
+        """Let a router's step be over once these works are settled."""
+        op.waiting += [i for i, owed in op.owed.items() if owed]
+        op.owed = dict.fromkeys(op.owed, 0)
+        op.open = {work.sequence.id: work.sequence for work in works}
 
 
 def _promised(sequence: Sequence, chunk: int) -> int:

@@ -194,7 +194,8 @@ class Scheduler:
         Probes have a budget of their own: PROBE_TOKENS.
         """
         batcher, budget = self._batcher, self.limits.prefill_tokens
-        works = self._routed.plan(now, budget - batcher.quantum if batcher.has_prompts else budget)
+        share = budget - budget // 2 if batcher.has_prompts else budget
+        works = self._routed.plan(now, share)
         budget -= sum(work.n_tokens for work in works if not work.decodes)
         return works + batcher.plan(now, budget) + self._probes.plan(now)
 

@@ -32,7 +32,7 @@ class Advanced:
     id: int
     #: Prompt tokens that its sequences have yet to be given, by sequence id.
     behind: dict[int, int]
-    #: Sequences of it that had no row when it began.
+    #: Sequences that were not given what was asked for: no row, or not enough of the budget.
     waiting: list[int]
 
 

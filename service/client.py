@@ -167,7 +167,6 @@ class EngineClient(asyncio.Protocol):
         start: list[Request],
         start_chunks: list[int],
         resume: list[int],
-        chunk: int,
         waits: bool,
         sink: Sink,
     ) -> Advanced:
@@ -179,7 +178,7 @@ class EngineClient(asyncio.Protocol):
         self._ops[op] = done
         sequence_ids = [request.sequence_ids[0] for request in start] + resume
         self._watch(sequence_ids, sink)
-        self._send(Advance(op, start, start_chunks, resume, chunk, waits))
+        self._send(Advance(op, start, start_chunks, resume, waits))
         try:
             return await done
         finally:

@@ -33,7 +33,7 @@ class RoutedSequence:
         self.stopped = False
         #: Stopped by a stop sequence, which the engine cannot see.
         self.stopped_by_text = False
-        #: It has no row yet.
+        #: It waits for a row, or for a step that has room for its prompt.
         self.waits = True
         #: Prompt tokens that have yet to be processed.
         self.behind = len(request.prompt)

@@ -279,7 +279,6 @@ class Server:
                 serving,
                 parts.admission,
                 urls=[parts.listener.shard_url],
-                prefill_tokens=settings.resolved_prefill_tokens,
                 lease=settings.router_lease,
             )
             life.callback(leading.close)

@@ -62,7 +62,6 @@ class ShardService:
         serving: engine, tokenizer and limits.
         admission: says no while the pod drains.
         urls: the addresses of all shards, this one included.
-        prefill_tokens: prompt tokens that one step takes.
         lease: seconds after which a batch that no call names is released.
     """
 
@@ -72,7 +71,6 @@ class ShardService:
         admission: Admission,
         *,
         urls: Sequence[str],
-        prefill_tokens: int,
         lease: float,
     ) -> None:
         self.urls = urls
@@ -80,7 +78,6 @@ class ShardService:
         self._serving = serving
         self._admission = admission
         self._requests = ShardRequests(serving)
-        self._prefill_tokens = prefill_tokens
         self._working: set[asyncio.Task[ShardStep]] = set()
         self._probing = asyncio.Lock()
         #: Done once nothing is stepped any more.
@@ -263,7 +260,6 @@ class ShardService:
                 start=opened.requests,
                 start_chunks=[sequence.chunk for sequence in opened.sequences],
                 resume=[sequence.sequence_id for sequence in resumed if not sequence.stopped],
-                chunk=self._prefill_tokens,
                 waits=waits,
                 sink=sink,
             )

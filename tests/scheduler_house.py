@@ -194,12 +194,10 @@ class House:
         self.scheduler.abort(ids)
         self.scheduler.check()
 
-    def advance(
-        self, op: int, start=(), chunks=None, resume=(), chunk=0, waits=False
-    ) -> Failure | None:
+    def advance(self, op: int, start=(), chunks=None, resume=(), waits=False) -> Failure | None:
         start = list(start)
         chunks = chunks if chunks is not None else [0] * len(start)
-        message = Advance(op, start, chunks, list(resume), chunk, waits)
+        message = Advance(op, start, chunks, list(resume), waits)
         failure = self.scheduler.advance(message)
         if failure is None:
             self.ops[op] = message
@@ -309,7 +307,12 @@ class House:
             assert 0 <= behind <= len(owed.request.prompt)
             assert bool(owed.tokens) == (not behind), "complete without its tokens"
             assert behind or sequence_id not in advanced.waiting, "it waited and has begun"
-        assert not op.waits or not named or set(advanced.waiting) < named, "nobody was stepped"
+        untouched = [
+            i
+            for i in advanced.waiting
+            if advanced.behind.get(i) == len(self.sequences[i].request.prompt)
+        ]
+        assert not op.waits or not named or set(untouched) < named, "nobody was stepped"
 
     def _hear_token(self, owed: Owed, token: int, finish: FinishCode) -> None:
         assert not owed.ended, f"{owed.ended}, then a token"

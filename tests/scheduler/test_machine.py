@@ -119,19 +119,17 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(
         starts=st.lists(st.tuples(prompts(), stops(), st.integers(0, 12)), max_size=3),
         pick=st.randoms(use_true_random=False),
-        chunk=st.sampled_from([0, 0, 1, 7, 12]),
         waits=st.booleans(),
         turns=st.integers(0, 6),
     )
-    def advance(self, starts, pick, chunk, waits, turns):
+    def advance(self, starts, pick, waits, turns):
         held = self.alive(held=True)
         self.house.advance(
             1000 + len(self.house.ops),
             [request(self.new_ids(1), prompt, **stops) for prompt, stops, _ in starts],
             [end for _, _, end in starts],
             pick.sample(held, pick.randint(0, len(held))),
-            chunk,
-            waits,
+            waits=waits,
         )
         self.turns(turns)
 

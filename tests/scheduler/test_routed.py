@@ -29,15 +29,38 @@ def test_a_long_prompt_takes_several_steps_and_is_answered_once(house):
 
 
 def test_a_chunk_yields_no_token_until_it_ends_the_prompt(house):
-    house.advance(1, [request(1, [1] * 12)], chunks=[5])
+    house.advance(1, [request(1, [1] * 12)], chunks=[3])
     house.run()
     assert (house.ops_done, house.outputs(1)) == ([1], [])
-    house.advance(2, resume=[1], chunk=5)
+    house.advance(2, resume=[1])
     house.run()
+    # A step has room for 8 of the 9 that are left.
     assert (house.ops_done, house.outputs(1)) == ([1, 2], [])
     house.advance(3, resume=[1])
     house.run()
     assert (house.ops_done, len(house.outputs(1))) == ([1, 2, 3], 1)
+
+
+def test_streams_do_not_wait_for_the_prompts_that_join_them(house):
+    house.advance(1, [request(1, [1] * 3, max_new_tokens=9)])
+    house.run()
+    steps = []
+    for op in range(2, 6):
+        if op == 2:
+            house.advance(op, [request(2, [2] * 20), request(3, [3] * 5)], resume=[1])
+        else:
+            house.advance(op, resume=[1, 2, 3])
+        house.turn()
+        planned = house.planned()
+        house.run()
+        steps.append((planned, house.waiting[op]))
+    assert steps == [
+        ({1: 1, 2: 8}, [2, 3]),
+        ({1: 1, 2: 8}, [2, 3]),
+        ({1: 1, 2: 4, 3: 4}, [3]),
+        ({1: 1, 2: 1, 3: 1}, []),
+    ]
+    assert [len(house.outputs(i)) for i in (1, 2, 3)] == [5, 2, 1]
 
 
 def test_steps_that_overlap_run_one_after_the_other(house):
@@ -51,7 +74,7 @@ def test_steps_that_overlap_run_one_after_the_other(house):
 
 def test_a_request_waits_until_its_whole_bound_is_free(house):
     house.advance(1, [request(1, [1] * 20, max_new_tokens=41)])
-    house.advance(2, [request(2, [2] * 5), request(3, [3] * 20, max_new_tokens=40)])
+    house.advance(2, [request(2, [2] * 5), request(3, [3] * 5, max_new_tokens=50)])
     house.run()
     assert (house.waiting[2], len(house.outputs(2)), house.outputs(3)) == ([3], 1, [])
     house.abort(1)

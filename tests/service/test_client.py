@@ -209,9 +209,7 @@ async def test_a_router_step_returns_after_its_tokens() -> None:
     async with linked() as (client, engine):
         notes = Notes()
         advancing = asyncio.create_task(
-            client.advance(
-                start=[request(0)], start_chunks=[0], resume=[], chunk=0, waits=False, sink=notes
-            )
+            client.advance(start=[request(0)], start_chunks=[0], resume=[], waits=False, sink=notes)
         )
         asked = await engine.hear()
         assert isinstance(asked, Advance)
@@ -228,7 +226,7 @@ async def test_a_lost_engine_fails_all_that_is_under_way_once(words: list[Broken
         client.submit(request(0, 1), notes)
         advancing = asyncio.create_task(
             client.advance(
-                start=[request(2)], start_chunks=[0], resume=[], chunk=0, waits=False, sink=Notes()
+                start=[request(2)], start_chunks=[0], resume=[], waits=False, sink=Notes()
             )
         )
         await engine.hear()

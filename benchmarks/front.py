@@ -32,9 +32,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.config import load_settings
-from tokenpod.engine.exchange import face_of
-from tokenpod.engine.link import LinkClosed
-from tokenpod.engine.types import (
+from tokenpod.core.link import LinkClosed
+from tokenpod.core.messages import (
     Abort,
     FinishCode,
     Load,
@@ -44,6 +43,7 @@ from tokenpod.engine.types import (
     StepOutputs,
     ToEngine,
 )
+from tokenpod.engine.exchange import face_of
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SLOTS = 1 << 24

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from tokenpod.core.messages import Request, SamplingParams, StepOutputs, StoppingParams
+from tokenpod.core.plan import StepPlan
 from tokenpod.engine.executor import StepResult
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.plan import StepPlan
-from tokenpod.engine.types import Request, SamplingParams, StepOutputs, StoppingParams
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 #: (rows, context) of decode that `gpu.py` was asked for when the cache was found to be in pieces.

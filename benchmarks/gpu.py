@@ -44,18 +44,18 @@ def _find_tokenpod() -> None:
 _find_tokenpod()
 
 
-from tokenpod.engine.assemble import assemble  # noqa: E402
-from tokenpod.engine.executor import Executor, Launched, StepResult  # noqa: E402
-from tokenpod.engine.loop import EngineLoop  # noqa: E402
-from tokenpod.engine.memory import let_segments_grow  # noqa: E402
-from tokenpod.engine.plan import StepPlan  # noqa: E402
-from tokenpod.engine.types import (  # noqa: E402
+from tokenpod.core.messages import (  # noqa: E402
     EngineOptions,
     Request,
     SamplingParams,
     StepOutputs,
     StoppingParams,
 )
+from tokenpod.core.plan import StepPlan  # noqa: E402
+from tokenpod.engine.assemble import assemble  # noqa: E402
+from tokenpod.engine.executor import Executor, Launched, StepResult  # noqa: E402
+from tokenpod.engine.loop import EngineLoop  # noqa: E402
+from tokenpod.engine.memory import let_segments_grow  # noqa: E402
 from tokenpod.kernels.ops import Activation  # noqa: E402
 from tokenpod.kernels.registry import operations_for  # noqa: E402
 from tokenpod.models.config import DecoderConfig  # noqa: E402

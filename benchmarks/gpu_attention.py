@@ -38,8 +38,8 @@ except ImportError:
     tokenpod.__path__ = [str(Path(__file__).resolve().parent.parent)]
     sys.modules["tokenpod"] = tokenpod
 
-from tokenpod.engine.batch import ForwardBatch, PagedRows
 from tokenpod.kernels import reference
+from tokenpod.kernels.batch import ForwardBatch, PagedRows
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.reference.rotary import quantise
 from tokenpod.kernels.triton.attention import attention, plan_attention

@@ -48,9 +48,9 @@ from gpu_products import (
     small,
 )
 
-from tokenpod.engine.batch import ForwardBatch, PagedRows
-from tokenpod.engine.pool import KVPool
+from tokenpod.kernels.batch import ForwardBatch, PagedRows
 from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton import (
     OPERATIONS,
     attention_decode,

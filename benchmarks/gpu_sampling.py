@@ -48,9 +48,9 @@ except ImportError:
     msgspec.Struct = Struct
     sys.modules["msgspec"] = msgspec
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles
 from tokenpod.engine.sampler import Sampler
-from tokenpod.engine.types import SamplingParams
 
 #: Measured on an H200: a read-only pass over gigabytes.
 READ_BYTES_PER_SECOND = 4.617e12

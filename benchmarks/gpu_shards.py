@@ -37,12 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu import config_of
 
+from tokenpod.core.messages import EngineOptions, SamplingParams
+from tokenpod.core.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.assemble import assemble
 from tokenpod.engine.executor import Executor
-from tokenpod.engine.group import Group, join_group
+from tokenpod.engine.join import join_group
 from tokenpod.engine.memory import let_segments_grow
-from tokenpod.engine.plan import NewRow, RowWork, StepPlan
-from tokenpod.engine.types import EngineOptions, SamplingParams
+from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.kernels.triton import product

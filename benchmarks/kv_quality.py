@@ -26,16 +26,16 @@ sys.path.insert(0, str(ROOT / "tools"))  # `python -P` leaves it out
 from demo_model.corpus import split, standard_library  # noqa: E402
 
 import tokenpod.models.demo  # noqa: E402
-from tokenpod.engine.batch import ForwardBatch  # noqa: E402
 from tokenpod.engine.kv_scales import (  # noqa: E402
     EIGHT_BITS,
     PROMPT_TOKENS,
     measure_scales,
     random_prompt,
 )
-from tokenpod.engine.pool import KVPool  # noqa: E402
 from tokenpod.kernels import reference  # noqa: E402
+from tokenpod.kernels.batch import ForwardBatch  # noqa: E402
 from tokenpod.kernels.ops import KVScales, Operations  # noqa: E402
+from tokenpod.kernels.pool import KVPool  # noqa: E402
 from tokenpod.models import load as loading  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402
 

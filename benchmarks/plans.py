@@ -19,12 +19,12 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from tokenpod.engine.errors import EngineError
-from tokenpod.engine.plan import RowWork, StepPlan
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import Letter, Placement
+from tokenpod.core.plan import RowWork, StepPlan
 from tokenpod.engine.shards.codec import decode_plan, encode_plan
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
-from tokenpod.engine.types import Letter, Placement
 
 #: Rows of a decode step, and the seconds that such a step takes on one H200 (an 8B shape).
 STEPS = [(1, 0.004), (64, 0.008), (256, 0.014)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from tokenpod.engine.types import Request, SamplingParams, StoppingParams
+from tokenpod.core.messages import Request, SamplingParams, StoppingParams
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 STEPS = 300

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from tokenpod.engine.batch import ForwardBatch
-from tokenpod.engine.pool import KVPool
+from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.ops import Activation, Linear, Operations
+from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tokenpod.engine.capability import eight_bits_problem
-from tokenpod.engine.capacity import GAPS, choose_slots
-from tokenpod.engine.errors import EngineError
+from tokenpod.core.capability import eight_bits_problem
+from tokenpod.core.capacity import GAPS, choose_slots
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import PROBE_TOKENS, EngineOptions, SamplingParams
+from tokenpod.core.plan import Ints, NewRow, RowWork, StepPlan
 from tokenpod.engine.executor import Executor, Launched
-from tokenpod.engine.group import Group
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
@@ -22,10 +23,9 @@ from tokenpod.engine.kv_scales import (
     random_prompt,
 )
 from tokenpod.engine.memory import free_bytes, map_ahead
-from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
-from tokenpod.engine.pool import KVPool
-from tokenpod.engine.types import PROBE_TOKENS, EngineOptions, SamplingParams
+from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import KVScales
+from tokenpod.kernels.pool import KVPool
 from tokenpod.models.decoder import Decoder
 
 __all__ = ["Assembled", "EngineError", "assemble"]

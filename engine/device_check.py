@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tokenpod.core.capability import problem_of
 from tokenpod.engine.assemble import EngineError
-from tokenpod.engine.capability import problem_of
 
 
 def check_device(device: torch.device) -> None:

@@ -13,16 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from tokenpod.engine.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots
+from tokenpod.core.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
 from tokenpod.engine.integers import Counts, Integers, fill, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
-from tokenpod.engine.plan import NewRow, RowWork, StepPlan
-from tokenpod.engine.pool import KVPool
 from tokenpod.engine.sampler import prompt_logprobs
 from tokenpod.engine.shared_device_sampler import FollowingDeviceSampler
+from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots
+from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
 
 #: Steps that can be under way: one computes, one waits behind it, one is being filled in.

@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d as c10d
 
-from tokenpod.engine.errors import EngineError
+from tokenpod.core.errors import EngineError
 from tokenpod.engine.host_group import HostGroup
 from tokenpod.engine.rendezvous import one_line
 from tokenpod.kernels.triton.peers import BLOCK, Inboxes

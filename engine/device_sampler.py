@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 import triton
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_rows import counts, words
 from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.types import SamplingParams
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
 
 #: Tokens reported a row where any row asks for top tokens.

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import msgspec
 
-from tokenpod.engine.link import Link, LinkClosed
-from tokenpod.engine.types import Abort, Request, StepOutputs, ToEngine, Top
+from tokenpod.core.link import Link, LinkClosed
+from tokenpod.core.messages import Abort, Request, StepOutputs, ToEngine, Top
 
 
 class Face(Protocol):

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.engine.batch import ForwardBatch, RaggedRows
-from tokenpod.engine.plan import StepPlan
-from tokenpod.engine.pool import KVPool
+from tokenpod.core.plan import StepPlan
+from tokenpod.kernels.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.pool import KVPool
 
 
 class Model(Protocol):

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tokenpod.engine.batch import ForwardBatch, Run, append_slots
+from tokenpod.core.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.executor import Model, StepResult
-from tokenpod.engine.group import Group
-from tokenpod.engine.plan import NewRow, RowWork, StepPlan
-from tokenpod.engine.pool import KVPool
 from tokenpod.engine.sampler import prompt_logprobs
 from tokenpod.engine.shared_sampler import host_sampler
+from tokenpod.kernels.batch import ForwardBatch, Run, append_slots
+from tokenpod.kernels.group import Group
+from tokenpod.kernels.pool import KVPool
 
 #: A CPU reads runs.
 _NO_TABLE = torch.zeros((0, 0), dtype=torch.int32)

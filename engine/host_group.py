@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from tokenpod.engine.errors import RankLost
+from tokenpod.core.errors import RankLost
 from tokenpod.engine.rendezvous import one_line
 
 _T = TypeVar("_T")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenpod.engine.plan import RowWork
+from tokenpod.core.plan import RowWork
 
 #: In place of a token: the one that the row sampled last, which the device knows.
 LAST = -1

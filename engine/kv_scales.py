@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenpod.engine.pool import KVPool
 from tokenpod.kernels.ops import KVScales
+from tokenpod.kernels.pool import KVPool
 
 #: What `kv_cache_dtype` calls a pool of 8 bits, and its type.
 EIGHT_BITS_NAME, EIGHT_BITS = "fp8_e4m3", torch.float8_e4m3fn

@@ -15,10 +15,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from tokenpod.engine.exchange import Face
-from tokenpod.engine.executor import Launched, Launcher, StepResult
-from tokenpod.engine.plan import NewRow, RowWork, StepPlan
-from tokenpod.engine.types import (
+from tokenpod.core.messages import (
     Abort,
     Advance,
     Advanced,
@@ -29,6 +26,9 @@ from tokenpod.engine.types import (
     ToEngine,
     Top,
 )
+from tokenpod.core.plan import NewRow, RowWork, StepPlan
+from tokenpod.engine.exchange import Face
+from tokenpod.engine.executor import Launched, Launcher, StepResult
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step, Work
 from tokenpod.scheduler.sequence import Sequence
 

@@ -13,12 +13,12 @@ import socket
 import sys
 import traceback
 
-from tokenpod.engine.errors import EngineError
+from tokenpod.core.errors import EngineError
+from tokenpod.core.link import LinkClosed
+from tokenpod.core.messages import Broken, EngineOptions
+from tokenpod.core.parent import die_with_parent
 from tokenpod.engine.exchange import face_of
-from tokenpod.engine.link import LinkClosed
-from tokenpod.engine.parent import die_with_parent
 from tokenpod.engine.shards.member import Member
-from tokenpod.engine.types import Broken, EngineOptions
 from tokenpod.models.errors import ModelError
 
 

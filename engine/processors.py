@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.rng import philox, signed, split
-from tokenpod.engine.types import SamplingParams
 
 #: "A Watermark for Large Language Models" (Kirchenbauer et al., 2023), with TGI's constants.
 WATERMARK_GAMMA = 0.5

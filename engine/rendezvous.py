@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
-from tokenpod.engine.errors import EngineError, RankLost
+from tokenpod.core.errors import EngineError, RankLost
 
 #: Between attempts to reach rank 0, which may start later.
 _RETRY_SECONDS = 0.1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.engine.types import SamplingParams
+from tokenpod.core.messages import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

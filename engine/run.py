@@ -10,15 +10,16 @@ from typing import NoReturn
 
 import torch
 
+from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.device_check import check_device, check_heads
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
-from tokenpod.engine.group import Group, join_group
+from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.shards.member import Member
-from tokenpod.engine.types import EngineOptions, Loading, Ready
+from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.share import WHOLE, Share
 from tokenpod.scheduler.scheduler import Limits, Scheduler

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.processors import (
     History,
     log_mass,
@@ -22,7 +23,6 @@ from tokenpod.engine.processors import (
 )
 from tokenpod.engine.rng import signed, token_noise, vocabulary_noise
 from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.types import SamplingParams
 
 #: Ties at the n-th place are all reported, up to so many tokens in all.
 MOST_TOP_TOKENS = 64

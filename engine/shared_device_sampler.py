@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, DeviceSamples, Launches
-from tokenpod.engine.group import Group
-from tokenpod.engine.types import SamplingParams
+from tokenpod.kernels.group import Group
 
 
 def device_sampler(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.engine.group import Group
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.sampler import Sampler, Samples
-from tokenpod.engine.types import SamplingParams
+from tokenpod.kernels.group import Group
 
 _CPU = torch.device("cpu")
 

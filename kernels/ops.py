@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.engine.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.batch import ForwardBatch, RaggedRows
 
 #: A product with fixed weights: [T, in] -> [T, out].
 Linear = Callable[[torch.Tensor], torch.Tensor]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from tokenpod.engine.group import Group
+from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import (
     Activation,
     AddExperts,

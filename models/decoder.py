@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.engine.batch import ForwardBatch, RaggedRows
-from tokenpod.engine.pool import KVPool
+from tokenpod.kernels.batch import ForwardBatch, RaggedRows
 from tokenpod.kernels.ops import (
     AddBlock,
     AddLinear,
@@ -24,6 +23,7 @@ from tokenpod.kernels.ops import (
     Operations,
     RowNorm,
 )
+from tokenpod.kernels.pool import KVPool
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.linear import add_linear, expert_block, gated_block, linear, norm_linear
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from tokenpod.engine.capacity import Footprint, Portion
+from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.checkpoint import Checkpoint, check
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.families import FAMILIES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.engine.group import Group
+from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.checkpoint import Checkpoint, Progress, check, read_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from tokenpod.engine.types import Request
+from tokenpod.core.messages import Request
 
 #: Moments of sequences that are gone, which are not worth a clean-up.
 _LEFTOVERS = 64

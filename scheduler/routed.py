@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from tokenpod.engine.types import Advance
+from tokenpod.core.messages import Advance
 from tokenpod.scheduler.batcher import decode_work, prompt_work
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.sequence import Sequence

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from tokenpod.engine.types import (
+from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
     Failure,

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from tokenpod.engine.types import FinishCode, Request
+from tokenpod.core.messages import FinishCode, Request
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenpod.engine.types import Failure, FinishCode, Started
+from tokenpod.core.messages import Failure, FinishCode, Started
 from tokenpod.scheduler.radix import Slots
 from tokenpod.scheduler.sequence import Sequence
 

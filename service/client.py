@@ -15,8 +15,8 @@ from typing import Protocol, cast
 
 import msgspec
 
-from tokenpod.engine.link import FrameDecoder, encode_frame
-from tokenpod.engine.types import (
+from tokenpod.core.link import FrameDecoder, encode_frame
+from tokenpod.core.messages import (
     Abort,
     Advance,
     Advanced,

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 
-from tokenpod.engine.types import Top
+from tokenpod.core.messages import Top
 
 #: Bytes from which on a page takes nothing more.
 _PAGE_BYTES = 8 * 1024

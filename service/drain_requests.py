@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tokenpod.engine.types import Letter
+from tokenpod.core.messages import Letter
 from tokenpod.service.errors import Unavailable
 from tokenpod.service.rank_line import RankLine
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tokenpod.engine.types import EngineOptions, Letter, Loading, Ready
+from tokenpod.core.messages import EngineOptions, Letter, Loading, Ready
 from tokenpod.service.client import EngineClient, EngineLost
 from tokenpod.service.rank_line import RankLine
 

@@ -15,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from tokenpod.engine.types import Failure, FailureCode
+from tokenpod.core.messages import Failure, FailureCode
 
 #: `google.rpc.ErrorInfo.domain`.
 DOMAIN = "tokenpod"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenpod.engine.types import FinishCode
+from tokenpod.core.messages import FinishCode
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.calls import GenerateCall
 from tokenpod.service.deltas import Delta

@@ -21,8 +21,8 @@ import msgspec
 import uvloop
 
 from tokenpod.config import ServerSettings
-from tokenpod.engine.parent import die_with_parent
-from tokenpod.engine.types import Loading
+from tokenpod.core.messages import Loading
+from tokenpod.core.parent import die_with_parent
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import EngineClient, EngineLost
 from tokenpod.service.closing import Closing

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from tokenpod.config import ServerSettings
-from tokenpod.engine.types import Ready, Request, StoppingParams
+from tokenpod.core.messages import Ready, Request, StoppingParams
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service import convert, validate
 from tokenpod.service.admission import Admission, Place

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenpod.engine.types import (
+from tokenpod.core.messages import (
     Failure,
     FinishCode,
     Request,

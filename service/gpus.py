@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tokenpod.engine.capability import Capability
+from tokenpod.core.capability import Capability
 
 GIB = 1 << 30
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from tokenpod.engine.types import Load
+from tokenpod.core.messages import Load
 from tokenpod.service.generation import Generation
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]

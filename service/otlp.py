@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-from tokenpod.engine.types import Load
+from tokenpod.core.messages import Load
 from tokenpod.service.instruments import Instruments
 from tokenpod.service.telemetry import RecordedCall, Telemetry, TelemetrySettings
 from tokenpod.service.tracing import TracingInterceptor, current_call

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from tokenpod.engine.types import Load
+from tokenpod.core.messages import Load
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import NO_LOAD, EngineClient
 from tokenpod.service.closing import Closing

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from tokenpod.config import ServerSettings, host_of
-from tokenpod.engine.types import EngineOptions, Placement, ShardTls
+from tokenpod.core.messages import EngineOptions, Placement, ShardTls
 
 
 def engine_options(

@@ -6,7 +6,7 @@ import sys
 
 from tqdm import tqdm
 
-from tokenpod.engine.types import Loading
+from tokenpod.core.messages import Loading
 
 
 class LoadingBar:

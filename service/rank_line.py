@@ -9,8 +9,8 @@ from typing import cast
 
 import msgspec
 
-from tokenpod.engine.link import FrameDecoder, encode_frame
-from tokenpod.engine.types import Broken, FromRank, Joined, Letter, Pulse, ToRank, Waiting
+from tokenpod.core.link import FrameDecoder, encode_frame
+from tokenpod.core.messages import Broken, FromRank, Joined, Letter, Pulse, ToRank, Waiting
 
 
 class RankLine(asyncio.Protocol):

@@ -10,13 +10,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenpod.engine.shards.silence import (
+from tokenpod.core.messages import EngineOptions, Letter, Loading, Over, Ready
+from tokenpod.core.silence import (
     BEAT_SECONDS,
     LOADING_PATIENCE_SECONDS,
     PATIENCE_SECONDS,
     Silence,
 )
-from tokenpod.engine.types import EngineOptions, Letter, Loading, Over, Ready
 from tokenpod.service.client import EngineClient, EngineLost
 from tokenpod.service.engine_process import EngineProcess
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tokenpod.engine.types import FinishCode, Request, Started, Top
+from tokenpod.core.messages import FinishCode, Request, Started, Top
 from tokenpod.service.calls import ShardGeneration, ShardRequest, ShardText, TokenList
 from tokenpod.service.stops import TailStops
 from tokenpod.service.tokenizer import Tokenizer

@@ -26,7 +26,7 @@ import grpc
 import uvloop
 
 from tokenpod.config import ServerSettings
-from tokenpod.engine.types import Ready
+from tokenpod.core.messages import Ready
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import EngineLost
 from tokenpod.service.closing import Closing

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from tokenpod.engine.types import Ready
+from tokenpod.core.messages import Ready
 from tokenpod.protos.generate.v1 import generate_pb2_grpc as v1_grpc
 from tokenpod.protos.generate.v2 import generate_pb2_grpc as v2_grpc
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as v3_grpc

@@ -10,7 +10,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from tokenpod.engine.types import PROBE_TOKENS, Request, StoppingParams
+from tokenpod.core.messages import PROBE_TOKENS, Request, StoppingParams
 from tokenpod.service import validate
 from tokenpod.service.calls import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.errors import InvalidArgument

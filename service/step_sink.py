@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from tokenpod.engine.types import Failure, FailureCode, FinishCode, Started, Top
+from tokenpod.core.messages import Failure, FailureCode, FinishCode, Started, Top
 from tokenpod.service.calls import ShardGeneration
 from tokenpod.service.errors import ServiceError, engine_failure
 from tokenpod.service.routed import RoutedSequence

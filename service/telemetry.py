@@ -15,7 +15,7 @@ from typing import Protocol
 
 import grpc
 
-from tokenpod.engine.types import Load
+from tokenpod.core.messages import Load
 from tokenpod.service.generation import Generation
 
 

@@ -28,7 +28,7 @@ from opentelemetry import context as otel_context
 from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServerInterceptor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from tokenpod.engine.types import FinishCode
+from tokenpod.core.messages import FinishCode
 from tokenpod.service.generation import Generation
 from tokenpod.service.instruments import Instruments
 from tokenpod.service.interceptors import (

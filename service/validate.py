@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenpod.engine.types import SamplingParams
+from tokenpod.core.messages import SamplingParams
 from tokenpod.service.calls import (
     ChatPrompt,
     GenerateCall,

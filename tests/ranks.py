@@ -16,10 +16,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from tokenpod.core.messages import EngineOptions, Request, StepOutputs
 from tokenpod.engine.assemble import Assembled, assemble, make_pool
-from tokenpod.engine.group import Group, join_group
+from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.types import EngineOptions, Request, StepOutputs
+from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder

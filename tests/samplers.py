@@ -9,9 +9,9 @@ import torch
 from interpreted import DEVICE
 from sampling_reference import choose
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, DeviceSamples, Launches, Tiles
 from tokenpod.engine.sampler import Sampler
-from tokenpod.engine.types import SamplingParams
 
 CPU = torch.device("cpu")
 #: Of log probabilities. A GPU's exponential is good to two units in the last place, and a large

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenpod.engine.types import SamplingParams
+from tokenpod.core.messages import SamplingParams
 
 WORD = 2**32
 

@@ -11,7 +11,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tokenpod.engine.types import (
+from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
     Failure,

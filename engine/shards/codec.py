@@ -14,8 +14,8 @@ from itertools import chain
 
 import numpy as np
 
-from tokenpod.engine.plan import Ints, NewRow, RowWork, StepPlan
-from tokenpod.engine.types import SamplingParams
+from tokenpod.core.messages import SamplingParams
+from tokenpod.core.plan import Ints, NewRow, RowWork, StepPlan
 from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 _COLUMNS = 7

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import tokenpod
-from tokenpod.engine.types import EngineOptions
+from tokenpod.core.messages import EngineOptions
 
 #: Of the messages in protos/tokenpod/shard/v1.
 PROTOCOL = 1

@@ -16,13 +16,13 @@ from typing import Any
 
 import grpc
 
-from tokenpod.engine.errors import EngineError, RankLost
-from tokenpod.engine.plan import StepPlan
+from tokenpod.core.errors import EngineError, RankLost
+from tokenpod.core.messages import Letter, Placement
+from tokenpod.core.plan import StepPlan
+from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.codec import decode_plan
 from tokenpod.engine.shards.facts import PROTOCOL
-from tokenpod.engine.shards.silence import Silence
 from tokenpod.engine.shards.transport import METHOD, channel
-from tokenpod.engine.types import Letter, Placement
 from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Seconds to wait for the leader's first answer, and before the next attempt.

@@ -22,14 +22,14 @@ from typing import Any
 
 import grpc
 
-from tokenpod.engine.errors import EngineError
-from tokenpod.engine.plan import StepPlan
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import Letter, Placement
+from tokenpod.core.plan import StepPlan
+from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.codec import encode_plan
 from tokenpod.engine.shards.facts import PROTOCOL, difference
 from tokenpod.engine.shards.rival import find_rival
-from tokenpod.engine.shards.silence import Silence
 from tokenpod.engine.shards.transport import SERVER_OPTIONS, SERVICE, server_credentials
-from tokenpod.engine.types import Letter, Placement
 from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Threads for streams that are refused, besides one a seat.

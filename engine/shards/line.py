@@ -12,8 +12,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from tokenpod.engine.link import Link, LinkClosed
-from tokenpod.engine.types import FromRank, Letter, Over, ToRank
+from tokenpod.core.link import Link, LinkClosed
+from tokenpod.core.messages import FromRank, Letter, Over, ToRank
 
 
 class Line:

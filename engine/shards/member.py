@@ -15,18 +15,18 @@ import traceback
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from tokenpod.engine.errors import EngineError, RankLost
-from tokenpod.engine.plan import StepPlan
-from tokenpod.engine.shards.facts import facts_of
-from tokenpod.engine.shards.follower import PlanStream
-from tokenpod.engine.shards.leader import PlanServer
-from tokenpod.engine.shards.line import Line
-from tokenpod.engine.shards.silence import (
+from tokenpod.core.errors import EngineError, RankLost
+from tokenpod.core.messages import Broken, EngineOptions, Joined, Letter, Pulse, Waiting
+from tokenpod.core.plan import StepPlan
+from tokenpod.core.silence import (
     BEAT_SECONDS,
     LOADING_PATIENCE_SECONDS,
     PATIENCE_SECONDS,
 )
-from tokenpod.engine.types import Broken, EngineOptions, Joined, Letter, Pulse, Waiting
+from tokenpod.engine.shards.facts import facts_of
+from tokenpod.engine.shards.follower import PlanStream
+from tokenpod.engine.shards.leader import PlanServer
+from tokenpod.engine.shards.line import Line
 from tokenpod.models.errors import ModelError
 
 if TYPE_CHECKING:

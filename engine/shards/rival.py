@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import grpc
 
+from tokenpod.core.messages import ShardTls
 from tokenpod.engine.shards.facts import PROTOCOL
 from tokenpod.engine.shards.transport import METHOD, channel
-from tokenpod.engine.types import ShardTls
 from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 _ANSWER_SECONDS = 2.0

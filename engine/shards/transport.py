@@ -6,8 +6,8 @@ from pathlib import Path
 
 import grpc
 
-from tokenpod.engine.errors import EngineError
-from tokenpod.engine.types import ShardTls
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import ShardTls
 
 SERVICE = "tokenpod.shard.v1.PlanService"
 METHOD = f"/{SERVICE}/Follow"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenpod.engine.batch import ForwardBatch
+from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
 from tokenpod.kernels.compiled.loops import (
     END,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.engine.batch import ForwardBatch, Run
+from tokenpod.kernels.batch import ForwardBatch, Run
 from tokenpod.kernels.cpu.rotary import refuse_scales
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 

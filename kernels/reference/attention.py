@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tokenpod.engine.batch import ForwardBatch
+from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 
 

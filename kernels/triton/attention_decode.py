@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.engine.batch import PagedRows
+from tokenpod.kernels.batch import PagedRows
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.triton.attention_softmax import (
     LOG2E,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenpod.engine.batch import ForwardBatch, RaggedRows, Run
+from tokenpod.kernels.batch import ForwardBatch, RaggedRows, Run
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.triton.attention_softmax import (
     LOG2E,

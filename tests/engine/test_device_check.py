@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tokenpod.core.capability import problem_of
 from tokenpod.engine.assemble import EngineError
-from tokenpod.engine.capability import problem_of
 from tokenpod.engine.device_check import check_device, check_heads
 
 

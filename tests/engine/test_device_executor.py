@@ -10,6 +10,14 @@ import pytest
 import torch
 from interpreted import DEVICE
 
+from tokenpod.core.messages import (
+    FailureCode,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    StoppingParams,
+)
+from tokenpod.core.plan import RowWork
 from tokenpod.engine.assemble import run_worst_steps, worst_step
 from tokenpod.engine.device_executor import DeviceExecutor
 from tokenpod.engine.device_sampler import DeviceSampler, Tiles
@@ -17,17 +25,9 @@ from tokenpod.engine.graphs import ladder
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.integers import LAST, Counts, fill, pad, views
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.plan import RowWork
-from tokenpod.engine.pool import KVPool
-from tokenpod.engine.types import (
-    FailureCode,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-)
 from tokenpod.kernels import cpu, reference, triton
 from tokenpod.kernels.ops import Activation, KVScales
+from tokenpod.kernels.pool import KVPool
 from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families import FAMILIES

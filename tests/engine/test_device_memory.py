@@ -7,16 +7,16 @@ import random
 import pytest
 import torch
 
-from tokenpod.engine.assemble import assemble
-from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.memory import let_segments_grow
-from tokenpod.engine.types import (
+from tokenpod.core.messages import (
     EngineOptions,
     Request,
     SamplingParams,
     StepOutputs,
     StoppingParams,
 )
+from tokenpod.engine.assemble import assemble
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.memory import let_segments_grow
 from tokenpod.kernels import triton
 from tokenpod.kernels.ops import Activation
 from tokenpod.models.config import DecoderConfig

@@ -11,7 +11,7 @@ import transformers
 from harness import free_port
 from ranks import Job, Said
 
-from tokenpod.engine.types import EngineOptions, Request, SamplingParams, StoppingParams
+from tokenpod.core.messages import EngineOptions, Request, SamplingParams, StoppingParams
 
 OPTIONS = EngineOptions(
     model_folder="",

@@ -27,8 +27,8 @@ from samplers import (
     with_holes,
 )
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_sampler import Launches, Tiles
-from tokenpod.engine.types import SamplingParams
 
 
 def same_tokens(rows: list[Row], steps: list[torch.Tensor], tiles: Tiles = SMALL) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tokenpod.engine.exchange import Exchange, face_of
-from tokenpod.engine.link import Link, LinkClosed
-from tokenpod.engine.types import (
+from tokenpod.core.link import Link, LinkClosed
+from tokenpod.core.messages import (
     Abort,
     Advanced,
     Broken,
@@ -25,6 +24,7 @@ from tokenpod.engine.types import (
     ToEngine,
     Top,
 )
+from tokenpod.engine.exchange import Exchange, face_of
 
 LOAD = Load(1, 2, 3, 4, 5, 6)
 

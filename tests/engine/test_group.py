@@ -13,8 +13,8 @@ import pytest
 import torch
 from harness import free_port
 
-from tokenpod.engine.errors import EngineError
-from tokenpod.engine.group import join_group
+from tokenpod.core.errors import EngineError
+from tokenpod.engine.join import join_group
 
 CPU = torch.device("cpu")
 HERE = "127.0.0.1"

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.assemble import EngineError, assemble
 from tokenpod.engine.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
-from tokenpod.engine.pool import KVPool
-from tokenpod.engine.types import EngineOptions
 from tokenpod.kernels.ops import KVScales
+from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.reference.rotary import quantise
 
 CPU = torch.device("cpu")

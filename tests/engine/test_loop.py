@@ -7,10 +7,8 @@ import time
 
 import pytest
 
-from tokenpod.engine.executor import StepResult
-from tokenpod.engine.link import Link, LinkClosed
-from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.types import (
+from tokenpod.core.link import Link, LinkClosed
+from tokenpod.core.messages import (
     Abort,
     FromEngine,
     Request,
@@ -19,6 +17,8 @@ from tokenpod.engine.types import (
     StoppingParams,
     ToEngine,
 )
+from tokenpod.engine.executor import StepResult
+from tokenpod.engine.loop import EngineLoop
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CHUNK = 4

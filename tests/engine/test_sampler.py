@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_reference import choose
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.sampler import Sampler, Samples, prompt_logprobs
-from tokenpod.engine.types import SamplingParams
 
 CPU = torch.device("cpu")
 INF = float("inf")

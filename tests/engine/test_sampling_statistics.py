@@ -9,9 +9,9 @@ import pytest
 import torch
 from sampling_reference import choose, green, softmax
 
+from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.rng import vocabulary_noise
 from tokenpod.engine.sampler import Sampler
-from tokenpod.engine.types import SamplingParams
 
 CPU = torch.device("cpu")
 DRAWS = 4096

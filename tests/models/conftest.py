@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 
-from tokenpod.engine.batch import ForwardBatch, Run
-from tokenpod.engine.pool import KVPool
+from tokenpod.kernels.batch import ForwardBatch, Run
+from tokenpod.kernels.pool import KVPool
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.load import load_model
 

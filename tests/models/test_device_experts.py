@@ -6,9 +6,9 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-from tokenpod.engine.batch import ForwardBatch, PagedRows
-from tokenpod.engine.pool import KVPool
 from tokenpod.kernels import triton
+from tokenpod.kernels.batch import ForwardBatch, PagedRows
+from tokenpod.kernels.pool import KVPool
 from tokenpod.models import load as loading
 from tokenpod.models.load import load_model
 

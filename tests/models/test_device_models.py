@@ -10,15 +10,15 @@ import torch
 from interpreted import DEVICE
 from transformers import AutoModelForCausalLM
 
-from tokenpod.engine.assemble import assemble
-from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.types import (
+from tokenpod.core.messages import (
     EngineOptions,
     Request,
     SamplingParams,
     StepOutputs,
     StoppingParams,
 )
+from tokenpod.engine.assemble import assemble
+from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

@@ -7,7 +7,7 @@ import ranks
 from harness import free_port
 from ranks import Job, Said
 
-from tokenpod.engine.types import EngineOptions, Request, SamplingParams, StoppingParams
+from tokenpod.core.messages import EngineOptions, Request, SamplingParams, StoppingParams
 
 TOLERANCE = 1e-4
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scheduler_house import request
 
-from tokenpod.engine.types import FinishCode
+from tokenpod.core.messages import FinishCode
 from tokenpod.scheduler.sequence import Sequence
 
 EOS, STOP = 8, 9

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tokenpod.engine.link import FrameDecoder, encode_frame
-from tokenpod.engine.types import (
+from tokenpod.core.link import FrameDecoder, encode_frame
+from tokenpod.core.messages import (
     Abort,
     Advance,
     Advanced,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.engine.types import Top
+from tokenpod.core.messages import Top
 from tokenpod.service.deltas import Unread
 
 PIECES = st.lists(

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tokenpod.engine.types import FinishCode, Request, SamplingParams, StoppingParams, Top
+from tokenpod.core.messages import FinishCode, Request, SamplingParams, StoppingParams, Top
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.calls import GenerateCall, Output, Sampling, Stopping
 from tokenpod.service.detokenizer import Detokenizer

@@ -15,7 +15,7 @@ import pytest
 from harness import serve
 
 import tokenpod.service.size
-from tokenpod.engine.types import PROBE_TOKENS
+from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.service.cli import main
 from tokenpod.service.gpus import GIB, GPUS
 from tokenpod.service.size import footprint

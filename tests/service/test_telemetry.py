@@ -28,7 +28,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, serving
 
-from tokenpod.engine.types import (
+from tokenpod.core.messages import (
     FinishCode,
     Load,
     Request,

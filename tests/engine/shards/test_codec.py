@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.engine.plan import NewRow, RowWork, StepPlan
+from tokenpod.core.messages import SamplingParams
+from tokenpod.core.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.shards.codec import decode_plan, encode_plan
-from tokenpod.engine.types import SamplingParams
 from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 int31 = st.integers(0, 2**31 - 1)

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.shards.facts import difference, facts_of
-from tokenpod.engine.types import EngineOptions
 
 DEMO = Path(str(files("tokenpod.models.demo")))
 

@@ -17,11 +17,11 @@ import pytest
 from certificates import make_authority, make_certificate
 from harness import free_port
 
-from tokenpod.engine.errors import EngineError
-from tokenpod.engine.plan import RowWork, StepPlan
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import Letter, Placement, ShardTls
+from tokenpod.core.plan import RowWork, StepPlan
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
-from tokenpod.engine.types import Letter, Placement, ShardTls
 
 FACTS = {"release": "1", "model": "demo"}
 SECONDS = 20.0

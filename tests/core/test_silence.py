@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenpod.engine.shards.silence import BEAT_SECONDS, Silence
+from tokenpod.core.silence import BEAT_SECONDS, Silence
 
 PATIENCE = 5 * BEAT_SECONDS
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.engine.link import FrameDecoder, Link, LinkClosed, encode_frame
-from tokenpod.engine.types import (
+from tokenpod.core.link import FrameDecoder, Link, LinkClosed, encode_frame
+from tokenpod.core.messages import (
     Abort,
     Advance,
     FromEngine,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.engine.capacity import (
+from tokenpod.core.capacity import (
     GIB,
     Capacity,
     Demand,
@@ -15,8 +15,8 @@ from tokenpod.engine.capacity import (
     choose_slots,
     fewest_ranks,
 )
-from tokenpod.engine.pool import KVPool
-from tokenpod.engine.types import PROBE_TOKENS
+from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.kernels.pool import KVPool
 
 #: Llama 3.1's 8B shape.
 MODEL = Footprint(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.engine.types import SamplingParams
+from tokenpod.core.messages import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tokenpod.engine.types import PROBE_TOKENS
+from tokenpod.core.messages import PROBE_TOKENS
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -26,9 +26,10 @@ EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 LINK = re.compile(r"\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
-#: Flags of other programs, and those of TGI that README says do not exist here.
+#: Flags of other programs, and those of TGI that do not exist here.
 FOREIGN = {
     *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
+    "--disable-grammar-support",
     *("--http2-prior-knowledge", "--protocol"),
     *("--waiting-served-ratio", "--max-waiting-tokens"),
     *("--quantize", "--lora-adapters"),
@@ -111,9 +112,10 @@ def test_commands_in_pages_exist_with_their_flags() -> None:
     assert seen
 
 
-def test_flags_named_in_readme_and_contract_exist() -> None:
+def test_flags_named_in_pages_exist() -> None:
     known = set().union(*(flags_of(command) for command in COMMANDS))
-    for name in ("README.md", "docs/contract.md", "docs/architecture.md"):
+    pages = ("README.md", "docs/contract.md", "docs/architecture.md", "docs/coming-from-tgi.md")
+    for name in pages:
         assert set(FLAG.findall((ROOT / name).read_text())) - FOREIGN <= known, name
     assert not FOREIGN & known
 

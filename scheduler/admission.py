@@ -1,11 +1,9 @@
-"""May this request join? The promise: once in, it never runs out of memory.
+"""May these requests join? The promise: once in, they never run out of memory.
 
 The argument (after LightLLM's Efficient Router). Sequences that decode advance in lockstep: every
 step runs all of them. So the future is known but for early ends, which only help. A sequence that
 holds h tokens with l to come holds h + min(t, l) after t steps and nothing after l. The sum over
-all sequences has its maxima where one ends, so it is enough to look there:
-
-    peak = max over k of (sum of held over the k + 1 that last longest, each grown by left_k)
+all sequences has its maxima where one ends, so it is enough to look there.
 
 A sequence whose prompt is still being computed starts to grow up to `delay` steps later. Prompts
 are computed in order and get a guaranteed share of every step, so the delay is bounded; whatever it
@@ -22,30 +20,37 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-#: A delay that no end comes after.
+#: An end that no moment comes after.
 FOREVER = 1 << 40
 
 Ints = npt.NDArray[np.int64]
 
 
-def peak_tokens(held: npt.ArrayLike, left: npt.ArrayLike, delay: npt.ArrayLike = 0) -> int:
-    """The most tokens that these sequences will ever hold at once.
+def peak_tokens(held: npt.ArrayLike, left: npt.ArrayLike, end: npt.ArrayLike) -> int:
+    """The most tokens that these sequences will ever hold at once, in O(n log n).
 
     Args:
-        held: [n] tokens each holds now, or needs before it can grow.
+        held: [n] tokens each holds now, or needs before it can grow. An entry below 0 takes back
+            part of another, until its own end.
         left: [n] tokens each can still grow by, one a step.
-        delay: [n] or scalar: steps until its growth has surely begun. FOREVER: it never leaves, and
-            its growth counts from the start.
+        end: [n] steps until it has surely gone, at least `left`; or FOREVER.
     """
-    h, rest = np.asarray(held, np.int64), np.asarray(left, np.int64)
+    h, rest, ends = (np.asarray(column, np.int64) for column in (held, left, end))
     if not len(h):
         return 0
-    wait = np.broadcast_to(np.asarray(delay, np.int64), h.shape)
-    stays = wait >= FOREVER
-    frozen = int((h + rest)[stays].sum())
-    h, rest, ends = h[~stays], rest[~stays], (wait + rest)[~stays]
-    if not len(h):
-        return frozen
-    moments = np.unique(ends)[:, None]
-    holding = np.where(ends >= moments, h + np.minimum(rest, moments), 0)
-    return frozen + int(holding.sum(axis=1).max())
+    order = ends.argsort()
+    moments, firsts = np.unique(ends[order], return_index=True)
+    # At moment t: the sum of h + min(rest, t) over those that end at t or later. Who has more than
+    # t to come ends later, so what min cuts off is summed over all with rest > t.
+    whole = _suffix_sums((h + rest)[order])[firsts]
+    growing = np.sort(rest)
+    at = growing.searchsorted(moments)
+    cut = _suffix_sums(growing)[at] - moments * (len(growing) - at)
+    return int((whole - cut).max())
+
+
+def _suffix_sums(values: Ints) -> Ints:
+    """[n + 1] the sum of the values from each index on."""
+    sums = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(values[::-1], out=sums[-2::-1])
+    return sums

@@ -71,24 +71,24 @@ class Batcher:
         if siblings:
             self._siblings[first.id] = siblings
 
-    def withdraw(self, samples: list[Sequence]) -> None:
+    def foresee(self, forecast: Forecast, samples: list[Sequence]) -> None:
         """See `queue.Planner`."""
-        self._prefilling.pop()
-        self._siblings.pop(samples[0].id, None)
+        first, *siblings = samples
+        forecast.prefilling(first)
+        if siblings:
+            forecast.siblings(first, siblings)
 
     def add_to(self, forecast: Forecast) -> None:
         """Add the need of these sequences."""
-        forecast.leaving(self._leaving.values())
-        forecast.decoding(self._decoding.values())
+        forecast.leaving([*self._leaving.values()])
+        forecast.decoding([*self._decoding.values()])
         for sequence in self._ready:
             forecast.prefilling(sequence)
         for first, siblings in self._siblings.items():
             if first in self._decoding:
                 forecast.siblings(self._decoding[first], siblings)
         for sequence in self._prefilling:
-            forecast.prefilling(sequence)
-            if sequence.id in self._siblings:
-                forecast.siblings(sequence, self._siblings[sequence.id])
+            self.foresee(forecast, [sequence, *self._siblings.get(sequence.id, [])])
 
     def plan(self, now: int, prefill_tokens: int) -> list[Work]:
         """This step's works, with about so many prompt tokens: `quantum` at the least."""

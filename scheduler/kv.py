@@ -18,6 +18,7 @@ import numpy as np
 from tokenpod.scheduler.radix import RadixTree, Slots
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.slots import Extent, SlotAllocator
+from tokenpod.scheduler.table import Ints, Table
 
 #: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
 ROOM_TO_EVICT_FOR = 128
@@ -39,6 +40,8 @@ class KV:
 
     def __init__(self, slots: int, *, caching: bool = True) -> None:
         self.total = slots
+        #: Of the sequences that keys and values belong to.
+        self.table = Table()
         self._caching = caching
         self.tree = RadixTree()
         self._allocator = SlotAllocator(slots)
@@ -102,18 +105,27 @@ class KV:
         if not extents:
             self._make_space(n, room)
             extents += self._allocator.allocate(n, position=position, room=room)
-            return _slots_from(extents, position, n)
-        last = extents[-1]
-        if n == 1 and last.room > 1:
-            # The common case, a decode step, without ceremony.
-            last.used += 1
-            last.room -= 1
-            self._allocator.free -= 1
-            return np.array((last.end - 1,), np.int64)
-        if n > last.room:
-            self._make_space(n - last.room, room)
-        extents += self._allocator.grow(last, n, room)
+        else:
+            last = extents[-1]
+            if n > last.room:
+                self._make_space(n - last.room, room)
+            extents += self._allocator.grow(last, n, room)
+        self.table.tail[sequence.place] = extents[-1].at
         return _slots_from(extents, position, n)
+
+    def extend_each(self, places: Ints) -> tuple[Ints, Slots]:
+        """A slot for the next position of each sequence whose last extent has room for it.
+
+        Returns the indices into `places` of the others, which `extend` serves, and [n] slots, of
+        which theirs mean nothing.
+        """
+        tails = self.table.tail[places]
+        roomy = self._allocator.rooms[tails] > 0
+        if roomy.all():
+            return _NO_SLOTS, self._allocator.grow_each(tails)
+        slots = np.empty(len(places), np.int64)
+        slots[roomy] = self._allocator.grow_each(tails[roomy])
+        return np.flatnonzero(~roomy), slots
 
     def share_prompt(self, sequence: Sequence, *, awaited: bool) -> None:
         """Move a computed prompt's slots to the tree.
@@ -155,7 +167,7 @@ class KV:
                 self.tree.append(node, tokens[known:], self._hand_over(sequence, known, computed))
         for extent in sequence.extents:
             self._allocator.release(extent)
-        sequence.extents = []
+        self._keep(sequence, [])
         self._unlock(sequence)
 
     def forget_unused(self) -> None:
@@ -170,6 +182,7 @@ class KV:
             for extent in sequence.extents:
                 owner[extent.first : extent.end] += 1
                 private += extent.used
+            assert sum(extent.used for extent in sequence.extents) == sequence.held, sequence.id
         tree = 0
         for node in self.tree.nodes():
             owner[node.slots] += 1
@@ -234,8 +247,15 @@ class KV:
             self._allocator.trim_front(extent, min(end, stop) - extent.position)
             rest.append(extent)
         # The last one stays even if it is empty: it knows at which position the next slot goes.
-        sequence.extents = [e for e in rest[:-1] if e.used or e.room] + rest[-1:]
+        for extent in rest[:-1]:
+            if not (extent.used or extent.room):
+                self._allocator.drop(extent)
+        self._keep(sequence, [e for e in rest[:-1] if e.used or e.room] + rest[-1:])
         return slots
+
+    def _keep(self, sequence: Sequence, extents: list[Extent]) -> None:
+        sequence.extents = extents
+        self.table.tail[sequence.place] = extents[-1].at if extents else 0
 
 
 def _covers(sequence: Sequence, position: int) -> bool:

@@ -8,7 +8,7 @@ its priority, so nobody starves, and neither callers nor a router can keep the o
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -25,11 +25,11 @@ _Entry = tuple[int, int, list[Sequence]]
 class Planner(Protocol):
     """Who plans the steps of admitted sequences."""
 
-    def start(self, samples: list[Sequence]) -> None:
-        """Take a request; its first sample's cached prefix is locked, and none has a row yet."""
+    def foresee(self, forecast: Forecast, samples: list[Sequence]) -> None:
+        """Add the need of a request to that of all others; its cached prefix is locked."""
 
-    def withdraw(self, samples: list[Sequence]) -> None:
-        """Undo the last `start`: the request does not fit yet."""
+    def start(self, samples: list[Sequence]) -> None:
+        """Take a request; its first sample has got a row."""
 
 
 class Queue:
@@ -100,26 +100,51 @@ class Queue:
         self._full = False
 
     def admit(self) -> None:
-        """Hand over, in order, what fits."""
-        while self._waiting and not self._full:
-            samples = self._waiting[0][2]
-            if self._fits(samples):
-                del self._waiting[0]
-                self.tokens -= samples[0].prompt_length
-            else:
-                self._full = True
+        """Hand over, in order, all that fit.
 
-    def _fits(self, samples: list[Sequence]) -> bool:
-        first, *siblings = samples
-        if len(samples) > self._rows.free:
-            return False
-        planner = self._planners[first.owner]
-        self._kv.begin(first)
-        planner.start(samples)
-        if self._forecast().peak() > self._limits.slots:
-            planner.withdraw(samples)
-            self._kv.withdraw(first)
-            return False
-        self._rows.give(first)
-        self._rows.promise(len(siblings))
-        return True
+        Many are asked for at once, and twice as many after that. A request more never makes the
+        peak lower, so the first one that does not fit is found by halving.
+        """
+        if self._full or not self._waiting:
+            return
+        self._full = True
+        if len(self.head) > self._rows.free:
+            return
+        fitting = self._begin_fitting()
+        for _, _, samples in self._waiting[:fitting]:
+            first, *siblings = samples
+            self.tokens -= first.prompt_length
+            self._rows.give(first)
+            self._rows.promise(len(siblings))
+            self._planners[first.owner].start(samples)
+        del self._waiting[:fitting]
+
+    def _begin_fitting(self) -> int:
+        """Begin the first requests of the line, as many as fit; how many."""
+        forecast, rows = self._forecast(), self._rows.free
+        #: Entries of the forecast with the first k + 1 requests.
+        entries: list[int] = []
+
+        def too_many(k: int) -> bool:
+            return forecast.peak(entries[k]) > self._limits.slots
+
+        fitting = 0
+        while True:
+            for _, _, samples in self._waiting[fitting : 2 * fitting or 1]:
+                rows -= len(samples)
+                if rows < 0:
+                    break
+                self._kv.begin(samples[0])
+                self._planners[samples[0].owner].foresee(forecast, samples)
+                entries.append(len(forecast))
+            if len(entries) == fitting:
+                return fitting
+            if too_many(-1):
+                asked = range(fitting, len(entries))
+                fitting += bisect_left(asked, True, key=too_many)
+                for _, _, samples in reversed(self._waiting[fitting : len(entries)]):
+                    self._kv.withdraw(samples[0])
+                return fitting
+            fitting = len(entries)
+            if rows < 0:
+                return fitting

@@ -25,7 +25,18 @@ _NO_SLOTS = np.empty(0, np.int64)
 class Node:
     """A run of tokens and their slots; `tokens` and `slots` are parallel."""
 
-    __slots__ = ("children", "listed", "locks", "parent", "queued", "slots", "tokens", "used_at")
+    __slots__ = (
+        "children",
+        "kept_until",
+        "listed",
+        "locks",
+        "parent",
+        "queued",
+        "seen_by",
+        "slots",
+        "tokens",
+        "used_at",
+    )
 
     def __init__(self, tokens: Tokens, slots: Slots, parent: Node | None) -> None:
         self.tokens = tokens
@@ -39,6 +50,9 @@ class Node:
         self.listed = True
         #: Whether it is in line for eviction.
         self.queued = False
+        #: The last forecast that counted it, and the end until which it is locked there.
+        self.seen_by = 0
+        self.kept_until = 0
 
 
 class RadixTree:
@@ -188,6 +202,7 @@ class RadixTree:
         # Copies: a view would keep all of the old run in memory after the other half is evicted.
         upper = Node(node.tokens[:at].copy(), node.slots[:at].copy(), node.parent)
         upper.locks, upper.used_at = node.locks, node.used_at
+        upper.seen_by, upper.kept_until = node.seen_by, node.kept_until
         node.parent.children[int(node.tokens[0])] = upper
         node.tokens, node.slots = node.tokens[at:].copy(), node.slots[at:].copy()
         node.parent = upper

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from tokenpod.core.messages import Advance
 from tokenpod.scheduler.batcher import decode_work, prompt_work
+from tokenpod.scheduler.forecast import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.work import Advanced, Limits, Step, Work
@@ -72,10 +73,14 @@ class Routed:
         (sequence,) = samples
         self._admitted[sequence.id] = self._waiting.pop(sequence.id)
 
-    def withdraw(self, samples: list[Sequence]) -> None:
+    def foresee(self, forecast: Forecast, samples: list[Sequence]) -> None:
         """See `queue.Planner`."""
-        (sequence,) = samples
-        self._waiting[sequence.id] = self._admitted.pop(sequence.id)
+        forecast.frozen(samples[0])
+
+    def add_to(self, forecast: Forecast) -> None:
+        """Add the need of those with a row."""
+        for sequence in self._admitted.values():
+            forecast.frozen(sequence)
 
     def begin(self, op: Advance, fresh: list[Sequence], resumed: list[Sequence]) -> None:
         """Queue a step of new sequences, which are in the queue, and of earlier ones."""

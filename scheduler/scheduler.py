@@ -201,9 +201,9 @@ class Scheduler:
 
     def _forecast(self) -> Forecast:
         """The need of everything that has been admitted."""
-        forecast = Forecast(self._batcher.quantum)
+        forecast = Forecast(self.kv.table, self._batcher.quantum)
         self._batcher.add_to(forecast)
-        forecast.frozen(self._routed.sequences)
+        self._routed.add_to(forecast)
         return forecast
 
     def _requeue(self, samples: list[Sequence]) -> None:
@@ -211,9 +211,10 @@ class Scheduler:
 
     def _make(self, request: Request, owner: Owner) -> list[Sequence]:
         prompt = np.asarray(request.prompt, dtype=np.int32)
-        samples = [Sequence(request, i, prompt, owner) for i in range(len(request.sequence_ids))]
-        self._sequences |= {sequence.id: sequence for sequence in samples}
-        return samples
+        table, samples = self.kv.table, len(request.sequence_ids)
+        sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
+        self._sequences |= {sequence.id: sequence for sequence in sequences}
+        return sequences
 
     def _malformed(self, op: Advance) -> Failure | None:
         """What is wrong with a router's step, whatever the load."""
@@ -353,6 +354,7 @@ class Scheduler:
         self._queue.freed()
         self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
+        sequence.leave()
 
 
 def _bound(request: Request) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from operator import attrgetter
 
 import numpy as np
 
 from tokenpod.core.messages import FinishCode, Request
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
+from tokenpod.scheduler.table import Table
 
 
 class Owner(Enum):
@@ -22,52 +24,71 @@ class Owner(Enum):
     PROBE = auto()
 
 
+class Counted:
+    """A sequence's number in one of the table's columns."""
+
+    def __init__(self, meaning: str) -> None:
+        self.__doc__ = meaning
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._column = attrgetter(name)
+
+    def __get__(self, sequence: Sequence, owner: type) -> int:
+        return int(self._column(sequence.table)[sequence.place])
+
+    def __set__(self, sequence: Sequence, value: int) -> None:
+        self._column(sequence.table)[sequence.place] = value
+
+
 class Sequence:
     """One sample's tokens, and the keys and values it holds.
 
     Its positions are prompt, then outputs. `computed` of them have their keys and values written or
     under way; `launched` outputs have been sampled or are being sampled.
+
+    Args:
+        table: holds what is counted, at `place`, until `leave`.
     """
 
     __slots__ = (
         "arrival",
         "began_at",
         "cached",
-        "computed",
         "dead",
         "extents",
         "finish",
         "id",
-        "in_flight",
         "keep",
-        "launched",
         "node",
         "outputs",
         "owner",
+        "place",
         "prompt",
         "request",
-        "row",
-        "shared",
         "stream",
+        "table",
     )
 
     def __init__(
-        self, request: Request, stream: int, prompt: Tokens, owner: Owner = Owner.BATCHER
+        self,
+        request: Request,
+        stream: int,
+        prompt: Tokens,
+        table: Table,
+        owner: Owner = Owner.BATCHER,
     ) -> None:
         self.id = request.sequence_ids[stream]
         self.request = request
         self.owner = owner
         self.stream = stream
         self.prompt = prompt
+        self.table = table
+        self.place = table.take()
+        table.prompt[self.place] = len(prompt)
+        table.most[self.place] = request.stopping.max_new_tokens
         #: Its place in the queue within its priority.
         self.arrival = 0
-        #: The executor's row; -1: none.
-        self.row = -1
-        self.computed = 0
-        self.launched = 0
         self.outputs: list[int] = []
-        #: Steps launched and not settled.
-        self.in_flight = 0
         #: Prompt tokens that were found in the tree.
         self.cached = 0
         self.began_at = 0
@@ -78,9 +99,19 @@ class Sequence:
         self.keep = True
         #: The locked tree node that ends its shared prefix, of `shared` tokens.
         self.node: Node | None = None
-        self.shared = 0
         #: Private slots, by position.
         self.extents: list[Extent] = []
+
+    def leave(self) -> None:
+        """Give the place in the table back: nobody has this sequence any more."""
+        self.table.give_back(self.place)
+        self.place = 0
+
+    row = Counted("The executor's row; -1: none.")
+    computed = Counted("Positions whose keys and values are written, or under way.")
+    shared = Counted("Of these, the first ones that are in the tree.")
+    launched = Counted("Outputs that have been sampled or are being sampled.")
+    in_flight = Counted("Steps launched and not settled.")
 
     @property
     def prompt_length(self) -> int:
@@ -110,7 +141,7 @@ class Sequence:
     @property
     def held(self) -> int:
         """Private slots."""
-        return sum(extent.used for extent in self.extents)
+        return self.computed - self.shared
 
     def all_tokens(self, n: int) -> Tokens:
         """The first `n` tokens of prompt and outputs."""

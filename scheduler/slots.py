@@ -13,27 +13,54 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+_FIRST_EXTENTS = 64
+
 
 class OutOfSlots(Exception):
     """More slots were asked for than are free. Admission makes this impossible."""
 
 
 class Extent:
-    """A run of slots that hold positions `position` to `position + used` of one sequence."""
+    """A run of slots that hold positions `position` to `position + used` of one sequence.
 
-    __slots__ = ("first", "position", "room", "used")
+    What it knows is in its allocator's columns, at `at`, so that many can grow at once.
+    """
 
-    def __init__(self, position: int, first: int, used: int, room: int) -> None:
-        self.position = position
-        self.first = first
-        self.used = used
-        #: Slots after the used ones that are set aside.
-        self.room = room
+    __slots__ = ("_of", "at")
+
+    def __init__(self, of: SlotAllocator, at: int) -> None:
+        self._of = of
+        self.at = at
+
+    @property
+    def position(self) -> int:
+        """Of the first slot."""
+        return int(self._of.positions[self.at])
+
+    @property
+    def first(self) -> int:
+        """The first slot."""
+        return int(self._of.firsts[self.at])
+
+    @property
+    def used(self) -> int:
+        """Slots that hold something."""
+        return int(self._of.used[self.at])
+
+    @property
+    def room(self) -> int:
+        """Slots after the used ones that are set aside."""
+        return int(self._of.rooms[self.at])
 
     @property
     def end(self) -> int:
         """One past the last used slot."""
-        return self.first + self.used
+        return int(self._of.firsts[self.at] + self._of.used[self.at])
 
     def __repr__(self) -> str:
         return f"Extent({self.position}: [{self.first}, {self.end}) + {self.room})"
@@ -50,12 +77,15 @@ class SlotAllocator:
         self._starts = [0] if total else []
         self._length = {0: total} if total else {}
         self._by_length = [(total, 0)] if total else []
-        self._roomy: dict[int, Extent] = {}
+        #: What extents are, by `Extent.at`; 0 is nobody's.
+        self._columns = np.zeros((4, _FIRST_EXTENTS), np.int64)
+        self._unnamed = list(range(_FIRST_EXTENTS - 1, 0, -1))
+        self._name_columns()
 
     @property
     def unclaimed(self) -> int:
         """Free slots that are nobody's room."""
-        return self.free - sum(extent.room for extent in self._roomy.values())
+        return self.free - int(self.rooms.sum())
 
     @property
     def longest(self) -> int:
@@ -89,31 +119,41 @@ class SlotAllocator:
         """
         if n > self.free:
             raise OutOfSlots(f"{n} slots are wanted, {self.free} of {self.total} are free")
+        at = extent.at
         taken = min(n, extent.room)
-        if taken:
-            extent.used += taken
-            extent.room -= taken
-            self.free -= taken
-            if not extent.room:
-                del self._roomy[id(extent)]
+        self.used[at] += taken
+        self.rooms[at] -= taken
+        self.free -= taken
         if taken < n and extent.end in self._length:
             # The neighbour was set free again meanwhile.
             length = self._cut(extent.end, n - taken + room)
             more = min(n - taken, length)
-            extent.used += more
+            self.used[at] += more
+            self.rooms[at] = length - more
             self.free -= more
             taken += more
-            self._give_room(extent, length - more)
         if taken == n:
             return []
         return self.allocate(n - taken, position=extent.position + extent.used, room=room)
 
+    def grow_each(self, at: Ints) -> Ints:
+        """[n] one more slot for each of these extents; they have room, and are n different ones."""
+        slots = self.firsts[at] + self.used[at]
+        self.used[at] += 1
+        self.rooms[at] -= 1
+        self.free -= len(at)
+        return slots
+
     def release(self, extent: Extent) -> None:
-        """Free an extent whole."""
+        """Free an extent whole. It is gone."""
         self.free += extent.used
-        self._roomy.pop(id(extent), None)
         self._insert(extent.first, extent.used + extent.room)
-        extent.used = extent.room = 0
+        self.drop(extent)
+
+    def drop(self, extent: Extent) -> None:
+        """Forget an extent whose slots have other owners."""
+        self._columns[:, extent.at] = 0
+        self._unnamed.append(extent.at)
 
     def release_run(self, first: int, n: int) -> None:
         """Free `n` slots that no extent has any more."""
@@ -122,19 +162,21 @@ class SlotAllocator:
 
     def trim_front(self, extent: Extent, n: int) -> None:
         """Another owner takes the first `n` slots of `extent`."""
-        extent.first += n
-        extent.position += n
-        extent.used -= n
+        self.firsts[extent.at] += n
+        self.positions[extent.at] += n
+        self.used[extent.at] -= n
 
     def split_front(self, extent: Extent, n: int) -> Extent:
         """Cut the first `n` slots of `extent` off as an extent of their own."""
-        front = Extent(extent.position, extent.first, n, 0)
+        front = self._name(extent.position, extent.first, n, 0)
         self.trim_front(extent, n)
         return front
 
     def free_runs(self) -> list[tuple[int, int]]:
         """(first, length) of what is free, rooms included, for checks."""
-        rooms = [(extent.end, extent.room) for extent in self._roomy.values()]
+        roomy = np.flatnonzero(self.rooms)
+        ends = self.firsts[roomy] + self.used[roomy]
+        rooms = zip(ends.tolist(), self.rooms[roomy].tolist(), strict=True)
         return sorted([*self._length.items(), *rooms])
 
     # -- free intervals ------------------------------------------------------------------------
@@ -148,10 +190,8 @@ class SlotAllocator:
 
     def _claim(self, start: int, n: int, room: int, position: int) -> Extent:
         length = self._cut(start, n + room)
-        extent = Extent(position, start, n, 0)
         self.free -= n
-        self._give_room(extent, length - n)
-        return extent
+        return self._name(position, start, n, length - n)
 
     def _scatter(self, n: int, position: int) -> list[Extent]:
         extents = []
@@ -195,27 +235,32 @@ class SlotAllocator:
         del self._by_length[bisect_left(self._by_length, (length, start))]
         return length
 
-    # -- rooms ---------------------------------------------------------------------------------
+    # -- extents -------------------------------------------------------------------------------
 
-    def _give_room(self, extent: Extent, room: int) -> None:
-        extent.room = room
-        if room:
-            self._roomy[id(extent)] = extent
+    def _name(self, position: int, first: int, used: int, room: int) -> Extent:
+        if not self._unnamed:
+            names = self._columns.shape[1]
+            self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
+            self._unnamed = list(range(2 * names - 1, names - 1, -1))
+            self._name_columns()
+        at = self._unnamed.pop()
+        self._columns[:, at] = position, first, used, room
+        return Extent(self, at)
+
+    def _name_columns(self) -> None:
+        self.positions, self.firsts, self.used, self.rooms = self._columns
 
     def _halve_a_room(self, n: int) -> bool:
         """Free the far half of the largest room, if `n` slots fit into it."""
-        if not self._roomy:
-            return False
-        extent = max(self._roomy.values(), key=lambda e: e.room)
-        half = extent.room // 2
+        at = int(self.rooms.argmax())
+        half = int(self.rooms[at]) // 2
         if half < n:
             return False
-        extent.room -= half
-        self._insert(extent.end + extent.room, half)
+        self.rooms[at] -= half
+        self._insert(int(self.firsts[at] + self.used[at] + self.rooms[at]), half)
         return True
 
     def _give_up_rooms(self) -> None:
-        for extent in self._roomy.values():
-            self._insert(extent.end, extent.room)
-            extent.room = 0
-        self._roomy.clear()
+        for at in np.flatnonzero(self.rooms):
+            self._insert(int(self.firsts[at] + self.used[at]), int(self.rooms[at]))
+            self.rooms[at] = 0

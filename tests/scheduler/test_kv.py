@@ -10,7 +10,8 @@ from tokenpod.scheduler.sequence import Sequence
 
 
 def begun(kv, sequence_id, prompt, **options):
-    sequence = Sequence(request(sequence_id, prompt, **options), 0, np.array(prompt, np.int32))
+    asked = request(sequence_id, prompt, **options)
+    sequence = Sequence(asked, 0, np.array(prompt, np.int32), kv.table)
     kv.begin(sequence)
     return sequence
 
@@ -91,7 +92,7 @@ def test_the_forecast_counts_a_shared_prefix_once():
     kv.share_prompt(one, awaited=False)
     two = begun(kv, 2, [1] * 10, max_new_tokens=5)
     compute(kv, two, 1)
-    forecast = Forecast(quantum=8)
+    forecast = Forecast(kv.table, quantum=8)
     forecast.decoding([one, two])
     # The prompt, the last prompt token of the second again, and what is to come but for the last
     # tokens: these are never processed.
@@ -104,8 +105,9 @@ def test_a_frozen_sequence_counts_with_all_it_holds_and_may_come_to_hold():
     for sequence in (one, two):
         compute(kv, sequence, 10)
         kv.share_prompt(sequence, awaited=False)
-    forecast = Forecast(quantum=8)
-    forecast.frozen([one, two])
+    forecast = Forecast(kv.table, quantum=8)
+    forecast.frozen(one)
+    forecast.frozen(two)
     assert forecast.peak() == one.bound + two.bound
     assert forecast.peak() < FOREVER
 
@@ -122,7 +124,9 @@ def test_long_lives_of_many_leave_nothing_behind():
 def two_samples(kv, prompt, **options):
     """The first of two samples, begun, and the other, which waits for it."""
     both = request([1, 2], prompt, **options)
-    first, sibling = (Sequence(both, i, np.array(both.prompt, np.int32)) for i in range(2))
+    first, sibling = (
+        Sequence(both, i, np.array(both.prompt, np.int32), kv.table) for i in range(2)
+    )
     kv.begin(first)
     return first, sibling
 
@@ -130,7 +134,7 @@ def two_samples(kv, prompt, **options):
 def test_the_forecast_counts_an_awaited_prompt_once_until_the_last_sample_is_over():
     kv = KV(100)
     first, sibling = two_samples(kv, [1] * 10, max_new_tokens=4)
-    forecast = Forecast(quantum=8)
+    forecast = Forecast(kv.table, quantum=8)
     forecast.prefilling(first)
     forecast.siblings(first, [sibling])
     assert forecast.peak() == 10 + 3 + (1 + 3)

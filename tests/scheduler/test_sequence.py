@@ -4,12 +4,14 @@ from scheduler_house import request
 
 from tokenpod.core.messages import FinishCode
 from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.table import Table
 
 EOS, STOP = 8, 9
 
 
 def finishes(outputs, *, now=0, **stopping):
-    sequence = Sequence(request(1, [1, 2], **stopping), 0, np.array([1, 2], np.int32))
+    asked = request(1, [1, 2], **stopping)
+    sequence = Sequence(asked, 0, np.array([1, 2], np.int32), Table())
     return [sequence.append(token, now) for token in outputs]
 
 
@@ -51,3 +53,17 @@ def test_the_time_limit_ends_with_the_token_after_it():
 def test_a_reason_of_its_own_wins_over_the_time_limit():
     ends = finishes([EOS], now=10, time_limit_at=10, eos_token_ids=frozenset({EOS}))
     assert ends == [FinishCode.EOS]
+
+
+def test_places_are_used_again_and_a_table_grows():
+    table, asked = Table(), request(1, [1, 2])
+    sequences = [Sequence(asked, 0, np.array([1, 2], np.int32), table) for _ in range(200)]
+    for number, sequence in enumerate(sequences):
+        sequence.computed, sequence.row = number, 200 - number
+    assert [sequence.computed for sequence in sequences] == list(range(200))
+    assert table.computed[[s.place for s in sequences]].tolist() == list(range(200))
+    assert [sequence.row for sequence in sequences] == list(range(200, 0, -1))
+    place = sequences[7].place
+    sequences[7].leave()
+    again = Sequence(asked, 0, np.array([1, 2], np.int32), table)
+    assert (again.place, again.computed, again.row, again.prompt_length) == (place, 0, -1, 2)

@@ -1,0 +1,80 @@
+"""What all sequences have come to, in columns: a step of hundreds of rows is a few operations.
+
+A sequence has a place in every column from its beginning to its end; `Sequence` reads and writes
+its own by name. Place 0 is nobody's, and all zeros.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+_FIRST_PLACES = 64
+
+
+class Table:
+    """Columns of int64, by place."""
+
+    __slots__ = (
+        "_columns",
+        "_free",
+        "computed",
+        "in_flight",
+        "launched",
+        "most",
+        "prompt",
+        "row",
+        "shared",
+        "tail",
+    )
+
+    #: Positions whose keys and values are written, or under way.
+    computed: Ints
+    #: Of these, the first ones that are in the tree.
+    shared: Ints
+    #: Tokens of the prompt.
+    prompt: Ints
+    #: Output tokens that have been sampled, or are being sampled, and how many may be.
+    launched: Ints
+    most: Ints
+    #: Steps launched and not settled.
+    in_flight: Ints
+    #: The executor's row; -1: none.
+    row: Ints
+    #: The extent that grows (see `slots.SlotAllocator`); 0: none.
+    tail: Ints
+
+    def __init__(self) -> None:
+        self._columns = np.zeros((8, _FIRST_PLACES), np.int64)
+        self._free = list(range(_FIRST_PLACES - 1, 0, -1))
+        self._name_columns()
+
+    def take(self) -> int:
+        """A place, all zeros but for the row."""
+        if not self._free:
+            places = self._columns.shape[1]
+            self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
+            self._free = list(range(2 * places - 1, places - 1, -1))
+            self._name_columns()
+        place = self._free.pop()
+        self._columns[:, place] = 0
+        self.row[place] = -1
+        return place
+
+    def give_back(self, place: int) -> None:
+        """A sequence is gone."""
+        self._free.append(place)
+
+    def _name_columns(self) -> None:
+        (
+            self.computed,
+            self.shared,
+            self.prompt,
+            self.launched,
+            self.most,
+            self.in_flight,
+            self.row,
+            self.tail,
+        ) = self._columns

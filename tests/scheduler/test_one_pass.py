@@ -1,0 +1,148 @@
+"""Admission in one pass decides as asking for each request anew, in its turn, would.
+
+The reference sums what each sequence holds step by step, slot sets and all, and knows nothing of
+entries, columns or halving.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import count
+
+import pytest
+from scheduler_house import House, request
+
+
+def path(sequence):
+    node = sequence.node
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def reference_peak(house, extra):
+    """The most slots ever held: those with a row, then requests `extra` (lists of samples)."""
+    scheduler = house.scheduler
+    batcher, routed = scheduler._batcher, scheduler._routed
+    quantum, line, spans = batcher.quantum, 0, []
+    nodes = {}
+
+    def hold(sequence, held, left, end):
+        spans.append((held, left, end))
+        for node in path(sequence):
+            nodes[node] = max(nodes.get(node, 0), end)
+
+    def in_line(sequence, need):
+        nonlocal line
+        line += need
+        end = -(-line // quantum) + 3 + sequence.bound - sequence.prompt_length + 1
+        hold(sequence, sequence.held + need, sequence.bound - sequence.prompt_length, end)
+        return end
+
+    def follow(first, siblings):
+        ends = [in_line(sibling, 1) for sibling in siblings]
+        if ends:
+            spans.append((first.prompt_length - first.shared, 0, ends[-1]))
+            for node in path(first):
+                nodes[node] = max(nodes[node], ends[-1])
+
+    def own(sequence):
+        """What it holds alone: its prompt is its siblings' too."""
+        siblings = batcher._siblings.get(sequence.id)
+        return sequence.held - (sequence.prompt_length - sequence.shared if siblings else 0)
+
+    for sequence in batcher._leaving.values():
+        hold(sequence, sequence.held, 0, 2)
+    for sequence in batcher._decoding.values():
+        left = sequence.bound - sequence.computed
+        hold(sequence, own(sequence), left, left + 1)
+    for sequence in batcher._ready:
+        in_line(sequence, sequence.prompt_length - sequence.computed)
+    for first, siblings in batcher._siblings.items():
+        if first in batcher._decoding:
+            follow(batcher._decoding[first], siblings)
+    waiting = [[s, *batcher._siblings.get(s.id, [])] for s in batcher._prefilling]
+    frozen = list(routed.sequences)
+    for samples in extra:
+        if samples[0].owner.name == "ROUTER":
+            frozen += samples
+        else:
+            waiting.append(samples)
+    for first, *siblings in waiting:
+        end = in_line(first, first.prompt_length - first.computed)
+        if siblings:
+            spans[-1] = (spans[-1][0] - (first.prompt_length - first.shared), *spans[-1][1:])
+            assert end == spans[-1][2]
+        follow(first, siblings)
+    for_ever = 1 << 30
+    for sequence in frozen:
+        hold(sequence, sequence.bound - sequence.shared, 0, for_ever)
+    spans += [(len(node.tokens), 0, end) for node, end in nodes.items()]
+    moments = {end for _, _, end in spans}
+    return max((sum(h + min(rest, t) for h, rest, e in spans if e >= t) for t in moments), default=0)
+
+
+def reference_count(house):
+    """How many requests are let in if each is asked for in its turn."""
+    scheduler = house.scheduler
+    line, rows, taken = scheduler._queue._waiting, scheduler._rows.free, []
+    for _, _, samples in line:
+        rows -= len(samples)
+        if rows < 0:
+            break
+        scheduler.kv.begin(samples[0])
+        taken.append(samples)
+        if reference_peak(house, taken) > scheduler.limits.slots:
+            break
+    fits = len(taken)
+    if taken and reference_peak(house, taken) > scheduler.limits.slots:
+        fits -= 1
+    for samples in reversed(taken):
+        scheduler.kv.withdraw(samples[0])
+    return fits
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
+    chance, ids = random.Random(seed), count(1)
+    house = House(
+        slots=chance.choice([60, 300, 1000]),
+        max_rows=chance.choice([4, 16]),
+        prefill_tokens=chance.choice([8, 64]),
+        overlap=seed % 2 == 0,
+    )
+    queue, decisions = house.scheduler._queue, []
+    admit = queue.admit
+
+    def compared():
+        full = queue._full
+        wanted = 0 if full else reference_count(house)
+        before = len(queue)
+        admit()
+        assert before - len(queue) == wanted
+        if before and not full:
+            decisions.append((wanted, before))
+
+    queue.admit = compared
+    held = []
+    for _ in range(60):
+        for _ in range(chance.choice([0, 0, 1, 5, 20])):
+            prompt = [chance.randint(1, 2)] * chance.randint(1, 12)
+            new = chance.randint(1, 20)
+            if chance.random() < 0.15:
+                held.append(next(ids))
+                failure = house.advance(next(ids), [request(held[-1], prompt, max_new_tokens=new)])
+                if failure:
+                    held.pop()
+            else:
+                samples = [next(ids) for _ in range(chance.choice([1, 1, 1, 3]))]
+                house.submit(request(samples, prompt, max_new_tokens=new))
+        if chance.random() < 0.1:
+            house.abort(chance.randint(1, next(ids)))
+        for _ in range(chance.randint(1, 6)):
+            house.turn()
+        if held and chance.random() < 0.5:
+            house.abort(held.pop(0))
+    house.drain()
+    assert any(wanted > 1 for wanted, _ in decisions)
+    assert any(0 < wanted < line for wanted, line in decisions)

@@ -1,59 +1,155 @@
-"""What the leader tells every executor about one step."""
+"""What the leader tells every executor about one step: columns of numbers in one buffer.
+
+The scheduler fills them once. Executors read views of them, on the leader and, from the same bytes,
+on every follower.
+
+    r_  one number a row of the step    t_  one a token, row after row    n_  one a new row
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.messages import Request
 
-Ints = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int32]
+
+#: In place of a token: the one that the row sampled last.
+LAST = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How long a plan's columns are."""
+
+    rows: int
+    tokens: int
+    #: Prompt tokens whose log probabilities are asked for.
+    scored: int = 0
+    freed: int = 0
+    new: int = 0
+    #: Slots of new rows' cached prefixes.
+    prefix: int = 0
+
+
+#: The buffer begins with the step's number, in two halves, and the counts.
+_HEADER = 2 + len(fields(Counts))
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A row that a sequence takes: what its sampler needs, and where its cached prefix lies."""
+    """A sequence that takes a row: what its sampler needs. Followers don't sample."""
 
-    row: int
-    #: Slots of the prompt tokens found in the cache, by position.
-    prefix_slots: Ints
-    prompt: Sequence[int]
-    sampling: SamplingParams
+    request: Request
     #: Which of the seed's random streams.
     stream: int
-    min_new_tokens: int
-    eos_token_ids: frozenset[int]
-    stop_token_ids: frozenset[int]
-    logprobs: bool
-    top_n_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class RowWork:
-    """Tokens of one row in this step."""
-
-    row: int
-    #: Position of the first token.
-    start: int
-    #: [n] where their keys and values go.
-    slots: Ints
-    #: The n prompt tokens, or None: the one token that this row sampled last.
-    tokens: Sequence[int] | None
-    #: Sample a token after the last one; it is the row's output number `output_index`.
-    samples: bool
-    output_index: int
-    #: Report the log probability of each following prompt token; these are known too.
-    next_tokens: Sequence[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Rows with a single token come first in `works`."""
+    """One step.
 
-    step: int
-    freed: Sequence[int]
-    fresh: Sequence[NewRow]
-    works: Sequence[RowWork]
+    Rows with a single token come first; of these, those with the most context before others.
+
+    Args:
+        buffer: header and columns, int32.
+        asks: of each new row; empty on followers.
+    """
+
+    __slots__ = (
+        "asks",
+        "buffer",
+        "freed",
+        "n_draws",
+        "n_prefix",
+        "n_row",
+        "prefix_slot",
+        "r_output",
+        "r_row",
+        "r_samples",
+        "r_scored",
+        "r_start",
+        "r_tokens",
+        "scored_token",
+        "step",
+        "t_slot",
+        "t_token",
+    )
+
+    def __init__(self, buffer: Ints, asks: Sequence[NewRow] = ()) -> None:
+        self.buffer = buffer
+        self.asks = asks
+        low, high, *counts = buffer[:_HEADER].tolist()
+        self.step = high << 31 | low
+        rows, tokens, scored, freed, new, prefix = counts
+        at = _HEADER
+
+        def column(length: int) -> Ints:
+            nonlocal at
+            at += length
+            return buffer[at - length : at]
+
+        self.r_row = column(rows)
+        #: Position of the first token.
+        self.r_start = column(rows)
+        self.r_tokens = column(rows)
+        #: Of how many of its last positions a token is sampled; the first one sampled is the
+        #: sequence's output number `r_output`.
+        self.r_samples = column(rows)
+        self.r_output = column(rows)
+        #: For how many of its tokens the log probability of the one that follows is asked for;
+        #: `scored_token` has those that follow, row after row.
+        self.r_scored = column(rows)
+        self.t_token = column(tokens)
+        #: Where keys and values go.
+        self.t_slot = column(tokens)
+        self.scored_token = column(scored)
+        #: Rows to forget first.
+        self.freed = column(freed)
+        #: Rows that sequences take: whether they draw (or are greedy), and how many tokens of their
+        #: prompts were found in the cache, at which slots.
+        self.n_row = column(new)
+        self.n_draws = column(new)
+        self.n_prefix = column(new)
+        self.prefix_slot = column(prefix)
+        if at != len(buffer):
+            raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
+
+    @classmethod
+    def empty(cls, step: int, counts: Counts, asks: Sequence[NewRow] = ()) -> StepPlan:
+        """A plan whose columns are yet to be filled."""
+        numbers = [getattr(counts, each.name) for each in fields(Counts)]
+        words = 6 * counts.rows + 2 * counts.tokens + counts.scored + counts.freed
+        buffer = np.empty(_HEADER + words + 3 * counts.new + counts.prefix, np.int32)
+        buffer[:_HEADER] = step & 0x7FFFFFFF, step >> 31, *numbers
+        return cls(buffer, asks)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StepPlan:
+        """What `to_bytes` wrote. Raises ValueError for what it can't have written."""
+        buffer = np.frombuffer(data, "<i4")
+        if len(buffer) < _HEADER or (buffer[:_HEADER] < 0).any():
+            raise ValueError(f"a step's plan of {len(buffer)} words without a header")
+        return cls(buffer.astype(np.int32, copy=False))
+
+    def to_bytes(self) -> bytes:
+        """Little-endian, without `asks`."""
+        return self.buffer.astype("<i4", copy=False).tobytes()
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.r_row)
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return len(self.t_token)
+
+    @property
+    def singles(self) -> int:
+        """Leading rows with one token."""
+        return int((self.r_tokens == 1).sum())

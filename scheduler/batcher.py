@@ -11,12 +11,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import compress
+
+import numpy as np
 
 from tokenpod.scheduler.forecast import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.work import Limits, Work
+from tokenpod.scheduler.step import StepBuilder
+from tokenpod.scheduler.table import Ints
+from tokenpod.scheduler.work import Limits
 
 
 class Batcher:
@@ -40,6 +45,8 @@ class Batcher:
         #: Samples that wait for the prompt of the first, by the first's id.
         self._siblings: dict[int, list[Sequence]] = {}
         self._decoding: dict[int, Sequence] = {}
+        #: The same as a list, and their places; None: somebody has come or gone since.
+        self._lockstep: tuple[list[Sequence], Ints] | None = None
         #: Ended, but with a step in flight, so that their slots are not free yet.
         self._leaving: dict[int, Sequence] = {}
 
@@ -90,19 +97,19 @@ class Batcher:
         for sequence in self._prefilling:
             self.foresee(forecast, [sequence, *self._siblings.get(sequence.id, [])])
 
-    def plan(self, now: int, prefill_tokens: int) -> list[Work]:
-        """This step's works, with about so many prompt tokens: `quantum` at the least."""
-        works = self._decode()
+    def plan(self, step: StepBuilder, prefill_tokens: int) -> None:
+        """Add to a step, with about so many prompt tokens: `quantum` at the least."""
+        self._decode(step)
         budget = max(prefill_tokens, self.quantum)
         while budget > 0 and (line := self._ready or self._prefilling):
             sequence = line[0]
             n = min(sequence.prompt_length - sequence.computed, budget)
-            works.append(prompt_work(self._kv, sequence, n, now))
+            step.prompt(sequence, n)
             budget -= n
             if not sequence.prefilling:
                 line.popleft()
                 self._decoding[sequence.id] = sequence
-        return works
+                self._lockstep = None
 
     def prompt_settled(self, sequence: Sequence) -> None:
         """A prompt has been computed: share it, and let its siblings start."""
@@ -139,6 +146,7 @@ class Batcher:
 
     def _remove_running(self, sequence: Sequence) -> bool:
         """Forget one with a row; False if it is not ours."""
+        self._lockstep = None
         if self._decoding.pop(sequence.id, None) is None:
             for line in (self._ready, self._prefilling):
                 if sequence in line:
@@ -153,34 +161,16 @@ class Batcher:
             self._requeue(siblings)
         return True
 
-    def _decode(self) -> list[Work]:
-        works = []
-        for sequence in self._decoding.values():
-            if sequence.exhausted:
-                continue
-            if not self._kv.available:
-                # Admission makes this impossible; if it is not, pausing beats failing.
-                self.stalls += 1
-                continue
-            works.append(decode_work(self._kv, sequence))
-        return works
-
-
-def decode_work(kv: KV, sequence: Sequence) -> Work:
-    """The next token of a sequence whose prompt has been launched."""
-    position = sequence.computed
-    slots = kv.extend(sequence, 1)
-    sequence.computed = position + 1
-    sequence.launched += 1
-    return Work(sequence, position, 1, slots, True)
-
-
-def prompt_work(kv: KV, sequence: Sequence, n: int, now: int) -> Work:
-    """The next `n` prompt tokens of a sequence."""
-    sequence.began_at = sequence.began_at or now
-    start = sequence.computed
-    slots = kv.extend(sequence, n)
-    sequence.computed += n
-    done = not sequence.prefilling
-    sequence.launched += done
-    return Work(sequence, start, n, slots, needs_logits=done)
+    def _decode(self, step: StepBuilder) -> None:
+        if self._lockstep is None:
+            sequences = [*self._decoding.values()]
+            self._lockstep = sequences, np.array([s.place for s in sequences], np.int64)
+        sequences, places = self._lockstep
+        table = self._kv.table
+        # The last token of others has been launched, and may be under way.
+        going_on = table.launched[places] < table.most[places]
+        if not going_on.all():
+            sequences = [*compress(sequences, going_on.tolist())]
+            places = places[going_on]
+        if sequences:
+            self.stalls += step.decode(sequences, places)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from tokenpod.scheduler.batcher import prompt_work
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.work import Work
+from tokenpod.scheduler.step import StepBuilder
 
 
 class Probes:
@@ -31,14 +30,14 @@ class Probes:
         """Queue a probe: a prompt of less than `PROBE_TOKENS` tokens, and one new token."""
         self._waiting.append(sequence)
 
-    def plan(self, now: int) -> list[Work]:
-        """The whole prompt of the next probe, if none is under way."""
+    def plan(self, step: StepBuilder) -> None:
+        """Add the whole prompt of the next probe to a step, if none is under way."""
         if self._running is not None or not self._waiting:
-            return []
+            return
         self._running = sequence = self._waiting.popleft()
         self._kv.begin(sequence)
         self._rows.give_probe(sequence)
-        return [prompt_work(self._kv, sequence, sequence.prompt_length - sequence.computed, now)]
+        step.prompt(sequence, sequence.prompt_length - sequence.computed)
 
     def released(self, sequence: Sequence) -> None:
         """A probe is over, or given up."""

@@ -6,7 +6,7 @@ with the batcher's. A step of new prompts alone takes as many of ours as they ne
 for a row has no part in it. Steps whose sequences overlap run one after the other.
 
     members of an Advance:  no row yet, or no budget left --------------> named in its answer
-                            with a row: owed tokens --works, settled--> nothing owed
+                            with a row: owed tokens --planned, settled--> nothing owed
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from tokenpod.core.messages import Advance
-from tokenpod.scheduler.batcher import decode_work, prompt_work
 from tokenpod.scheduler.forecast import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.work import Advanced, Limits, Step, Work
+from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.work import Advanced, Limits
 
 
 @dataclass(slots=True)
@@ -89,22 +91,20 @@ class Routed:
         members = {sequence.id: sequence for sequence in (*fresh, *resumed)}
         self.ops.append(_Op(op.op, members, chunks, bool(resumed), op.waits))
 
-    def plan(self, now: int, prefill_tokens: int) -> list[Work]:
-        """This step's works, with at most so many prompt tokens."""
-        works: list[Work] = []
+    def plan(self, step: StepBuilder, prefill_tokens: int) -> None:
+        """Add to a step, with at most so many prompt tokens."""
         taken: set[int] = set()
         for op in self.ops:
             if taken.isdisjoint(op.members):
-                prefill_tokens = self._plan_op(op, prefill_tokens, now, works)
+                prefill_tokens -= self._plan_op(op, prefill_tokens, step)
             if not op.done:
                 taken |= op.members.keys()
-        return works
 
     def settle(self, step: Step | None) -> list[Advanced]:
         """Steps that are complete by now."""
-        if step is not None:
-            for work in step.works:
-                self._settle_work(work)
+        if step is not None and self.ops:
+            for sequence in step.sequences:
+                self._settle_row(sequence)
         done = [op for op in self.ops if op.done]
         if done:
             self.ops = [op for op in self.ops if not op.done]
@@ -118,35 +118,42 @@ class Routed:
             op.members.pop(sequence.id, None)
             op.open.pop(sequence.id, None)
 
-    def _settle_work(self, work: Work) -> None:
-        sequence = work.sequence
+    def _settle_row(self, sequence: Sequence) -> None:
         for op in self.ops:
             if sequence.id in op.open and not sequence.in_flight and not op.owed[sequence.id]:
                 del op.open[sequence.id]
 
-    def _plan_op(self, op: _Op, budget: int, now: int, works: list[Work]) -> int:
+    def _plan_op(self, op: _Op, budget: int, step: StepBuilder) -> int:
+        """Add what an op is owed; how many prompt tokens that is."""
         if op.begun and op.single:
-            return budget
+            return 0
         if not op.begun:
             self._begin(op)
-        planned: list[Work] = []
+        decoding: list[Sequence] = []
+        planned: dict[int, Sequence] = {}
+        left = budget
         for sequence in op.open.values():
             owed = op.owed[sequence.id]
             if not owed or sequence.dead:
                 continue
             if not sequence.prefilling:
-                planned.append(decode_work(self._kv, sequence))
-            elif budget > 0:
-                planned.append(prompt_work(self._kv, sequence, min(owed, budget), now))
-                budget -= planned[-1].n_tokens
+                decoding.append(sequence)
+                n = 1
+            elif left > 0:
+                n = min(owed, left)
+                step.prompt(sequence, n)
+                left -= n
             else:
                 continue
-            op.owed[sequence.id] -= planned[-1].n_tokens
+            planned[sequence.id] = sequence
+            op.owed[sequence.id] -= n
+        if decoding:
+            stalled = step.decode(decoding, np.array([s.place for s in decoding], np.int64))
+            assert not stalled, "a router's sequence has its whole bound reserved"
         op.begun = bool(planned) or op.begun or not op.waits
         if op.single and op.begun:
             self._end_after(op, planned)
-        works += planned
-        return budget
+        return budget - left
 
     def _begin(self, op: _Op) -> None:
         """Find out who can have a part in a step; again until somebody has."""
@@ -155,11 +162,11 @@ class Routed:
         op.owed = {i: _promised(sequence, op.chunks.get(i, 0)) for i, sequence in ready.items()}
         op.open = {i: sequence for i, sequence in ready.items() if op.owed[i]}
 
-    def _end_after(self, op: _Op, works: list[Work]) -> None:
-        """Let a router's step be over once these works are settled."""
+    def _end_after(self, op: _Op, planned: dict[int, Sequence]) -> None:
+        """Let a router's step be over once these sequences' tokens are settled."""
         op.waiting += [i for i, owed in op.owed.items() if owed]
         op.owed = dict.fromkeys(op.owed, 0)
-        op.open = {work.sequence.id: work.sequence for work in works}
+        op.open = planned
 
 
 def _promised(sequence: Sequence, chunk: int) -> int:

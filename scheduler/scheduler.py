@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
-from operator import attrgetter
 
 import numpy as np
 
@@ -33,9 +32,10 @@ from tokenpod.scheduler.queue import Planner, Queue
 from tokenpod.scheduler.routed import Routed
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.work import Limits, Settled, Step, Work
+from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.work import Limits, Settled
 
-__all__ = ["Limits", "Scheduler", "Settled", "Step", "Work"]
+__all__ = ["Limits", "Scheduler", "Settled", "Step"]
 
 
 #: A router's waiting requests may need so many times the slots in all: it keeps books of its own,
@@ -65,6 +65,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._pace = Pace(limits.prefill_tokens)
         self._settled_at = 0
+        self._steps = 0
         self._events = Settled()
 
     # -- requests ------------------------------------------------------------------------------
@@ -109,36 +110,30 @@ class Scheduler:
         self._drop_late(now)
         self._drop_hopeless(now)
         self._queue.admit()
-        works = self._plan_works(now)
-        if not works:
+        builder = StepBuilder(self.kv, now)
+        self._plan(builder)
+        if builder.empty:
             return None
-        for work in works:
-            work.sequence.in_flight += 1
-        singles = [work for work in works if work.n_tokens == 1]
-        # A GPU begins rows in this order, and what takes longest must not begin last (Graham 1969).
-        singles.sort(key=attrgetter("start"), reverse=True)
-        works = singles + [work for work in works if work.n_tokens > 1]
-        fresh, freed = self._rows.take_fresh(), self._rows.take_freed()
-        return Step(works, fresh=fresh, freed=freed, planned_at=now)
+        self._steps += 1
+        return builder.finish(self._steps, self._rows.take_fresh(), self._rows.take_freed())
 
     def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
         """Take a step's outcome.
 
         Args:
             step: as planned; steps settle in the order in which they were planned.
-            tokens: one for each work that needs logits, in order; -1: its logits held NaN or Inf.
+            tokens: one for each row that samples, in order; -1: its logits held NaN or Inf.
         """
         settled = Settled()
         # A step that was planned during another began no sooner than that one ended.
         self._pace.note(step.prompt_tokens, now - max(step.planned_at, self._settled_at))
         self._settled_at = now
-        token = iter(tokens)
-        for work in step.works:
-            sequence = work.sequence
-            if work.needs_logits:
-                self._take(sequence, next(token), now, settled)
-            sequence.in_flight -= 1
-            if sequence.dead and not sequence.in_flight:
+        self.kv.table.in_flight[step.places] -= 1
+        left = [sequence for sequence in step.sequences if sequence.dead]
+        for sequence, token in zip(step.sampled, tokens, strict=True):
+            self._take(sequence, token, now, settled)
+        for sequence in left:
+            if not sequence.in_flight:
                 self._free(sequence)
         settled.advanced += self._routed.settle(step)
         return settled
@@ -188,16 +183,15 @@ class Scheduler:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _plan_works(self, now: int) -> list[Work]:
-        """Those of routers, then the batcher's; while both have prompts each has half the budget.
+    def _plan(self, builder: StepBuilder) -> None:
+        """Routers' rows, then the batcher's; while both have prompts each has half the budget.
 
         Probes have a budget of their own: PROBE_TOKENS.
         """
         batcher, budget = self._batcher, self.limits.prefill_tokens
-        share = budget - budget // 2 if batcher.has_prompts else budget
-        works = self._routed.plan(now, share)
-        budget -= sum(work.n_tokens for work in works if not work.decodes)
-        return works + batcher.plan(now, budget) + self._probes.plan(now)
+        self._routed.plan(builder, budget - budget // 2 if batcher.has_prompts else budget)
+        batcher.plan(builder, budget - builder.prompt_tokens)
+        self._probes.plan(builder)
 
     def _forecast(self) -> Forecast:
         """The need of everything that has been admitted."""

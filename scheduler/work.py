@@ -1,12 +1,10 @@
-"""What a step is made of."""
+"""What the scheduler is given, and what it tells of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from tokenpod.core.messages import Failure, FinishCode, Started
-from tokenpod.scheduler.radix import Slots
-from tokenpod.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,47 +32,6 @@ class Advanced:
     behind: dict[int, int]
     #: Sequences that were not given what was asked for: no row, or not enough of the budget.
     waiting: list[int]
-
-
-class Work:
-    """Tokens of one sequence in one step."""
-
-    __slots__ = ("n_tokens", "needs_logits", "sequence", "slots", "start")
-
-    def __init__(
-        self, sequence: Sequence, start: int, n_tokens: int, slots: Slots, needs_logits: bool
-    ) -> None:
-        self.sequence = sequence
-        #: Position of the first token.
-        self.start = start
-        self.n_tokens = n_tokens
-        #: [n_tokens] where their keys and values go.
-        self.slots = slots
-        #: A token is sampled after the last one.
-        self.needs_logits = needs_logits
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its token is one that was sampled."""
-        return self.start >= len(self.sequence.prompt)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step."""
-
-    #: Those with a single token first, the longest sequences' before others'.
-    works: list[Work]
-    #: Sequences that got a row since the last step, and rows that were given back.
-    fresh: list[Sequence]
-    freed: list[int]
-    #: When, in nanoseconds.
-    planned_at: int
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens in it."""
-        return sum(work.n_tokens for work in self.works if not work.decodes)
 
 
 @dataclass(slots=True)

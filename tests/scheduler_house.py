@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 
 from tokenpod.core.messages import (
     PROBE_TOKENS,
@@ -21,7 +22,9 @@ from tokenpod.core.messages import (
     SamplingParams,
     StoppingParams,
 )
-from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step, Work
+from tokenpod.core.plan import LAST, NewRow, StepPlan
+from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
+from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.work import Advanced
 
 SECOND = 1_000_000_000
@@ -41,6 +44,49 @@ def request(ids, prompt, *, max_new_tokens=4, **options) -> Request:
         stopping=StoppingParams(max_new_tokens=max_new_tokens, **stopping),
         **options,
     )
+
+
+@dataclass
+class Work:
+    """One row of a step."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    tokens: list[int]
+    slots: list[int]
+    needs_logits: bool
+    output_index: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+
+def works_of(step: Step | None) -> list[Work]:
+    """The rows of a step, one by one."""
+    if step is None:
+        return []
+    plan = StepPlan.from_bytes(step.plan.to_bytes())
+    ends = plan.r_tokens.cumsum().tolist()
+    assert len(plan.t_token) == len(plan.t_slot) == ends[-1]
+    works = []
+    for at, end in enumerate(ends):
+        tokens = slice(end - int(plan.r_tokens[at]), end)
+        sequence = step.sequences[at]
+        works.append(
+            Work(
+                sequence,
+                int(plan.r_row[at]),
+                int(plan.r_start[at]),
+                plan.t_token[tokens].tolist(),
+                plan.t_slot[tokens].tolist(),
+                bool(plan.r_samples[at]),
+                int(plan.r_output[at]),
+            )
+        )
+    assert [work.sequence for work in works if work.needs_logits] == step.sampled
+    return works
 
 
 @dataclass
@@ -70,30 +116,35 @@ class ReferenceExecutor:
 
     def launch(self, step: Step) -> list[int]:
         """Run a step; the tokens it samples, one for each work that needs logits."""
-        for number in step.freed:
+        plan = step.plan
+        for number in plan.freed.tolist():
             self.users.subtract(self.rows.pop(number).slots)
-        for sequence in step.fresh:
-            self._add_row(sequence)
-        self._check_shape(step)
+        prefix = iter(plan.prefix_slot.tolist())
+        for number, ask, cached in zip(
+            plan.n_row.tolist(), plan.asks, plan.n_prefix.tolist(), strict=True
+        ):
+            self._add_row(number, ask, [*islice(prefix, cached)])
+        assert not [*prefix]
+        works = works_of(step)
+        self._check_shape(works)
         shared = {int(s) for node in self.scheduler.kv.tree.nodes() for s in node.slots}
-        for work in step.works:
+        for work in works:
             self._write(work, shared)
-        return [self._sample(work, shared) for work in step.works if work.needs_logits]
+        return [self._sample(work, shared) for work in works if work.needs_logits]
 
-    def _add_row(self, sequence) -> None:
-        rows = self.scheduler.limits.max_rows
-        assert sequence.row == rows if sequence.request.probe else 0 <= sequence.row < rows
-        assert sequence.row not in self.rows, "a row with two sequences"
-        prefix = [int(s) for s in self.scheduler.kv.prefix_slots(sequence)]
-        assert len(prefix) == sequence.cached < len(sequence.request.prompt)
+    def _add_row(self, number: int, ask: NewRow, prefix: list[int]) -> None:
+        rows, request = self.scheduler.limits.max_rows, ask.request
+        assert number == rows if request.probe else 0 <= number < rows
+        assert number not in self.rows, "a row with two sequences"
+        assert len(prefix) < len(request.prompt)
         row = Row(
-            sequence.id, list(sequence.request.prompt), len(sequence.request.prompt), [], [], 0
+            request.sequence_ids[ask.stream], list(request.prompt), len(request.prompt), [], [], 0
         )
-        row.marks.append(zlib.crc32(sequence.request.salt.encode()))
+        row.marks.append(zlib.crc32(request.salt.encode()))
         row.slots, row.unproven_from = prefix, len(prefix)
         self._mark(row)
         self.users.update(prefix)
-        self.rows[sequence.row] = row
+        self.rows[number] = row
 
     @staticmethod
     def _mark(row: Row) -> None:
@@ -101,10 +152,10 @@ class ReferenceExecutor:
         while len(row.marks) <= len(row.tokens):
             row.marks.append(hash((row.marks[-1], row.tokens[len(row.marks) - 1])))
 
-    def _check_shape(self, step: Step) -> None:
-        works = step.works
+    def _check_shape(self, works: list[Work]) -> None:
         assert works
-        assert len({work.sequence.row for work in works}) == len(works)
+        assert len({work.row for work in works}) == len(works)
+        assert all(work.row == work.sequence.row for work in works)
         sizes = [min(work.n_tokens, 2) for work in works]
         assert sizes == sorted(sizes), "works with a single token come first"
         prompts = [w for w in works if w.start < len(w.sequence.request.prompt)]
@@ -115,13 +166,16 @@ class ReferenceExecutor:
         assert rest <= self.scheduler.limits.prefill_tokens
 
     def _write(self, work: Work, shared: set[int]) -> None:
-        row = self.rows[work.sequence.row]
+        row = self.rows[work.row]
         assert row.sequence_id == work.sequence.id
         assert work.start == len(row.slots), "every position is computed once, in order"
         end = work.start + work.n_tokens
         assert work.n_tokens == len(work.slots) >= 1
         assert end <= len(row.tokens), "a token that does not exist is computed"
         assert work.needs_logits == (end >= row.prompt_length)
+        known = row.tokens[work.start : end] if work.start < row.prompt_length else [LAST]
+        assert work.tokens == known
+        assert not work.needs_logits or work.output_index == end - row.prompt_length
         for position, slot in enumerate(map(int, work.slots), work.start):
             assert 0 <= slot < self.scheduler.kv.total
             assert slot not in shared, "a shared slot is written"
@@ -133,7 +187,7 @@ class ReferenceExecutor:
         assert found == row.marks[1 : end + 1], "attended slots hold another prefix"
 
     def _sample(self, work: Work, shared: set[int]) -> int:
-        row = self.rows[work.sequence.row]
+        row = self.rows[work.row]
         index = len(row.tokens) - row.prompt_length
         token = self.choose(row.sequence_id, index)
         if token < 0:
@@ -256,7 +310,7 @@ class House:
 
     def planned(self) -> dict[int, int]:
         """Tokens of each sequence in the last step."""
-        return {w.sequence.id: w.n_tokens for w in self.last_step.works} if self.last_step else {}
+        return {w.sequence.id: w.n_tokens for w in works_of(self.last_step)}
 
     # -- what comes back -----------------------------------------------------------------------
 
@@ -264,7 +318,7 @@ class House:
         settled = self.scheduler.settle(step, tokens, self.now)
         sampled = {
             work.sequence.id: token
-            for work, token in zip((w for w in step.works if w.needs_logits), tokens, strict=True)
+            for work, token in zip((w for w in works_of(step) if w.needs_logits), tokens, strict=True)
         }
         for sequence_id, token in zip(settled.sequence_ids, settled.token_ids, strict=True):
             assert sampled[sequence_id] == token
@@ -328,7 +382,7 @@ class House:
             owed.ended = "finish"
 
     def _check_held(self, step: Step | None) -> None:
-        for work in step.works if step else ():
+        for work in works_of(step):
             sequence_id = work.sequence.id
             if self.sequences[sequence_id].held:
                 asked = [

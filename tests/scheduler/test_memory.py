@@ -27,7 +27,7 @@ def serve(scheduler: Scheduler, chance: random.Random, first_id: int, requests: 
             now += 1
             step = scheduler.plan(now)
             assert step is not None
-            wanted = sum(work.needs_logits for work in step.works)
+            wanted = len(step.sampled)
             tokens = [chance.choice((1, 2, 2, -1)) for _ in range(wanted)]
             scheduler.settle(step, tokens, now)
             scheduler.drain_events()
@@ -72,4 +72,4 @@ def test_half_of_a_split_run_does_not_keep_the_other_in_memory(keep):
 def serve_one(scheduler: Scheduler, sequence_id: int, prompt: list[int]) -> None:
     scheduler.submit(request(sequence_id, prompt, max_new_tokens=1))
     while step := scheduler.plan(0):
-        scheduler.settle(step, [1] * sum(work.needs_logits for work in step.works), 0)
+        scheduler.settle(step, [1] * len(step.sampled), 0)

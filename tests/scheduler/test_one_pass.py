@@ -79,7 +79,9 @@ def reference_peak(house, extra):
         hold(sequence, sequence.bound - sequence.shared, 0, for_ever)
     spans += [(len(node.tokens), 0, end) for node, end in nodes.items()]
     moments = {end for _, _, end in spans}
-    return max((sum(h + min(rest, t) for h, rest, e in spans if e >= t) for t in moments), default=0)
+    return max(
+        (sum(h + min(rest, t) for h, rest, e in spans if e >= t) for t in moments), default=0
+    )
 
 
 def reference_count(house):

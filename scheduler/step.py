@@ -1,0 +1,195 @@
+"""A step: planners add rows, which are put into columns once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.plan import LAST, Counts, NewRow, StepPlan
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.radix import Slots, Tokens
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.table import Ints
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: the plan, and whose rows it is about."""
+
+    plan: StepPlan
+    #: [B] by row of the plan: sequences, and their places in the table.
+    sequences: list[Sequence]
+    places: Ints
+    #: Tokens of prompts in it.
+    prompt_tokens: int
+    #: When, in nanoseconds.
+    planned_at: int
+
+    @cached_property
+    def sampled(self) -> list[Sequence]:
+        """Those of which a token is sampled, in order."""
+        return [self.sequences[row] for row in np.flatnonzero(self.plan.r_samples)]
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Tokens of a prompt."""
+
+    sequence: Sequence
+    start: int
+    slots: Slots
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.sequence.prompt[self.start : self.start + len(self.slots)]
+
+    @property
+    def scored(self) -> bool:
+        return self.sequence.request.prompt_logprobs and self.sequence.stream == 0
+
+    @property
+    def following(self) -> Tokens:
+        """What comes after each token of it, as far as the prompt goes."""
+        return self.sequence.prompt[self.start + 1 : self.start + 1 + len(self.slots)]
+
+
+class StepBuilder:
+    """A step in the making: planners add to it, `finish` puts it into columns.
+
+    Args:
+        now: in nanoseconds.
+    """
+
+    def __init__(self, kv: KV, now: int) -> None:
+        #: Prompt tokens so far.
+        self.prompt_tokens = 0
+        self._kv = kv
+        self._now = now
+        self._decoding: list[Sequence] = []
+        self._places: list[Ints] = []
+        self._slots: list[Slots] = []
+        self._pieces: list[_Piece] = []
+
+    def decode(self, sequences: list[Sequence], places: Ints) -> int:
+        """The next token of sequences whose prompts have been launched; for how many is no slot.
+
+        Args:
+            sequences: each once, and none twice in a step.
+            places: theirs in the table.
+        """
+        kv, table = self._kv, self._kv.table
+        others, slots = kv.extend_each(places)
+        stalled = []
+        for at in others.tolist():
+            # Admission makes it impossible that there is none; if it is not, pausing beats failing.
+            if kv.available:
+                slots[at] = kv.extend(sequences[at], 1)[0]
+            else:
+                stalled.append(at)
+        if stalled:
+            places, slots = np.delete(places, stalled), np.delete(slots, stalled)
+            left_out = set(stalled)
+            sequences = [s for at, s in enumerate(sequences) if at not in left_out]
+        table.computed[places] += 1
+        table.launched[places] += 1
+        self._decoding += sequences
+        self._places.append(places)
+        self._slots.append(slots)
+        return len(stalled)
+
+    def prompt(self, sequence: Sequence, n: int) -> None:
+        """The next `n` prompt tokens of a sequence."""
+        sequence.began_at = sequence.began_at or self._now
+        start = sequence.computed
+        slots = self._kv.extend(sequence, n)
+        sequence.computed = start + n
+        sequence.launched += not sequence.prefilling
+        self._pieces.append(_Piece(sequence, start, slots))
+        self.prompt_tokens += n
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has been added."""
+        return not (self._decoding or self._pieces)
+
+    def finish(self, number: int, fresh: list[Sequence], freed: list[int]) -> Step:
+        """The step of this number.
+
+        Args:
+            fresh: sequences that got a row since the last step.
+            freed: rows that were given back since.
+        """
+        ones = [piece for piece in self._pieces if len(piece.slots) == 1]
+        longer = [piece for piece in self._pieces if len(piece.slots) > 1]
+        sequences = self._decoding + [piece.sequence for piece in ones]
+        table, decoding, singles = self._kv.table, len(self._decoding), len(sequences)
+        places = np.concatenate((*self._places, _places(ones)))
+        # A GPU begins rows in this order, and what takes longest must not begin last (Graham 1969).
+        order = (-table.computed[places]).argsort(kind="stable")
+        rows = [*map(sequences.__getitem__, order.tolist()), *(piece.sequence for piece in longer)]
+        places = np.concatenate((places[order], _places(longer)))
+        scored = self._scored(ones, longer, order)
+        prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
+        counts = Counts(
+            rows=len(rows),
+            tokens=singles + sum(len(piece.slots) for piece in longer),
+            scored=sum(map(len, scored.values())),
+            freed=len(freed),
+            new=len(fresh),
+            prefix=sum(map(len, prefixes)),
+        )
+        asks = [NewRow(sequence.request, sequence.stream) for sequence in fresh]
+        plan = StepPlan.empty(number, counts, asks)
+        plan.r_row[:] = table.row[places]
+        plan.r_tokens[:singles] = 1
+        plan.r_tokens[singles:] = [len(piece.slots) for piece in longer]
+        plan.r_start[:] = table.computed[places] - plan.r_tokens
+        plan.r_samples[:] = table.computed[places] >= table.prompt[places]
+        # `launched` counts this step's token already.
+        plan.r_output[:] = table.launched[places] - 1
+        plan.r_scored[:] = 0
+        for row, following in scored.items():
+            plan.r_scored[row] = len(following)
+        _join([*scored.values()], plan.scored_token)
+        tokens = np.full(singles, LAST, np.int32)
+        tokens[decoding:] = [one.tokens[0] for one in ones]
+        plan.t_token[:singles] = tokens[order]
+        _join([piece.tokens for piece in longer], plan.t_token[singles:])
+        slots = np.empty(singles, np.int32)
+        _join([*self._slots, *(one.slots for one in ones)], slots)
+        plan.t_slot[:singles] = slots[order]
+        _join([piece.slots for piece in longer], plan.t_slot[singles:])
+        plan.freed[:] = freed
+        plan.n_row[:] = [sequence.row for sequence in fresh]
+        plan.n_draws[:] = [sequence.request.sampling.do_sample for sequence in fresh]
+        plan.n_prefix[:] = [*map(len, prefixes)]
+        _join(prefixes, plan.prefix_slot)
+        table.in_flight[places] += 1
+        return Step(plan, rows, places, self.prompt_tokens, self._now)
+
+    def _scored(self, ones: list[_Piece], longer: list[_Piece], order: Ints) -> dict[int, Tokens]:
+        """By row, rising: the tokens that follow those whose probabilities are asked for."""
+        if not any(piece.scored for piece in self._pieces):
+            return {}
+        row_of = order.argsort()[len(order) - len(ones) :]
+        rows = [*row_of.tolist(), *range(len(order), len(order) + len(longer))]
+        found = zip(rows, [*ones, *longer], strict=True)
+        return {
+            row: piece.following
+            for row, piece in sorted(found, key=itemgetter(0))
+            if piece.scored and len(piece.following)
+        }
+
+
+def _places(pieces: list[_Piece]) -> Ints:
+    return np.array([piece.sequence.place for piece in pieces], np.int64)
+
+
+def _join(parts: list[npt.NDArray[Any]], into: npt.NDArray[np.int32]) -> None:
+    if parts:
+        np.concatenate(parts, out=into, casting="same_kind")

@@ -24,7 +24,7 @@ import numpy as np
 
 from tokenpod.core.messages import Request, SamplingParams, StepOutputs, StoppingParams
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.executor import StepResult
+from tokenpod.engine.executor import StepResult, new_rows
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -56,13 +56,14 @@ class Slots:
 
     def launch(self, plan: StepPlan) -> Any:
         """Random tokens."""
-        for row in plan.freed:
+        for row in plan.freed.tolist():
             self.rows.pop(row, None)
-        for fresh in plan.fresh:
-            self.rows[fresh.row] = [fresh.prefix_slots]
-        for work in plan.works:
-            self.rows[work.row].append(work.slots)
-        count = sum(work.samples for work in plan.works)
+        for row, prefix in new_rows(plan):
+            self.rows[row] = [prefix]
+        ends = plan.r_tokens.cumsum()[:-1]
+        for row, slots in zip(plan.r_row.tolist(), np.split(plan.t_slot, ends), strict=True):
+            self.rows[row].append(slots)
+        count = int(plan.r_samples.sum())
         result = StepResult(self.draw.integers(VOCABULARY, size=count).tolist(), [0.0] * count, [])
         return SimpleNamespace(wait=lambda: result)
 

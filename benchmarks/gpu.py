@@ -183,8 +183,8 @@ class StepTimes:
 
     def launch(self, plan: StepPlan) -> Launched:
         """As the other one's; a step lasts from the end of the one before to its own."""
-        tokens = sum(len(work.slots) for work in plan.works)
-        kind = "decode" if tokens == len(plan.works) else "mixed"
+        tokens = plan.tokens
+        kind = "decode" if tokens == plan.rows else "mixed"
         flight = self._executor.launch(plan)
 
         def wait() -> StepResult:

@@ -50,6 +50,7 @@ except ImportError:
 
 from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles
+from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.sampler import Sampler
 
 #: Measured on an H200: a read-only pass over gigabytes.
@@ -128,17 +129,15 @@ def seat(
     top_n: int = 0,
     min_new_tokens: int = 2,
 ) -> None:
-    sampler.set_row(
-        row,
+    asks = RowSampling.describe(
         params,
         stream=row,
-        prompt=[1, 5, 5, 90_000],
         eos_token_ids=frozenset({2}),
-        stop_token_ids=frozenset(),
         min_new_tokens=min_new_tokens,
         logprobs=True,
         top_n=top_n,
     )
+    sampler.set_row(row, asks, [1, 5, 5, 90_000])
 
 
 def logits_of(n: int, shape: str, seed: int = 0) -> torch.Tensor:

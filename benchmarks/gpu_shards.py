@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu import config_of
 
-from tokenpod.core.messages import EngineOptions, SamplingParams
-from tokenpod.core.plan import NewRow, RowWork, StepPlan
+from tokenpod.core.messages import EngineOptions, Request, SamplingParams, StoppingParams
+from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
 from tokenpod.engine.assemble import assemble
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.join import join_group
@@ -137,19 +137,8 @@ def make_executor(model: Decoder, group: Group | None) -> Executor:
         return assemble(model, options, positions=POSITIONS, device=device, group=group).executor
 
 
-def new_row(row: int, prefix: int, prompt: list[int], first_slot: int) -> NewRow:
-    return NewRow(
-        row=row,
-        prefix_slots=np.arange(first_slot, first_slot + prefix, dtype=np.int64),
-        prompt=prompt,
-        sampling=SamplingParams(),
-        stream=0,
-        min_new_tokens=0,
-        eos_token_ids=frozenset(),
-        stop_token_ids=frozenset(),
-        logprobs=True,
-        top_n_tokens=0,
-    )
+def new_row(prompt: list[int]) -> NewRow:
+    return NewRow(Request([0], prompt, SamplingParams(), StoppingParams(1), logprobs=True), 0)
 
 
 # -- agreement ---------------------------------------------------------------------------------
@@ -165,27 +154,19 @@ def say(executor: Executor) -> dict[str, Any]:
     scored: list[float] = []
     for row, tokens in enumerate(texts()):
         first = row * POSITIONS
-        slots = np.arange(first, first + PROMPT, dtype=np.int64)
-        prompt = tokens[:PROMPT]
-        work = RowWork(row, 0, slots, prompt, samples=True, output_index=0, next_tokens=prompt[1:])
-        plan = StepPlan(0, freed=[], fresh=[new_row(row, 0, prompt, first)], works=[work])
-        result = executor.launch(plan).wait()
+        slots, prompt = range(first, first + PROMPT), tokens[:PROMPT]
+        one = PlanRow(row, 0, slots, prompt, following=prompt[1:], new=new_row(prompt))
+        result = executor.launch(plan_of(0, [one])).wait()
         scored += result.prompt_logprobs[0]
     best: list[int] = []
     logprobs: list[float] = []
     for i in range(GIVEN):
-        works = [
-            RowWork(
-                row,
-                PROMPT + i,
-                np.array([row * POSITIONS + PROMPT + i]),
-                [tokens[PROMPT + i]],
-                samples=True,
-                output_index=1 + i,
-            )
+        at = PROMPT + i
+        rows = [
+            PlanRow(row, at, [row * POSITIONS + at], [tokens[at]], output=1 + i)
             for row, tokens in enumerate(texts())
         ]
-        result = executor.launch(StepPlan(0, freed=[], fresh=[], works=works)).wait()
+        result = executor.launch(plan_of(0, rows)).wait()
         best += result.tokens
         logprobs += result.logprobs
     executor.release(range(PROMPTS))
@@ -198,20 +179,22 @@ def say(executor: Executor) -> dict[str, Any]:
 def decode_plans(rows: int, context: int, steps: int) -> Iterator[StepPlan]:
     """Steps of one token a row; the rows' context is whatever the pool holds."""
     per_row = SLOTS // ROWS
-    fresh = [new_row(row, context, [7] * (context + 1), row * per_row) for row in range(rows)]
+    new = new_row([7] * (context + 1))
     for i in range(steps):
-        works = [
-            RowWork(
+        # The first step takes the rows, with prompts that are cached but for the last token.
+        first: dict[str, Any] = {"tokens": [7], "new": new} if i == 0 else {}
+        rows_of = [
+            PlanRow(
                 row,
                 context + i,
-                np.array([row * per_row + context + i]),
-                [7] if i == 0 else None,
-                samples=True,
-                output_index=i,
+                [row * per_row + context + i],
+                output=i,
+                prefix=range(row * per_row, row * per_row + context),
+                **first,
             )
             for row in range(rows)
         ]
-        yield StepPlan(i, freed=[], fresh=fresh if i == 0 else [], works=works)
+        yield plan_of(i, rows_of)
 
 
 def run_decode(executor: Executor, rows: int, context: int) -> list[float]:

@@ -21,10 +21,10 @@ import numpy as np
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import Letter, Placement
-from tokenpod.core.plan import RowWork, StepPlan
-from tokenpod.engine.shards.codec import decode_plan, encode_plan
+from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
+from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Rows of a decode step, and the seconds that such a step takes on one H200 (an 8B shape).
 STEPS = [(1, 0.004), (64, 0.008), (256, 0.014)]
@@ -32,12 +32,8 @@ ADDRESS = "unix-abstract:tokenpod-benchmark-plans"
 
 
 def decode_step(step: int, rows: int) -> StepPlan:
-    slots = np.arange(rows, dtype=np.int64) + 1000
-    works = [
-        RowWork(row, 500 + row, slots[row : row + 1], None, samples=True, output_index=step)
-        for row in range(rows)
-    ]
-    return StepPlan(step, freed=[], fresh=[], works=works)
+    each = [PlanRow(row, 500 + row, [1000 + row], output=step) for row in range(rows)]
+    return plan_of(step, each)
 
 
 def placement(rank: int, world: int) -> Placement:
@@ -108,11 +104,11 @@ def codec(rows: int) -> tuple[float, float, int]:
     plan, times = decode_step(1, rows), ([], [])
     for _ in range(300):
         at = time.perf_counter_ns()
-        frame = encode_plan(1, plan).SerializeToString()
+        frame = pb.Plan(number=1, columns=plan.to_bytes()).SerializeToString()
         between = time.perf_counter_ns()
-        message = type(encode_plan(1, plan)).FromString(frame)
+        message = pb.Plan.FromString(frame)
         read_at = time.perf_counter_ns()
-        decode_plan(message)
+        StepPlan.from_bytes(message.columns)
         times[1].append(time.perf_counter_ns() - read_at)
         times[0].append(between - at)
     return statistics.median(times[0]) / 1e3, statistics.median(times[1]) / 1e3, len(frame)

@@ -1,11 +1,10 @@
-"""What the scheduler costs in a step that only decodes: microseconds to plan and settle it.
+"""What the scheduler costs: to plan and settle a step, and to let requests in.
 
 python -P benchmarks/scheduler.py
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 
 from tokenpod.core.messages import Request, SamplingParams, StoppingParams
@@ -23,21 +22,59 @@ def scheduler_with(rows: int) -> Scheduler:
     for row in range(rows):
         prompt = [row] * PROMPT
         scheduler.submit(Request([row], prompt, SamplingParams(), stopping, deadline_at=1 << 62))
-    while any(not work.decodes for work in turn(scheduler)):
+    while turn(scheduler):
         pass
     return scheduler
 
 
-def turn(scheduler: Scheduler) -> list:
-    """Plan and settle one step."""
+def turn(scheduler: Scheduler) -> int:
+    """Plan and settle one step; its prompt tokens."""
     step = scheduler.plan(0)
-    scheduler.settle(step, [1] * sum(work.needs_logits for work in step.works), 0)
-    return step.works
+    scheduler.settle(step, [1] * len(step.sampled), 0)
+    return step.prompt_tokens
+
+
+def ask(scheduler: Scheduler, first: int, requests: int, *, prompt: int, most: int) -> None:
+    """Requests with different prompts."""
+    for number in range(first, first + requests):
+        stopping = StoppingParams(most, eos_token_ids=frozenset({2}))
+        scheduler.submit(Request([number], [number] * prompt, SamplingParams(), stopping))
+
+
+def admission(requests: int) -> float:
+    """Milliseconds of the first plan of an empty pod that has room for all."""
+    scheduler = Scheduler(Limits(requests * 600, requests, 2048, prefill_tokens=4096))
+    ask(scheduler, 0, requests, prompt=PROMPT, most=400)
+    began = time.perf_counter()
+    scheduler.plan(0)
+    assert not scheduler.waiting
+    return 1e3 * (time.perf_counter() - began)
+
+
+def full_pod(rows: int, waiting: int) -> tuple[float, float]:
+    """Milliseconds of a plan of a full pod when nobody comes or goes, and when one does."""
+    scheduler = Scheduler(Limits(rows * 600, rows, 2048, prefill_tokens=rows * PROMPT))
+    ask(scheduler, 0, rows, prompt=PROMPT, most=500)
+    while turn(scheduler):
+        pass
+    ask(scheduler, rows, waiting, prompt=PROMPT, most=500)
+    turn(scheduler)
+    calm: list[float] = []
+    moved: list[float] = []
+    for number in range(60):
+        for times in (calm, moved):
+            if times is moved:
+                scheduler.abort([number])
+            began = time.perf_counter()
+            step = scheduler.plan(0)
+            times.append(time.perf_counter() - began)
+            scheduler.settle(step, [1] * len(step.sampled), 0)
+    return 1e3 * min(calm), 1e3 * min(moved)
 
 
 def main() -> None:
-    """Print a line for each number of rows."""
-    for rows in (1, 64, 256):
+    """Print a line for each number of rows. The machine may be busy: the least counts."""
+    for rows in (1, 64, 256, 512):
         scheduler = scheduler_with(rows)
         plans, settles = [], []
         tokens = [1] * rows
@@ -48,9 +85,14 @@ def main() -> None:
             scheduler.settle(step, tokens, 0)
             plans.append(planned - began)
             settles.append(time.perf_counter() - planned)
-        assert len(step.works) == rows
-        plan, settle = (1e6 * statistics.median(times) for times in (plans, settles))
+        assert step.plan.rows == rows
+        plan, settle = (1e6 * min(times) for times in (plans, settles))
         print(f"{rows:4} rows: plan {plan:6.1f} us, settle {settle:6.1f} us")
+    for requests in (256, 512, 1000):
+        least = min(admission(requests) for _ in range(5))
+        print(f"{requests:4} requests let in by the first plan: {least:6.1f} ms")
+    calm, moved = full_pod(512, 1000)
+    print(f" 512 rows, 1000 waiting: plan {calm:.2f} ms, {moved:.2f} ms when one has gone")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +134,7 @@ class StepPlan:
         buffer = np.frombuffer(data, "<i4")
         if len(buffer) < _HEADER or (buffer[:_HEADER] < 0).any():
             raise ValueError(f"a step's plan of {len(buffer)} words without a header")
-        return cls(buffer.astype(np.int32, copy=False))
+        return cls(buffer.astype(np.int32))
 
     def to_bytes(self) -> bytes:
         """Little-endian, without `asks`."""
@@ -153,3 +154,53 @@ class StepPlan:
     def singles(self) -> int:
         """Leading rows with one token."""
         return int((self.r_tokens == 1).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A row of a plan that is written by hand: warm-up steps, tests."""
+
+    row: int
+    #: Position of the first token.
+    start: int
+    #: [n] where keys and values go.
+    slots: Sequence[int] | npt.NDArray[Any]
+    #: The n tokens; None: the one that the row sampled last.
+    tokens: Sequence[int] | None = None
+    #: Of how many of the last positions a token is sampled, from output number `output` on.
+    samples: int = 1
+    output: int = 0
+    #: What follows the first of them, where log probabilities are asked for.
+    following: Sequence[int] = ()
+    #: The sequence that takes the row with this step, and where its cached prefix lies.
+    new: NewRow | None = None
+    prefix: Sequence[int] | npt.NDArray[Any] = ()
+
+
+def plan_of(step: int, rows: Sequence[PlanRow], freed: Sequence[int] = ()) -> StepPlan:
+    """A plan of these rows; those with a single token come first."""
+    fresh = [(row, row.new) for row in rows if row.new is not None]
+    counts = Counts(
+        rows=len(rows),
+        tokens=sum(len(row.slots) for row in rows),
+        scored=sum(len(row.following) for row in rows),
+        freed=len(freed),
+        new=len(fresh),
+        prefix=sum(len(row.prefix) for row, _ in fresh),
+    )
+    plan = StepPlan.empty(step, counts, [new for _, new in fresh])
+    plan.r_row[:] = [row.row for row in rows]
+    plan.r_start[:] = [row.start for row in rows]
+    plan.r_tokens[:] = [len(row.slots) for row in rows]
+    plan.r_samples[:] = [row.samples for row in rows]
+    plan.r_output[:] = [row.output for row in rows]
+    plan.r_scored[:] = [len(row.following) for row in rows]
+    plan.t_token[:] = [token for row in rows for token in row.tokens or [LAST]]
+    plan.t_slot[:] = [slot for row in rows for slot in row.slots]
+    plan.scored_token[:] = [token for row in rows for token in row.following]
+    plan.freed[:] = freed
+    plan.n_row[:] = [row.row for row, _ in fresh]
+    plan.n_draws[:] = [new.request.sampling.do_sample for _, new in fresh]
+    plan.n_prefix[:] = [len(row.prefix) for row, _ in fresh]
+    plan.prefix_slot[:] = [slot for row, _ in fresh for slot in row.prefix]
+    return plan

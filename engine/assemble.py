@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
 from tokenpod.core.capacity import GAPS, choose_slots
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import PROBE_TOKENS, EngineOptions, SamplingParams
-from tokenpod.core.plan import Ints, NewRow, RowWork, StepPlan
+from tokenpod.core.messages import (
+    PROBE_TOKENS,
+    EngineOptions,
+    Request,
+    SamplingParams,
+    StoppingParams,
+)
+from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
 from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
@@ -162,8 +167,9 @@ def run_worst_steps(executor: Executor, rows: int, prompt: int, positions: int) 
     """
     under_way: deque[Launched] = deque()
     for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
+        executor.release(range(rows))
         plan = worst_step(rows, max(tokens, 1), positions, scattered=tokens == prompt // 2)
-        under_way.append(executor.launch(replace(plan, freed=range(rows))))
+        under_way.append(executor.launch(plan))
         if len(under_way) > 1:
             under_way.popleft().wait()
     under_way.pop().wait()
@@ -250,14 +256,13 @@ def warm_up(executor: Executor, tokens: list[int]) -> None:
 
     The keys and values of as many tokens as `tokens` lie in the first slots afterwards.
     """
-    row = _row(0, tokens)
-    slots = np.arange(len(tokens), dtype=np.int64)
+    slots = range(len(tokens))
     n = max(len(tokens) - 2, 1)
-    prompt = RowWork(0, 0, slots[:n], row.prompt[:n], samples=True, output_index=0)
-    executor.launch(StepPlan(0, freed=[], fresh=[row], works=[prompt])).wait()
+    prompt = PlanRow(0, 0, slots[:n], tokens[:n], new=_new_row(tokens))
+    executor.launch(plan_of(0, [prompt])).wait()
     for at in range(n, len(tokens)):
-        decode = RowWork(0, at, slots[at : at + 1], None, samples=True, output_index=at - n + 1)
-        executor.launch(StepPlan(0, freed=[], fresh=[], works=[decode])).wait()
+        decode = PlanRow(0, at, slots[at : at + 1], output=at - n + 1)
+        executor.launch(plan_of(0, [decode])).wait()
     executor.release([0])
 
 
@@ -276,42 +281,24 @@ def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> St
         prompt -= lengths[row]
         if prompt <= 0:
             break
-    slots = np.arange(sum(lengths), dtype=np.int64)
+    slots = range(sum(lengths))
     if scattered:
         slots = slots[::-1]
-    works, fresh, at = [], [], 0
+    steps, at = [], 0
     for row, length in enumerate(lengths):
         tokens = [0] * length
-        fresh.append(_row(row, tokens))
-        works.append(
-            RowWork(
-                row,
-                0,
-                slots[at : at + length],
-                tokens,
-                samples=True,
-                output_index=0,
-                next_tokens=tokens if length > 1 else None,
-            )
-        )
+        following = tokens if length > 1 else []
+        own = slots[at : at + length]
+        steps.append(PlanRow(row, 0, own, tokens, following=following, new=_new_row(tokens)))
         at += length
-    return StepPlan(0, freed=[], fresh=fresh, works=works)
+    return plan_of(0, steps)
 
 
-def _row(row: int, prompt: list[int]) -> NewRow:
+def _new_row(prompt: list[int]) -> NewRow:
     """A row that asks its sampler for everything."""
-    none: Ints = np.empty(0, np.int64)
-    return NewRow(
-        row=row,
-        prefix_slots=none,
-        prompt=prompt,
-        sampling=SamplingParams(
-            do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1, top_of_processed=True
-        ),
-        stream=0,
-        min_new_tokens=0,
-        eos_token_ids=frozenset(),
-        stop_token_ids=frozenset(),
-        logprobs=True,
-        top_n_tokens=2,
+    sampling = SamplingParams(
+        do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1, top_of_processed=True
     )
+    stopping = StoppingParams(max_new_tokens=1)
+    asked = Request([0], prompt, sampling, stopping, logprobs=True, top_n_tokens=2)
+    return NewRow(asked, stream=0)

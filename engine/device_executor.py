@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from tokenpod.core.plan import NewRow, RowWork, StepPlan
+from tokenpod.core.plan import LAST, Ints, StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.executor import CapturableModel
+from tokenpod.engine.executor import CapturableModel, new_rows, scored_rows
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
 from tokenpod.engine.integers import Counts, Integers, fill, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.sampler import prompt_logprobs
 from tokenpod.engine.shared_device_sampler import FollowingDeviceSampler
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots
@@ -112,25 +113,21 @@ class DeviceExecutor:
     # -- a step --------------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan) -> Flight:
-        self.release(plan.freed)
-        for fresh in plan.fresh:
-            self._take_row(fresh)
+        self.release(plan.freed.tolist())
+        self._take_rows(plan)
         self._turn += 1
         mailbox = self._mailboxes[self._turn % _DEPTH]
         mailbox.begin()
-        works = plan.works
-        samples = sum(work.samples for work in works)
-        for work in works:
-            if work.tokens is not None:
-                append_slots(self._runs[work.row], work.slots)
+        samples = int(plan.r_samples.sum())
+        self._extend_runs(plan)
         scored: dict[int, torch.Tensor] = {}
         logits: torch.Tensor | None
-        captured = self._captured(works, mailbox)
+        captured = self._captured(plan, mailbox)
         if captured is not None:
             logits = captured.replay(mailbox.words[: captured.counts.words])[:samples]
             integers = captured.integers
         else:
-            logits, integers, scored = self._forward(works, samples, mailbox)
+            logits, integers, scored = self._forward(plan, samples, mailbox)
         mailbox.forwarded()
         drawn = None
         if samples:
@@ -143,44 +140,43 @@ class DeviceExecutor:
                 remember(drawn.tokens, rows, self._last_token)
         return mailbox.send(drawn, scored)
 
-    def _captured(self, works: Sequence[RowWork], mailbox: Mailbox) -> Captured | None:
-        """The graph for these works, if there is one, its integers in the mailbox."""
-        if self._decode is None or self._mixed is None or any(w.next_tokens for w in works):
+    def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
+        """The graph for this step, if there is one, its integers in the mailbox."""
+        if self._decode is None or self._mixed is None or len(plan.scored_token):
             return None
-        if all(len(work.slots) == 1 and work.samples for work in works):
-            captured = self._decode.fitting(len(works))
+        if plan.rows == plan.tokens and plan.r_samples.all():
+            captured = self._decode.fitting(plan.rows)
         else:
-            captured = self._mixed.fitting(sum(len(work.slots) for work in works))
+            captured = self._mixed.fitting(plan.tokens)
         if captured is None:
             return None
         host = views(mailbox.host_words, captured.counts)
-        fill(host, works)
+        fill(host, plan)
         if captured.counts.tiles:
             tiles = self._model.tiles(
-                self._ragged(host, works), self._most_tiles(captured.counts.tokens)
+                self._ragged(host, plan), self._most_tiles(captured.counts.tokens)
             )
             if tiles is None:
                 return None
             host.tiles[:] = tiles.reshape(-1)
-        pad(host, works, padding_row=self._rows, sink=self._pool.sink)
+        pad(host, plan, padding_row=self._rows, sink=self._pool.sink)
         return captured
 
     def _forward(
-        self, works: Sequence[RowWork], samples: int, mailbox: Mailbox
+        self, plan: StepPlan, samples: int, mailbox: Mailbox
     ) -> tuple[torch.Tensor | None, Integers, dict[int, torch.Tensor]]:
-        """Logits of the rows that sample, if any; log probabilities of prompts by index of work."""
-        counts = Counts(sum(len(work.slots) for work in works), len(works), samples)
+        """Logits of the rows that sample, if any; log probabilities of prompts, by row."""
+        counts = Counts(plan.tokens, plan.rows, samples)
         host = views(mailbox.host_words, counts)
-        fill(host, works)
+        fill(host, plan)
         words = self._words[: counts.words]
         words.copy_(mailbox.words[: counts.words], non_blocking=True)
         integers = views(words, counts)
-        batch = self._batch(integers, self._ragged(host, works))
+        batch = self._batch(integers, self._ragged(host, plan))
         hidden = self._model.forward(batch, self._pool)
         scored = {
-            i: self._score_prompt(work, hidden[batch.b_start[i] : batch.b_start[i + 1]])
-            for i, work in enumerate(works)
-            if work.next_tokens
+            row: self._score_prompt(following, hidden[batch.b_start[row] :])
+            for row, following in scored_rows(plan)
         }
         logits = self._model.logits(hidden[integers.logit_index]) if samples else None
         return logits, integers, scored
@@ -231,14 +227,23 @@ class DeviceExecutor:
             paged=PagedRows(integers.b_row, integers.b_start, integers.b_context, tiles),
         )
 
-    def _ragged(self, host: Integers, works: Sequence[RowWork]) -> RaggedRows:
+    def _ragged(self, host: Integers, plan: StepPlan) -> RaggedRows:
+        rows = plan.r_row.tolist()
         return RaggedRows(
-            b_start=host.b_start[: len(works) + 1].tolist(),
-            b_context=host.b_context[: len(works)].tolist(),
-            b_runs=[self._runs[work.row] for work in works],
-            b_row=[work.row for work in works],
-            single_rows=sum(len(work.slots) == 1 for work in works),
+            b_start=host.b_start[: len(rows) + 1].tolist(),
+            b_context=host.b_context[: len(rows)].tolist(),
+            b_runs=[self._runs[row] for row in rows],
+            b_row=rows,
+            single_rows=plan.singles,
         )
+
+    def _extend_runs(self, plan: StepPlan) -> None:
+        """Note where prompts' tokens go; nobody asks where the KV of rows that decode lies."""
+        ends = plan.r_tokens.cumsum()
+        prompts = plan.t_token[ends - plan.r_tokens] != LAST
+        for at in np.flatnonzero(prompts).tolist():
+            runs = self._runs[plan.r_row[at]]
+            append_slots(runs, plan.t_slot[ends[at] - plan.r_tokens[at] : ends[at]])
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""
@@ -251,9 +256,8 @@ class DeviceExecutor:
             self._last_token,
         )
 
-    def _score_prompt(self, work: RowWork, hidden: torch.Tensor) -> torch.Tensor:
-        assert work.next_tokens is not None
-        following = self._upload(np.asarray(work.next_tokens, np.int64))
+    def _score_prompt(self, tokens: Ints, hidden: torch.Tensor) -> torch.Tensor:
+        following = self._upload(tokens.astype(np.int64))
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
         pieces = [
             prompt_logprobs(self._model.logits(hidden[at : at + len(part)]).float(), part)
@@ -263,24 +267,17 @@ class DeviceExecutor:
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _take_row(self, fresh: NewRow) -> None:
-        runs: list[Run] = []
-        self._runs[fresh.row] = runs
-        append_slots(runs, fresh.prefix_slots)
-        if len(fresh.prefix_slots):
-            prefix = self._upload(fresh.prefix_slots.astype(np.int32))
-            self._row_table[fresh.row, : len(prefix)] = prefix
-        self._sampler.set_row(
-            fresh.row,
-            fresh.sampling,
-            stream=fresh.stream,
-            prompt=fresh.prompt,
-            eos_token_ids=fresh.eos_token_ids,
-            stop_token_ids=fresh.stop_token_ids,
-            min_new_tokens=fresh.min_new_tokens,
-            logprobs=fresh.logprobs,
-            top_n=fresh.top_n_tokens,
-        )
+    def _take_rows(self, plan: StepPlan) -> None:
+        for at, (row, prefix) in enumerate(new_rows(plan)):
+            self._runs[row] = []
+            append_slots(self._runs[row], prefix)
+            if len(prefix):
+                self._row_table[row, : len(prefix)] = self._upload(prefix)
+            if isinstance(self._sampler, FollowingDeviceSampler):
+                self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
+            else:
+                new = plan.asks[at]
+                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt)
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         source = torch.from_numpy(values)
@@ -290,7 +287,7 @@ class DeviceExecutor:
 
     def _padding(self, counts: Counts) -> torch.Tensor:
         host = np.zeros(counts.words, np.int64)
-        pad(views(host, counts), [], padding_row=self._rows, sink=self._pool.sink)
+        pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)
 
     def _tile_numbers(self, tokens: int) -> int:

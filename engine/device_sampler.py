@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 import triton
 
-from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_rows import counts, words
 from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
@@ -155,32 +154,13 @@ class DeviceSampler:
         )
 
     def set_row(
-        self,
-        row: int,
-        params: SamplingParams,
-        *,
-        stream: int,
-        prompt: Sequence[int],
-        eos_token_ids: frozenset[int],
-        stop_token_ids: frozenset[int],
-        min_new_tokens: int,
-        logprobs: bool,
-        top_n: int,
-        outputs: Sequence[int] = (),
+        self, row: int, asks: RowSampling, prompt: Sequence[int], outputs: Sequence[int] = ()
     ) -> None:
         """Give a row to a sequence. `outputs`: what it has sampled already, when it resumes.
 
         Copies are in the order of the current stream, so steps before it are not disturbed.
         """
-        asks = RowSampling.describe(
-            params,
-            stream=stream,
-            eos_token_ids=eos_token_ids,
-            stop_token_ids=stop_token_ids,
-            min_new_tokens=min_new_tokens,
-            logprobs=logprobs,
-            top_n=top_n,
-        )
+        params = asks.params
         edits = sorted(params.logit_bias.items())
         if asks.min_new_tokens:
             edits += [(end, -math.inf) for end in asks.ends]

@@ -7,7 +7,7 @@ be launched before anybody has seen the tokens of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import StepPlan
+from tokenpod.core.plan import Ints, StepPlan
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
 from tokenpod.kernels.pool import KVPool
 
@@ -47,17 +47,31 @@ class CapturableModel(Model, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought, on the host. Parallel to the works that sample, in order."""
+    """What a step brought, on the host: an entry for each token that is sampled, in order."""
 
     #: -1 where the logits held NaN or Inf.
     tokens: list[int]
     logprobs: list[float]
     #: (index into `tokens`, ids, logprobs) where top tokens were asked for.
     tops: list[tuple[int, list[int], list[float]]]
-    #: By index into the plan's works: log probabilities of the tokens that follow.
+    #: By row of the plan: log probabilities of the tokens that follow.
     prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)
     forward_ns: int = 0
     sample_ns: int = 0
+
+
+def new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
+    """Each row that a sequence takes, and the slots of its cached prefix."""
+    ends = plan.n_prefix.cumsum().tolist()
+    for row, n, end in zip(plan.n_row.tolist(), plan.n_prefix.tolist(), ends, strict=True):
+        yield row, plan.prefix_slot[end - n : end]
+
+
+def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
+    """Each row of the plan whose tokens' log probabilities are asked for, and what follows them."""
+    ends = plan.r_scored.cumsum()
+    for row in np.flatnonzero(plan.r_scored).tolist():
+        yield row, plan.scored_token[ends[row] - plan.r_scored[row] : ends[row]]
 
 
 class Launched(Protocol):

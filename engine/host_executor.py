@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tokenpod.core.plan import NewRow, RowWork, StepPlan
-from tokenpod.engine.executor import Model, StepResult
+from tokenpod.core.plan import LAST, Ints, StepPlan
+from tokenpod.engine.executor import Model, StepResult, new_rows, scored_rows
+from tokenpod.engine.integers import Counts, fill, sampled, views
+from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.sampler import prompt_logprobs
-from tokenpod.engine.shared_sampler import host_sampler
+from tokenpod.engine.shared_sampler import FollowingSampler, host_sampler
 from tokenpod.kernels.batch import ForwardBatch, Run, append_slots
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -71,25 +73,21 @@ class HostExecutor:
 
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.monotonic_ns()
-        self.release(plan.freed)
-        for fresh in plan.fresh:
-            self._take_row(fresh)
+        self.release(plan.freed.tolist())
+        self._take_rows(plan)
         batch = self._batch(plan)
         hidden = self._model.forward(batch, self._pool)
-        scored = {
-            i: self._score_prompt(work, hidden[batch.b_start[i] : batch.b_start[i + 1]])
-            for i, work in enumerate(plan.works)
-            if work.next_tokens
-        }
-        sampling = [work for work in plan.works if work.samples]
-        if not sampling:
+        scored = self._score_prompts(plan, batch, hidden)
+        which, places = sampled(plan)
+        if not len(which):
             return StepResult([], [], [], scored, forward_ns=time.monotonic_ns() - began)
         logits = self._model.logits(hidden[batch.logit_index]).float()
         forwarded = time.monotonic_ns()
-        rows = [work.row for work in sampling]
-        samples = self._sampler.sample(logits, rows, [work.output_index for work in sampling])
+        outputs = (plan.r_output[which] + places).tolist()
+        rows = plan.r_row[which].astype(np.int64)
+        samples = self._sampler.sample(logits, rows.tolist(), outputs)
         # A bad row's token is never used; zero keeps the next step's embedding in bounds.
-        where = torch.tensor(rows)
+        where = torch.from_numpy(rows)
         self._last_token.index_copy_(0, where, samples.tokens.clamp(min=0))
         return StepResult(
             tokens=samples.tokens.tolist(),
@@ -100,74 +98,54 @@ class HostExecutor:
             sample_ns=time.monotonic_ns() - forwarded,
         )
 
-    def _take_row(self, fresh: NewRow) -> None:
-        runs: list[Run] = []
-        self._runs[fresh.row] = runs
-        append_slots(runs, fresh.prefix_slots)
-        self._sampler.set_row(
-            fresh.row,
-            fresh.sampling,
-            stream=fresh.stream,
-            prompt=fresh.prompt,
-            eos_token_ids=fresh.eos_token_ids,
-            stop_token_ids=fresh.stop_token_ids,
-            min_new_tokens=fresh.min_new_tokens,
-            logprobs=fresh.logprobs,
-            top_n=fresh.top_n_tokens,
-        )
+    def _take_rows(self, plan: StepPlan) -> None:
+        for at, (row, prefix) in enumerate(new_rows(plan)):
+            self._runs[row] = []
+            append_slots(self._runs[row], prefix)
+            if isinstance(self._sampler, FollowingSampler):
+                self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
+            else:
+                new = plan.asks[at]
+                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt)
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
-        works = plan.works
-        b_start = [0]
-        tokens: list[int] = []
-        positions: list[int] = []
-        resumed: list[int] = []  # rows' last tokens, by index
-        resumed_rows: list[int] = []
-        logit_index: list[int] = []
-        singles = 0
-        for work in works:
-            n = len(work.slots)
-            singles += n == 1
-            if work.tokens is None:
-                resumed.append(len(tokens))
-                resumed_rows.append(work.row)
-                tokens.append(0)
-                positions.append(work.start)
-            else:
-                tokens += work.tokens
-                positions += range(work.start, work.start + n)
-            b_start.append(len(tokens))
-            if work.samples:
-                logit_index.append(len(tokens) - 1)
-            append_slots(self._runs[work.row], work.slots)
-        t_token = torch.tensor(tokens, dtype=torch.int64)
-        t_position = torch.tensor(positions, dtype=torch.int64)
-        slots = np.concatenate([work.slots for work in works])
-        t_slot = torch.from_numpy(slots)
-        if resumed:
-            rows = torch.tensor(resumed_rows)
-            where = torch.tensor(resumed)
-            t_token.index_copy_(0, where, self._last_token.index_select(0, rows))
+        counts = Counts(plan.tokens, plan.rows, int(plan.r_samples.sum()))
+        words = torch.empty(counts.words, dtype=torch.int64)
+        host, integers = views(words.numpy(), counts), views(words, counts)
+        fill(host, plan)
+        rows, starts = plan.r_row.tolist(), host.b_start.tolist()
+        for row, start, end in zip(rows, starts, starts[1:], strict=False):
+            append_slots(self._runs[row], plan.t_slot[start:end])
+        resumed = torch.from_numpy(np.flatnonzero(plan.t_token == LAST))
+        if len(resumed):
+            last = self._last_token[integers.t_row[resumed]]
+            integers.t_token.index_copy_(0, resumed, last)
         return ForwardBatch(
-            t_token=t_token,
-            t_position=t_position,
-            t_slot=t_slot,
-            b_start=b_start,
-            b_context=[work.start + len(work.slots) for work in works],
-            b_runs=[self._runs[work.row] for work in works],
-            b_row=[work.row for work in works],
+            t_token=integers.t_token,
+            t_position=integers.t_position,
+            t_slot=integers.t_slot,
+            b_start=starts,
+            b_context=host.b_context.tolist(),
+            b_runs=[self._runs[row] for row in rows],
+            b_row=rows,
             row_table=_NO_TABLE,
-            single_rows=singles,
-            logit_index=torch.tensor(logit_index, dtype=torch.int64),
+            single_rows=plan.singles,
+            logit_index=integers.logit_index,
         )
 
-    def _score_prompt(self, work: RowWork, hidden: torch.Tensor) -> list[float]:
-        assert work.next_tokens is not None
-        following = torch.tensor(work.next_tokens, dtype=torch.int64)
+    def _score_prompts(
+        self, plan: StepPlan, batch: ForwardBatch, hidden: torch.Tensor
+    ) -> dict[int, list[float]]:
+        return {
+            row: self._score_prompt(following, hidden[batch.b_start[row] :])
+            for row, following in scored_rows(plan)
+        }
+
+    def _score_prompt(self, following: Ints, hidden: torch.Tensor) -> list[float]:
         scores: list[float] = []
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
         for at in range(0, len(following), 128):
-            part = following[at : at + 128]
+            part = torch.from_numpy(following[at : at + 128].astype(np.int64))
             logits = self._model.logits(hidden[at : at + len(part)]).float()
             scores += prompt_logprobs(logits, part).tolist()
         return scores

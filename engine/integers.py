@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import RowWork
-
-#: In place of a token: the one that the row sampled last, which the device knows.
-LAST = -1
+from tokenpod.core.plan import StepPlan
 
 #: Fields begin at multiples of so many words (128 bytes): Triton compiles a kernel once more for a
 #: pointer that is aligned otherwise.
 ALIGNMENT = 16
+
+Ints = npt.NDArray[np.int64]
 
 #: A numpy array where the host fills them in, a tensor where the device reads them.
 Array = Any
@@ -52,7 +51,7 @@ class Counts:
 class Integers:
     """Views of one int64 array."""
 
-    #: [T] int64 each; `t_token` may be LAST.
+    #: [T] int64 each; `t_token` may be `plan.LAST`.
     t_token: Array
     t_position: Array
     t_slot: Array
@@ -81,51 +80,61 @@ def views(words: Array, counts: Counts) -> Integers:
     return Integers(*fields)
 
 
-def fill(into: Integers, works: Sequence[RowWork]) -> None:
-    """Write what `works` say at the beginning of the fields, which may be longer (see `pad`)."""
-    lengths = np.fromiter((len(work.slots) for work in works), np.int64, len(works))
-    rows = np.fromiter((work.row for work in works), np.int64, len(works))
-    firsts = np.fromiter((work.start for work in works), np.int64, len(works))
-    starts = np.zeros(len(works) + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    tokens = int(starts[-1])
-    np.concatenate([work.slots for work in works], out=into.t_slot[:tokens])
-    into.t_row[:tokens] = np.repeat(rows, lengths)
-    into.t_position[:tokens] = np.arange(tokens) + np.repeat(firsts - starts[:-1], lengths)
-    into.b_row[: len(works)] = rows
-    into.b_start[: len(starts)] = starts
-    into.b_context[: len(works)] = firsts + lengths
-    into.t_token[:tokens] = LAST
-    for i, work in enumerate(works):
-        if work.tokens is not None:
-            into.t_token[starts[i] : starts[i + 1]] = work.tokens
-    which = [i for i, work in enumerate(works) if work.samples]
-    into.logit_index[: len(which)] = starts[1:][which] - 1
-    into.sample_row[: len(which)] = rows[which]
-    into.sample_position[: len(which)] = [works[i].output_index for i in which]
+def fill(into: Integers, plan: StepPlan) -> None:
+    """Write what a plan says at the beginning of the fields, which may be longer (see `pad`)."""
+    rows, tokens = plan.rows, plan.tokens
+    starts = into.b_start[: rows + 1]
+    starts[0] = 0
+    np.cumsum(plan.r_tokens, out=starts[1:])
+    into.b_row[:rows] = plan.r_row
+    np.add(plan.r_start, plan.r_tokens, out=into.b_context[:rows])
+    into.t_token[:tokens] = plan.t_token
+    into.t_slot[:tokens] = plan.t_slot
+    if rows == tokens:
+        into.t_row[:tokens] = plan.r_row
+        into.t_position[:tokens] = plan.r_start
+    else:
+        into.t_row[:tokens] = np.repeat(plan.r_row, plan.r_tokens)
+        offsets = np.repeat(plan.r_start - starts[:-1], plan.r_tokens)
+        np.add(offsets, np.arange(tokens), out=into.t_position[:tokens])
+    which, place = sampled(plan)
+    samples = len(which)
+    into.logit_index[:samples] = starts[which + 1] - plan.r_samples[which] + place
+    into.sample_row[:samples] = plan.r_row[which]
+    into.sample_position[:samples] = plan.r_output[which] + place
 
 
-def pad(into: Integers, works: Sequence[RowWork], *, padding_row: int, sink: int) -> None:
-    """Fill what `works` leave of a longer, captured step: tokens and rows that change nothing.
+def sampled(plan: StepPlan) -> tuple[Ints, Ints]:
+    """[n] for each token that is sampled: its row of the step, and which of the row's it is."""
+    if not (plan.r_samples > 1).any():
+        which = np.flatnonzero(plan.r_samples)
+        return which, np.zeros_like(which)
+    which = np.repeat(np.arange(plan.rows), plan.r_samples)
+    firsts = np.cumsum(plan.r_samples) - plan.r_samples
+    return which, np.arange(len(which)) - firsts[which]
+
+
+def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -> None:
+    """Fill what a plan leaves of a longer, captured step: tokens and rows that change nothing.
 
     Rows with several tokens are known to the device by their tiles only.
 
     Args:
         into: fields that `fill` has filled.
-        works: what it filled them with.
+        plan: what it filled them with; None: nothing.
         padding_row: a row that belongs to nobody.
         sink: the slot that padding writes to.
     """
-    tokens = sum(len(work.slots) for work in works)
+    tokens, samples, singles = 0, 0, 0
+    if plan is not None:
+        tokens, samples, singles = plan.tokens, int(plan.r_samples.sum()), plan.singles
     into.t_token[tokens:] = 0
     into.t_position[tokens:] = 0
     into.t_slot[tokens:] = sink
     into.t_row[tokens:] = padding_row
-    samples = sum(work.samples for work in works)
     into.logit_index[samples:] = 0
     into.sample_row[samples:] = padding_row
     into.sample_position[samples:] = 0
-    singles = sum(len(work.slots) == 1 for work in works)
     into.b_row[singles:] = padding_row
     into.b_context[singles:] = 0
     into.b_start[singles:] = singles

@@ -26,11 +26,9 @@ from tokenpod.core.messages import (
     ToEngine,
     Top,
 )
-from tokenpod.core.plan import NewRow, RowWork, StepPlan
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Launched, Launcher, StepResult
-from tokenpod.scheduler.scheduler import Scheduler, Settled, Step, Work
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 _NAP_SECONDS = 0.01
 _PULSE_NS = 1_000_000_000
@@ -45,7 +43,6 @@ class _OpTimes:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    number: int
     step: Step
     launched: Launched
 
@@ -58,7 +55,6 @@ class EngineLoop:
     scheduler: Scheduler
     executor: Launcher
     overlap: bool = False
-    _steps: int = 0
     _settled: int = 0
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
@@ -86,8 +82,7 @@ class EngineLoop:
         self._stuck = step is None
         previous, self._flying = self._flying, None
         if step is not None:
-            plan = self._plan(step)
-            self._flying = _InFlight(plan.step, step, self.executor.launch(plan))
+            self._flying = _InFlight(step, self.executor.launch(step.plan))
         if previous is not None:
             self._settle(previous)
         if self._flying is not None and not self.overlap:
@@ -127,41 +122,17 @@ class EngineLoop:
 
     # -- a step --------------------------------------------------------------------------------
 
-    def _plan(self, step: Step) -> StepPlan:
-        self._steps += 1
-        return StepPlan(
-            step=self._steps,
-            freed=step.freed,
-            fresh=[self._new_row(sequence) for sequence in step.fresh],
-            works=[_row_work(work) for work in step.works],
-        )
-
-    def _new_row(self, sequence: Sequence) -> NewRow:
-        request = sequence.request
-        return NewRow(
-            row=sequence.row,
-            prefix_slots=self.scheduler.kv.prefix_slots(sequence),
-            prompt=request.prompt,
-            sampling=request.sampling,
-            stream=sequence.stream,
-            min_new_tokens=request.stopping.min_new_tokens,
-            eos_token_ids=request.stopping.eos_token_ids,
-            stop_token_ids=request.stopping.stop_token_ids,
-            logprobs=request.logprobs,
-            top_n_tokens=request.top_n_tokens,
-        )
-
     def _settle(self, flying: _InFlight) -> None:
         result = flying.launched.wait()
         for times in self._ops.values():
             times.forward_ns += result.forward_ns
             times.sample_ns += result.sample_ns
         for at, logprobs in result.prompt_logprobs.items():
-            sequence = flying.step.works[at].sequence
+            sequence = flying.step.sequences[at]
             if not sequence.dead:
                 self._scored.setdefault(sequence.id, []).extend(logprobs)
         settled = self.scheduler.settle(flying.step, result.tokens, time.monotonic_ns())
-        self._settled = flying.number
+        self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 
     # -- out -----------------------------------------------------------------------------------
@@ -190,7 +161,7 @@ class EngineLoop:
         tops: list[Top] = []
         if step is not None and result is not None:
             # A surplus token, sampled after its sequence had ended, is in `result` only.
-            sampled = [w.sequence.id for w in step.works if w.needs_logits]
+            sampled = [sequence.id for sequence in step.sampled]
             where = {sequence_id: at for at, sequence_id in enumerate(settled.sequence_ids)}
             for sequence_id, logprob in zip(sampled, result.logprobs, strict=True):
                 if (at := where.get(sequence_id)) is not None:
@@ -235,20 +206,3 @@ class EngineLoop:
         if scores is None:
             return started
         return Started(started.sequence_id, started.cached_tokens, started.began_at, scores)
-
-
-def _row_work(work: Work) -> RowWork:
-    sequence, end = work.sequence, work.start + work.n_tokens
-    prompt = sequence.request.prompt
-    in_prompt = work.start < len(prompt)
-    scored = in_prompt and sequence.request.prompt_logprobs and sequence.stream == 0
-    return RowWork(
-        row=sequence.row,
-        start=work.start,
-        slots=work.slots,
-        tokens=prompt[work.start : end] if in_prompt else None,
-        samples=work.needs_logits,
-        # `launched` counts this step's token already.
-        output_index=sequence.launched - 1,
-        next_tokens=prompt[work.start + 1 : end + 1] if scored else None,
-    )

@@ -46,7 +46,7 @@ class Mailbox:
 
         Args:
             drawn: samples, if any row sampled.
-            scored: by index of work: log probabilities of its prompt tokens.
+            scored: by row of the plan: log probabilities of its prompt tokens.
         """
         samples = tops = 0
         if drawn is not None:

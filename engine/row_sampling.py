@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tokenpod.core.messages import SamplingParams
+from tokenpod.core.plan import NewRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,32 @@ class RowSampling:
         cls,
         params: SamplingParams,
         *,
-        stream: int,
-        eos_token_ids: frozenset[int],
-        stop_token_ids: frozenset[int],
-        min_new_tokens: int,
-        logprobs: bool,
-        top_n: int,
+        stream: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        stop_token_ids: frozenset[int] = frozenset(),
+        min_new_tokens: int = 0,
+        logprobs: bool = False,
+        top_n: int = 0,
     ) -> RowSampling:
-        """From what a plan says of a new row."""
+        """What follows from a request's parameters."""
         assert not params.do_sample or params.temperature > 0, "temperature 0 is not sampling"
         assert params.min_p <= 1, f"min_p {params.min_p} would leave no token"
         ends = tuple(sorted(eos_token_ids | stop_token_ids))
         return cls(params, stream, min_new_tokens if ends else 0, ends, logprobs, top_n)
+
+    @classmethod
+    def of(cls, new: NewRow) -> RowSampling:
+        """From what a plan says of a new row."""
+        request, stopping = new.request, new.request.stopping
+        return cls.describe(
+            request.sampling,
+            stream=new.stream,
+            eos_token_ids=stopping.eos_token_ids,
+            stop_token_ids=stopping.stop_token_ids,
+            min_new_tokens=stopping.min_new_tokens,
+            logprobs=request.logprobs,
+            top_n=request.top_n_tokens,
+        )
 
     @property
     def plain(self) -> bool:

@@ -98,32 +98,12 @@ class Sampler:
         self._rows: list[_Row | None] = [None] * rows
 
     def set_row(
-        self,
-        row: int,
-        params: SamplingParams,
-        *,
-        stream: int,
-        prompt: Sequence[int],
-        eos_token_ids: frozenset[int],
-        stop_token_ids: frozenset[int],
-        min_new_tokens: int,
-        logprobs: bool,
-        top_n: int,
-        outputs: Sequence[int] = (),
+        self, row: int, asks: RowSampling, prompt: Sequence[int], outputs: Sequence[int] = ()
     ) -> None:
         """Give a row to a sequence. `outputs`: what it has sampled already, when it resumes."""
-        asks = RowSampling.describe(
-            params,
-            stream=stream,
-            eos_token_ids=eos_token_ids,
-            stop_token_ids=stop_token_ids,
-            min_new_tokens=min_new_tokens,
-            logprobs=logprobs,
-            top_n=top_n,
-        )
         self._rows[row] = _Row(
             asks=asks,
-            history=History(params, prompt, outputs, self._vocab_size, self._device),
+            history=History(asks.params, prompt, outputs, self._vocab_size, self._device),
             ends=torch.tensor(asks.ends, dtype=torch.int64, device=self._device),
         )
 

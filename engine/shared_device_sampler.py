@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, DeviceSamples, Launches
 from tokenpod.kernels.group import Group
 
@@ -70,10 +69,10 @@ class FollowingDeviceSampler:
         """What the live rows need, as far as other ranks notice."""
         return Launches(draws=bool(self._drawing), tops=False)
 
-    def set_row(self, row: int, params: SamplingParams, **asks: object) -> None:
+    def follow_row(self, row: int, *, draws: bool) -> None:
         """Give a row to a sequence; the leader knows what else it asks for."""
         self.clear_row(row)
-        if params.do_sample:
+        if draws:
             self._drawing.add(row)
 
     def clear_row(self, row: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.sampler import Sampler, Samples
 from tokenpod.kernels.group import Group
 
@@ -44,8 +43,8 @@ class FollowingSampler:
     def __init__(self, group: Group) -> None:
         self._group = group
 
-    def set_row(self, row: int, params: SamplingParams, **asks: object) -> None:
-        """The leader knows what the row asks for."""
+    def follow_row(self, row: int, *, draws: bool) -> None:
+        """Give a row to a sequence; the leader knows what it asks for."""
 
     def clear_row(self, row: int) -> None:
         """There is nothing to forget."""

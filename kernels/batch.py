@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,7 +90,7 @@ class ForwardBatch:
         return len(self.b_context)
 
 
-def append_slots(runs: list[Run], slots: npt.NDArray[np.int64]) -> None:
+def append_slots(runs: list[Run], slots: npt.NDArray[np.integer[Any]]) -> None:
     """Add `slots` at the end of `runs`, joining what is adjacent."""
     if len(slots) == 1:
         pieces = [(int(slots[0]), int(slots[0]) + 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -11,6 +12,7 @@ from sampling_reference import choose
 
 from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, DeviceSamples, Launches, Tiles
+from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.sampler import Sampler
 
 CPU = torch.device("cpu")
@@ -19,21 +21,26 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 5e-5
 INF = float("inf")
 SMALL = Tiles(split=64, groups=4, block=64, pivots=4)
-NEUTRAL = {
-    "stream": 0,
-    "prompt": [1],
-    "eos_token_ids": frozenset(),
-    "stop_token_ids": frozenset(),
-    "min_new_tokens": 0,
-    "logprobs": True,
-    "top_n": 0,
-}
 #: Parameters of a row, and what else it is set with.
 Row = tuple[SamplingParams, dict]
 
 
 def sampled(**changes: object) -> SamplingParams:
     return SamplingParams(do_sample=True, **changes)
+
+
+def set_row(
+    sampler: Sampler | DeviceSampler,
+    row: int,
+    params: SamplingParams,
+    *,
+    prompt: Sequence[int] = (1,),
+    outputs: Sequence[int] = (),
+    **asks: object,
+) -> None:
+    """Give a row to a sequence that asks for log probabilities, if for nothing else."""
+    described = RowSampling.describe(params, **{"logprobs": True, **asks})
+    sampler.set_row(row, described, list(prompt), list(outputs))
 
 
 def on_device(rows: list[Row], vocab: int, tiles: Tiles = SMALL) -> DeviceSampler:
@@ -52,7 +59,7 @@ def on_cpu(rows: list[Row], vocab: int) -> Sampler:
 
 def seat(sampler: Sampler | DeviceSampler, rows: list[Row]) -> None:
     for row, (params, changes) in enumerate(rows):
-        sampler.set_row(row, params, **{**NEUTRAL, **changes})
+        set_row(sampler, row, params, **changes)
 
 
 def step(
@@ -77,15 +84,15 @@ def step(
 def near_a_border(row: Row, logits: torch.Tensor, outputs: list[int]) -> bool:
     """A cut or the race is so close that float32 sums in another order may decide it."""
     params, changes = row
-    changes = {**NEUTRAL, **changes}
+    ends = changes.get("eos_token_ids", frozenset()) | changes.get("stop_token_ids", frozenset())
     chosen = choose(
         logits.numpy(),
         params,
-        prompt=changes["prompt"],
+        prompt=changes.get("prompt", [1]),
         outputs=outputs,
-        stream=changes["stream"],
-        ends=changes["eos_token_ids"] | changes["stop_token_ids"],
-        min_new_tokens=changes["min_new_tokens"],
+        stream=changes.get("stream", 0),
+        ends=ends,
+        min_new_tokens=changes.get("min_new_tokens", 0),
     )
     first, second = np.sort(chosen.fitness)[[-1, -2]]
     return chosen.margin < 2e-6 or first - second < 2e-6 * (1 + abs(float(first)))

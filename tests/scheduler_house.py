@@ -318,7 +318,9 @@ class House:
         settled = self.scheduler.settle(step, tokens, self.now)
         sampled = {
             work.sequence.id: token
-            for work, token in zip((w for w in works_of(step) if w.needs_logits), tokens, strict=True)
+            for work, token in zip(
+                (w for w in works_of(step) if w.needs_logits), tokens, strict=True
+            )
         }
         for sequence_id, token in zip(settled.sequence_ids, settled.token_ids, strict=True):
             assert sampled[sequence_id] == token

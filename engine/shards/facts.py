@@ -11,7 +11,7 @@ import tokenpod
 from tokenpod.core.messages import EngineOptions
 
 #: Of the messages in protos/tokenpod/shard/v1.
-PROTOCOL = 1
+PROTOCOL = 2
 
 #: Options that each rank may have its own way. A new option must agree unless it is named here.
 _LOCAL = frozenset({"model_folder", "device", "threads", "memory_fraction", "placement"})

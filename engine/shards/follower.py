@@ -20,7 +20,6 @@ from tokenpod.core.errors import EngineError, RankLost
 from tokenpod.core.messages import Letter, Placement
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.silence import Silence
-from tokenpod.engine.shards.codec import decode_plan
 from tokenpod.engine.shards.facts import PROTOCOL
 from tokenpod.engine.shards.transport import METHOD, channel
 from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
@@ -111,7 +110,7 @@ class PlanStream:
             if message.number != self._begun + 1:
                 raise EngineError(f"plan {message.number} came after plan {self._begun}")
             self._begun = message.number
-            yield decode_plan(message)
+            yield StepPlan.from_bytes(message.columns)
         raise RankLost(f"there are no more plans: {message}")
 
     def send_letter(self, letter: Letter) -> None:

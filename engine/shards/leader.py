@@ -26,7 +26,6 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import Letter, Placement
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.silence import Silence
-from tokenpod.engine.shards.codec import encode_plan
 from tokenpod.engine.shards.facts import PROTOCOL, difference
 from tokenpod.engine.shards.rival import find_rival
 from tokenpod.engine.shards.transport import SERVER_OPTIONS, SERVICE, server_credentials
@@ -127,7 +126,7 @@ class PlanServer:
     def send_plan(self, plan: StepPlan) -> None:
         """The next step, for every follower."""
         self._plans += 1
-        self._send(pb.FollowResponse(plan=encode_plan(self._plans, plan)))
+        self._send(pb.FollowResponse(plan=pb.Plan(number=self._plans, columns=plan.to_bytes())))
 
     def send_letter(self, letter: Letter) -> None:
         """To the front end of a follower's pod; to one that has left, nothing."""

@@ -17,13 +17,13 @@ from tokenpod.core.messages import (
     StepOutputs,
     StoppingParams,
 )
-from tokenpod.core.plan import RowWork
+from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.engine.assemble import run_worst_steps, worst_step
 from tokenpod.engine.device_executor import DeviceExecutor
 from tokenpod.engine.device_sampler import DeviceSampler, Tiles
 from tokenpod.engine.graphs import ladder
 from tokenpod.engine.host_executor import HostExecutor
-from tokenpod.engine.integers import LAST, Counts, fill, pad, views
+from tokenpod.engine.integers import Counts, fill, pad, views
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels import cpu, reference, triton
 from tokenpod.kernels.ops import Activation, KVScales
@@ -278,7 +278,7 @@ def test_keys_and_values_of_8_bits():
 def test_the_worst_step_runs(scattered):
     loop, _ = on_device(overlap=False, captured=False)
     plan = worst_step(ROWS, PREFILL, POSITIONS, scattered=scattered)
-    assert sum(len(work.slots) for work in plan.works) == ROWS - 1 + PREFILL
+    assert plan.tokens == ROWS - 1 + PREFILL
     result = loop.executor.launch(plan).wait()
     assert len(result.tokens) == ROWS
     assert sum(map(len, result.prompt_logprobs.values())) == PREFILL
@@ -299,14 +299,14 @@ def test_worst_steps_change_nothing_of_what_follows():
 
 
 def test_integers_reach_the_device_as_they_were_filled_in():
-    works = [
-        RowWork(4, 9, np.array([31]), None, samples=True, output_index=3),
-        RowWork(1, 0, np.array([5]), [77], samples=True, output_index=0),
-        RowWork(2, 3, np.array([8, 2, 6]), [1, 2, 3], samples=False, output_index=0),
+    rows = [
+        PlanRow(4, 9, [31], output=3),
+        PlanRow(1, 0, [5], [77]),
+        PlanRow(2, 3, [8, 2, 6], [1, 2, 3], samples=0),
     ]
     counts = Counts(5, 3, 2)
     words = np.full(counts.words, -9, np.int64)
-    fill(views(words, counts), works)
+    fill(views(words, counts), plan_of(1, rows))
     tensors = views(torch.from_numpy(words.copy()), counts)
     assert tensors.t_token.tolist() == [LAST, 77, 1, 2, 3]
     assert tensors.t_position.tolist() == [9, 0, 3, 4, 5]
@@ -321,16 +321,28 @@ def test_integers_reach_the_device_as_they_were_filled_in():
     assert tensors.b_row.dtype == tensors.b_start.dtype == tensors.b_context.dtype == torch.int32
 
 
-def test_padding_reads_nothing_and_writes_to_the_sink():
-    works = [
-        RowWork(2, 6, np.array([40]), None, samples=True, output_index=5),
-        RowWork(3, 1, np.array([50, 51]), [8, 9], samples=True, output_index=0),
+def test_a_row_may_sample_several_of_its_last_positions():
+    rows = [
+        PlanRow(4, 9, [31], output=3),
+        PlanRow(2, 3, [8, 2, 6], [1, 2, 3], samples=2, output=5),
+        PlanRow(1, 0, [4, 5], [1, 2], samples=0),
     ]
+    counts = Counts(6, 3, 3)
+    words = np.full(counts.words, -9, np.int64)
+    integers = views(words, counts)
+    fill(integers, plan_of(1, rows))
+    assert integers.logit_index.tolist() == [0, 2, 3]
+    assert integers.sample_row.tolist() == [4, 2, 2]
+    assert integers.sample_position.tolist() == [3, 5, 6]
+
+
+def test_padding_reads_nothing_and_writes_to_the_sink():
+    plan = plan_of(1, [PlanRow(2, 6, [40], output=5), PlanRow(3, 1, [50, 51], [8, 9])])
     counts = Counts(6, 4, 4, tiles=8)
     words = np.full(counts.words, -9, np.int64)
     integers = views(words, counts)
-    fill(integers, works)
-    pad(integers, works, padding_row=6, sink=160)
+    fill(integers, plan)
+    pad(integers, plan, padding_row=6, sink=160)
     assert integers.t_token.tolist() == [LAST, 8, 9, 0, 0, 0]
     assert integers.t_slot.tolist() == [40, 50, 51, 160, 160, 160]
     assert integers.t_row.tolist() == [2, 3, 3, 6, 6, 6]

@@ -17,7 +17,7 @@ from tokenpod.core.messages import (
     StoppingParams,
     ToEngine,
 )
-from tokenpod.engine.executor import StepResult
+from tokenpod.engine.executor import StepResult, scored_rows
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -31,10 +31,10 @@ class Counting:
         self.bad = False
 
     def launch(self, plan):
-        sampling = [work for work in plan.works if work.samples]
-        scores = {i: [-1.0] * len(w.next_tokens) for i, w in enumerate(plan.works) if w.next_tokens}
+        samples = int(plan.r_samples.sum())
+        scores = {row: [-1.0] * len(following) for row, following in scored_rows(plan)}
         token = -1 if self.bad else 1
-        result = StepResult([token] * len(sampling), [-0.5] * len(sampling), [], scores)
+        result = StepResult([token] * samples, [-0.5] * samples, [], scores)
 
         class Launched:
             def wait(self):

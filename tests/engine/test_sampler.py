@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samplers import set_row
 from sampling_reference import choose
 
 from tokenpod.core.messages import SamplingParams
@@ -14,22 +15,13 @@ from tokenpod.engine.sampler import Sampler, Samples, prompt_logprobs
 
 CPU = torch.device("cpu")
 INF = float("inf")
-NEUTRAL = {"eos_token_ids": frozenset(), "stop_token_ids": frozenset(), "min_new_tokens": 0}
-
-
-def seat(sampler: Sampler, row: int, params: SamplingParams, **changes: object) -> None:
-    sampler.set_row(
-        row,
-        params,
-        **{"stream": 0, "prompt": [1], "logprobs": True, "top_n": 0, **NEUTRAL, **changes},
-    )
 
 
 def draw(logits: torch.Tensor, *rows: tuple[SamplingParams, dict], position: int = 0) -> Samples:
     """One step of fresh rows."""
     sampler = Sampler(rows=len(rows), vocab_size=logits.shape[1], device=CPU)
     for row, (params, changes) in enumerate(rows):
-        seat(sampler, row, params, **changes)
+        set_row(sampler, row, params, **changes)
     return sampler.sample(logits, list(range(len(rows))), [position] * len(rows))
 
 
@@ -201,10 +193,10 @@ def test_a_resumed_sequence_goes_on_as_if_never_interrupted(params):
     vocab, steps = 60, 12
     logits = random_logits(steps, vocab, scale=1.0)
     whole = Sampler(rows=1, vocab_size=vocab, device=CPU)
-    seat(whole, 0, params, prompt=[7, 8])
+    set_row(whole, 0, params, prompt=[7, 8])
     tokens = [int(whole.sample(logits[t : t + 1], [0], [t]).tokens[0]) for t in range(steps)]
     resumed = Sampler(rows=3, vocab_size=vocab, device=CPU)
-    seat(resumed, 2, params, prompt=[7, 8], outputs=tokens[:5])
+    set_row(resumed, 2, params, prompt=[7, 8], outputs=tokens[:5])
     rest = [int(resumed.sample(logits[t : t + 1], [2], [t]).tokens[0]) for t in range(5, steps)]
     assert rest == tokens[5:]
 
@@ -213,11 +205,11 @@ def test_a_row_taken_again_knows_nothing_of_its_last_sequence():
     params = SamplingParams(repetition_penalty=5.0)
     sampler = Sampler(rows=1, vocab_size=3, device=CPU)
     logits = torch.tensor([[0.0, 2.0, 1.0]])
-    seat(sampler, 0, params, prompt=[0])
+    set_row(sampler, 0, params, prompt=[0])
     assert int(sampler.sample(logits, [0], [0]).tokens[0]) == 1
     assert int(sampler.sample(logits, [0], [1]).tokens[0]) == 2
     sampler.clear_row(0)
-    seat(sampler, 0, params, prompt=[0])
+    set_row(sampler, 0, params, prompt=[0])
     assert int(sampler.sample(logits, [0], [0]).tokens[0]) == 1
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from samplers import set_row
 from sampling_reference import choose, green, softmax
 
 from tokenpod.core.messages import SamplingParams
@@ -26,17 +27,12 @@ def counts(params: dict) -> np.ndarray:
     total = np.zeros(VOCAB, dtype=int)
     for start in range(0, DRAWS, 64):
         for row in range(64):
-            sampler.set_row(
+            set_row(
+                sampler,
                 row,
                 SamplingParams(do_sample=True, seed=start + row, **params),
-                stream=0,
                 prompt=PROMPT,
                 outputs=OUTPUTS,
-                eos_token_ids=frozenset(),
-                stop_token_ids=frozenset(),
-                min_new_tokens=0,
-                logprobs=False,
-                top_n=0,
             )
         tokens = sampler.sample(LOGITS.expand(64, -1), list(range(64)), [len(OUTPUTS)] * 64).tokens
         total += np.bincount(tokens.numpy(), minlength=VOCAB)
@@ -113,16 +109,12 @@ def test_seeds_streams_and_positions_are_independent():
 def test_the_largest_seed_draws_like_the_reference():
     params = SamplingParams(do_sample=True, seed=2**64 - 1)
     sampler = Sampler(rows=1, vocab_size=VOCAB, device=CPU)
-    sampler.set_row(
+    set_row(
+        sampler,
         0,
         params,
         stream=5,
         prompt=PROMPT,
-        eos_token_ids=frozenset(),
-        stop_token_ids=frozenset(),
-        min_new_tokens=0,
-        logprobs=False,
-        top_n=0,
     )
     tokens, expected = [], []
     for position in range(20):
@@ -137,16 +129,11 @@ def test_the_largest_seed_draws_like_the_reference():
 def green_score(*, watermark: bool) -> float:
     """The detector's z-score of 200 tokens sampled over a flat distribution of 100."""
     sampler = Sampler(rows=1, vocab_size=100, device=CPU)
-    sampler.set_row(
+    set_row(
+        sampler,
         0,
         SamplingParams(do_sample=True, watermark=watermark, seed=11),
-        stream=0,
         prompt=[4],
-        eos_token_ids=frozenset(),
-        stop_token_ids=frozenset(),
-        min_new_tokens=0,
-        logprobs=False,
-        top_n=0,
     )
     flat = torch.zeros(1, 100)
     tokens = [4] + [int(sampler.sample(flat, [0], [t]).tokens[0]) for t in range(200)]

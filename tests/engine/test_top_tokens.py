@@ -250,8 +250,8 @@ def test_their_launch_follows_the_live_rows():
 
 
 def test_the_warm_up_launches_all_that_serving_may():
-    row = worst_step(1, 1, 8, scattered=False).fresh[0]
-    sampler = on_device([(row.sampling, {"top_n": row.top_n_tokens})], 50)
+    (new,) = worst_step(1, 1, 8, scattered=False).asks
+    sampler = on_device([(new.request.sampling, {"top_n": new.request.top_n_tokens})], 50)
     assert sampler.launches == Launches(draws=True, tops=True, processed_tops=True)
 
 

@@ -12,14 +12,13 @@ from queue import SimpleQueue
 from typing import ClassVar
 
 import msgspec
-import numpy as np
 import pytest
 from certificates import make_authority, make_certificate
 from harness import free_port
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import Letter, Placement, ShardTls
-from tokenpod.core.plan import RowWork, StepPlan
+from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
 
@@ -41,8 +40,7 @@ def placement(rank: int, world: int, plans: str) -> Placement:
 
 
 def plan(step: int) -> StepPlan:
-    work = RowWork(0, step, np.array([step]), None, samples=True, output_index=step)
-    return StepPlan(step, freed=[], fresh=[], works=[work])
+    return plan_of(step, [PlanRow(0, step, [step], output=step)])
 
 
 class Leader:
@@ -137,7 +135,7 @@ def test_followers_get_every_plan_in_order(start: Callable[[int], Leader], addre
         assert follower.joined.get(timeout=SECONDS) == ("leader:50051", 1234)
         got = [follower.plans.get(timeout=SECONDS) for _ in range(200)]
         assert [one.step for one in got] == list(range(1, 201))
-        assert [one.works[0].start for one in got] == list(range(1, 201))
+        assert [int(one.r_start[0]) for one in got] == list(range(1, 201))
 
 
 def test_heartbeats_tell_how_far_a_follower_is(

@@ -30,7 +30,7 @@ REQUEST = Request(
     stopping=StoppingParams(max_new_tokens=4, eos_token_ids=frozenset({0}), time_limit_at=2**62),
     salt="tenant",
 )
-MESSAGES = [REQUEST, Abort([1, 2**62]), Advance(1, [REQUEST], [0], [7, 8], [512, 0])]
+MESSAGES = [REQUEST, Abort([1, 2**62]), Advance(1, [REQUEST], [0], [7, 8], waits=True)]
 
 
 def test_messages_arrive_as_they_were_sent() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import grpc
 import pytest
-from harness import SERVING, ServerProcess, generate, serve, text_request
+from groups import wait_for
+from harness import NOT_SERVING, SERVING, ServerProcess, generate, serve, text_request
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 
@@ -200,14 +201,14 @@ def test_who_waits_goes_by_priority_and_then_in_order(
     assert_free(stub)
 
 
-def test_waiting_for_a_router_to_let_go_is_not_being_stuck(tight: ServerProcess) -> None:
+def test_waiting_for_a_router_to_let_go_is_no_reason_for_a_restart(tight: ServerProcess) -> None:
     stub = tight.stub()
     held = pb.Request(id=1, inputs="import os\n", stopping_parameters={"max_new_tokens": 1000})
     stub.Prefill(pb.PrefillRequest(batch=pb.Batch(id=5, requests=[held], size=1)), timeout=60)
     waiting = stub.Generate(text_request("import sys\n", stopping=NEXT), timeout=120)
-    # Longer than a silence that turns readiness off.
-    time.sleep(6.5)
-    assert tight.health() == SERVING
+    # Readiness goes: nobody gets anything here meanwhile.
+    wait_for(lambda: tight.health("readiness") == NOT_SERVING)
+    assert tight.health("liveness") == SERVING
     stub.ClearCache(pb.ClearCacheRequest(), timeout=60)
     assert next(waiting).WhichOneof("event") == "started"
     waiting.cancel()

@@ -144,11 +144,13 @@ async def test_a_batch_that_a_refused_message_was_to_join_is_released(
         with pytest.raises(ShardError) as refused:
             await client.prefill(batch_of(2, 1, slots=tuple(range(1 << 22))), running)
         assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        # The router has forgotten both; under load it goes on with others at once.
+        # The router has forgotten both; under load it goes on with others at once, which wait for
+        # the rows unless the lease is over by now.
         reply = await client.prefill(batch_of(3, 1, new=3))
-        assert reply.generations == ()
         assert reply.batch
-        assert (await client.decode([reply.batch])).of(300).tokens
+        if not reply.generations:
+            reply = await client.decode([reply.batch])
+        assert reply.of(300).tokens
 
 
 async def test_rows_that_a_lost_router_had_come_back(narrow: ServerProcess) -> None:

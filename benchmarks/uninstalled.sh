@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Runs a command with this checkout as the package tokenpod, on a machine where nothing can be installed:
+# bash benchmarks/uninstalled.sh python3 -P -m pytest -m gpu tests/kernels tests/engine tests/models
+set -euo pipefail
+cd "$(dirname "$0")/.."
+site=$(mktemp -d)
+mkdir "$site/tokenpod"
+for each in tokenpod/*.py; do ln -s "$PWD/$each" "$site/tokenpod/"; done
+for folder in core engine kernels models protos scheduler service; do ln -s "$PWD/$folder" "$site/tokenpod/$folder"; done
+export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"
+"$@"

@@ -203,8 +203,8 @@ class ServicerV1(ShardServicer, v1_grpc.TextGenerationServiceServicer):
 
     async def Tokens(self, request: Any, context: Context) -> Any:
         """Count a text's tokens."""
-        ids = await self.rpcs.generate.tokens(convert.tokens_call(request))
-        return self.codec.pb.TokensResponse(ntokens=len(ids))
+        tokenised = await self.rpcs.generate.tokens(convert.tokens_call(request))
+        return self.codec.pb.TokensResponse(ntokens=tokenised.count)
 
 
 class ServicerV2(ShardServicer, v2_grpc.TextGenerationServiceServicer):
@@ -216,10 +216,8 @@ class ServicerV3(ShardServicer, v3_grpc.TextGenerationServiceServicer):
 
     async def Tokens(self, request: Any, context: Context) -> Any:
         """Count, or list, the tokens of a text or chat."""
-        call = convert.tokens_call(request)
-        ids = await self.rpcs.generate.tokens(call)
-        listed = ids if call.return_ids else ()
-        return self.codec.pb.TokensResponse(ntokens=len(ids), ids=listed)
+        tokenised = await self.rpcs.generate.tokens(convert.tokens_call(request))
+        return self.codec.pb.TokensResponse(ntokens=tokenised.count, ids=tokenised.ids)
 
     async def Generate(self, request: Any, context: Context) -> None:  # type: ignore[override]
         """Stream a generation."""

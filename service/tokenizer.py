@@ -5,6 +5,8 @@ Neither torch nor, as a rule, transformers is imported: `tokenizer.json` says ev
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from tokenpod.service.bounded_files import UnreadableFile, read_bounded
 from tokenpod.service.chat_template import ChatTemplate, ChatTemplateError
 from tokenpod.service.detokenizer import Detokenizer, decoding_of
+from tokenpod.service.text_messages import TextModel
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -27,8 +31,17 @@ _SPECIAL_TOKEN_NAMES = (
 )
 
 
+#: Bytes of a vocabulary's file (the largest in use have 40 MB), and of any other that is read.
+_MOST_VOCABULARY_BYTES = 256 * 2**20
+_MOST_CONFIG_BYTES = 16 * 2**20
+
+
 class TokenizerError(Exception):
     """A folder's tokenizer can't be used; one line that names the file."""
+
+
+class TokenizerPanic(Exception):
+    """The tokenizer's library has panicked on a text; the text says where."""
 
 
 class Tokenizer:
@@ -56,7 +69,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.has_chat_template = chat_template is not None
         self._decoding = decoding_of(backend, self.special_ids)
-        self._chat_template = _compiled(chat_template, special_tokens or {})
+        self._template_source = chat_template
+        self._special_tokens = special_tokens or {}
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -80,9 +94,33 @@ class Tokenizer:
             special_tokens=named,
         )
 
+    @classmethod
+    def of_model(cls, model: TextModel) -> Tokenizer:
+        """A tokenizer that encodes and renders as the one that made `model` (`text_model`)."""
+        return cls(
+            Backend.from_buffer(model.tokenizer),
+            chat_template=model.chat_template,
+            special_tokens=model.special_tokens,
+        )
+
+    def text_model(self) -> TextModel:
+        """What another process needs to encode and render as this one; takes a while."""
+        return TextModel(
+            self._backend.to_str().encode(), self._template_source, self._special_tokens
+        )
+
+    @property
+    def backend(self) -> Backend:
+        """The library's tokenizer. Not to be changed."""
+        return self._backend
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; special tokens written out in it become their ids."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Return the ids of `text`; special tokens written out in it become their ids.
+
+        TokenizerPanic: the library fails on this text.
+        """
+        with _panics_named():
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -90,11 +128,14 @@ class Tokenizer:
         """Return the ids of each text, as `encode` does, and let other threads run meanwhile.
 
         `encode` keeps the interpreter's lock: quick, but no text that is long may go there.
+
+        TokenizerPanic: as `encode`.
         """
-        encodings = self._backend.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
-        )
-        return [encoding.ids for encoding in encodings]
+        with _panics_named():
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+            return [encoding.ids for encoding in encodings]
 
     def render_chat(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
@@ -103,9 +144,10 @@ class Tokenizer:
 
         ChatTemplateError: there is no template, it is broken, or it refuses the messages.
         """
-        if isinstance(self._chat_template, ChatTemplateError):
-            raise ChatTemplateError(str(self._chat_template))
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        template = self._chat_template
+        if isinstance(template, ChatTemplateError):
+            raise ChatTemplateError(str(template))
+        return template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
@@ -116,6 +158,11 @@ class Tokenizer:
         """
         prompt = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
         return self.encode_all([prompt], add_special_tokens=False)[0]
+
+    @functools.cached_property
+    def _chat_template(self) -> ChatTemplate | ChatTemplateError:
+        """Compiled when it is first used: compiling evaluates constants, at whatever cost."""
+        return _compiled(self._template_source, self._special_tokens)
 
     def is_special(self, token_id: int) -> bool:
         """Whether text never shows this token."""
@@ -151,6 +198,18 @@ class Tokenizer:
         return self._decoding.detokenizer(prompt_ids, eager=eager)
 
 
+@contextlib.contextmanager
+def _panics_named() -> Iterator[None]:
+    """A panic of the library becomes a TokenizerPanic: it is a BaseException, and would pass by
+    all that answers calls."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise TokenizerPanic(_one_line(error)) from error
+
+
 def _compiled(
     source: str | None, special_tokens: dict[str, str]
 ) -> ChatTemplate | ChatTemplateError:
@@ -171,8 +230,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        value = json.loads(read_bounded(path, _MOST_CONFIG_BYTES))
+    except (UnreadableFile, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} can't be read: {_one_line(error)}") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} holds a {type(value).__name__}, not a JSON object")
@@ -183,12 +242,21 @@ def _read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
     if path.exists():
         try:
-            return Backend.from_file(str(path))
+            with _panics_named():
+                return Backend.from_buffer(read_bounded(path, _MOST_VOCABULARY_BYTES))
         except Exception as error:  # the library raises nothing more precise
             raise TokenizerError(f"{path} can't be read: {_one_line(error)}") from error
     if (folder / "tokenizer.model").exists():
+        _check_sentencepiece(folder / "tokenizer.model")
         return _convert_sentencepiece(folder)
     raise TokenizerError(f"{folder} has neither tokenizer.json nor tokenizer.model")
+
+
+def _check_sentencepiece(path: Path) -> None:
+    try:
+        read_bounded(path, _MOST_VOCABULARY_BYTES)
+    except UnreadableFile as error:
+        raise TokenizerError(f"{path} can't be read: {error}") from error
 
 
 def _convert_sentencepiece(folder: Path) -> Backend:
@@ -287,8 +355,8 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
+            return read_bounded(path, _MOST_CONFIG_BYTES).decode()
+        except (UnreadableFile, ValueError) as error:
             raise TokenizerError(f"{path} can't be read: {_one_line(error)}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
@@ -297,5 +365,5 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__

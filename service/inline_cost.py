@@ -30,11 +30,10 @@ _MOST_PREPENDED = 64
 _MOST_ADDED_TOKENS = 64
 #: Characters of a word that WordPiece looks up: it tries all pieces of each.
 _MOST_WORD = 256
-#: Unbounded repetitions in a pattern's alternative: with two, time is quadratic at worst.
-_MOST_REPETITIONS = 2
 _CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
 _ESCAPE = re.compile(r"\\(?:[pP]\{[^}]*\}|.)")
 _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{\d*,?\d*\})")
+_OPTIONAL_GROUP = re.compile(r"\((?:\?[a-z]*:)?[^()]*\)\?")
 _REPETITION = re.compile(r"[*+]|\{\d*,\d*\}")
 
 
@@ -80,8 +79,15 @@ def _least_match(pattern: dict[str, str]) -> int:
 
 
 def _is_quick(regex: str) -> bool:
-    """Whether each alternative repeats single characters, and few of them."""
+    """Whether looking for it takes time in proportion to the text's length squared at most.
+
+    Each alternative repeats single characters: once, or twice where the second repetition ends it,
+    for then nothing that follows can fail and have all divisions between the two tried.
+    """
     plain = _ESCAPE.sub("x", _CLASS.sub("x", regex))
     if _REPEATED_GROUP.search(plain):
         return False
-    return all(len(_REPETITION.findall(part)) <= _MOST_REPETITIONS for part in plain.split("|"))
+    return all(
+        len(parts := _REPETITION.split(part)) <= 2 or (len(parts) == 3 and not parts[2])
+        for part in _OPTIONAL_GROUP.sub("", plain).split("|")
+    )

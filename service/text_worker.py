@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,9 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
         return Refused(Refusal.TOKENIZER, str(error))
     except MemoryError:
         return Refused(Refusal.MEMORY, "")
+    except Exception as error:
+        traceback.print_exc()
+        return Refused(Refusal.TOKENIZER, type(error).__name__)
 
 
 def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:

@@ -26,8 +26,6 @@ INLINE_BYTES = 4096
 _TEXT_BYTES = 20
 #: Short texts of a batch share a job up to so many bytes, since each job is a message both ways.
 _SHARED_JOB_BYTES = 64 * 1024
-#: `keep` of those who want all ids.
-ALL = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)

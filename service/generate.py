@@ -20,7 +20,7 @@ from tokenpod.service import convert, validate
 from tokenpod.service.admission import Admission, Place
 from tokenpod.service.calls import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
 from tokenpod.service.client import EngineClient
-from tokenpod.service.encoder import ALL, Encoder, Tokenised
+from tokenpod.service.encoder import Encoder, Tokenised
 from tokenpod.service.errors import FailedPrecondition
 from tokenpod.service.events import EventWriter
 from tokenpod.service.generation import Generation, Sample
@@ -138,9 +138,11 @@ class GenerateService:
             with self._admission.memory.reserve(prompt_bytes(call.prompt)) as lease:
                 tokenised = await serving.encoder.encode(
                     call.prompt,
-                    keep=ALL if call.return_ids else 0,
+                    keep=validate.MOST_RETURNED_IDS if call.return_ids else 0,
                     special=call.add_special_tokens,
                 )
+                if call.return_ids:
+                    validate.check_returned_ids(tokenised.count)
                 lease.resize(lease.size + ID_BYTES * len(tokenised.ids))
                 return tokenised
 

@@ -64,11 +64,6 @@ class TextProcess(asyncio.Protocol):
         return worker
 
     @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        return self._process.pid
-
-    @property
     def has_ended(self) -> bool:
         """Whether it has hung up."""
         return self._hung_up.done()

@@ -147,11 +147,6 @@ class TextWorkers:
         await asyncio.gather(*(worker.ended() for worker in self._workers))
         os.close(self._model)
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [worker.pid for worker in self._workers]
-
     # -- who works for whom ----------------------------------------------------------------------
 
     async def _take(self, size: int) -> TextProcess:

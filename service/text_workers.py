@@ -116,13 +116,14 @@ class TextWorkers:
         answering = asyncio.ensure_future(worker.ask(job))
         try:
             done, _ = await asyncio.wait([answering], timeout=self.limits.seconds)
+            if not done:
+                worker.kill()
+                await asyncio.wait([answering])
         except asyncio.CancelledError:
             self._spawn(self._abandon(worker, answering))
             raise
-        if not done:
-            worker.kill()
         try:
-            answer = await answering
+            answer = answering.result()
         except WorkerEnded as ended:
             self._replace(worker)
             raise self._failure(job, field, ended.status if done else None) from ended
@@ -139,7 +140,8 @@ class TextWorkers:
         for worker in self._workers:
             worker.kill()
         for waiting in self._line:
-            waiting.worker.set_exception(_stopping())
+            if not waiting.worker.done():
+                waiting.worker.set_exception(_stopping())
         self._line.clear()
         for task in self._tasks:
             task.cancel()
@@ -172,12 +174,14 @@ class TextWorkers:
         if worker.has_ended:
             self._replace(worker)
             return
-        if not self._line:
+        # Whose caller has left is still in the line until its task has run.
+        line = [waiting for waiting in self._line if not waiting.worker.done()]
+        if not line:
             self._idle.append(worker)
             return
         self._picks += 1
         oldest = self._picks % _OLDEST_EVERY == 0
-        chosen = self._line[0] if oldest else min(self._line, key=lambda waiting: waiting.size)
+        chosen = line[0] if oldest else min(line, key=lambda waiting: waiting.size)
         self._line.remove(chosen)
         chosen.worker.set_result(worker)
 

@@ -127,6 +127,7 @@ def test_every_fault_is_told_on_a_line_of_its_own():
             "--max-batch-prefill-tokens",
         ),
         ({"max_input_tokens": 9, "max_queue_tokens": 8}, "at most --max-queue-tokens, which is 8"),
+        ({"max_front_end_bytes": 2**20}, "at most --max-front-end-bytes, which is 1048576"),
         (
             {"kv_cache_dtype": "fp8_e4m3", "device": "cpu"},
             "--kv-cache-dtype is fp8_e4m3: it needs a GPU",

@@ -31,6 +31,23 @@ def tokens(content: str) -> Any:
     return pb.TokensRequest(chat=chat(content))
 
 
+def routed(*inputs: str) -> Any:
+    """A router's batch of requests with these inputs."""
+    requests = [
+        pb.Request(
+            id=at,
+            inputs=text,
+            truncate=100,
+            parameters=pb.NextTokenChooserParameters(temperature=1.0, repetition_penalty=1.0),
+            stopping_parameters=pb.StoppingCriteriaParameters(
+                max_new_tokens=9, ignore_eos_token=True
+            ),
+        )
+        for at, text in enumerate(inputs)
+    ]
+    return pb.Batch(id=1, requests=requests, size=len(requests), max_tokens=1000)
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
@@ -65,6 +82,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     model = with_template(tmp_path_factory.mktemp("model") / "hostile")
     limits = ["--text-timeout", "3", "--text-memory-bytes", str(128 * 2**20)]
     limits += ["--max-concurrent-requests", "2", "--max-front-end-bytes", str(2**20)]
+    limits += ["--max-message-bytes", str(2**20)]
     with serve("--model-id", str(model), *limits) as running:
         yield running
         assert running.stop() == 0
@@ -270,4 +288,10 @@ def test_a_replacement_that_fills_memory_ends_with_its_call(tmp_path: Path) -> N
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "--text-memory-bytes" in violations(refused.value)["text"]
         assert stub.Tokens(pb.TokensRequest(text="bcd"), timeout=SECONDS).ntokens > 1
+        # A router's request that does the same ends alone: the others of its batch go on.
+        answer = stub.Prefill(pb.PrefillRequest(batch=routed("a" * 1_000, "bcd")), timeout=SECONDS)
+        ended = {g.request_id: g.HasField("generated_text") for g in answer.generations}
+        assert ended == {0: True, 1: False}
+        assert answer.batch.request_ids == [1]
+        stub.ClearCache(pb.ClearCacheRequest(), timeout=SECONDS)
         assert server.stop() == 0

@@ -235,14 +235,14 @@ class ServerSettings(BaseSettings):
         le=64,
     )
     text_timeout: float = _setting(
-        10.0,
+        30.0,
         Group.LIMITS,
         "Seconds that tokenising a text or rendering a chat may take; it is killed then.",
         gt=0,
         le=3600,
     )
     text_memory_bytes: int = _setting(
-        1024**3,
+        2 * 1024**3,
         Group.LIMITS,
         "Memory that tokenising a text or rendering a chat may take, besides the loaded tokenizer.",
         ge=64 * 1024**2,

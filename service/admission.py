@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from tokenpod.service.errors import ResourceExhausted, Unavailable
 from tokenpod.service.house import House
+from tokenpod.service.memory_budget import MemoryBudget
 
 #: Seconds after which a refused client should try again.
 RETRY_SECONDS = 1.0
@@ -25,17 +26,24 @@ class Admission:
     that count at the same instant may let one too many in.
 
     Args:
-        max_requests: `Generate` calls at once, running and waiting together.
+        max_requests: `Generate` and `Tokens` calls at once, running and waiting together.
         max_queue_tokens: prompt tokens that may wait for their computation.
+        max_bytes: what calls may hold of the front ends' memory.
         house: where the counts are; None: this process is alone.
     """
 
     def __init__(
-        self, *, max_requests: int, max_queue_tokens: int, house: House | None = None
+        self,
+        *,
+        max_requests: int,
+        max_queue_tokens: int,
+        max_bytes: int = 2**63 - 1,
+        house: House | None = None,
     ) -> None:
         self.max_requests = max_requests
         self.max_queue_tokens = max_queue_tokens
         self.house = house or House.create(1)
+        self.memory = MemoryBudget(self.house, max_bytes)
         #: Why nothing is taken in: the server is starting or draining.
         self.closed: str | None = "the server is starting: the model is not loaded yet"
 

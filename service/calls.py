@@ -57,8 +57,24 @@ class ChatPrompt:
     add_generation_prompt: bool = True
 
 
+#: What Python takes for a token id in a list, and for a message besides its texts.
+ID_BYTES = 36
+_MESSAGE_BYTES = 200
+
 #: Text, token ids or a chat; None: the client set none.
 Prompt = str | Sequence[int] | ChatPrompt | None
+
+
+def prompt_bytes(prompt: Prompt) -> int:
+    """About what a prompt takes of memory."""
+    if prompt is None:
+        return 0
+    if isinstance(prompt, str):
+        # Python's strings: as many bytes for each character as the widest one needs.
+        return len(prompt) if prompt.isascii() else 4 * len(prompt)
+    if isinstance(prompt, ChatPrompt):
+        return sum(_MESSAGE_BYTES + 4 * len(r) + 4 * len(c) for r, c in prompt.messages)
+    return ID_BYTES * len(prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,8 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the model's chat template is broken: line {error.lineno}: {error.message}"
             ) from error
+        except RecursionError as error:
+            raise ChatTemplateError("the model's chat template is nested too deeply") from error
 
     def render(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
@@ -69,6 +71,9 @@ class ChatTemplate:
             raise
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template: {error.message}") from error
+        except MemoryError:
+            # Its process has a limit, which is not the template's to explain.
+            raise
         except Exception as error:
             # Any expression of the template can fail, in any way: none of it is a bug of ours.
             raise ChatTemplateError(

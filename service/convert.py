@@ -13,6 +13,7 @@ from typing import Any
 from tokenpod.protos.generate.v1 import generate_pb2 as v1
 from tokenpod.protos.generate.v2 import generate_pb2 as v2
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod.service import validate
 from tokenpod.service.calls import (
     CachedBatch,
     ChatPrompt,
@@ -101,6 +102,7 @@ def _prompt(request: v3.GenerateRequest) -> Prompt:
 
 
 def _chat(chat: v3.Chat) -> ChatPrompt:
+    validate.check_chat_length(len(chat.messages))
     generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     return ChatPrompt([(m.role, m.content) for m in chat.messages], generation)
 

@@ -26,6 +26,7 @@ from tokenpod.core.parent import die_with_parent
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import EngineClient, EngineLost
 from tokenpod.service.closing import Closing
+from tokenpod.service.encoder import Encoder
 from tokenpod.service.front_ends import Order
 from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.house import House
@@ -78,18 +79,20 @@ class FrontEnd:
             admission = Admission(
                 max_requests=settings.max_concurrent_requests,
                 max_queue_tokens=settings.max_queue_tokens,
+                max_bytes=settings.max_front_end_bytes,
                 house=house,
             )
             generate = GenerateService(admission, telemetry)
             closing = Closing(settings.max_concurrent_requests)
             server = await self._server(admission, generate, telemetry, closing, stack)
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(order.model_folder))
+            encoder = await Encoder.start(tokenizer, settings, stack)
             events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
             await asyncio.wait(events, return_when="FIRST_COMPLETED")
             if hung_up.done() or client.lost.done():
                 return 0
             limits = request_limits(settings, client.ready.result())
-            generate.start(Serving(client, tokenizer, limits, settings.model_id))
+            generate.start(Serving(client, encoder, limits, settings.model_id))
             admission.closed = None
             bind(server, order.address, credentials(settings))
             await server.start()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import logging
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,19 @@ from tokenpod.core.messages import Ready, Request, StoppingParams
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service import convert, validate
 from tokenpod.service.admission import Admission, Place
-from tokenpod.service.calls import ChatPrompt, GenerateCall, Prompt, TokensCall
-from tokenpod.service.chat_template import ChatTemplateError
+from tokenpod.service.calls import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
 from tokenpod.service.client import EngineClient
-from tokenpod.service.errors import FailedPrecondition, InvalidArgument
+from tokenpod.service.encoder import Encoder, Tokenised
+from tokenpod.service.errors import FailedPrecondition
 from tokenpod.service.events import EventWriter
 from tokenpod.service.generation import Generation, Sample
+from tokenpod.service.memory_budget import Lease
 from tokenpod.service.stops import StopMatcher
 from tokenpod.service.telemetry import Telemetry
 from tokenpod.service.tokenizer import Tokenizer
 
 log = logging.getLogger("tokenpod.generate")
 
-#: Characters from which on texts are tokenised on a thread: the event loop must stay free.
-_LONG_TEXT = 2_000
-#: What a text costs besides its length, in characters.
-_CALL_CHARACTERS = 20
 #: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
 _FOREVER_SECONDS = 1e9
 _REQUEST_ID_KEY = "x-request-id"
@@ -44,11 +41,16 @@ class Serving:
     """What is known once the model is ready."""
 
     client: EngineClient
-    tokenizer: Tokenizer
+    encoder: Encoder
     limits: validate.RequestLimits
     model_id: str
     #: Where the pod that generates is; "": it is this one.
     leader_address: str = ""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self.encoder.tokenizer
 
 
 def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:
@@ -66,47 +68,6 @@ def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLi
         slots=ready.slots,
         rows=settings.resolved_batch_size,
     )
-
-
-class Encoder:
-    """Prompts to token ids, off the event loop where they are long."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    async def encode(self, prompt: Prompt, *, special: bool = True) -> list[int]:
-        """Raises InvalidArgument if the model's chat template refuses the messages."""
-        if isinstance(prompt, str):
-            (ids,) = await self.encode_all([(prompt, special)])
-            return ids
-        if isinstance(prompt, ChatPrompt):
-            try:
-                # Templates are the model's code: a slow one must not hold up the event loop.
-                return await asyncio.to_thread(
-                    self._tokenizer.encode_chat,
-                    prompt.messages,
-                    add_generation_prompt=prompt.add_generation_prompt,
-                )
-            except ChatTemplateError as error:
-                raise InvalidArgument("chat", str(error)) from error
-        return list(prompt or ())
-
-    async def encode_all(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
-        """The ids of each text; the flag with it says whether to add special tokens."""
-        if sum(len(text) + _CALL_CHARACTERS for text, _ in texts) < _LONG_TEXT:
-            encode = self._tokenizer.encode
-            return [encode(text, add_special_tokens=special) for text, special in texts]
-        ids: list[list[int]] = [[] for _ in texts]
-        for special in {special for _, special in texts}:
-            where = [at for at, (_, flag) in enumerate(texts) if flag == special]
-            parts = await asyncio.to_thread(
-                self._tokenizer.encode_all,
-                [texts[at][0] for at in where],
-                add_special_tokens=special,
-            )
-            for at, part in zip(where, parts, strict=True):
-                ids[at] = part
-        return ids
 
 
 class GenerateService:
@@ -136,7 +97,7 @@ class GenerateService:
         """
         arrived_at = time.monotonic_ns()
         recorded = self._telemetry.current_call()
-        with self._admission.enter() as place:
+        with self._admission.enter() as place, contextlib.ExitStack() as stack:
             serving = self._ready()
             if serving.leader_address:
                 raise FailedPrecondition(
@@ -144,9 +105,10 @@ class GenerateService:
                 )
             call = convert.generate_call(request)
             validate.check_generate(call, serving.limits)
+            lease = stack.enter_context(self._admission.memory.reserve(prompt_bytes(call.prompt)))
             request_id = _request_id(call, context)
             await context.send_initial_metadata(((_REQUEST_ID_KEY, request_id),))
-            generation = await self._submit(serving, call, context, place, arrived_at)
+            generation = await self._submit(serving, call, context, place, lease, arrived_at)
             writer = EventWriter(
                 call,
                 generation,
@@ -165,12 +127,24 @@ class GenerateService:
                 if recorded is not None:
                     recorded.generated(generation, model_id=serving.model_id, request_id=request_id)
 
-    async def tokens(self, call: TokensCall) -> list[int]:
-        """The token ids of a text or chat."""
-        self._admission.check_open()
-        serving = self._ready()
-        validate.check_tokens(call)
-        return await Encoder(serving.tokenizer).encode(call.prompt, special=call.add_special_tokens)
+    async def tokens(self, call: TokensCall) -> Tokenised:
+        """The tokens of a text or chat; their ids only if the call wants them.
+
+        It takes a place as `Generate` does: tokenising costs no less here.
+        """
+        with self._admission.enter():
+            serving = self._ready()
+            validate.check_tokens(call)
+            with self._admission.memory.reserve(prompt_bytes(call.prompt)) as lease:
+                tokenised = await serving.encoder.encode(
+                    call.prompt,
+                    keep=validate.MOST_RETURNED_IDS if call.return_ids else 0,
+                    special=call.add_special_tokens,
+                )
+                if call.return_ids:
+                    validate.check_returned_ids(tokenised.count)
+                lease.resize(lease.size + ID_BYTES * len(tokenised.ids))
+                return tokenised
 
     def _ready(self) -> Serving:
         self._admission.check_open()
@@ -183,14 +157,18 @@ class GenerateService:
         call: GenerateCall,
         context: grpc.aio.ServicerContext[Any, Any],
         place: Place,
+        lease: Lease,
         arrived_at: int,
     ) -> Generation:
-        prompt = await Encoder(serving.tokenizer).encode(call.prompt)
-        if call.truncate:
-            prompt = prompt[-call.truncate :]
+        most = serving.limits.max_input_tokens
+        tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
         new_tokens = validate.max_new_tokens(
-            len(prompt), call.stopping.max_new_tokens, serving.limits
+            min(tokenised.count, call.truncate or tokenised.count),
+            call.stopping.max_new_tokens,
+            serving.limits,
         )
+        prompt = tokenised.ids
+        lease.resize(lease.size + ID_BYTES * len(prompt))
         samples = call.sampling.best_of or call.sampling.n or 1
         validate.check_group(len(prompt), new_tokens, samples, serving.limits)
         place.queue(len(prompt))
@@ -208,6 +186,7 @@ class GenerateService:
             step_at=lambda: serving.client.step_at,
             abort=serving.client.abort,
             on_begin=place.leave_queue,
+            on_size=_counted(lease),
         )
         serving.client.submit(request, generation)
         return generation
@@ -260,6 +239,12 @@ class GenerateService:
                 "finished": generation.finished,
             },
         )
+
+
+def _counted(lease: Lease) -> Callable[[int], None]:
+    """Counts a call's answer, as far as it is kept, besides its prompt."""
+    prompt = lease.size
+    return lambda answer: lease.resize(prompt + answer)
 
 
 def _request_id(call: GenerateCall, context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -27,6 +27,8 @@ from tokenpod.service.stops import StopMatcher
 #: Bytes that may wait for a stream's reader. What gRPC holds for it (a message being sent, its
 #: write buffer of 64 kB) comes on top; together it stays under 256 kB.
 UNREAD_BYTES = 128 * 1024
+#: How often a call's memory is counted while its reader keeps up, in messages of the engine.
+_COUNT_EVERY = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,11 @@ class Sample:
         """Bytes that wait to be taken."""
         return self._unread.size
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the text so far, which ends the stream, and of what waits to be taken."""
+        return self._unread.size + len(self._text)
+
     def drop(self) -> None:
         """Forget what was not taken."""
         self._unread.clear()
@@ -155,6 +162,7 @@ class Generation:
         step_at: tells when the step being handed over settled.
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
+        on_size: hears now and then how many bytes of the answer are kept.
     """
 
     def __init__(
@@ -166,6 +174,7 @@ class Generation:
         step_at: Callable[[], int],
         abort: Callable[[list[int]], None],
         on_begin: Callable[[], None],
+        on_size: Callable[[int], None] = lambda size: None,
     ) -> None:
         self.request = request
         self.samples = samples
@@ -175,6 +184,8 @@ class Generation:
         self._step_at = step_at
         self._abort = abort
         self._on_begin = on_begin
+        self._on_size = on_size
+        self._wakes = 0
         #: Something has come that `news` has not told yet, and who waits for it.
         self._fresh = False
         self._waiter: asyncio.Future[None] | None = None
@@ -241,6 +252,9 @@ class Generation:
         # What came before has not even been looked at: only then may there be much of it.
         if self._fresh and self._streamed and self.unread_bytes > UNREAD_BYTES:
             self._give_up_reader()
+        self._wakes += 1
+        if self._fresh or self._wakes % _COUNT_EVERY == 0:
+            self._on_size(sum(sample.kept_bytes for sample in self.samples))
         self._fresh = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -3,7 +3,8 @@
 Each process writes its own row and reads all, so nothing is ever locked. The memory has no name:
 it is a file descriptor that children inherit, and is gone when the last process is.
 
-    row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step]
+    row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step,
+             bytes that its calls hold]
     one more number: whether the house is closed, written by the first process
 """
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 import mmap
 import os
 
-_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING = range(4)
-_COLUMNS = 4
+_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES = range(5)
+_COLUMNS = 5
 _NUMBER = 8  # bytes
 
 
@@ -56,6 +57,11 @@ class House:
         return self._sum(_WAITING_TOKENS)
 
     @property
+    def call_bytes(self) -> int:
+        """Bytes that calls hold; see memory_budget.py."""
+        return self._sum(_CALL_BYTES)
+
+    @property
     def all_serving(self) -> bool:
         """Whether every process but the first, which needs no telling, serves."""
         return self._sum(_SERVING) == self.count - 1
@@ -74,11 +80,12 @@ class House:
         """No process takes new work any more. For the first process."""
         self._numbers[0] = 1
 
-    def add(self, *, requests: int = 0, waiting_tokens: int = 0) -> None:
+    def add(self, *, requests: int = 0, waiting_tokens: int = 0, call_bytes: int = 0) -> None:
         """Change what this process has in the house."""
         row = self._row(self.index)
         self._numbers[row + _REQUESTS] += requests
         self._numbers[row + _WAITING_TOKENS] += waiting_tokens
+        self._numbers[row + _CALL_BYTES] += call_bytes
 
     def set_serving(self) -> None:
         """This process listens, and its model is there."""

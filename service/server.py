@@ -31,6 +31,7 @@ from tokenpod.service.admission import Admission
 from tokenpod.service.client import EngineLost
 from tokenpod.service.closing import Closing
 from tokenpod.service.drain_requests import DrainRequests
+from tokenpod.service.encoder import Encoder
 from tokenpod.service.engine_process import ENGINE_COMMAND
 from tokenpod.service.follower import FollowerShard
 from tokenpod.service.forming import Forming
@@ -106,6 +107,7 @@ class Server:
         admission = Admission(
             max_requests=settings.max_concurrent_requests,
             max_queue_tokens=settings.max_queue_tokens,
+            max_bytes=settings.max_front_end_bytes,
             house=house,
         )
         board = HealthBoard(follows=not settings.leads)
@@ -173,17 +175,17 @@ class Server:
         """
         ranks, drains = await self._start_ranks(parts, life)
         others = await self._start_front_ends(parts, ranks, life)
-        loading = asyncio.create_task(self._load(parts, ranks, others))
+        loading = asyncio.create_task(self._load(parts, ranks, others, life))
         await asyncio.wait([loading, parts.stopping.task()], return_when="FIRST_COMPLETED")
         if not loading.done():
             loading.cancel()
             return 0
         try:
-            tokenizer, ready = loading.result()
+            encoder, ready = loading.result()
         except EngineLost as lost:
             await parts.forming.try_again(str(lost))
             return None
-        self._open(parts, ranks, drains, tokenizer, ready, life)
+        self._open(parts, ranks, drains, encoder, ready, life)
         parts.board.watch(PodProgress(ranks.client, parts.house))
         parts.load.client = ranks.client
         parts.admission.closed = None
@@ -234,7 +236,9 @@ class Server:
         life.push_async_callback(others.stop)
         return others
 
-    async def _load(self, parts: Parts, ranks: Ranks, others: FrontEnds) -> tuple[Tokenizer, Ready]:
+    async def _load(
+        self, parts: Parts, ranks: Ranks, others: FrontEnds, life: contextlib.AsyncExitStack
+    ) -> tuple[Encoder, Ready]:
         """Wait for all of it.
 
         Raises:
@@ -244,9 +248,10 @@ class Server:
         try:
             async with asyncio.timeout(parts.forming.left):
                 tokenizer = await asyncio.to_thread(Tokenizer.load, self.model_folder)
+                encoder = await Encoder.start(tokenizer, self.settings, life)
                 ready = await ranks.ready()
                 await others.serving()
-                return tokenizer, ready
+                return encoder, ready
         except (TokenizerError, FrontEndLost) as error:
             raise StartError(str(error)) from error
         except EngineLost as error:
@@ -261,7 +266,7 @@ class Server:
         parts: Parts,
         ranks: Ranks,
         drains: DrainRequests,
-        tokenizer: Tokenizer,
+        encoder: Encoder,
         ready: Ready,
         life: contextlib.AsyncExitStack,
     ) -> None:
@@ -269,7 +274,7 @@ class Server:
         settings = self.settings
         limits = request_limits(settings, ready)
         leader = ranks.leader_address
-        serving = Serving(ranks.client, tokenizer, limits, settings.model_id, leader)
+        serving = Serving(ranks.client, encoder, limits, settings.model_id, leader)
         parts.generate.start(serving)
         shard: Shard
         if leader:

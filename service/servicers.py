@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,8 @@ log = logging.getLogger("tokenpod.shard")
 #: grpc.aio.ServicerContext, which is generic in its stubs only.
 Context = Any
 
+#: Token ids that are written to a message before others get their turn on the event loop.
+_IDS_AT_ONCE = 16_384
 #: Initial metadata of Info: the model's name.
 MODEL_ID_KEY = "tokenpod-model-id"
 
@@ -203,8 +206,8 @@ class ServicerV1(ShardServicer, v1_grpc.TextGenerationServiceServicer):
 
     async def Tokens(self, request: Any, context: Context) -> Any:
         """Count a text's tokens."""
-        ids = await self.rpcs.generate.tokens(convert.tokens_call(request))
-        return self.codec.pb.TokensResponse(ntokens=len(ids))
+        tokenised = await self.rpcs.generate.tokens(convert.tokens_call(request))
+        return self.codec.pb.TokensResponse(ntokens=tokenised.count)
 
 
 class ServicerV2(ShardServicer, v2_grpc.TextGenerationServiceServicer):
@@ -216,10 +219,12 @@ class ServicerV3(ShardServicer, v3_grpc.TextGenerationServiceServicer):
 
     async def Tokens(self, request: Any, context: Context) -> Any:
         """Count, or list, the tokens of a text or chat."""
-        call = convert.tokens_call(request)
-        ids = await self.rpcs.generate.tokens(call)
-        listed = ids if call.return_ids else ()
-        return self.codec.pb.TokensResponse(ntokens=len(ids), ids=listed)
+        tokenised = await self.rpcs.generate.tokens(convert.tokens_call(request))
+        response = self.codec.pb.TokensResponse(ntokens=tokenised.count)
+        for at in range(0, len(tokenised.ids), _IDS_AT_ONCE):
+            response.ids.extend(tokenised.ids[at : at + _IDS_AT_ONCE])
+            await asyncio.sleep(0)
+        return response
 
     async def Generate(self, request: Any, context: Context) -> None:  # type: ignore[override]
         """Stream a generation."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from tokenpod.core.messages import PROBE_TOKENS, Request, StoppingParams
 from tokenpod.service import validate
 from tokenpod.service.calls import ShardBatch, ShardGeneration, ShardRequest
+from tokenpod.service.encoder import Text
 from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.generate import Encoder, Serving
+from tokenpod.service.generate import Serving
 from tokenpod.service.routed import RoutedSequence, ended_alone
 
 log = logging.getLogger("tokenpod.shard")
@@ -51,7 +52,6 @@ class ShardRequests:
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
-        self._encoder = Encoder(serving.tokenizer)
         self._models: set[str] = set()
 
     async def open(self, batch: ShardBatch) -> Opened:
@@ -65,17 +65,19 @@ class ShardRequests:
                 good.append((at, asked))
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
-        texts = [(asked.inputs, asked.add_special_tokens) for _, asked in good]
-        for (at, asked), prompt in zip(good, await self._encoder.encode_all(texts), strict=True):
-            if asked.truncate:
-                prompt = prompt[-asked.truncate :]
+        texts = [self._text(asked, limits.max_total_tokens) for _, asked in good]
+        prompts = await self._serving.encoder.encode_all(texts, field="inputs")
+        for (at, asked), prompt in zip(good, prompts, strict=True):
             try:
-                validate.check_shard_length(asked, at, len(prompt), limits)
+                if isinstance(prompt, InvalidArgument):
+                    raise prompt
+                count = min(prompt.count, asked.truncate or prompt.count)
+                validate.check_shard_length(asked, at, count, limits)
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
                 continue
             self._note_model(asked)
-            request = self._request(asked, prompt)
+            request = self._request(asked, prompt.ids)
             opened.requests.append(request)
             opened.sequences.append(RoutedSequence(asked, request, self._serving.tokenizer))
         return opened
@@ -83,10 +85,17 @@ class ShardRequests:
     async def open_probe(self, asked: ShardRequest) -> tuple[Request, RoutedSequence]:
         """The request of a liveness probe. Raises InvalidArgument."""
         validate.check_shard_request(asked, 0, self._serving.limits)
-        (prompt,) = await self._encoder.encode_all([(asked.inputs, asked.add_special_tokens)])
-        most = PROBE_TOKENS - 1
-        request = self._request(asked, prompt[-min(asked.truncate or most, most) :], probe=True)
+        text = self._text(asked, PROBE_TOKENS - 1)
+        (prompt,) = await self._serving.encoder.encode_all([text], field="inputs")
+        if isinstance(prompt, InvalidArgument):
+            raise prompt
+        request = self._request(asked, prompt.ids, probe=True)
         return request, RoutedSequence(asked, request, self._serving.tokenizer)
+
+    @staticmethod
+    def _text(asked: ShardRequest, most: int) -> Text:
+        keep = min(asked.truncate or most, most)
+        return Text(asked.inputs, asked.add_special_tokens, keep)
 
     def _refuse(self, asked: ShardRequest, problem: InvalidArgument) -> ShardGeneration:
         extra = {"request": asked.id, "reason": str(problem)}

@@ -27,6 +27,10 @@ SHARD_STOP_SEQUENCES = 256
 #: Most likely tokens that the sampler can report.
 MOST_TOP_TOKENS = 64
 MOST_PRIORITY = 100
+#: Messages of a chat: each becomes Python objects, here and in a template, however short it is.
+MOST_CHAT_MESSAGES = 4096
+#: Ids that `Tokens` lists: writing a message of more would hold up the event loop.
+MOST_RETURNED_IDS = 262_144
 MOST_REQUEST_ID_BYTES = 256
 #: Divisors of logits stay where float32 can hold the quotient: beyond, nothing changes but NaN.
 _LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
@@ -67,6 +71,20 @@ def check_tokens(call: TokensCall) -> None:
     """A text may be empty, a chat may not: templates need a message."""
     if isinstance(call.prompt, ChatPrompt):
         _check_chat(call.prompt)
+
+
+def check_chat_length(messages: int) -> None:
+    """How many messages a chat has; asked before they are converted."""
+    if messages > MOST_CHAT_MESSAGES:
+        problem = f"has {messages} entries; this server allows {MOST_CHAT_MESSAGES}"
+        raise InvalidArgument("chat.messages", problem)
+
+
+def check_returned_ids(tokens: int) -> None:
+    """How many ids `Tokens` is to list."""
+    if tokens > MOST_RETURNED_IDS:
+        problem = f"asks for the ids of {tokens} tokens; this server lists {MOST_RETURNED_IDS}"
+        raise InvalidArgument("return_ids", problem)
 
 
 def check_request_id(request_id: str, field: str = "request_id") -> None:

@@ -68,7 +68,7 @@ class Call:
 
 def engines(server: ServerProcess) -> list[int]:
     """Process ids of a pod's ranks, in order."""
-    return server.children()
+    return server.engine_pids()
 
 
 def kill(pid: int) -> None:

@@ -87,13 +87,23 @@ class ServerProcess:
 
     def children(self) -> list[int]:
         """Process ids of the server's children."""
-        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in listed.read_text().split()]
+        return children_of(self.process.pid)
 
     def engine_pid(self) -> int:
-        """The process id of the engine: the server's only child."""
-        (pid,) = self.children()
+        """The process id of the only engine."""
+        (pid,) = self.engine_pids()
         return pid
+
+    def engine_pids(self) -> list[int]:
+        """Process ids of the pod's ranks, in order."""
+        return self._running("tokenpod.engine.process")
+
+    def text_worker_pids(self) -> list[int]:
+        """Process ids of the first front end's text workers."""
+        return self._running("tokenpod.service.text_worker")
+
+    def _running(self, module: str) -> list[int]:
+        return [pid for pid in self.children() if module in _arguments(pid)]
 
     def stop(self) -> int:
         """SIGTERM, and wait; the exit status."""
@@ -102,6 +112,20 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(60)
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children, as far as its first thread has started them."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listed.read_text().split()]
+
+
+def _arguments(pid: int) -> list[str]:
+    """A process's command line; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 @contextlib.contextmanager

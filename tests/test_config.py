@@ -59,7 +59,8 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd = dict.fromkeys(files, pem)
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
-    odd |= {"max_router_message_bytes": "2048"}
+    odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
+    odd |= {"text_memory_bytes": "200000000"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}
     odd |= {"max_message_bytes": "2048", "uds_path": str(tmp_path / "s"), "port": "11"}
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
@@ -126,6 +127,7 @@ def test_every_fault_is_told_on_a_line_of_its_own():
             "--max-batch-prefill-tokens",
         ),
         ({"max_input_tokens": 9, "max_queue_tokens": 8}, "at most --max-queue-tokens, which is 8"),
+        ({"max_front_end_bytes": 2**20}, "at most --max-front-end-bytes, which is 1048576"),
         (
             {"kv_cache_dtype": "fp8_e4m3", "device": "cpu"},
             "--kv-cache-dtype is fp8_e4m3: it needs a GPU",

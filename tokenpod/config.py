@@ -220,6 +220,33 @@ class ServerSettings(BaseSettings):
     max_queue_tokens: int = _setting(
         131_072, Group.LIMITS, "Prompt tokens waiting; a request beyond is refused.", ge=1
     )
+    max_front_end_bytes: int = _setting(
+        1024**3,
+        Group.LIMITS,
+        "Memory that calls may hold in all front ends together: messages, prompts, answers not yet"
+        " sent; a call beyond is refused.",
+        ge=1024**2,
+    )
+    text_workers: int = _setting(
+        2,
+        Group.LIMITS,
+        "Processes of each front end that tokenise long texts and render chats.",
+        ge=1,
+        le=64,
+    )
+    text_timeout: float = _setting(
+        30.0,
+        Group.LIMITS,
+        "Seconds that tokenising a text or rendering a chat may take; it is killed then.",
+        gt=0,
+        le=3600,
+    )
+    text_memory_bytes: int = _setting(
+        2 * 1024**3,
+        Group.LIMITS,
+        "Memory that tokenising a text or rendering a chat may take, besides the loaded tokenizer.",
+        ge=64 * 1024**2,
+    )
     max_input_tokens: int | None = _setting(
         None,
         Group.LIMITS,

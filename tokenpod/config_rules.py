@@ -26,13 +26,14 @@ _FILES = (
     "shard_tls_ca",
 )
 
-#: Limits in tokens: the smaller one, the larger one, and whether they may be equal.
+#: Limits in tokens, or in bytes: the smaller one, the larger one, and whether they may be equal.
 _ORDERED = [
     ("max_input_tokens", "max_total_tokens", False),
     ("max_total_tokens", "max_batch_total_tokens", True),
     ("max_input_tokens", "max_batch_total_tokens", False),
     ("max_batch_prefill_tokens", "max_batch_total_tokens", True),
     ("max_input_tokens", "max_queue_tokens", True),
+    ("max_message_bytes", "max_front_end_bytes", True),
 ]
 
 
@@ -43,14 +44,14 @@ def flag(name: str) -> str:
 
 def contradictions(settings: ServerSettings) -> Iterator[str]:
     """What is wrong with settings that are right one by one."""
-    yield from _token_faults(settings)
+    yield from _order_faults(settings)
     yield from _memory_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
 
 
-def _token_faults(s: ServerSettings) -> Iterator[str]:
+def _order_faults(s: ServerSettings) -> Iterator[str]:
     for small, large, may_equal in _ORDERED:
         low, high = getattr(s, small), getattr(s, large)
         if low is None or high is None or low < high or (may_equal and low == high):

@@ -13,12 +13,23 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from harness import NOT_SERVING, SERVING, ServerProcess, collect, generate, serve, text_request
+from harness import (
+    NOT_SERVING,
+    SERVING,
+    ServerProcess,
+    children_of,
+    collect,
+    generate,
+    serve,
+    text_request,
+)
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 FRONT_ENDS = 3
+#: Of each front end, unless told otherwise.
+TEXT_WORKERS = 2
 PROMPT = "import os\n"
 SHORT = {"max_new_tokens": 5, "ignore_eos": True}
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
@@ -228,7 +239,7 @@ def test_the_queue_is_the_pods(pod: ServerProcess, clients: list[Client]) -> Non
 def test_a_stuck_engine_is_seen_though_only_a_further_front_end_waits(
     pod: ServerProcess, clients: list[Client]
 ) -> None:
-    (engine,) = set(pod.children()) - set(further(pod))
+    engine = pod.engine_pid()
     stream = clients[1].long()
     time.sleep(0.6)  # The front ends tell each other four times a second.
     os.kill(engine, signal.SIGSTOP)
@@ -337,8 +348,7 @@ def test_a_lost_engine_is_lost_to_all() -> None:
     with serve("--front-ends", str(FRONT_ENDS)) as server:
         clients, children = one_each(server), server.children()
         streams = [client.long() for client in clients]
-        (engine,) = set(children) - set(further(server))
-        os.kill(engine, signal.SIGKILL)
+        os.kill(server.engine_pid(), signal.SIGKILL)
         assert {stream.code() for stream in streams} == {grpc.StatusCode.UNAVAILABLE}
         assert server.process.wait(30) == 1
         assert all(gone(pid) for pid in children)
@@ -347,7 +357,8 @@ def test_a_lost_engine_is_lost_to_all() -> None:
 def test_nobody_outlives_a_killed_first_front_end() -> None:
     with serve("--front-ends", str(FRONT_ENDS)) as server:
         children = server.children()
-        assert len(children) == FRONT_ENDS
+        children += [pid for each in further(server) for pid in children_of(each)]
+        assert len(children) == FRONT_ENDS * (1 + TEXT_WORKERS)
         server.process.kill()
         server.process.wait()
         wait_for(lambda: all(gone(pid) for pid in children))

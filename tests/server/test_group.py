@@ -44,7 +44,7 @@ def tokens(server: ServerProcess, **sampling: object) -> list[int]:
 
 def test_two_ranks_generate_what_one_does(two_ranks: ServerProcess, server: ServerProcess) -> None:
     assert tokens(two_ranks) == tokens(server)
-    assert len(two_ranks.children()) == 2
+    assert len(two_ranks.engine_pids()) == 2
 
 
 def test_two_pods_generate_what_one_does(two_pods: Group, server: ServerProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -57,6 +58,22 @@ def truncated(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:1_000_000])
 
 
+def endless(name: str) -> Callable[[Path], None]:
+    def link(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("/dev/zero")
+
+    return link
+
+
+def waiting(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return make
+
+
 def garbage(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
 
@@ -77,6 +94,10 @@ def changed(**values: object) -> Callable[[Path], None]:
         (without("tokenizer.json"), "tokenizer"),
         (truncated, "model.safetensors"),
         (garbage, "model.safetensors"),
+        (endless("tokenizer.json"), "tokenizer.json can't be read: it is not a regular file"),
+        (endless("tokenizer_config.json"), "tokenizer_config.json can't be read"),
+        (waiting("special_tokens_map.json"), "special_tokens_map.json can't be read"),
+        (endless("chat_template.jinja"), "chat_template.jinja can't be read"),
         (changed(architectures=["NoSuchForCausalLM"]), "NoSuchForCausalLM"),
         (changed(num_hidden_layers=9), "8"),
         (changed(hidden_size=250), "embed_tokens"),

@@ -1,0 +1,181 @@
+"""Prompts to token ids: short texts at once, everything else in a worker process.
+
+A first token must not wait for another process, so a text that costs little is tokenised on the
+event loop. What costs more would hold up all streams; and what a chat costs is for its template to
+say. Both go to the text workers, which can be killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from tokenpod.config import ServerSettings
+from tokenpod.service.calls import ChatPrompt, Prompt
+from tokenpod.service.errors import InvalidArgument
+from tokenpod.service.inline_cost import is_bounded
+from tokenpod.service.text_messages import EncodeChat, EncodeTexts, unpacked
+from tokenpod.service.text_workers import TextLimits, TextWorkers
+from tokenpod.service.tokenizer import Tokenizer, TokenizerPanic
+
+#: Bytes of UTF-8 up to which texts are tokenised on the event loop (docs/performance-notes.md).
+INLINE_BYTES = 4096
+#: What a text costs besides its length, in bytes.
+_TEXT_BYTES = 20
+#: Short texts of a batch share a job up to so many bytes, since each job is a message both ways.
+_SHARED_JOB_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenised:
+    """A prompt's number of tokens, and the last of their ids: as many as were to be kept."""
+
+    count: int
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One text of a batch.
+
+    Args:
+        text: the text.
+        special: whether to add special tokens.
+        keep: how many ids are needed, the last ones.
+    """
+
+    text: str
+    special: bool
+    keep: int
+
+    @property
+    def size(self) -> int:
+        """About what it costs, in bytes."""
+        text = self.text
+        # Counting a long text's bytes would copy it: a character has at most four.
+        size = len(text) if text.isascii() or len(text) > INLINE_BYTES else len(text.encode())
+        return size + _TEXT_BYTES
+
+
+class Encoder:
+    """Tokenises prompts.
+
+    Args:
+        tokenizer: the model's.
+        workers: for what is long, or a chat.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, workers: TextWorkers) -> None:
+        self.tokenizer = tokenizer
+        self._workers = workers
+        self._inline_bytes = INLINE_BYTES if is_bounded(tokenizer.backend) else 0
+
+    @classmethod
+    async def start(
+        cls, tokenizer: Tokenizer, settings: ServerSettings, life: AsyncExitStack
+    ) -> Encoder:
+        """With workers that end with `life`. Raises TokenizerError if they can't be started."""
+        limits = TextLimits(
+            workers=settings.text_workers,
+            seconds=settings.text_timeout,
+            memory_bytes=settings.text_memory_bytes,
+        )
+        model = await asyncio.to_thread(tokenizer.text_model)
+        workers = await TextWorkers.start(model, limits)
+        life.push_async_callback(workers.close)
+        return cls(tokenizer, workers)
+
+    async def encode(self, prompt: Prompt, *, keep: int, special: bool = True) -> Tokenised:
+        """A prompt's tokens; of a chat, those of what the model's template makes of it.
+
+        InvalidArgument: the template refuses it, or it takes too much time or memory.
+        """
+        if isinstance(prompt, ChatPrompt):
+            return await self._encode_chat(prompt, keep)
+        if isinstance(prompt, str):
+            text = Text(prompt, special, keep)
+            if text.size <= self._inline_bytes:
+                return self._at_once(text, "text")
+            return (await self._in_worker([text], "text"))[0]
+        ids = list(prompt or ())
+        return Tokenised(len(ids), _last(ids, keep))
+
+    async def encode_all(
+        self, texts: Sequence[Text], *, field: str
+    ) -> list[Tokenised | InvalidArgument]:
+        """The tokens of each text, or what is wrong with it alone, which `field` names."""
+        if sum(text.size for text in texts) <= self._inline_bytes:
+            return [self._at_once_or_not(text, field) for text in texts]
+        groups = _grouped(texts)
+        done = await asyncio.gather(
+            *(self._group(group, field) for group in groups), return_exceptions=True
+        )
+        results: list[Tokenised | InvalidArgument] = []
+        for part in done:
+            if isinstance(part, BaseException):
+                raise part
+            results += part
+        return results
+
+    def _at_once(self, text: Text, field: str) -> Tokenised:
+        try:
+            ids = self.tokenizer.encode(text.text, add_special_tokens=text.special)
+        except TokenizerPanic as error:
+            raise InvalidArgument(field, "makes the model's tokenizer fail") from error
+        return Tokenised(len(ids), _last(ids, text.keep))
+
+    def _at_once_or_not(self, text: Text, field: str) -> Tokenised | InvalidArgument:
+        try:
+            return self._at_once(text, field)
+        except InvalidArgument as problem:
+            return problem
+
+    async def _group(
+        self, texts: Sequence[Text], field: str
+    ) -> Sequence[Tokenised | InvalidArgument]:
+        try:
+            return await self._in_worker(texts, field)
+        except InvalidArgument as problem:
+            if len(texts) == 1:
+                return [problem]
+        # One of them is at fault: the others are not to suffer for it.
+        return [result for text in texts for result in await self._group([text], field)]
+
+    async def _in_worker(self, texts: Sequence[Text], field: str) -> list[Tokenised]:
+        job = EncodeTexts(
+            [text.text for text in texts],
+            [text.special for text in texts],
+            [text.keep for text in texts],
+        )
+        size = sum(text.size for text in texts)
+        encoded = await self._workers.run(job, field=field, size=size)
+        return [
+            Tokenised(count, unpacked(ids))
+            for count, ids in zip(encoded.counts, encoded.ids, strict=True)
+        ]
+
+    async def _encode_chat(self, chat: ChatPrompt, keep: int) -> Tokenised:
+        messages = list(chat.messages)
+        job = EncodeChat(messages, chat.add_generation_prompt, keep)
+        size = sum(len(role) + len(content) + _TEXT_BYTES for role, content in messages)
+        encoded = await self._workers.run(job, field="chat", size=size)
+        return Tokenised(encoded.counts[0], unpacked(encoded.ids[0]))
+
+
+def _last(ids: list[int], keep: int) -> list[int]:
+    return ids if keep >= len(ids) else ids[len(ids) - keep :]
+
+
+def _grouped(texts: Sequence[Text]) -> list[list[Text]]:
+    """The texts in order, cut where a job would become too large."""
+    groups: list[list[Text]] = []
+    room = 0
+    for text in texts:
+        if text.size > room:
+            groups.append([])
+            room = _SHARED_JOB_BYTES
+        groups[-1].append(text)
+        room -= text.size
+    return groups

@@ -1,0 +1,106 @@
+"""What crosses between a front end and its text workers: msgpack frames, as with the engine.
+
+Token ids travel as the bytes of an array of 32-bit numbers, and only those that the caller needs:
+unpacking a million Python integers would hold the event loop for 20 ms.
+"""
+
+from __future__ import annotations
+
+from array import array
+from enum import IntEnum
+
+import msgspec
+
+from tokenpod.core.messages import Message
+
+#: `array`'s letter for token ids, and bytes of one.
+_ID = "I"
+
+
+class TextModel(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker tokenises and renders with; it reads no file of the model's folder.
+
+    Args:
+        tokenizer: a whole `tokenizer.json`.
+        chat_template: source; None: the model has none.
+        special_tokens: the template's variables (`bos_token`, ...).
+    """
+
+    tokenizer: bytes
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+class WorkerOptions(Message, frozen=True, array_like=True, tag=True):
+    """The first message to a new worker.
+
+    Args:
+        model: descriptor of a file that holds a `TextModel`.
+        memory_bytes: what the worker may take on top of what it has once the model is loaded.
+    """
+
+    model: int
+    memory_bytes: int
+
+
+class EncodeTexts(Message, frozen=True, array_like=True, tag=True):
+    """Tokenise texts. Parallel: texts, whether to add special tokens, how many ids to return.
+
+    The last `keep` ids of a text are returned; its number of tokens always is.
+    """
+
+    texts: list[str]
+    special: list[bool]
+    keep: list[int]
+
+
+class EncodeChat(Message, frozen=True, array_like=True, tag=True):
+    """Render (role, content) pairs with the model's template, and tokenise the result."""
+
+    messages: list[tuple[str, str]]
+    add_generation_prompt: bool
+    keep: int
+
+
+class Loaded(Message, frozen=True, array_like=True, tag=True):
+    """The worker is ready for its first job."""
+
+
+class Encoded(Message, frozen=True, array_like=True, tag=True):
+    """Of each text: how many tokens it has, and the last of them as packed ids."""
+
+    counts: list[int]
+    ids: list[bytes]
+
+
+class Refusal(IntEnum):
+    """Why a job has no tokens."""
+
+    #: The model's template refuses the messages or fails; the text says how.
+    TEMPLATE = 1
+    #: The tokenizer fails on the text: a panic of the library.
+    TOKENIZER = 2
+    #: The job takes more memory than a worker may.
+    MEMORY = 3
+
+
+class Refused(Message, frozen=True, array_like=True, tag=True):
+    """The job has no tokens; the worker goes on."""
+
+    reason: Refusal
+    message: str
+
+
+Job = EncodeTexts | EncodeChat
+ToWorker = WorkerOptions | EncodeTexts | EncodeChat
+FromWorker = Loaded | Encoded | Refused
+
+
+def packed(ids: list[int]) -> bytes:
+    """Token ids as bytes, in this machine's order: both ends are on it."""
+    return array(_ID, ids).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    """Token ids of what `packed` has made."""
+    return array(_ID, data).tolist()

@@ -1,0 +1,117 @@
+"""One text worker, as the front end sees it: a child process and the link to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from typing import Any, cast
+
+import msgspec
+
+from tokenpod.core.link import FrameDecoder, encode_frame
+from tokenpod.service.text_messages import (
+    Encoded,
+    FromWorker,
+    Job,
+    Loaded,
+    Refused,
+    ToWorker,
+    WorkerOptions,
+)
+
+#: -P: nothing is imported from the working directory.
+_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.text_worker")
+
+
+class WorkerEnded(Exception):
+    """The worker is gone. `status` is what `subprocess` calls its return code."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"it ended with status {status}")
+        self.status = status
+
+
+class TextProcess(asyncio.Protocol):
+    """One worker. Make it with `start`; it has one job at a time."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._encoder = msgspec.msgpack.Encoder()
+        self._frames = FrameDecoder[FromWorker](FromWorker)  # type: ignore[arg-type]
+        self._transport: asyncio.Transport | None = None
+        loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[None] = loop.create_future()
+        self._hung_up: asyncio.Future[None] = loop.create_future()
+        self._answer: asyncio.Future[Encoded | Refused] | None = None
+
+    @classmethod
+    async def start(cls, options: WorkerOptions) -> TextProcess:
+        """Start the process; it is not loaded yet (await `loaded`)."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
+            process = subprocess.Popen(  # noqa: ASYNC220
+                [*_COMMAND, str(theirs.fileno())],
+                pass_fds=[theirs.fileno(), options.model],
+                stdin=subprocess.DEVNULL,
+            )
+        loop = asyncio.get_running_loop()
+        _, worker = await loop.create_connection(lambda: cls(process), sock=ours)
+        worker._send(options)
+        return worker
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has hung up."""
+        return self._hung_up.done()
+
+    async def loaded(self) -> None:
+        """Wait until it takes jobs. Raises WorkerEnded."""
+        await asyncio.wait([self._loaded, self._hung_up], return_when="FIRST_COMPLETED")
+        if not self._loaded.done():
+            raise WorkerEnded(await self.ended())
+
+    async def ask(self, job: Job) -> Encoded | Refused:
+        """Have `job` done. Raises WorkerEnded."""
+        self._answer = asyncio.get_running_loop().create_future()
+        self._send(job)
+        either: list[asyncio.Future[Any]] = [self._answer, self._hung_up]
+        await asyncio.wait(either, return_when="FIRST_COMPLETED")
+        if not self._answer.done():
+            raise WorkerEnded(await self.ended())
+        return self._answer.result()
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+
+    async def ended(self) -> int:
+        """Wait until the process is gone; its status."""
+        return await asyncio.to_thread(self._process.wait)
+
+    def _send(self, message: ToWorker) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(encode_frame(self._encoder, message))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio."""
+        # uvloop's transports are asyncio's by behaviour, not by descent.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by asyncio."""
+        for message in self._frames.feed(data):
+            if isinstance(message, Loaded):
+                self._loaded.set_result(None)
+            elif self._answer is not None and not self._answer.done():
+                self._answer.set_result(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Called by asyncio."""
+        # It closes its end only by ending: what is left of it can go.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._hung_up.set_result(None)

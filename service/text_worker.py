@@ -1,0 +1,124 @@
+"""A process that tokenises and renders: `python -m tokenpod.service.text_worker FD`.
+
+A template is a program, and its messages are the caller's; a tokenizer's time and memory hang on
+the text. Neither can be bounded from inside a process that must go on, so they run here: the kernel
+limits the memory, and the front end kills the process when a call's time is over (text_workers.py).
+Neither torch nor grpc is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tokenpod.core.link import Link, LinkClosed
+from tokenpod.core.parent import die_with_parent
+from tokenpod.service.chat_template import ChatTemplateError
+from tokenpod.service.text_messages import (
+    EncodeChat,
+    Encoded,
+    EncodeTexts,
+    FromWorker,
+    Job,
+    Loaded,
+    Refusal,
+    Refused,
+    TextModel,
+    ToWorker,
+    WorkerOptions,
+    packed,
+)
+from tokenpod.service.tokenizer import Tokenizer, TokenizerPanic
+
+
+def main() -> int:
+    """Answer one job after another until the front end hangs up."""
+    die_with_parent()
+    # The front end decides when to stop; a terminal's Ctrl-C reaches the whole process group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _be_first_to_go()
+    # The processes share the machine's cores already: a worker has one thread.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    link = Link[Any](socket.socket(fileno=int(sys.argv[1])), ToWorker)  # type: ignore[arg-type]
+    try:
+        options = link.receive(None)[0]
+        assert isinstance(options, WorkerOptions), "the first message is WorkerOptions"
+        tokenizer = _load(options.model)
+        _limit_memory(options.memory_bytes)
+        link.send(Loaded())
+        while True:
+            for job in link.receive(None):
+                link.send(_answer(tokenizer, job))
+    except LinkClosed:
+        return 0
+
+
+def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
+    try:
+        if isinstance(job, EncodeChat):
+            rendered = tokenizer.render_chat(
+                job.messages, add_generation_prompt=job.add_generation_prompt
+            )
+            # Templates write special tokens: none is added.
+            return _encoded(tokenizer, EncodeTexts([rendered], [False], [job.keep]))
+        return _encoded(tokenizer, job)
+    except ChatTemplateError as error:
+        return Refused(Refusal.TEMPLATE, str(error))
+    except TokenizerPanic as error:
+        return Refused(Refusal.TOKENIZER, str(error))
+    except MemoryError:
+        return Refused(Refusal.MEMORY, "")
+    except Exception as error:
+        traceback.print_exc()
+        return Refused(Refusal.TOKENIZER, type(error).__name__)
+
+
+def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:
+    counts, parts = [], []
+    for text, special, keep in zip(job.texts, job.special, job.keep, strict=True):
+        # One by one: what a text took is free again before the next.
+        (ids,) = tokenizer.encode_all([text], add_special_tokens=special)
+        counts.append(len(ids))
+        parts.append(packed(ids[max(len(ids) - keep, 0) :]))
+    return Encoded(counts, parts)
+
+
+def _load(descriptor: int) -> Tokenizer:
+    # Mapped, not read: all workers share the descriptor, and with it the place in the file.
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data, memoryview(data) as view:
+        model = msgspec.msgpack.decode(view, type=TextModel)
+    os.close(descriptor)
+    return Tokenizer.of_model(model)
+
+
+def _limit_memory(more: int) -> None:
+    """Let the address space grow by so many bytes from here; then allocations fail."""
+    if sys.platform != "linux":
+        # Other systems do not enforce it.
+        return
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    # A failed allocation of the tokenizer's library aborts: that is an answer, not a crash to keep.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _be_first_to_go() -> None:
+    """When the container's memory runs out, a worker can be replaced and an engine can't."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

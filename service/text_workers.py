@@ -1,0 +1,294 @@
+"""The text workers of a front end: processes that tokenise long texts and render chats.
+
+    run(job) -> a free worker, or a place in the line -> answer
+                  | time is over, or the caller has left -> SIGKILL, a new worker takes its place
+                  | memory is over -> its allocation fails -> answer, or its end, and a new worker
+
+A call's job ends with the call, at the latest. Workers die with the front end (core/parent.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tokenpod.service.errors import InvalidArgument, ServiceError, Unavailable
+from tokenpod.service.text_messages import (
+    EncodeChat,
+    Encoded,
+    Job,
+    Refusal,
+    Refused,
+    TextModel,
+    WorkerOptions,
+)
+from tokenpod.service.text_process import TextProcess, WorkerEnded
+from tokenpod.service.tokenizer import TokenizerError
+
+log = logging.getLogger("tokenpod.text")
+
+#: Seconds that an abandoned job gets to end by itself: a new worker costs more CPU than that.
+_ABANDONED_SECONDS = 0.25
+#: Seconds between attempts to start a worker where it fails.
+_RESTART_SECONDS = 1.0
+#: Every so many picks the oldest job is next, not the smallest: long ones wait, but not for ever.
+_OLDEST_EVERY = 4
+#: How a worker ends when an allocation fails, and when its stack overflows.
+_OUT_OF_MEMORY = frozenset({-signal.SIGABRT})
+_FAULTS = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL})
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """What tokenising and rendering may take.
+
+    Args:
+        workers: processes.
+        seconds: of one job, without its time in the line.
+        memory_bytes: of one worker, on top of the loaded model.
+        start_seconds: to start and load.
+    """
+
+    workers: int
+    seconds: float
+    memory_bytes: int
+    start_seconds: float = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A job in the line. Its worker is set when it is taken out of it."""
+
+    size: int
+    worker: asyncio.Future[TextProcess] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class TextWorkers:
+    """A pool of workers. Make it with `start`, and `close` it.
+
+    Args:
+        model: a file that holds a `TextModel`; closed with the pool.
+        limits: the operator's.
+    """
+
+    def __init__(self, model: int, limits: TextLimits) -> None:
+        self.limits = limits
+        self._model = model
+        self._workers: set[TextProcess] = set()
+        self._idle: list[TextProcess] = []
+        self._line: list[_Waiting] = []
+        self._picks = 0
+        #: Starting, replacing and reaping; held so that they are not collected.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @classmethod
+    async def start(cls, model: TextModel, limits: TextLimits) -> TextWorkers:
+        """All workers, loaded. Raises TokenizerError if one can't be."""
+        pool = cls(await asyncio.to_thread(_written, model), limits)
+        try:
+            await asyncio.gather(*(pool._add() for _ in range(limits.workers)))
+        except BaseException:
+            await pool.close()
+            raise
+        return pool
+
+    async def run(self, job: Job, *, field: str, size: int) -> Encoded:
+        """Have `job` done.
+
+        Args:
+            field: what the caller is told is wrong, if it is.
+            size: small jobs go first.
+
+        InvalidArgument: the template refuses, the library fails, or time or memory is over.
+        Unavailable: the worker was lost by no fault of the job's.
+        """
+        worker = await self._take(size)
+        answering = asyncio.ensure_future(worker.ask(job))
+        try:
+            done, _ = await asyncio.wait([answering], timeout=self.limits.seconds)
+            if not done:
+                worker.kill()
+                await asyncio.wait([answering])
+        except asyncio.CancelledError:
+            self._spawn(self._abandon(worker, answering))
+            raise
+        try:
+            answer = answering.result()
+        except WorkerEnded as ended:
+            self._replace(worker)
+            raise self._failure(job, field, ended.status if done else None) from ended
+        self._give(worker)
+        if isinstance(answer, Refused):
+            raise self._refusal(job, field, answer)
+        return answer
+
+    async def close(self) -> None:
+        """Kill all workers, whatever they do, and wait until they are gone. Also twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for worker in self._workers:
+            worker.kill()
+        for waiting in self._line:
+            if not waiting.worker.done():
+                waiting.worker.set_exception(_stopping())
+        self._line.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.ended() for worker in self._workers))
+        os.close(self._model)
+
+    # -- who works for whom ----------------------------------------------------------------------
+
+    async def _take(self, size: int) -> TextProcess:
+        """A worker that nobody else has."""
+        if self._closed:
+            raise _stopping()
+        if self._idle:
+            return self._idle.pop()
+        waiting = _Waiting(size)
+        self._line.append(waiting)
+        try:
+            return await waiting.worker
+        except asyncio.CancelledError:
+            if waiting in self._line:
+                self._line.remove(waiting)
+            elif not waiting.worker.cancelled() and waiting.worker.exception() is None:
+                # It came at the same moment as the caller left.
+                self._give(waiting.worker.result())
+            raise
+
+    def _give(self, worker: TextProcess) -> None:
+        """A worker is free."""
+        if worker.has_ended:
+            self._replace(worker)
+            return
+        # Whose caller has left is still in the line until its task has run.
+        line = [waiting for waiting in self._line if not waiting.worker.done()]
+        if not line:
+            self._idle.append(worker)
+            return
+        self._picks += 1
+        oldest = self._picks % _OLDEST_EVERY == 0
+        chosen = line[0] if oldest else min(line, key=lambda waiting: waiting.size)
+        self._line.remove(chosen)
+        chosen.worker.set_result(worker)
+
+    # -- the life of a worker --------------------------------------------------------------------
+
+    async def _add(self) -> None:
+        """Start one more worker, and give it away once it is loaded. Raises TokenizerError."""
+        worker = await TextProcess.start(WorkerOptions(self._model, self.limits.memory_bytes))
+        self._workers.add(worker)
+        try:
+            async with asyncio.timeout(self.limits.start_seconds):
+                await worker.loaded()
+        except (TimeoutError, WorkerEnded) as error:
+            worker.kill()
+            await self._forget(worker)
+            problem = "takes too long to load" if isinstance(error, TimeoutError) else str(error)
+            raise TokenizerError(f"the tokenizer can't be used in a worker: {problem}") from error
+        self._give(worker)
+
+    def _replace(self, worker: TextProcess) -> None:
+        """A worker has ended, or was killed."""
+        if worker in self._workers and not self._closed:
+            self._spawn(self._replaced(worker))
+
+    async def _replaced(self, worker: TextProcess) -> None:
+        await self._forget(worker)
+        while True:
+            try:
+                await self._add()
+                return
+            except (TokenizerError, OSError) as error:
+                log.error("a text worker can't be started", extra={"reason": str(error)})
+                await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _forget(self, worker: TextProcess) -> None:
+        if worker in self._idle:
+            self._idle.remove(worker)
+        await worker.ended()
+        self._workers.discard(worker)
+
+    async def _abandon(
+        self, worker: TextProcess, answering: asyncio.Future[Encoded | Refused]
+    ) -> None:
+        """The caller has left. What it asked for ends, by itself or not."""
+        # Nobody else looks at what becomes of it, also where this is cut off by the pool's end.
+        answering.add_done_callback(lambda done: done.cancelled() or done.exception())
+        done, _ = await asyncio.wait([answering], timeout=_ABANDONED_SECONDS)
+        if not done:
+            worker.kill()
+            await asyncio.wait([answering])
+        if answering.exception() is not None:
+            self._replace(worker)
+        else:
+            self._give(worker)
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- what callers are told -------------------------------------------------------------------
+
+    def _failure(self, job: Job, field: str, status: int | None) -> ServiceError:
+        """Why a worker has ended: its exit status; None: its time was over."""
+        limits = self.limits
+        if self._closed:
+            return _stopping()
+        if status is None:
+            problem = f"takes {_work(job)} more than {limits.seconds:g} s (--text-timeout)"
+            return InvalidArgument(field, problem)
+        if status in _OUT_OF_MEMORY:
+            return self._too_much_memory(job, field)
+        if status in _FAULTS:
+            return InvalidArgument(field, f"makes {_work(job)} fail")
+        log.error("a text worker has ended", extra={"status": status})
+        return Unavailable("the process that tokenises was lost; retry", retry_after=1.0)
+
+    def _refusal(self, job: Job, field: str, refused: Refused) -> ServiceError:
+        if refused.reason is Refusal.MEMORY:
+            return self._too_much_memory(job, field)
+        if refused.reason is Refusal.TOKENIZER:
+            log.error("the tokenizer has panicked", extra={"reason": refused.message})
+            return InvalidArgument(field, "makes the model's tokenizer fail")
+        return InvalidArgument(field, refused.message)
+
+    def _too_much_memory(self, job: Job, field: str) -> ServiceError:
+        most = self.limits.memory_bytes
+        problem = f"takes {_work(job)} more than {most} bytes of memory (--text-memory-bytes)"
+        return InvalidArgument(field, problem)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the server is stopping or starting anew", retry_after=1.0)
+
+
+def _work(job: Job) -> str:
+    return "the model's chat template" if isinstance(job, EncodeChat) else "the model's tokenizer"
+
+
+def _written(model: TextModel) -> int:
+    """A file without a name that holds `model`."""
+    data = msgspec.msgpack.encode(model)
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("tokenpod-text")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    return descriptor

@@ -1,0 +1,45 @@
+"""Model folders whose tokenizer or chat template does what a server must survive."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+_DEMO = Path(str(files("tokenpod.models.demo")))
+
+#: What a chat's only message says decides what the template does with it.
+TEMPLATE = """
+{%- set word = messages[-1].content.split(' ')[0] -%}
+{%- if word == 'loop' -%}
+  {%- set steps = range(300)|list -%}
+  {%- for a in steps %}{% for b in steps %}{% for c in steps %}{% for d in steps -%}
+  {%- endfor %}{% endfor %}{% endfor %}{% endfor -%}
+{%- elif word == 'double' -%}
+  {%- set ns = namespace(text='aaaa') -%}
+  {%- for step in range(60) %}{% set ns.text = ns.text ~ ns.text %}{% endfor -%}
+{%- elif word == 'lipsum' -%}
+  {{- lipsum(n=1000000) -}}
+{%- elif word == 'constant' -%}
+  {{- "a" * 10 ** 12 -}}
+{%- else -%}
+  {{- messages[-1].content -}}
+{%- endif -%}
+"""
+
+
+def with_template(folder: Path, source: str = TEMPLATE) -> Path:
+    """The embedded model with a chat template."""
+    shutil.copytree(_DEMO, folder)
+    (folder / "chat_template.jinja").write_text(source)
+    return folder
+
+
+def with_tokenizer(folder: Path, **changes: Any) -> Path:
+    """The embedded model with parts of its tokenizer.json replaced."""
+    shutil.copytree(_DEMO, folder)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder

@@ -1,0 +1,297 @@
+"""Tokenising and rendering: bounded in time and memory, and over when their caller is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from harness import SERVING, ServerProcess, generate, serve, text_request, violations
+from hostile import with_template, with_tokenizer
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+
+SECONDS = 60.0
+SHORT = {"max_new_tokens": 2, "ignore_eos": True}
+#: A rendering that would take hours.
+ENDLESS = "loop"
+
+
+def chat(content: str) -> Any:
+    return pb.Chat(messages=[pb.ChatMessage(role="user", content=content)])
+
+
+def tokens(content: str) -> Any:
+    return pb.TokensRequest(chat=chat(content))
+
+
+def routed(*inputs: str) -> Any:
+    """A router's batch of requests with these inputs."""
+    requests = [
+        pb.Request(
+            id=at,
+            inputs=text,
+            truncate=100,
+            parameters=pb.NextTokenChooserParameters(temperature=1.0, repetition_penalty=1.0),
+            stopping_parameters=pb.StoppingCriteriaParameters(
+                max_new_tokens=9, ignore_eos_token=True
+            ),
+        )
+        for at, text in enumerate(inputs)
+    ]
+    return pb.Batch(id=1, requests=requests, size=len(requests), max_tokens=1000)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def cpu_ticks(pid: int) -> int:
+    """CPU time that a process has had; 0 once it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
+def busy(server: ServerProcess) -> list[int]:
+    """Process ids of the text workers that have something to do."""
+    before = {pid: cpu_ticks(pid) for pid in server.text_worker_pids()}
+    time.sleep(0.3)
+    return [pid for pid, ticks in before.items() if cpu_ticks(pid) > ticks]
+
+
+def at_rest(server: ServerProcess) -> bool:
+    """Whether every worker is there and none has anything to do."""
+    return len(server.text_worker_pids()) == 2 and not busy(server)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A pod whose chat template does what a message says."""
+    model = with_template(tmp_path_factory.mktemp("model") / "hostile")
+    limits = ["--text-timeout", "3", "--text-memory-bytes", str(128 * 2**20)]
+    limits += ["--max-concurrent-requests", "2", "--max-front-end-bytes", str(2**20)]
+    limits += ["--max-message-bytes", str(2**20)]
+    with serve("--model-id", str(model), *limits) as running:
+        yield running
+        assert running.stop() == 0
+
+
+@pytest.fixture
+def stub(server: ServerProcess) -> Iterator[Any]:
+    """The next good chat is served, whatever a test here has sent."""
+    stub = server.stub()
+    yield stub
+    wait_for(lambda: at_rest(server))
+    assert stub.Tokens(tokens("hello there"), timeout=SECONDS).ntokens > 1
+    assert server.health() == SERVING
+
+
+@pytest.mark.parametrize(
+    ("content", "limit"),
+    [
+        (ENDLESS, "--text-timeout"),
+        ("double", "--text-memory-bytes"),
+        ("lipsum", "--text-"),
+        ("constant", "--text-memory-bytes"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_refused_with_the_limit(
+    stub: Any, content: str, limit: str
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Tokens(tokens(content), timeout=SECONDS)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert limit in violations(refused.value)["chat"]
+
+
+def test_a_rendering_ends_with_its_callers_deadline(server: ServerProcess, stub: Any) -> None:
+    workers = set(server.text_worker_pids())
+    with pytest.raises(grpc.RpcError) as over:
+        stub.Tokens(tokens(ENDLESS), timeout=0.5)
+    assert over.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_for(lambda: len(workers - set(server.text_worker_pids())) == 1)
+
+
+def test_a_rendering_ends_when_its_caller_leaves(server: ServerProcess, stub: Any) -> None:
+    workers = set(server.text_worker_pids())
+    stream = stub.Generate(pb.GenerateRequest(chat=chat(ENDLESS)), timeout=SECONDS)
+    wait_for(lambda: bool(busy(server)))
+    stream.cancel()
+    wait_for(lambda: len(workers - set(server.text_worker_pids())) == 1)
+
+
+def test_a_killed_worker_costs_its_own_call_and_is_replaced(
+    server: ServerProcess, stub: Any
+) -> None:
+    future = stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS)
+    wait_for(lambda: len(busy(server)) == 1)
+    (worker,) = busy(server)
+    os.kill(worker, signal.SIGKILL)
+    assert future.code() is grpc.StatusCode.UNAVAILABLE
+    assert "grpc-retry-pushback-ms" in dict(future.trailing_metadata())
+
+
+def test_short_texts_do_not_wait_for_busy_workers(server: ServerProcess, stub: Any) -> None:
+    endless = stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS)
+    wait_for(lambda: bool(busy(server)))
+    assert len(generate(stub, text_request("import os\n", stopping=SHORT)).samples) == 1
+    assert not endless.done()
+    endless.cancel()
+
+
+def test_tokens_takes_a_place_as_every_call_does(server: ServerProcess, stub: Any) -> None:
+    endless = [stub.Tokens.future(tokens(ENDLESS), timeout=SECONDS) for _ in range(2)]
+    wait_for(lambda: len(busy(server)) == 2)
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Tokens(pb.TokensRequest(text="short"), timeout=SECONDS)
+    for call in endless:
+        call.cancel()
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "--max-concurrent-requests" in refused.value.details()
+    assert "grpc-retry-pushback-ms" in dict(refused.value.trailing_metadata())
+
+
+def test_calls_that_hold_too_much_memory_together_are_refused(
+    server: ServerProcess, stub: Any
+) -> None:
+    first = stub.Tokens.future(tokens(ENDLESS + " " + "x" * 200_000), timeout=SECONDS)
+    wait_for(lambda: bool(busy(server)))
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Tokens(pb.TokensRequest(text="x" * 500_000), timeout=SECONDS)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "--max-front-end-bytes" in refused.value.details()
+    assert "grpc-retry-pushback-ms" in dict(refused.value.trailing_metadata())
+    first.cancel()
+    wait_for(lambda: at_rest(server))
+    assert stub.Tokens(pb.TokensRequest(text="x" * 500_000), timeout=SECONDS).ntokens > 1
+
+
+def test_a_chat_of_too_many_messages_is_refused_by_their_number(stub: Any) -> None:
+    many = pb.Chat(messages=[pb.ChatMessage()] * 100_000)
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Tokens(pb.TokensRequest(chat=many), timeout=SECONDS)
+    assert "100000" in violations(refused.value)["chat.messages"]
+
+
+def test_long_texts_have_the_tokens_that_short_ones_have(stub: Any) -> None:
+    word = "word " * 100
+    alone = stub.Tokens(pb.TokensRequest(text=word, return_ids=True), timeout=SECONDS).ids
+    many = stub.Tokens(pb.TokensRequest(text=word * 50, return_ids=True), timeout=SECONDS)
+    assert many.ntokens == len(many.ids)
+    assert many.ids[: len(alone) - 1] == alone[:-1]
+
+
+def test_a_list_of_ids_that_is_too_long_is_refused_by_its_length(stub: Any) -> None:
+    many = pb.TokensRequest(text="word " * 150_000, return_ids=True)
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Tokens(many, timeout=SECONDS)
+    assert "300001" in violations(refused.value)["return_ids"]
+    many.return_ids = False
+    assert stub.Tokens(many, timeout=SECONDS).ntokens == 300_001
+
+
+def test_a_prompt_too_long_is_refused_with_its_length(stub: Any) -> None:
+    text = text_request("word " * 20_000, stopping=SHORT)
+    with pytest.raises(grpc.RpcError) as refused:
+        generate(stub, text)
+    assert "has 40001 tokens" in violations(refused.value)["prompt"]
+    text.truncate = 5
+    assert generate(stub, text).started.prompt_tokens == 5
+
+
+def test_workers_load_neither_torch_nor_grpc(server: ServerProcess) -> None:
+    for pid in server.text_worker_pids():
+        loaded = Path(f"/proc/{pid}/maps").read_text()
+        assert "libtorch" not in loaded
+        assert "cygrpc" not in loaded
+        assert "tokenizers" in loaded
+
+
+# -- the end of a pod ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unlimited(tmp_path: Path) -> list[str]:
+    """Flags of a pod whose renderings only a caller ends."""
+    model = with_template(tmp_path / "hostile")
+    return ["--model-id", str(model), "--text-timeout", "3600"]
+
+
+def test_an_abandoned_rendering_does_not_keep_a_pod_from_stopping(unlimited: list[str]) -> None:
+    with serve(*unlimited) as server:
+        workers = server.text_worker_pids()
+        with pytest.raises(grpc.RpcError):
+            server.stub().Tokens(tokens(ENDLESS), timeout=0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_a_rendering_that_outlasts_the_drain_is_refused_and_ended(unlimited: list[str]) -> None:
+    with serve(*unlimited, "--graceful-termination-timeout", "0.5") as server:
+        workers = server.text_worker_pids()
+        endless = server.stub().Tokens.future(tokens(ENDLESS), timeout=SECONDS)
+        wait_for(lambda: bool(busy(server)))
+        server.process.send_signal(signal.SIGTERM)
+        assert endless.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(20) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def test_workers_do_not_outlive_a_killed_front_end(unlimited: list[str]) -> None:
+    with serve(*unlimited) as server:
+        workers = server.text_worker_pids()
+        threading.Thread(
+            target=lambda: server.stub().Tokens.future(tokens(ENDLESS)).exception(), daemon=True
+        ).start()
+        wait_for(lambda: bool(busy(server)))
+        server.process.kill()
+        server.process.wait()
+        wait_for(lambda: not any(cpu_ticks(pid) for pid in workers))
+
+
+# -- hostile tokenizers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["short", "long " * 5_000])
+def test_a_panic_of_the_tokenizer_is_answered(tmp_path: Path, text: str) -> None:
+    model = with_tokenizer(tmp_path / "panics", pre_tokenizer={"type": "FixedLength", "length": 0})
+    with serve("--model-id", str(model)) as server:
+        with pytest.raises(grpc.RpcError) as refused:
+            generate(server.stub(), text_request(text, stopping=SHORT), timeout=20)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "tokenizer" in violations(refused.value)["text"]
+        assert server.health() == SERVING
+        assert server.stop() == 0
+
+
+def test_a_replacement_that_fills_memory_ends_with_its_call(tmp_path: Path) -> None:
+    grows = {"type": "Replace", "pattern": {"String": "a"}, "content": "b" * 1_000_000}
+    model = with_tokenizer(tmp_path / "grows", normalizer=grows)
+    flags = ["--text-memory-bytes", str(128 * 2**20)]
+    with serve("--model-id", str(model), *flags) as server:
+        stub = server.stub()
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Tokens(pb.TokensRequest(text="a" * 1_000), timeout=SECONDS)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "--text-memory-bytes" in violations(refused.value)["text"]
+        assert stub.Tokens(pb.TokensRequest(text="bcd"), timeout=SECONDS).ntokens > 1
+        # A router's request that does the same ends alone: the others of its batch go on.
+        answer = stub.Prefill(pb.PrefillRequest(batch=routed("a" * 1_000, "bcd")), timeout=SECONDS)
+        ended = {g.request_id: g.HasField("generated_text") for g in answer.generations}
+        assert ended == {0: True, 1: False}
+        assert answer.batch.request_ids == [1]
+        stub.ClearCache(pb.ClearCacheRequest(), timeout=SECONDS)
+        assert server.stop() == 0

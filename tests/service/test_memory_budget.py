@@ -1,0 +1,73 @@
+"""What calls take of the front ends' memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenpod.service.errors import ResourceExhausted
+from tokenpod.service.house import House
+from tokenpod.service.memory_budget import MemoryBudget
+
+
+@pytest.fixture
+def budget() -> MemoryBudget:
+    return MemoryBudget(House.create(1), 100)
+
+
+def test_a_call_beyond_the_limit_is_refused_with_a_hint(budget: MemoryBudget) -> None:
+    budget.reserve(60)
+    with pytest.raises(ResourceExhausted) as refused:
+        budget.reserve(41)
+    assert "60" in str(refused.value)
+    assert "--max-front-end-bytes" in str(refused.value)
+    assert refused.value.retry_after
+    assert budget.reserve(40).size == 40
+
+
+def test_a_message_that_turns_out_small_makes_room(budget: MemoryBudget) -> None:
+    lease = budget.reserve(90)
+    lease.resize(10)
+    assert budget.reserve(90).size == 90
+
+
+def test_what_a_call_needs_later_is_counted_and_never_refused(budget: MemoryBudget) -> None:
+    lease = budget.reserve(10)
+    lease.resize(150)
+    assert budget.taken == 150
+    with pytest.raises(ResourceExhausted):
+        budget.reserve(1)
+
+
+def test_a_lease_is_given_back_once(budget: MemoryBudget) -> None:
+    with budget.reserve(50) as lease:
+        pass
+    lease.release()
+    lease.resize(70)
+    assert budget.taken == 0
+
+
+def test_where_nothing_is_counted_any_size_is_taken(budget: MemoryBudget) -> None:
+    assert budget.reserve(1000).size == 1000
+
+
+def test_a_routers_call_is_counted_but_not_refused(budget: MemoryBudget) -> None:
+    budget.reserve(90)
+    assert budget.reserve(90, refusable=False).size == 90
+    assert budget.taken == 180
+
+
+def test_the_limit_holds_for_all_front_ends_together() -> None:
+    first = House.create(2)
+    assert first.descriptor is not None
+    second = House.join(first.descriptor, 1, 2)
+    MemoryBudget(first, 100).reserve(60)
+    with pytest.raises(ResourceExhausted):
+        MemoryBudget(second, 100).reserve(60)
+
+
+def test_what_a_lost_front_end_held_is_forgotten() -> None:
+    first = House.create(2)
+    assert first.descriptor is not None
+    MemoryBudget(House.join(first.descriptor, 1, 2), 100).reserve(60)
+    first.forget(1)
+    assert MemoryBudget(first, 100).taken == 0

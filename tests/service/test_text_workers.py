@@ -1,0 +1,107 @@
+"""The pool of text workers: who is next, and what becomes of those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from hostile import TEMPLATE
+
+from tokenpod.service.errors import InvalidArgument, Unavailable
+from tokenpod.service.text_messages import (
+    EncodeChat,
+    EncodeTexts,
+    TextModel,
+    packed,
+    unpacked,
+)
+from tokenpod.service.text_workers import TextLimits, TextWorkers
+from tokenpod.service.tokenizer import Tokenizer, TokenizerError
+
+DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
+MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})
+ENDLESS = EncodeChat([("user", "loop")], True, 0)
+SHORT = EncodeTexts(["a fox"], [True], [9])
+
+
+@asynccontextmanager
+async def pool(seconds: float = 60.0, model: TextModel = MODEL) -> AsyncIterator[TextWorkers]:
+    """One worker."""
+    workers = await TextWorkers.start(model, TextLimits(1, seconds, 2**28))
+    try:
+        yield workers
+    finally:
+        await workers.close()
+
+
+async def test_a_worker_encodes_as_the_front_end_does() -> None:
+    text = "def f(x):\n    return {'a': x}  # 你好 😀"
+    async with pool() as workers:
+        encoded = await workers.run(
+            EncodeTexts([text, text], [True, False], [99, 3]), field="text", size=1
+        )
+    plain = DEMO.encode(text, add_special_tokens=False)
+    assert [unpacked(ids) for ids in encoded.ids] == [DEMO.encode(text), plain[-3:]]
+    assert encoded.counts == [len(plain) + 1, len(plain)]
+
+
+async def test_the_smallest_is_next_and_now_and_then_the_oldest() -> None:
+    done: list[int] = []
+
+    async def run(workers: TextWorkers, size: int) -> None:
+        await workers.run(SHORT, field="text", size=size)
+        done.append(size)
+
+    async with pool() as workers:
+        first = asyncio.create_task(workers.run(SHORT, field="text", size=0))
+        await asyncio.sleep(0)
+        rest = [asyncio.create_task(run(workers, size)) for size in (9, 8, 7, 6, 5)]
+        await asyncio.gather(first, *rest)
+    # Every fourth is the oldest of those that wait.
+    assert done == [5, 6, 7, 9, 8]
+
+
+async def test_who_leaves_the_line_costs_the_others_nothing() -> None:
+    async with pool() as workers:
+        running = asyncio.create_task(workers.run(ENDLESS, field="chat", size=1))
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(workers.run(SHORT, field="text", size=1)) for _ in "ab"]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        running.cancel()
+        assert (await waiting[1]).counts == [len(DEMO.encode("a fox"))]
+        assert (await workers.run(SHORT, field="text", size=1)).counts
+
+
+async def test_a_job_whose_time_is_over_names_the_limit_and_the_next_one_is_served() -> None:
+    async with pool(seconds=1.0) as workers:
+        with pytest.raises(InvalidArgument, match=r"chat takes .* more than 1 s"):
+            await workers.run(ENDLESS, field="chat", size=1)
+        assert (await workers.run(SHORT, field="text", size=1)).counts
+
+
+async def test_those_who_wait_at_the_end_are_told_so() -> None:
+    async with pool() as workers:
+        calls = [asyncio.create_task(workers.run(ENDLESS, field="chat", size=1)) for _ in "ab"]
+        await asyncio.sleep(0)
+        await workers.close()
+        for call in calls:
+            with pytest.raises(Unavailable):
+                await call
+        with pytest.raises(Unavailable):
+            await workers.run(SHORT, field="text", size=1)
+
+
+async def test_a_tokenizer_that_no_worker_can_load_is_named_at_the_start() -> None:
+    with pytest.raises(TokenizerError, match="worker"):
+        async with pool(model=TextModel(b"{}", None, {})):
+            pass
+
+
+def test_ids_travel_as_they_are() -> None:
+    ids = [0, 1, 2**32 - 1]
+    assert unpacked(packed(ids)) == ids

@@ -95,6 +95,10 @@ class Abort(Message, frozen=True, array_like=True, tag=True):
     sequence_ids: list[int]
 
 
+class Ask(Message, frozen=True, array_like=True, tag=True):
+    """Answer with `StepOutputs` in this turn, with or without a step: is the engine there?"""
+
+
 class Advance(Message, frozen=True, array_like=True, tag=True):
     """A router's step: sample one token for each sequence named, then answer with `Advanced`.
 
@@ -344,7 +348,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
 
 
-ToEngine = Request | Abort | Advance | EngineOptions
+ToEngine = Request | Abort | Advance | Ask | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
 #: What travels on a rank's line, besides its link: see engine/shards/line.py.
 ToRank = Letter | Over

@@ -16,6 +16,9 @@ from tokenpod.service.house import House
 RETRY_SECONDS = 1.0
 #: What those are told who come while the server stops.
 DRAINING = "the server is draining"
+#: What new calls are told while the engine has not moved for seconds, and when to try again.
+STALLED = "the engine makes no progress"
+STALLED_RETRY_SECONDS = 5.0
 
 
 class Admission:
@@ -65,6 +68,9 @@ class Admission:
     def enter(self) -> Iterator[Place]:
         """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
         self.check_open()
+        if self.house.stalled:
+            # A router's steps are let through: the error of one would end all that it runs.
+            raise Unavailable(STALLED, retry_after=STALLED_RETRY_SECONDS)
         if (requests := self.requests) >= self.max_requests:
             raise ResourceExhausted(
                 f"{requests} requests are running or waiting; this server takes at most"

@@ -10,6 +10,7 @@ from typing import Any
 from tokenpod.config import ServerSettings
 from tokenpod.service.drain_requests import DrainRequests
 from tokenpod.service.front_ends import FrontEnds
+from tokenpod.service.health import HealthBoard
 from tokenpod.service.parts import Parts
 from tokenpod.service.ranks import Ranks
 
@@ -60,6 +61,14 @@ async def take_leave(
     await asyncio.gather(leave, return_exceptions=True)
     await parts.listener.stop(0.5, parts.stopping.sleep)
     log.info("stopped")
+
+
+async def end_stalled(settings: ServerSettings, board: HealthBoard, ranks: Ranks) -> None:
+    """End engines that never move again, and so the calls that wait for them, also in a drain."""
+    await board.stuck
+    seconds = f"{settings.stall_timeout:g} s (--stall-timeout)"
+    ranks.give_up(f"no sign of it for {seconds}: it must be stuck")
+    await ranks.stop()
 
 
 async def _quiet(settings: ServerSettings, parts: Parts) -> None:

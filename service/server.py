@@ -39,7 +39,7 @@ from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.leaving import FORMING, drain, make_way, take_leave
+from tokenpod.service.leaving import FORMING, drain, end_stalled, make_way, take_leave
 from tokenpod.service.listen import (
     StartError,
     bind,
@@ -108,7 +108,11 @@ class Server:
             max_queue_tokens=settings.max_queue_tokens,
             house=house,
         )
-        board = HealthBoard(follows=not settings.leads)
+        board = HealthBoard(
+            follows=not settings.leads,
+            stall_timeout=settings.stall_timeout,
+            on_stall=house.set_stalled,
+        )
         stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
         rpcs = Rpcs(admission, generate, healthy=board.is_serving)
@@ -185,6 +189,8 @@ class Server:
             return None
         self._open(parts, ranks, drains, tokenizer, ready, life)
         parts.board.watch(PodProgress(ranks.client, parts.house))
+        stalled = asyncio.create_task(end_stalled(self.settings, parts.board, ranks))
+        life.callback(stalled.cancel)
         parts.load.client = ranks.client
         parts.admission.closed = None
         parts.forming.done()
@@ -292,13 +298,9 @@ class Server:
     ) -> int | None:
         """Until a signal, or until an engine or a front end is lost; see `_live`."""
         futures: set[asyncio.Future[Any]] = {parts.stopping.task(), ranks.lost, others.lost}
-        if self.settings.world > 1:
-            futures.add(parts.board.stuck)
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
-        if self.settings.world > 1 and parts.board.stuck.done():
-            ranks.give_up("no step has finished for too long: a rank must be stuck")
         if ranks.lost.done():
-            return await self._lose(parts, ranks.lost.result())
+            return await self._lose(parts, ranks)
         if others.lost.done():
             # Its streams are gone; those of the others may end well before the pod starts anew.
             log.error("a front end was lost", extra={"reason": str(others.lost.result())})
@@ -306,14 +308,18 @@ class Server:
             await drain(self.settings, parts, others)
         else:
             await take_leave(self.settings, parts, ranks, drains)
-        return 1 if others.lost.done() else 0
+        return 1 if others.lost.done() or parts.board.stuck.done() else 0
 
-    async def _lose(self, parts: Parts, lost: EngineLost) -> int | None:
+    async def _lose(self, parts: Parts, ranks: Ranks) -> int | None:
         """An engine is gone, and its clients have been told."""
+        lost = ranks.lost.result()
         await parts.board.set_serving(False)
+        await parts.board.unwatch()
         parts.load.client = None
         if self.settings.world == 1:
             log.error("the engine was lost", extra={"reason": str(lost)})
+            # What is stopped or stuck is killed first: that is how further front ends hear of it.
+            await ranks.stop()
             # A moment for the answers to leave.
             await parts.listener.stop(1.0, parts.stopping.sleep)
             return 1

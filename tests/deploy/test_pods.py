@@ -223,8 +223,27 @@ def test_probes_ask_the_health_port_for_services_that_it_has(helm: Helm) -> None
 def test_a_pod_may_start_longer_than_the_servers_own_limit(helm: Helm, seconds: float) -> None:
     given = pod(helm, {"server": {"startTimeout": seconds}})
     startup = probes(given)["startup"]
-    assert startup["periodSeconds"] * (startup["failureThreshold"] - 1) > seconds
-    assert startup["periodSeconds"] * (startup["failureThreshold"] - 5) < seconds
+    # The server's own clock begins once it has been imported.
+    spent = startup["periodSeconds"] * startup["failureThreshold"]
+    assert seconds + 25 < spent < seconds + 35
+
+
+def test_a_pod_serves_a_second_after_it_is_warm_and_is_out_of_the_service_in_three(
+    helm: Helm,
+) -> None:
+    asked = probes(pod(helm))
+    assert asked["startup"]["periodSeconds"] == 1
+    assert asked["readiness"]["periodSeconds"] * (asked["readiness"]["failureThreshold"] + 1) <= 3
+
+
+def test_what_liveness_ends_is_not_given_the_time_of_a_drain(helm: Helm) -> None:
+    given = pod(helm)
+    liveness = probes(given)["liveness"]
+    assert liveness["terminationGracePeriodSeconds"] == 10
+    assert given["spec"]["terminationGracePeriodSeconds"] > 90
+    # Back within a minute, less the time to load.
+    spent = liveness["periodSeconds"] * liveness["failureThreshold"]
+    assert spent + liveness["terminationGracePeriodSeconds"] < 50
 
 
 def test_liveness_waits_long_enough_for_readiness_to_go_first(helm: Helm) -> None:

@@ -245,6 +245,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     weight_bytes: int
     load_seconds: float
     warmup_seconds: float
+    #: What `slots` was computed from, for the operator.
+    slots_from: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):

@@ -68,11 +68,13 @@ class EngineLost(Exception):
     Args:
         why: the text.
         fault: by its own word, it would be lost again with the same settings.
+        silent: it said nothing; its process may tell more.
     """
 
-    def __init__(self, why: str, *, fault: bool = False) -> None:
+    def __init__(self, why: str, *, fault: bool = False, silent: bool = False) -> None:
         super().__init__(why)
         self.fault = fault
+        self.silent = silent
 
 
 class EngineClient(asyncio.Protocol):
@@ -236,7 +238,7 @@ class EngineClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
-        self._lose(EngineLost("the engine process ended"))
+        self._lose(EngineLost("the engine process ended", silent=True))
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._transport is not None and not self.lost.done():

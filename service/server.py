@@ -350,6 +350,7 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "front_ends": settings.resolved_front_ends,
         "parameters": ready.parameters,
         "kv_slots": ready.slots,
+        "kv_slots_from": ready.slots_from,
         "load_seconds": round(ready.load_seconds, 2),
         "warmup_seconds": round(ready.warmup_seconds, 2),
     }

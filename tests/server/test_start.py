@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import kill
+from groups import ENV, FLAGS, wait_for
 from harness import SERVING, ServerProcess, serve
 
 DEMO = Path(str(files("tokenpod.models.demo")))
@@ -142,6 +144,41 @@ def test_a_file_in_the_sockets_place_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_pool_that_cannot_fit_is_refused_with_its_size() -> None:
     assert "max_batch_total_tokens" in one_line(start("--max-batch-total-tokens", "1000000000"))
+
+
+def test_the_slots_are_told_with_what_they_were_computed_from() -> None:
+    for flags, said in (
+        (("--max-batch-total-tokens", "4096"), "kv_slots_from=--max-batch-total-tokens"),
+        (("--max-batch-size", "4"), "kv_slots_from=4 sequences of 2048 tokens"),
+        (("--memory-fraction", "0.0005"), "kv_slots_from=0% of the "),
+    ):
+        with serve(*flags) as server:
+            assert said in server.log.read_text()
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_named() -> None:
+    with serve(wait=False) as starting:
+        wait_for(lambda: bool(starting.children()))
+        kill(starting.engine_pid())
+        assert starting.process.wait(SECONDS) == 1
+        text = starting.log.read_text()
+        assert "error: the engine was killed by SIGKILL, out of memory?" in text
+        assert "Traceback" not in text
+
+
+def test_an_engine_that_is_killed_while_it_serves_is_named() -> None:
+    with serve() as server:
+        kill(server.engine_pid())
+        assert server.process.wait(SECONDS) == 1
+        assert "reason=the engine was killed by SIGKILL, out of memory?" in server.log.read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named(rank: int) -> None:
+    with serve(*FLAGS, "--num-shard", "2", env=ENV) as server:
+        kill(server.children()[rank])
+        said = f"reason=rank {rank} was killed by SIGKILL, out of memory?"
+        wait_for(lambda: said in server.log.read_text(), log=server.log)
 
 
 def test_a_stop_while_loading_ends_at_once() -> None:

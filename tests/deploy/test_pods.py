@@ -103,15 +103,52 @@ def test_a_model_of_a_cache_is_found_by_its_name(helm: Helm) -> None:
     assert {"name": "HF_HUB_CACHE", "value": "/model"} in server["env"]
 
 
-def test_a_folder_of_the_node_can_be_served_and_installing_it_warns(helm: Helm) -> None:
-    rendered = helm.install({"model": {"source": "hostPath", "hostPath": "/srv/models"}})
-    given = pod_of(rendered.one("Deployment"))
+def test_a_folder_of_the_node_can_be_served(helm: Helm) -> None:
+    given = pod(helm, {"model": {"source": "hostPath", "hostPath": "/srv/models"}})
     assert volumes(given)["model"]["hostPath"]["path"] == "/srv/models"
-    assert "WARNING" in rendered.notes
+
+
+NFS = {"nfs": {"server": "files", "path": "/models"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"model": {"source": "hostPath", "hostPath": "/srv/models"}}, "model: hostPath"),
+        ({"model": {"source": "volume", "volume": NFS}}, "model: nfs"),
+        ({"extraVolumes": [{"name": "more", **NFS}]}, "more: nfs"),
+    ],
+)
+def test_installing_what_the_restricted_standard_forbids_warns(
+    helm: Helm, values: Object, named: str
+) -> None:
+    notes = helm.install(values).notes
+    assert "WARNING: the restricted Pod Security Standard" in notes
+    assert named in notes
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"model": {"source": "pvc", "existingClaim": "models"}},
+        {"model": {"source": "volume", "volume": {"emptyDir": {}}}},
+        {"extraVolumes": [{"name": "more", "configMap": {"name": "c"}}]},
+    ],
+)
+def test_installing_what_it_allows_does_not(helm: Helm, values: Object) -> None:
+    assert "WARNING" not in helm.install(values).notes
+
+
+def test_a_strategy_of_another_type_takes_no_numbers_along(helm: Helm) -> None:
+    values = {"parallelism": {"pod": {"strategy": {"type": "Recreate"}}}}
+    given = helm.install(values, as_set=True).one("Deployment")["spec"]["strategy"]
+    assert given == {"type": "Recreate"}
 
 
 def test_an_image_can_be_the_model(helm: Helm) -> None:
-    given = pod(helm, {"model": {"source": "oci", "image": {"reference": "r/m:1"}}})
+    model = {"source": "oci", "image": {"reference": "r/m:1"}}
+    given = pod(helm, {"model": model}, kubernetes="1.35")
     assert volumes(given)["model"]["image"]["reference"] == "r/m:1"
     assert "--model-id=/model" in container_of(given)["args"]
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +47,7 @@ from tokenpod.service.listen import (
     credentials,
     reason,
 )
-from tokenpod.service.logs import configure_logging
+from tokenpod.service.logs import configure_logging, print_error
 from tokenpod.service.model_store import ModelNotFound, resolve_model
 from tokenpod.service.parts import CurrentLoad, Listener, Parts
 from tokenpod.service.placement import engine_options
@@ -162,7 +161,9 @@ class Server:
             try:
                 health, _ = await serve_health(health_address, board)
             except (OSError, RuntimeError) as error:
-                raise StartError(f"cannot listen on {health_address}: {reason(error)}") from error
+                raise StartError(
+                    f"cannot listen on {health_address}: {reason(health_address, error)}"
+                ) from error
             stack.push_async_callback(health.stop, None)
         await server.start()
         return Listener(server, closing, address, shard_url, socket)
@@ -336,7 +337,7 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
         folder = resolve_model(settings.model_id, settings.revision)
         return uvloop.run(Server(settings, folder, engine_command).run())
     except (StartError, ModelNotFound) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(str(error), json_output=settings.json_output)
         return 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 import socket
@@ -22,7 +23,9 @@ DEMO = Path(str(files("tokenpod.models.demo")))
 SECONDS = 60
 
 
-def start(*flags: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def start(
+    *flags: str, cwd: Path | None = None, preexec: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `tokenpod serve` until it ends by itself."""
     network = ["--hostname", "127.0.0.1", "--port", "0", "--health-port", "0"]
     named = {flag for flag in flags if flag.startswith("--")}
@@ -30,7 +33,9 @@ def start(*flags: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         if flag not in named:
             flags = (*flags, flag, value)
     command = [sys.executable, "-P", "-m", "tokenpod", "serve", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd, preexec_fn=preexec
+    )
 
 
 def one_line(ran: subprocess.CompletedProcess[str]) -> str:
@@ -99,6 +104,76 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there_is_named() -> None:
     line = one_line(start("--device", "cuda", "--model-id", "demo"))
     assert "device is cuda, but" in line
+
+
+#: Capabilities by which root reads what it may not: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
+_READ_ALL = (1, 2)
+_PR_CAPBSET_DROP = 24
+
+
+def as_nobody_special() -> None:
+    """In a child that is about to become a server: file modes hold for root too."""
+    library = ctypes.CDLL(None)
+    for capability in _READ_ALL:
+        library.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "name", [".", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_a_model_that_cannot_be_read_is_named(model: Path, name: str) -> None:
+    spoiled = model / name
+    mode = spoiled.stat().st_mode
+    spoiled.chmod(0)
+    try:
+        line = one_line(start("--model-id", str(model), preexec=as_nobody_special))
+    finally:
+        spoiled.chmod(mode)
+    assert str(model) in line
+    assert "can't be read" in line
+    assert "Permission denied" in line
+
+
+def test_an_empty_volume_is_named(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    assert "it is empty, as if its volume were not mounted" in one_line(
+        start("--model-id", str(volume))
+    )
+    line = one_line(start("--model-id", str(volume / "llama" / "8b")))
+    assert f"there is no such folder; {volume} is empty, as if" in line
+
+
+def test_a_folder_where_no_socket_can_be_made_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o555)
+    ran = start("--uds-path", str(folder / "shard"), preexec=as_nobody_special)
+    assert ran.returncode == 2
+    assert f"this user can't write to {folder}" in ran.stderr
+    assert "in use" not in ran.stderr
+
+
+def test_a_port_that_this_user_may_not_have_is_not_called_taken() -> None:
+    # Nobody's: it is of a network for documentation.
+    line = one_line(start("--hostname", "192.0.2.1", "--port", "18181"))
+    assert line == "error: cannot listen on 192.0.2.1:18181: Cannot assign requested address"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status"),
+    [
+        (("--model-id", "/no/such/model"), 1),
+        (("--max-best-of", "0"), 2),
+        (("--no-such-flag",), 2),
+    ],
+)
+def test_what_ends_a_start_is_json_where_logs_are(flags: tuple[str, ...], status: int) -> None:
+    ran = start(*flags, "--json-output")
+    assert ran.returncode == status
+    (line,) = ran.stderr.splitlines()
+    entry = json.loads(line)
+    assert (entry["level"], entry["logger"]) == ("ERROR", "tokenpod")
+    assert flags[0] in entry["message"]
 
 
 def test_a_wrong_flag_is_named() -> None:

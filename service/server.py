@@ -176,9 +176,14 @@ class Server:
         Returns:
             The exit status; None: a rank was lost, and the group is to form again.
         """
-        ranks, drains = await self._start_ranks(parts, life)
+        bar = LoadingBar(self.settings.model_id)
+        life.callback(bar.close)
+        telling = asyncio.create_task(bar.tell())
+        life.callback(telling.cancel)
+        ranks, drains = await self._start_ranks(parts, bar, life)
         others = await self._start_front_ends(parts, ranks, life)
         loading = asyncio.create_task(self._load(parts, ranks, others))
+        loading.add_done_callback(lambda _: telling.cancel())
         await asyncio.wait([loading, parts.stopping.task()], return_when="FIRST_COMPLETED")
         if not loading.done():
             loading.cancel()
@@ -200,11 +205,9 @@ class Server:
         return await self._serve(parts, ranks, drains, others)
 
     async def _start_ranks(
-        self, parts: Parts, life: contextlib.AsyncExitStack
+        self, parts: Parts, bar: LoadingBar, life: contextlib.AsyncExitStack
     ) -> tuple[Ranks, DrainRequests]:
         settings = self.settings
-        bar = LoadingBar(settings.model_id)
-        life.callback(bar.close)
         drains = DrainRequests(leads=settings.leads)
         life.callback(drains.close)
         ranks = await Ranks.start(

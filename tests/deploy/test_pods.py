@@ -345,4 +345,10 @@ def test_the_chart_and_its_image_have_the_packages_version(helm: Helm) -> None:
     import tokenpod
 
     assert f"appVersion: {tokenpod.__version__}\n" in (CHART / "Chart.yaml").read_text()
-    assert container_of(pod(helm))["image"] == f"tokenpod:{tokenpod.__version__}"
+    for values, variant in (({}, "cpu"), ({"gpu": {"enabled": True}}, "cuda")):
+        name = f"tokenpod:{tokenpod.__version__}-{variant}"
+        assert container_of(pod(helm, values))["image"] == name
+        # As the documentation builds it.
+        page = (CHART.parents[2] / "docs" / "image.md").read_text()
+        assert f"docker build --tag {name} " in page
+        assert f"REGISTRY/{name}" in (CHART.parents[2] / "docs" / "kubernetes.md").read_text()

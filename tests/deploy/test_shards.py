@@ -127,6 +127,20 @@ def test_groups_can_be_replaced_by_hand(helm: Helm) -> None:
         assert each["spec"]["updateStrategy"]["type"] == "OnDelete"
 
 
+@pytest.mark.parametrize(("copies", "strategy"), [(1, "RollingUpdate"), (2, "OnDelete")])
+def test_copies_are_not_replaced_together_unless_asked_for(
+    helm: Helm, copies: int, strategy: str
+) -> None:
+    rendered = helm.install({**groups(), "replicaCount": copies}, as_set=True)
+    for each in rendered.all("StatefulSet"):
+        assert each["spec"]["updateStrategy"] == {"type": strategy}
+    assert ("one copy of the model after the other" in rendered.notes) == (copies > 1)
+    asked: Object = {**groups(), "replicaCount": copies}
+    asked["parallelism"]["statefulset"] = {"updateStrategy": {"type": "RollingUpdate"}}
+    for each in helm.install(asked).all("StatefulSet"):
+        assert each["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+
+
 def test_pods_show_each_other_certificates(helm: Helm) -> None:
     values = groups(tls={"shards": {"existingSecret": "peers"}})
     given = pod_of(helm.install(values).one("StatefulSet", "demo-tokenpod-0"))

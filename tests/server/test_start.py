@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import kill
+from faults import kill, stop
 from groups import ENV, FLAGS, wait_for
 from harness import SERVING, ServerProcess, serve
 
@@ -229,6 +231,19 @@ def test_the_slots_are_told_with_what_they_were_computed_from() -> None:
     ):
         with serve(*flags) as server:
             assert said in server.log.read_text()
+
+
+def test_the_log_tells_of_loading_until_it_serves() -> None:
+    with serve(wait=False) as starting:
+        wait_for(lambda: bool(starting.children()))
+        # As slow as a large model on a slow volume.
+        stop(starting.engine_pid())
+        wait_for(lambda: starting.log.read_text().count("loading model_id=demo stage=") == 3)
+        os.kill(starting.engine_pid(), signal.SIGCONT)
+        starting.wait_until_serving()
+        before, _, after = starting.log.read_text().partition("serving")
+        assert "stage=starting the engine" in before
+        assert "loading" not in after
 
 
 def test_an_engine_that_is_killed_while_it_loads_is_named() -> None:

@@ -66,6 +66,13 @@ apps.kubernetes.io/pod-index
 {{- toYaml (ternary . (omit . "rollingUpdate") (eq .type "RollingUpdate")) -}}
 {{- end }}
 
+{{/* Of a copy's StatefulSet: several copies are not to go down together. */}}
+{{- define "tokenpod.updateStrategy" -}}
+{{- $given := .Values.parallelism.statefulset.updateStrategy -}}
+{{- $type := default (ternary "OnDelete" "RollingUpdate" (gt (int .Values.replicaCount) 1)) $given.type -}}
+{{- include "tokenpod.strategy" (merge (dict "type" $type) $given) -}}
+{{- end }}
+
 {{/* Volumes that the restricted Pod Security Standard forbids: name and kind, one a line. */}}
 {{- define "tokenpod.unrestrictedVolumes" -}}
 {{- $allowed := list "configMap" "csi" "downwardAPI" "emptyDir" "ephemeral" "image" "persistentVolumeClaim" "projected" "secret" -}}
@@ -91,6 +98,6 @@ apps.kubernetes.io/pod-index
 {{- if $image.digest -}}
 @{{ $image.digest }}
 {{- else -}}
-:{{ default .Chart.AppVersion $image.tag }}
+:{{ default (printf "%s-%s" .Chart.AppVersion (ternary "cuda" "cpu" .Values.gpu.enabled)) $image.tag }}
 {{- end -}}
 {{- end }}

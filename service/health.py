@@ -84,6 +84,8 @@ class HealthBoard:
         self._stall_timeout = stall_timeout
         self._on_stall = on_stall
         self._ready_names = {""} if follows else {"", "readiness"}
+        self._added = False
+        self._unready_at = 0.0
         self._serving = False
         self._draining = False
         self._moving = True
@@ -94,8 +96,10 @@ class HealthBoard:
         """Answer on `server`, also for `services` by name."""
         self._ready_names |= set(services)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-        await self._servicer.set("liveness", _SERVING)
-        await self._servicer.set("startup", _SERVING if self._follows else _NOT_SERVING)
+        if not self._added:
+            self._added = True
+            await self._servicer.set("liveness", _SERVING)
+            await self._servicer.set("startup", _SERVING if self._follows else _NOT_SERVING)
         await self._tell()
 
     def is_serving(self) -> bool:
@@ -104,10 +108,17 @@ class HealthBoard:
 
     async def set_serving(self, serving: bool) -> None:
         """The model can generate; or it cannot any more."""
+        if self._serving and not serving:
+            self._unready_at = time.monotonic()
         self._serving = serving
         if serving:
             await self._servicer.set("startup", _SERVING)
         await self._tell()
+
+    @property
+    def unready_seconds(self) -> float:
+        """How long ago `set_serving` said that the model can't generate any more."""
+        return time.monotonic() - self._unready_at
 
     async def drain(self) -> None:
         """No new work, please. `liveness` stays."""

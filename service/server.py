@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.leaving import FORMING, drain, end_stalled, make_way, take_leave
+from tokenpod.service.leaving import drain, end_stalled, make_way, send_away, take_leave
 from tokenpod.service.listen import (
     StartError,
     bind,
@@ -49,7 +50,7 @@ from tokenpod.service.listen import (
 )
 from tokenpod.service.logs import configure_logging, print_error
 from tokenpod.service.model_store import ModelNotFound, resolve_model
-from tokenpod.service.parts import CurrentLoad, Listener, Parts
+from tokenpod.service.parts import CurrentLoad, Listener, Parts, Public, Renewal
 from tokenpod.service.placement import engine_options
 from tokenpod.service.progress import LoadingBar
 from tokenpod.service.ranks import Ranks
@@ -129,11 +130,13 @@ class Server:
             stopping=stopping,
             forming=Forming(settings.start_timeout),
             load=load,
+            renewal=Renewal(),
         )
 
-    async def _listen(
-        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
-    ) -> Listener:
+    async def _public(
+        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, address: str
+    ) -> Public:
+        """A server that listens on `address`. Raises StartError."""
         settings = self.settings
         interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors()]
         interceptors.append(ErrorInterceptor())
@@ -142,15 +145,25 @@ class Server:
         closing = Closing(settings.max_concurrent_requests)
         interceptors.append(closing)
         shared = settings.resolved_front_ends > 1
-        if shared:
-            check_port(settings)
         options = channel_options(settings, shared_port=shared)
         server = grpc.aio.server(interceptors=interceptors, options=options)
         names = add_servicers(rpcs, server)
         await board.add_to(server, names)
         enable_reflection([*names, board.service_name], server)
-        port = bind(server, settings.address, credentials(settings))
-        address = f"{settings.address.rpartition(':')[0]}:{port}"
+        port = bind(server, address, credentials(settings))
+        await server.start()
+        return Public(server, closing, port)
+
+    async def _listen(
+        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
+    ) -> Listener:
+        settings = self.settings
+        if settings.resolved_front_ends > 1:
+            check_port(settings)
+        make = functools.partial(self._public, rpcs, telemetry, board)
+        public = await make(settings.address)
+        stack.push_async_callback(public.server.stop, None)
+        address = f"{settings.address.rpartition(':')[0]}:{public.port}"
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
             trusting = [*telemetry.interceptors(), ErrorInterceptor()]
@@ -165,8 +178,7 @@ class Server:
                     f"cannot listen on {health_address}: {reason(health_address, error)}"
                 ) from error
             stack.push_async_callback(health.stop, None)
-        await server.start()
-        return Listener(server, closing, address, shard_url, socket)
+        return Listener(public, make, address, shard_url, socket)
 
     # -- one life of the engines -----------------------------------------------------------------
 
@@ -193,6 +205,8 @@ class Server:
         except EngineLost as lost:
             await parts.forming.try_again(str(lost))
             return None
+        # Not while connections are being closed.
+        await parts.renewal.end()
         self._open(parts, ranks, drains, tokenizer, ready, life)
         parts.board.watch(PodProgress(ranks.client, parts.house))
         stalled = asyncio.create_task(end_stalled(self.settings, parts.board, ranks))
@@ -327,9 +341,8 @@ class Server:
             # A moment for the answers to leave.
             await parts.listener.stop(1.0, parts.stopping.sleep)
             return 1
-        parts.admission.closed = FORMING
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})
-        parts.forming.begin()
+        send_away(self.settings, parts)
         return None
 
 

@@ -13,7 +13,7 @@ BASELINE := protos/baseline.binpb
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test lint types docs format baseline wheel locks image clean
+.PHONY: help setup stubs demo test lint types docs format baseline wheel locks image image-needs clean
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -76,7 +76,10 @@ wheel: setup ## dist/*.whl
 locks: setup ## requirements/ but for dev.txt, from pyproject.toml and the versions of dev.txt
 	@$(PY) tools/lock.py
 
-image: setup ## Build an image for real, as root on Debian, and generate with it (VARIANT=cpu or cuda)
+image-needs:
+	@PYTHONPATH=tools $(PYTHON) -c 'from image.commands import check_needs; check_needs()'
+
+image: image-needs setup ## Build an image for real, as root on Debian, and generate with it (VARIANT=cpu or cuda)
 	@PYTHONPATH=tools $(PY) -m image --variant $(VARIANT)
 
 clean: ## Remove what the build made

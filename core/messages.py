@@ -95,6 +95,10 @@ class Abort(Message, frozen=True, array_like=True, tag=True):
     sequence_ids: list[int]
 
 
+class Ask(Message, frozen=True, array_like=True, tag=True):
+    """Answer with `StepOutputs` in this turn, with or without a step: is the engine there?"""
+
+
 class Advance(Message, frozen=True, array_like=True, tag=True):
     """A router's step: sample one token for each sequence named, then answer with `Advanced`.
 
@@ -180,7 +184,7 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine holds after a step."""
+    """What the engine holds after a step, or after an abort that no step follows."""
 
     running: int
     waiting: int
@@ -241,6 +245,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     weight_bytes: int
     load_seconds: float
     warmup_seconds: float
+    #: What `slots` was computed from, for the operator.
+    slots_from: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -344,7 +350,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
 
 
-ToEngine = Request | Abort | Advance | EngineOptions
+ToEngine = Request | Abort | Advance | Ask | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
 #: What travels on a rank's line, besides its link: see engine/shards/line.py.
 ToRank = Letter | Over

@@ -27,7 +27,7 @@ from tokenpod.engine.kv_scales import (
     measure_scales,
     random_prompt,
 )
-from tokenpod.engine.memory import free_bytes, map_ahead
+from tokenpod.engine.memory import FreeMemory, free_memory, map_ahead, size
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import KVScales
 from tokenpod.kernels.pool import KVPool
@@ -47,6 +47,8 @@ class Assembled:
     kv_dtype: torch.dtype
     #: Whether a step can be launched before the one before has been waited for.
     overlap: bool
+    #: What `slots` was computed from, for the operator.
+    slots_from: str
 
 
 def assemble(
@@ -89,8 +91,8 @@ def _on_host(
     group: Group | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
-    free = free_bytes(device) // (group.neighbours if group else 1)
-    slots = _slots(model, options, positions, free, dtype, group)
+    free = free_memory(device).shared(group.neighbours if group else 1)
+    slots, slots_from = _slots(model, options, positions, free, dtype, group)
     executor = HostExecutor(
         model,
         make_pool(model, slots + PROBE_TOKENS, device),
@@ -99,7 +101,7 @@ def _on_host(
         group=group,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, slots, positions, 64))
-    return Assembled(executor, slots, dtype, overlap=False)
+    return Assembled(executor, slots, dtype, overlap=False, slots_from=slots_from)
 
 
 def _on_device(
@@ -144,8 +146,9 @@ def _on_device(
     run_worst_steps(executor, rows, prompt, positions)
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
-    free = free_bytes(device) - step - step // GAPS
-    slots = _slots(model, options, positions, free, dtype, group)
+    left = free_memory(device)
+    free = FreeMemory(left.bytes - step - step // GAPS, f"{left.source} less the largest step")
+    slots, slots_from = _slots(model, options, positions, free, dtype, group)
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
@@ -157,7 +160,7 @@ def _on_device(
     run_worst_steps(executor, rows, max(min(prompt, slots - rows), 1), positions)
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, slots, dtype, overlap=True)
+    return Assembled(executor, slots, dtype, overlap=True, slots_from=slots_from)
 
 
 def run_worst_steps(executor: Executor, rows: int, prompt: int, positions: int) -> None:
@@ -216,10 +219,11 @@ def _slots(
     model: Decoder,
     options: EngineOptions,
     positions: int,
-    free: int,
+    free: FreeMemory,
     dtype: torch.dtype,
     group: Group | None,
-) -> int:
+) -> tuple[int, str]:
+    """How many, and what they were computed from. Raises EngineError if they don't fit."""
     config = model.config
     slot_bytes = KVPool.bytes_per_slot(
         layers=config.layers,
@@ -232,8 +236,9 @@ def _slots(
         wanted=options.max_batch_total_tokens,
         most_useful=options.max_batch_size * positions,
         fraction=options.memory_fraction,
-        free=free,
+        free=free.bytes,
     )
+    mine = slots
     if group is not None:
         agreed = group.least(slots or 0)
         if agreed == 0 and slots is not None:
@@ -246,9 +251,23 @@ def _slots(
         raise EngineError(
             f"max_batch_total_tokens is {options.max_batch_total_tokens}: its "
             f"{(options.max_batch_total_tokens or 0) * slot_bytes / 2**30:.1f} GiB of keys and "
-            f"values do not fit into {options.memory_fraction:.0%} of the free memory"
+            f"values do not fit into {options.memory_fraction:.0%} of the {size(free.bytes)} left "
+            f"{free.source}"
         )
-    return slots
+    if slots != mine:
+        return slots, "the rank that has least memory"
+    return slots, _slots_from(options, positions, free, slots, slot_bytes)
+
+
+def _slots_from(
+    options: EngineOptions, positions: int, free: FreeMemory, slots: int, slot_bytes: int
+) -> str:
+    if options.max_batch_total_tokens is not None:
+        return "--max-batch-total-tokens"
+    if slots == options.max_batch_size * positions:
+        return f"{options.max_batch_size} sequences of {positions} tokens, all that can be used"
+    memory = f"{options.memory_fraction:.0%} of the {size(free.bytes)} left {free.source}"
+    return f"{memory}, {size(slot_bytes)} each"
 
 
 def warm_up(executor: Executor, tokens: list[int]) -> None:

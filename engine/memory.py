@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
+
+from tokenpod.core.cgroup import memory_limits
 
 #: Torch keeps tensors of up to a MiB apart: room for those of two steps under way.
 _SMALL, _SMALLS = 1 << 19, 64
@@ -31,26 +34,39 @@ def map_ahead(device: torch.device, extra: int) -> None:
     del small, whole
 
 
-def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated; on a CPU the container's limit counts too."""
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Bytes that can still be allocated, and where that is from, for the operator."""
+
+    bytes: int
+    source: str
+
+    def shared(self, ranks: int) -> FreeMemory:
+        """What each of so many ranks gets of it."""
+        source = f"{self.source}, shared by {ranks} ranks" if ranks > 1 else self.source
+        return FreeMemory(self.bytes // ranks, source)
+
+
+def free_memory(device: torch.device) -> FreeMemory:
+    """What a GPU has left; or this machine, where the container's limits count too."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free
+        free, total = torch.cuda.mem_get_info(device)
+        return FreeMemory(free, f"of the GPU's {size(total)}")
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    return min([available, *_cgroup_headroom()])
+    for limit in memory_limits()[:1]:
+        if limit.left < available:
+            source = f"under the limit of {size(limit.limit)} (cgroup v{limit.version})"
+            return FreeMemory(limit.left, source)
+    return FreeMemory(available, "on this machine")
 
 
-def _cgroup_headroom() -> list[int]:
-    """Bytes left under this container's memory limit, if it has one (cgroup v2)."""
-    try:
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as used,
-        ):
-            return [int(limit.read()) - int(used.read())]
-    except (OSError, ValueError):  # no cgroup v2 here, or "max"
-        return []
+def size(count: int) -> str:
+    """`count` bytes, for people."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"

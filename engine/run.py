@@ -118,6 +118,7 @@ def load(
         weight_bytes=model.weight_bytes,
         load_seconds=loaded - began,
         warmup_seconds=time.monotonic() - loaded,
+        slots_from=assembled.slots_from,
     )
     return assembled, ready, limits
 

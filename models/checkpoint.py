@@ -98,7 +98,8 @@ class Checkpoint:
         try:
             file = self._files.enter_context(safe_open(path, framework="pt", device="cpu"))
         except FileNotFoundError:
-            raise ModelError(f"{path}: no such file") from None
+            # The library says so of every file that it can't open.
+            raise ModelError(f"{path}: {_problem(path)}") from None
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: not a whole safetensors file ({error})") from None
         for name in file.keys():  # noqa: SIM118 - it is no dictionary
@@ -114,6 +115,17 @@ class Checkpoint:
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"{self._name_of_file[name]}: {name} can't be read")
         return tensor
+
+
+def _problem(path: Path) -> str:
+    """Why a file can't be opened."""
+    try:
+        with path.open("rb"):
+            return "can't be read"
+    except FileNotFoundError:
+        return "no such file"
+    except OSError as error:
+        return f"can't be read ({error.strerror})"
 
 
 def _shards(folder: Path) -> Iterable[Path]:

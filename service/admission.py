@@ -6,6 +6,7 @@ the load that can be served costs the tenth that is served almost nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,8 +16,13 @@ from tokenpod.service.memory_budget import MemoryBudget
 
 #: Seconds after which a refused client should try again.
 RETRY_SECONDS = 1.0
+#: Clients are not sent away for longer, whatever is expected: it may be over sooner.
+MOST_RETRY_SECONDS = 30.0
 #: What those are told who come while the server stops.
 DRAINING = "the server is draining"
+#: What new calls are told while the engine has not moved for seconds, and when to try again.
+STALLED = "the engine makes no progress"
+STALLED_RETRY_SECONDS = 5.0
 
 
 class Admission:
@@ -46,6 +52,8 @@ class Admission:
         self.memory = MemoryBudget(self.house, max_bytes)
         #: Why nothing is taken in: the server is starting or draining.
         self.closed: str | None = "the server is starting: the model is not loaded yet"
+        #: When it is expected to be open again, by time.monotonic, and how long that is in all.
+        self._opens_at = self._expected = 0.0
 
     @property
     def requests(self) -> int:
@@ -59,20 +67,34 @@ class Admission:
 
     def drain(self) -> None:
         """Take in nothing more, in any process."""
-        self.closed = DRAINING
+        self.close(DRAINING, 0.0)
         self.house.close()
+
+    def close(self, why: str, seconds: float) -> None:
+        """Take in nothing more, for so many seconds as far as is known."""
+        self.closed = why
+        self._opens_at, self._expected = time.monotonic() + seconds, seconds
 
     def check_open(self) -> None:
         """Raise Unavailable while the server takes no new work."""
         if self.house.closed:
             self.closed = DRAINING
         if self.closed:
-            raise Unavailable(self.closed, retry_after=RETRY_SECONDS)
+            raise self.refusal()
+
+    def refusal(self) -> Unavailable:
+        """What those are told who come while nothing is taken in."""
+        # What takes longer than expected may go on: clients try a few times only.
+        left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
+        return Unavailable(self.closed or DRAINING, retry_after=min(left, MOST_RETRY_SECONDS))
 
     @contextmanager
     def enter(self) -> Iterator[Place]:
         """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
         self.check_open()
+        if self.house.stalled:
+            # A router's steps are let through: the error of one would end all that it runs.
+            raise Unavailable(STALLED, retry_after=STALLED_RETRY_SECONDS)
         if (requests := self.requests) >= self.max_requests:
             raise ResourceExhausted(
                 f"{requests} requests are running or waiting; this server takes at most"

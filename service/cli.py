@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import tokenpod
 from tokenpod.service.connection import Connection, connected
 from tokenpod.service.load.cli import bench
+from tokenpod.service.logs import print_error
 
 _UINT32 = 2**32 - 1
 
@@ -256,13 +257,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except typer.TyperException as error:
-        return _usage_error(error)
+        given = sys.argv[1:] if arguments is None else arguments
+        return _usage_error(error, json_output="--json-output" in given)
 
 
-def _usage_error(error: typer.TyperException) -> int:
+def _usage_error(error: typer.TyperException, *, json_output: bool) -> int:
     message = getattr(error, "format_message", error.__str__)()
     for line in message.splitlines():
-        print(f"error: {line}", file=sys.stderr)
+        print_error(line, json_output=json_output)
     return int(getattr(error, "exit_code", 2))
 
 

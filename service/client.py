@@ -20,6 +20,7 @@ from tokenpod.core.messages import (
     Abort,
     Advance,
     Advanced,
+    Ask,
     Broken,
     EngineOptions,
     Failure,
@@ -67,11 +68,13 @@ class EngineLost(Exception):
     Args:
         why: the text.
         fault: by its own word, it would be lost again with the same settings.
+        silent: it said nothing; its process may tell more.
     """
 
-    def __init__(self, why: str, *, fault: bool = False) -> None:
+    def __init__(self, why: str, *, fault: bool = False, silent: bool = False) -> None:
         super().__init__(why)
         self.fault = fault
+        self.silent = silent
 
 
 class EngineClient(asyncio.Protocol):
@@ -98,6 +101,8 @@ class EngineClient(asyncio.Protocol):
         self.last_step_at = now()
         #: When the engine was last heard of, be it that it can't step anybody.
         self.heard_at = now()
+        #: When the step under way began at the earliest: with the work, or with the last step.
+        self._step_began_at = now()
         self._last_step = 0
         #: When the step now being handed over settled.
         self.step_at = 0
@@ -161,6 +166,10 @@ class EngineClient(asyncio.Protocol):
         if ids:
             self._send(Abort(ids))
 
+    def ask(self) -> None:
+        """Have the engine say that it is there."""
+        self._send(Ask())
+
     async def advance(
         self,
         *,
@@ -199,8 +208,8 @@ class EngineClient(asyncio.Protocol):
         if self.lost.done():
             raise Unavailable(_LOST, retry_after=1.0)
         if not self.pending:
-            # The clock of "no step for so long" begins with the work, not with the last step.
-            self.last_step_at = self.heard_at = self._now()
+            # A step's time begins with the work, not with the last step.
+            self._step_began_at = self._now()
 
     def _watch(self, sequence_ids: Iterable[int], sink: Sink) -> None:
         for sequence_id in sequence_ids:
@@ -229,7 +238,7 @@ class EngineClient(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
-        self._lose(EngineLost("the engine process ended"))
+        self._lose(EngineLost("the engine process ended", silent=True))
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._transport is not None and not self.lost.done():
@@ -281,9 +290,9 @@ class EngineClient(asyncio.Protocol):
         """A step has settled."""
         self._last_step = outputs.step
         if outputs.sequence_ids:
-            took = (outputs.at - self.last_step_at) / 1e9
+            took = (outputs.at - self._step_began_at) / 1e9
             self.usual_step += _SMOOTHING * (took - self.usual_step) if self.usual_step else took
-        self.last_step_at = outputs.at
+        self.last_step_at = self._step_began_at = outputs.at
 
     def _lose(self, error: EngineLost) -> None:
         if self.lost.done():

@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from tokenpod.service.admission import DRAINING, RETRY_SECONDS
-from tokenpod.service.errors import Unavailable
+from tokenpod.service.errors import ServiceError, Unavailable
 from tokenpod.service.interceptors import Continuation, Handler, refusing
 
 #: Seconds in which a client that will call again does so: refused ones are told to wait for most
 #: of that.
-_AGAIN_SECONDS = 1.25 * RETRY_SECONDS
+AGAIN_SECONDS = 1.25 * RETRY_SECONDS
+_DRAINING = Unavailable(DRAINING, retry_after=RETRY_SECONDS)
 
 
 class Closing(grpc.aio.ServerInterceptor):
@@ -46,12 +47,14 @@ class Closing(grpc.aio.ServerInterceptor):
         self._kept = 0
         #: Set once clients have been told; None while the server serves.
         self._told: asyncio.Event | None = None
+        self._why: ServiceError = _DRAINING
 
     async def stop(
         self,
         server: grpc.aio.Server,
         grace: float,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        why: ServiceError = _DRAINING,
     ) -> None:
         """Stop `server`, for good. Without calls of late nobody is waited for.
 
@@ -61,13 +64,14 @@ class Closing(grpc.aio.ServerInterceptor):
             server: what this interceptor is part of.
             grace: seconds that running calls get after that.
             sleep: may return early, if it has become urgent.
+            why: what those are told that have been kept.
         """
         if self._told is not None:
             await server.stop(None)
             return
-        self._told = asyncio.Event()
-        if self._now() - self._called_at < _AGAIN_SECONDS:
-            await sleep(_AGAIN_SECONDS)
+        self._told, self._why = asyncio.Event(), why
+        if self._now() - self._called_at < AGAIN_SECONDS:
+            await sleep(AGAIN_SECONDS)
         stopping = asyncio.create_task(server.stop(grace))
         # The stop begins. On each connection the news goes ahead of the answers.
         await asyncio.sleep(0)
@@ -84,7 +88,7 @@ class Closing(grpc.aio.ServerInterceptor):
         self._called_at = self._now()
         if self._told is None:
             return handler
-        return refusing(handler, Unavailable(DRAINING, retry_after=RETRY_SECONDS), self._keep)
+        return refusing(handler, self._why, self._keep)
 
     async def _keep(self) -> None:
         """Until clients have been told."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -98,6 +99,23 @@ class EngineProcess:
         if lost.done():
             raise lost.result()
         return ready.result()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended the process."""
+        return (self._process.poll() or 0) < 0
+
+    async def how_it_ended(self, seconds: float) -> str:
+        """For the operator, of a process that has hung up; it gets so long to end."""
+        try:
+            status = await asyncio.to_thread(self._process.wait, seconds)
+        except subprocess.TimeoutExpired:
+            return f"{self.name} hung up"
+        if status >= 0:
+            return f"{self.name} ended with status {status}"
+        # Nobody but the kernel kills it before we have given it up.
+        memory = ", out of memory?" if status == -signal.SIGKILL else ""
+        return f"{self.name} was killed by {signal.Signals(-status).name}{memory}"
 
     async def stop(self, seconds: float) -> None:
         """Hang up and wait so long; kill what does not leave."""

@@ -21,15 +21,19 @@ class Forming:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._waiting = ""
+        #: Seconds that it took the last time.
+        self.took = 0.0
         self.begin()
 
     def begin(self) -> None:
         """The time runs from now."""
-        self._deadline = time.monotonic() + self._seconds
+        self._began = time.monotonic()
+        self._deadline = self._began + self._seconds
         self._waiting = ""
 
     def done(self) -> None:
         """All is there."""
+        self.took = time.monotonic() - self._began
         self._waiting = ""
 
     @property

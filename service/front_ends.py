@@ -81,6 +81,10 @@ class PodProgress:
         """Seconds."""
         return self.client.usual_step
 
+    def ask(self) -> None:
+        """Have the engine say that it is there."""
+        self.client.ask()
+
 
 class Order(msgspec.Struct, frozen=True):
     """What a new front end is told on its standard input, in a line of JSON."""

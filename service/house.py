@@ -5,7 +5,8 @@ it is a file descriptor that children inherit, and is gone when the last process
 
     row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step,
              bytes that its calls hold]
-    one more number: whether the house is closed, written by the first process
+    two more numbers, written by the first process: whether the house is closed, and whether the
+    engine makes no progress
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 
 _REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES = range(5)
 _COLUMNS = 5
+_CLOSED, _STALLED = range(2)
+_HEAD = 2
 _NUMBER = 8  # bytes
 
 
@@ -74,11 +77,20 @@ class House:
     @property
     def closed(self) -> bool:
         """Whether the first process takes no new work any more, nor may the others."""
-        return bool(self._numbers[0])
+        return bool(self._numbers[_CLOSED])
 
     def close(self) -> None:
         """No process takes new work any more. For the first process."""
-        self._numbers[0] = 1
+        self._numbers[_CLOSED] = 1
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine makes no progress, so that new calls would only wait."""
+        return bool(self._numbers[_STALLED])
+
+    def set_stalled(self, stalled: bool) -> None:
+        """For the first process, which watches the engine."""
+        self._numbers[_STALLED] = stalled
 
     def add(self, *, requests: int = 0, waiting_tokens: int = 0, call_bytes: int = 0) -> None:
         """Change what this process has in the house."""
@@ -102,14 +114,14 @@ class House:
             self._numbers[row + column] = 0
 
     def _row(self, index: int) -> int:
-        return 1 + _COLUMNS * index
+        return _HEAD + _COLUMNS * index
 
     def _sum(self, column: int) -> int:
         return sum(self._numbers[self._row(index) + column] for index in range(self.count))
 
 
 def _size(count: int) -> int:
-    return _NUMBER * (1 + _COLUMNS * count)
+    return _NUMBER * (_HEAD + _COLUMNS * count)
 
 
 def _mapped(descriptor: int, count: int) -> memoryview:

@@ -8,13 +8,17 @@ import time
 from typing import Any
 
 from tokenpod.config import ServerSettings
+from tokenpod.service.closing import AGAIN_SECONDS
 from tokenpod.service.drain_requests import DrainRequests
 from tokenpod.service.front_ends import FrontEnds
+from tokenpod.service.health import HealthBoard
 from tokenpod.service.parts import Parts
 from tokenpod.service.ranks import Ranks
 
 log = logging.getLogger("tokenpod")
 
+#: Seconds that closing connections takes, and some.
+_CLOSING_SECONDS = AGAIN_SECONDS + 1.0
 #: Why nothing is taken in until the group has formed again.
 FORMING = "a rank was lost: the group is forming again"
 
@@ -40,7 +44,7 @@ async def make_way(settings: ServerSettings, parts: Parts) -> None:
     log.info("a pod of the group stops: draining")
     await parts.board.set_serving(False)
     await parts.stopping.sleep(settings.lame_duck_seconds)
-    parts.admission.closed = FORMING
+    parts.admission.close(FORMING, parts.forming.took)
     await _quiet(settings, parts)
 
 
@@ -60,6 +64,30 @@ async def take_leave(
     await asyncio.gather(leave, return_exceptions=True)
     await parts.listener.stop(0.5, parts.stopping.sleep)
     log.info("stopped")
+
+
+def send_away(settings: ServerSettings, parts: Parts) -> None:
+    """The group is lost, and forms again: refuse who comes, and let clients find another copy."""
+    admission, duck = parts.admission, settings.lame_duck_seconds
+    # Whoever obeys the hint is not on the way while connections are closed: see `Closing`.
+    away = max(parts.forming.took, duck + _CLOSING_SECONDS)
+    admission.close(FORMING, away)
+    parts.forming.begin()
+
+    async def renew() -> None:
+        log.info("closing connections: another copy may serve their clients")
+        await parts.listener.renew(admission.refusal(), parts.stopping.sleep)
+
+    if settings.leads:
+        parts.renewal.begin(max(duck - parts.board.unready_seconds, 0.0), renew)
+
+
+async def end_stalled(settings: ServerSettings, board: HealthBoard, ranks: Ranks) -> None:
+    """End engines that never move again, and so the calls that wait for them, also in a drain."""
+    await board.stuck
+    seconds = f"{settings.stall_timeout:g} s (--stall-timeout)"
+    ranks.give_up(f"no sign of it for {seconds}: it must be stuck")
+    await ranks.stop()
 
 
 async def _quiet(settings: ServerSettings, parts: Parts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 import grpc
@@ -52,13 +53,21 @@ def bind(server: grpc.aio.Server, address: str, with_tls: grpc.ServerCredentials
             return server.add_insecure_port(address)
         return server.add_secure_port(address, with_tls)
     except (OSError, RuntimeError) as error:
-        raise StartError(f"cannot listen on {address}: {reason(error)}") from error
+        raise StartError(f"cannot listen on {address}: {reason(address, error)}") from error
 
 
-def reason(error: Exception) -> str:
-    """Why an address can't be had, in few words."""
-    text = str(error)
-    return "the address is in use" if "in use" in text or "Failed to bind" in text else text
+def reason(address: str, error: Exception) -> str:
+    """Why an address can't be had, in few words: gRPC does not say, so it is tried again."""
+    try:
+        if address.startswith("unix:"):
+            _try_unix(address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            _try_port(host.strip("[]"), int(port))
+    except OSError as found:
+        in_use = found.errno == errno.EADDRINUSE
+        return "the address is in use" if in_use else found.strerror or str(found)
+    return str(error)
 
 
 def check_port(settings: ServerSettings) -> None:
@@ -68,12 +77,22 @@ def check_port(settings: ServerSettings) -> None:
     clients of one port between them.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.hostname, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        _try_port(settings.hostname, settings.port)
     except OSError as error:
-        problem = "the address is in use" if error.errno == errno.EADDRINUSE else error.strerror
-        raise StartError(f"cannot listen on {settings.address}: {problem}") from error
+        why = reason(settings.address, error)
+        raise StartError(f"cannot listen on {settings.address}: {why}") from error
+
+
+def _try_port(host: str, port: int) -> None:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def _try_unix(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.bind(path)
+    os.unlink(path)

@@ -44,6 +44,22 @@ class JsonFormatter(TextFormatter):
         return json.dumps(entry, default=str)
 
 
+def print_error(text: str, *, json_output: bool, kind: str = "error") -> None:
+    """What ends a start, on standard error: `error: text` for people, or JSON as log lines are.
+
+    Args:
+        text: one line.
+        json_output: which of them.
+        kind: `error` or `warning`.
+    """
+    if not json_output:
+        print(f"{kind}: {text}", file=sys.stderr)
+        return
+    level = logging.getLevelNamesMapping()[kind.upper()]
+    record = logging.LogRecord("tokenpod", level, "", 0, text, None, None)
+    print(JsonFormatter().format(record), file=sys.stderr)
+
+
 def configure_logging(*, level: str, json_output: bool) -> None:
     """Send every logger's lines to standard error."""
     handler = logging.StreamHandler(sys.stderr)

@@ -12,6 +12,8 @@ from tokenpod.config import hub_cache
 EMBEDDED = "demo"
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+#: Kubernetes makes an empty folder of a volume whose kind it does not know.
+_NO_VOLUME = ", as if its volume were not mounted"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -26,17 +28,25 @@ def resolve_model(model_id: str, revision: str | None = None) -> Path:
         model_id: `demo`, a path, or a name as the hub has it (`org/name`).
         revision: branch, tag or commit of a model in the cache; `main` if None.
 
-    Raises ModelNotFound, also for a folder without a config.json.
+    Raises ModelNotFound, also for a folder without a config.json, and for what can't be read.
     """
     if model_id == EMBEDDED:
         return _without_revision(_embedded(), model_id, revision)
+    try:
+        return _found(model_id, revision)
+    except OSError as error:
+        text = f"--model-id is {model_id}: {error.filename} can't be read ({error.strerror})"
+        raise ModelNotFound(text) from error
+
+
+def _found(model_id: str, revision: str | None) -> Path:
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         return _without_revision(_checked(folder), model_id, revision)
     if folder.is_file():
         raise ModelNotFound(f"--model-id is {model_id}: that is a file; name the folder it is in")
     if not _HUB_NAME.fullmatch(model_id) or model_id.startswith("."):
-        raise ModelNotFound(f"--model-id is {model_id}: there is no such folder")
+        raise ModelNotFound(f"--model-id is {model_id}: there is no such folder{_hint(folder)}")
     return _cached(model_id, revision or "main")
 
 
@@ -87,7 +97,14 @@ def _commit(repository: Path, revision: str) -> str | None:
     return reference.read_text(encoding="utf-8").strip()
 
 
+def _hint(folder: Path) -> str:
+    """Of a folder that is not there: whether what should hold it is empty."""
+    above = next(each for each in folder.absolute().parents if each.is_dir())
+    return "" if any(above.iterdir()) else f"; {above} is empty{_NO_VOLUME}"
+
+
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
-        raise ModelNotFound(f"the model folder {folder} has no config.json")
+        empty = "" if any(folder.iterdir()) else f": it is empty{_NO_VOLUME}"
+        raise ModelNotFound(f"the model folder {folder} has no config.json{empty}")
     return folder

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -11,37 +13,107 @@ from tokenpod.core.messages import Load
 from tokenpod.service.admission import Admission
 from tokenpod.service.client import NO_LOAD, EngineClient
 from tokenpod.service.closing import Closing
+from tokenpod.service.errors import ServiceError
 from tokenpod.service.forming import Forming
 from tokenpod.service.generate import GenerateService
 from tokenpod.service.health import HealthBoard
 from tokenpod.service.house import House
+from tokenpod.service.listen import StartError
 from tokenpod.service.router_socket import RouterSocket
 from tokenpod.service.servicers import Rpcs
 from tokenpod.service.stopping import Stopping
 
+#: Seconds that calls get which run while connections are closed: those for health.
+_GRACE_SECONDS = 0.5
+#: A port may be closed a moment later than its server.
+_BIND_ATTEMPTS, _BIND_SECONDS = 20, 0.1
+
 
 @dataclass(frozen=True, slots=True)
+class Public:
+    """A server that listens on the public port, and one of its interceptors."""
+
+    server: grpc.aio.Server
+    closing: Closing
+    port: int
+
+
+@dataclass(slots=True)
 class Listener:
-    """The bound server, and what it can be reached by.
+    """What listens, and what it can be reached by.
 
     Args:
-        server: listens on the port.
-        closing: one of its interceptors.
+        public: what listens on the port.
+        make: another one, on this address; raises StartError.
         address, shard_url: for clients and for routers.
         socket: for routers; None: they use the port.
     """
 
-    server: grpc.aio.Server
-    closing: Closing
+    public: Public
+    make: Callable[[str], Awaitable[Public]]
     address: str
     shard_url: str
     socket: RouterSocket | None
+    _stopped: bool = False
+
+    async def renew(self, why: ServiceError, sleep: Callable[[float], Awaitable[None]]) -> None:
+        """Close all connections to the port, and listen on it again.
+
+        No call is cancelled; see `Closing.stop`. A server that has been stopped stays so, so there
+        is another one afterwards. The router's socket is as it was.
+
+        Args:
+            why: what those are told who call meanwhile.
+            sleep: may return early, if it has become urgent.
+        """
+        await self.public.closing.stop(self.public.server, _GRACE_SECONDS, sleep, why)
+        for attempt in range(_BIND_ATTEMPTS):
+            if self._stopped:
+                return
+            try:
+                self.public = await self.make(self.address)
+                break
+            except StartError:
+                if attempt == _BIND_ATTEMPTS - 1:
+                    raise
+                await asyncio.sleep(_BIND_SECONDS)
+        if self._stopped:
+            await self.public.server.stop(None)
 
     async def stop(self, grace: float, sleep: Callable[[float], Awaitable[None]]) -> None:
         """Stop listening; see `Closing.stop`."""
-        await self.closing.stop(self.server, grace, sleep)
+        self._stopped = True
+        await self.public.closing.stop(self.public.server, grace, sleep)
         if self.socket is not None:
             await self.socket.stop(grace)
+
+
+class Renewal:
+    """Sends clients away from a copy that has lost a rank: they may reach another one.
+
+    Connections are closed once the copy has been NOT_SERVING for some time: before, clients would
+    come straight back.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Task[None] | None = None
+        self._renewing: asyncio.Task[None] | None = None
+
+    def begin(self, seconds: float, renew: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Call `renew` in so many seconds, unless `end` comes first."""
+
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            self._renewing = asyncio.create_task(renew())
+
+        self._waiting = asyncio.create_task(wait())
+
+    async def end(self) -> None:
+        """The copy is about to serve. What has begun is waited for; raises what it raises."""
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if self._renewing is not None:
+            await self._renewing
 
 
 @dataclass(slots=True)
@@ -68,3 +140,4 @@ class Parts:
     stopping: Stopping
     forming: Forming
     load: CurrentLoad
+    renewal: Renewal

@@ -7,6 +7,7 @@ others are told and end too; what can be done about it is the server's business.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from tokenpod.service.engine_process import EngineProcess
 
 #: Seconds in which a process that has hung up says why, on its other socket.
 _LAST_WORDS_SECONDS = 0.1
+#: Seconds in which such a process is gone.
+_END_SECONDS = 0.5
 #: Seconds that an engine gets to leave after we hang up: to finish a step; or nothing worth while.
 _LEAVE_SECONDS = 5.0
 _LEAVE_LOADING_SECONDS = 0.5
@@ -113,11 +116,25 @@ class Ranks:
             await asyncio.wait({line.broken}, timeout=_LAST_WORDS_SECONDS)
             if line.broken.done():
                 broken = line.broken.result()
-                self._lose(EngineLost(broken.message, fault=not broken.peer))
+                killed = await self._killed() if broken.peer else None
+                self._lose(killed or EngineLost(broken.message, fault=not broken.peer))
                 return
         # A rank that never got as far as to have a line has said why on its link.
         lost = ended.result()
-        self._lose(lost if lost.fault or not line else EngineLost(f"{engine.name}'s process ended"))
+        if lost.silent:
+            lost = EngineLost(await engine.how_it_ended(_END_SECONDS))
+        self._lose(lost)
+
+    async def _killed(self) -> EngineLost | None:
+        """A rank of this pod that the kernel has killed: others only say that it is lost."""
+        end = time.monotonic() + _LAST_WORDS_SECONDS
+        while time.monotonic() < end:
+            for engine in self._engines:
+                if engine.was_killed:
+                    return EngineLost(await engine.how_it_ended(_END_SECONDS))
+            # Its streams end some milliseconds before it does.
+            await asyncio.sleep(0.01)
+        return None
 
     async def _listen(self) -> None:
         """Until a rank is silent."""

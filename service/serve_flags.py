@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
+import os
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -17,6 +17,7 @@ from tokenpod.config import (
     variable,
 )
 from tokenpod.config_rules import flag
+from tokenpod.service.logs import print_error
 
 
 def serve_app() -> typer.Typer:
@@ -88,15 +89,22 @@ def _serve_command() -> Any:
     return serve
 
 
+def _wants_json(flags: dict[str, object]) -> bool:
+    """Whether settings that can't be had would have asked for JSON."""
+    given = os.environ.get(variable("json_output"), "")
+    return bool(flags.get("json_output", given.lower() in ("1", "true", "yes", "on", "t", "y")))
+
+
 def _run(flags: dict[str, object]) -> int:
     try:
         settings = load_settings(**flags)
     except SettingsError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print_error(line, json_output=_wants_json(flags))
         return 2
     for name in unknown_variables():
-        print(f"warning: {name} is set, but there is no such setting", file=sys.stderr)
+        text = f"{name} is set, but there is no such setting"
+        print_error(text, json_output=settings.json_output, kind="warning")
     # Only now: it is most of the start, and wrong flags should be told at once.
     from tokenpod.service.server import run
 

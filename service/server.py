@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.leaving import FORMING, drain, make_way, take_leave
+from tokenpod.service.leaving import drain, end_stalled, make_way, send_away, take_leave
 from tokenpod.service.listen import (
     StartError,
     bind,
@@ -49,9 +49,9 @@ from tokenpod.service.listen import (
     credentials,
     reason,
 )
-from tokenpod.service.logs import configure_logging
+from tokenpod.service.logs import configure_logging, print_error
 from tokenpod.service.model_store import ModelNotFound, resolve_model
-from tokenpod.service.parts import CurrentLoad, Listener, Parts
+from tokenpod.service.parts import CurrentLoad, Listener, Parts, Public, Renewal
 from tokenpod.service.placement import engine_options
 from tokenpod.service.progress import LoadingBar
 from tokenpod.service.ranks import Ranks
@@ -110,7 +110,11 @@ class Server:
             max_bytes=settings.max_front_end_bytes,
             house=house,
         )
-        board = HealthBoard(follows=not settings.leads)
+        board = HealthBoard(
+            follows=not settings.leads,
+            stall_timeout=settings.stall_timeout,
+            on_stall=house.set_stalled,
+        )
         stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
         rpcs = Rpcs(admission, generate, healthy=board.is_serving)
@@ -128,11 +132,13 @@ class Server:
             stopping=stopping,
             forming=Forming(settings.start_timeout),
             load=load,
+            renewal=Renewal(),
         )
 
-    async def _listen(
-        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
-    ) -> Listener:
+    async def _public(
+        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, address: str
+    ) -> Public:
+        """A server that listens on `address`. Raises StartError."""
         settings = self.settings
         interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors()]
         interceptors.append(ErrorInterceptor())
@@ -141,15 +147,25 @@ class Server:
         closing = Closing(settings.max_concurrent_requests)
         interceptors.append(closing)
         shared = settings.resolved_front_ends > 1
-        if shared:
-            check_port(settings)
         options = channel_options(settings, shared_port=shared)
         server = grpc.aio.server(interceptors=interceptors, options=options)
         names = add_servicers(rpcs, server)
         await board.add_to(server, names)
         enable_reflection([*names, board.service_name], server)
-        port = bind(server, settings.address, credentials(settings))
-        address = f"{settings.address.rpartition(':')[0]}:{port}"
+        port = bind(server, address, credentials(settings))
+        await server.start()
+        return Public(server, closing, port)
+
+    async def _listen(
+        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
+    ) -> Listener:
+        settings = self.settings
+        if settings.resolved_front_ends > 1:
+            check_port(settings)
+        make = functools.partial(self._public, rpcs, telemetry, board)
+        public = await make(settings.address)
+        stack.push_async_callback(public.server.stop, None)
+        address = f"{settings.address.rpartition(':')[0]}:{public.port}"
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
             trusting = [*telemetry.interceptors(), ErrorInterceptor()]
@@ -160,10 +176,11 @@ class Server:
             try:
                 health, _ = await serve_health(health_address, board)
             except (OSError, RuntimeError) as error:
-                raise StartError(f"cannot listen on {health_address}: {reason(error)}") from error
+                raise StartError(
+                    f"cannot listen on {health_address}: {reason(health_address, error)}"
+                ) from error
             stack.push_async_callback(health.stop, None)
-        await server.start()
-        return Listener(server, closing, address, shard_url, socket)
+        return Listener(public, make, address, shard_url, socket)
 
     # -- one life of the engines -----------------------------------------------------------------
 
@@ -173,9 +190,14 @@ class Server:
         Returns:
             The exit status; None: a rank was lost, and the group is to form again.
         """
-        ranks, drains = await self._start_ranks(parts, life)
+        bar = LoadingBar(self.settings.model_id)
+        life.callback(bar.close)
+        telling = asyncio.create_task(bar.tell())
+        life.callback(telling.cancel)
+        ranks, drains = await self._start_ranks(parts, bar, life)
         others = await self._start_front_ends(parts, ranks, life)
         loading = asyncio.create_task(self._load(parts, ranks, others, life))
+        loading.add_done_callback(lambda _: telling.cancel())
         await asyncio.wait([loading, parts.stopping.task()], return_when="FIRST_COMPLETED")
         if not loading.done():
             loading.cancel()
@@ -185,8 +207,12 @@ class Server:
         except EngineLost as lost:
             await parts.forming.try_again(str(lost))
             return None
+        # Not while connections are being closed.
+        await parts.renewal.end()
         self._open(parts, ranks, drains, encoder, ready, life)
         parts.board.watch(PodProgress(ranks.client, parts.house))
+        stalled = asyncio.create_task(end_stalled(self.settings, parts.board, ranks))
+        life.callback(stalled.cancel)
         parts.load.client = ranks.client
         parts.admission.closed = None
         parts.forming.done()
@@ -195,11 +221,9 @@ class Server:
         return await self._serve(parts, ranks, drains, others)
 
     async def _start_ranks(
-        self, parts: Parts, life: contextlib.AsyncExitStack
+        self, parts: Parts, bar: LoadingBar, life: contextlib.AsyncExitStack
     ) -> tuple[Ranks, DrainRequests]:
         settings = self.settings
-        bar = LoadingBar(settings.model_id)
-        life.callback(bar.close)
         drains = DrainRequests(leads=settings.leads)
         life.callback(drains.close)
         ranks = await Ranks.start(
@@ -297,13 +321,9 @@ class Server:
     ) -> int | None:
         """Until a signal, or until an engine or a front end is lost; see `_live`."""
         futures: set[asyncio.Future[Any]] = {parts.stopping.task(), ranks.lost, others.lost}
-        if self.settings.world > 1:
-            futures.add(parts.board.stuck)
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
-        if self.settings.world > 1 and parts.board.stuck.done():
-            ranks.give_up("no step has finished for too long: a rank must be stuck")
         if ranks.lost.done():
-            return await self._lose(parts, ranks.lost.result())
+            return await self._lose(parts, ranks)
         if others.lost.done():
             # Its streams are gone; those of the others may end well before the pod starts anew.
             log.error("a front end was lost", extra={"reason": str(others.lost.result())})
@@ -311,19 +331,23 @@ class Server:
             await drain(self.settings, parts, others)
         else:
             await take_leave(self.settings, parts, ranks, drains)
-        return 1 if others.lost.done() else 0
+        return 1 if others.lost.done() or parts.board.stuck.done() else 0
 
-    async def _lose(self, parts: Parts, lost: EngineLost) -> int | None:
+    async def _lose(self, parts: Parts, ranks: Ranks) -> int | None:
         """An engine is gone, and its clients have been told."""
+        lost = ranks.lost.result()
         await parts.board.set_serving(False)
+        await parts.board.unwatch()
+        parts.load.client = None
         if self.settings.world == 1:
             log.error("the engine was lost", extra={"reason": str(lost)})
+            # What is stopped or stuck is killed first: that is how further front ends hear of it.
+            await ranks.stop()
             # A moment for the answers to leave.
             await parts.listener.stop(1.0, parts.stopping.sleep)
             return 1
-        parts.admission.closed = FORMING
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})
-        parts.forming.begin()
+        send_away(self.settings, parts)
         return None
 
 
@@ -334,7 +358,7 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
         folder = resolve_model(settings.model_id, settings.revision)
         return uvloop.run(Server(settings, folder, engine_command).run())
     except (StartError, ModelNotFound) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(str(error), json_output=settings.json_output)
         return 1
 
 
@@ -348,6 +372,7 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "front_ends": settings.resolved_front_ends,
         "parameters": ready.parameters,
         "kv_slots": ready.slots,
+        "kv_slots_from": ready.slots_from,
         "load_seconds": round(ready.load_seconds, 2),
         "warmup_seconds": round(ready.warmup_seconds, 2),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tokenpod.config import ServerSettings, SettingsError, load_settings
+from tokenpod.core.cgroup import memory_limits
 from tokenpod.service.gpus import GIB, GPUS
 from tokenpod.service.model_store import ModelNotFound, resolve_model
 from tokenpod.service.serve_flags import setting_flag
@@ -45,11 +47,19 @@ _OWN: dict[str, Any] = {
             min=0.001,
             max=1 << 20,
             metavar="GIB",
-            help="Memory of a GPU that is not in the list; with --cpu that of the container.",
+            help="Memory of a GPU that is not in the list; with --cpu that of the container, whose"
+            " own limit is the default.",
             rich_help_panel=_PANEL,
         ),
     ],
-    "cpu": Annotated[bool, typer.Option("--cpu", help="Run on a CPU.", rich_help_panel=_PANEL)],
+    "cpu": Annotated[
+        bool,
+        typer.Option(
+            "--cpu",
+            help="Run on a CPU; the default where there is no GPU and none is named.",
+            rich_help_panel=_PANEL,
+        ),
+    ],
     "num_shard": Annotated[
         int | None,
         typer.Option(
@@ -103,9 +113,12 @@ def _size_command() -> Any:
 
 
 def _run(own: dict[str, Any], flags: dict[str, object]) -> int:
-    device = _device(own["gpu"], own["memory_gib"], cpu=own["cpu"])
+    named = own["gpu"] is not None or own["memory_gib"] is not None
     try:
-        settings = load_settings(**flags, device="cpu" if own["cpu"] else "cuda")
+        # Unless a device is named, it is that of this pod.
+        cpu = own["cpu"] or (not named and load_settings(**flags).resolved_device == "cpu")
+        device = _device(own["gpu"], own["memory_gib"], cpu=cpu)
+        settings = load_settings(**flags, device="cpu" if cpu else "cuda")
         folder = resolve_model(settings.model_id, settings.revision)
         found = _report(folder, settings, device, own)
     except (SettingsError, ModelNotFound, SizeError) as error:
@@ -125,7 +138,7 @@ def _report(folder: Path, settings: ServerSettings, device: Device, own: dict[st
 
 
 def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:
-    """What the operator names. Raises BadParameter unless that is one thing."""
+    """What the operator names, or this CPU. Raises BadParameter unless that is one thing."""
     if gpu is not None:
         if cpu or memory_gib is not None:
             raise typer.BadParameter("goes without --cpu and --memory-gib", param_hint="--gpu")
@@ -134,7 +147,17 @@ def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:
             raise typer.BadParameter(problem, param_hint="--gpu")
         known = GPUS[gpu.lower()]
         return Device(known.name, known.memory, known.capability)
+    if memory_gib is None and cpu:
+        memory, source = _own_memory()
+        return Device(f"this CPU, {source}", memory)
     if memory_gib is None:
         problem = "or --gpu is needed: which device is it?"
         raise typer.BadParameter(problem, param_hint="--memory-gib")
     return Device("CPU" if cpu else "GPU", int(memory_gib * GIB))
+
+
+def _own_memory() -> tuple[int, str]:
+    """Bytes that a server in this container may have in all, and whose limit that is."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    least = min((each.limit for each in memory_limits()), default=machine)
+    return min(least, machine), "memory limit" if least < machine else "whole machine"

@@ -383,6 +383,15 @@ class ServerSettings(BaseSettings):
     start_timeout: float = _setting(
         600.0, Group.OPERATION, "Seconds to load and warm the model up; then the start fails.", gt=0
     )
+    stall_timeout: float = _setting(
+        40.0,
+        Group.OPERATION,
+        "Seconds without a sign of the engine, or 200 of its usual steps, after which running calls"
+        " fail and the process ends with status 1, without a drain; a group forms again. The engine"
+        " says nothing while it computes a step: allow for the longest.",
+        gt=0,
+        le=86_400,
+    )
     lame_duck_seconds: float = _setting(
         5.0,
         Group.OPERATION,

@@ -6,11 +6,15 @@ with threads and signal handlers of its own, which a process that forks servers 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,16 +66,14 @@ class Helm:
         )
         self._rendered: dict[str, Rendered] = {}
 
-    def install(self, values: Object | None = None, *, kubernetes: str = "1.34") -> Rendered:
-        """Install the chart with these values. Raises Refused."""
-        order = {
-            "action": "install",
-            "chart": str(CHART),
-            "release": RELEASE,
-            "namespace": NAMESPACE,
-            "values": values or {},
-            "kubernetes": kubernetes,
-        }
+    def install(
+        self, values: Object | None = None, *, kubernetes: str = "1.34", as_set: bool = False
+    ) -> Rendered:
+        """Install the chart with these values, from a file or `as_set`. Raises Refused."""
+        if as_set:
+            with _chart_with(values or {}) as chart:
+                return _rendered(self._ask(_order(chart, values, kubernetes)))
+        order = _order(CHART, values, kubernetes)
         key = json.dumps(order, sort_keys=True)
         if key not in self._rendered:
             self._rendered[key] = _rendered(self._ask(order))
@@ -97,6 +99,41 @@ class Helm:
         if "refused" in answer:
             raise Refused(answer["refused"])
         return answer["done"]
+
+
+def _order(chart: Path, values: Object | None, kubernetes: str) -> Object:
+    return {
+        "action": "install",
+        "chart": str(chart),
+        "release": RELEASE,
+        "namespace": NAMESPACE,
+        "values": values or {},
+        "kubernetes": kubernetes,
+    }
+
+
+@contextlib.contextmanager
+def _chart_with(values: Object) -> Iterator[Path]:
+    """The chart as it is for values of --set: their whole numbers are int64, in files float64."""
+    typed = "".join(_typed(values, ".Values"))
+    with tempfile.TemporaryDirectory() as scratch:
+        chart = Path(scratch) / CHART.name
+        shutil.copytree(CHART, chart)
+        # It comes first, and all templates share the values.
+        checks = chart / "templates" / "_checks.tpl"
+        begin = '{{- define "tokenpod.check" -}}'
+        text = checks.read_text()
+        assert begin in text
+        checks.write_text(text.replace(begin, begin + typed))
+        yield chart
+
+
+def _typed(values: Object, path: str) -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict) and name.isidentifier():
+            yield from _typed(value, f"{path}.{name}")
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield f'{{{{- $_ := set {path} "{name}" (int64 {value}) -}}}}'
 
 
 def _rendered(release: Object) -> Rendered:

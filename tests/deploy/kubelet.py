@@ -49,6 +49,12 @@ class Pod:
         """All its labels."""
         return {**self.template["metadata"]["labels"], **self.given_labels}
 
+    @property
+    def process_id(self) -> int:
+        """Of its container's first process."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Schedule it."""
         self._life = asyncio.create_task(self._live())

@@ -16,10 +16,14 @@ STATEFUL = {"mode": "statefulset", "tensor": 4, "pods": 2}
 METRIC = {"type": "Resource"}
 
 
-def refused(helm: Helm, values: Object, kubernetes: str = "1.34") -> str:
+def refused(helm: Helm, values: Object, kubernetes: str = "1.34", *, as_set: bool = False) -> str:
     with pytest.raises(Refused) as caught:
-        helm.install(values, kubernetes=kubernetes)
+        helm.install(values, kubernetes=kubernetes, as_set=as_set)
     return str(caught.value)
+
+
+#: --set gives whole numbers another type than a file does.
+both_ways = pytest.mark.parametrize("as_set", [False, True], ids=["file", "set"])
 
 
 @pytest.mark.parametrize(
@@ -49,8 +53,9 @@ def refused(helm: Helm, values: Object, kubernetes: str = "1.34") -> str:
         ({"podLabels": {"a": 1}}, "podLabels"),
     ],
 )
-def test_the_schema_names_the_value(helm: Helm, values: Object, named: str) -> None:
-    said = refused(helm, values)
+@both_ways
+def test_the_schema_names_the_value(helm: Helm, values: Object, named: str, as_set: bool) -> None:
+    said = refused(helm, values, as_set=as_set)
     assert "schema" in said
     assert named in said
 
@@ -76,6 +81,7 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str) -> N
         ),
         ({"tls": {"shards": {"existingSecret": "t"}}}, "with parallelism.mode pod"),
         ({"ports": {"health": 50051}}, "must differ"),
+        ({"ports": {"health": 8081, "grpc": 8081}}, "must differ"),
         ({"service": {"headless": True, "type": "NodePort"}}, "can be headless"),
         ({"service": {"nodePort": 30000}}, "needs type NodePort"),
         (
@@ -96,14 +102,18 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str) -> N
         ),
     ],
 )
-def test_values_that_contradict_each_other_are_told(helm: Helm, values: Object, said: str) -> None:
-    assert said in refused(helm, values)
+@both_ways
+def test_values_that_contradict_each_other_are_told(
+    helm: Helm, values: Object, said: str, as_set: bool
+) -> None:
+    assert said in refused(helm, values, as_set=as_set)
 
 
 @pytest.mark.parametrize("scaler", ["hpa", "keda"])
-def test_nothing_may_scale_the_ranks_of_a_model(helm: Helm, scaler: str) -> None:
+@both_ways
+def test_nothing_may_scale_the_ranks_of_a_model(helm: Helm, scaler: str, as_set: bool) -> None:
     scaling = {"hpa": {"enabled": scaler == "hpa"}, "keda": {"enabled": scaler == "keda"}}
-    said = refused(helm, {"parallelism": STATEFUL, "autoscaling": scaling})
+    said = refused(helm, {"parallelism": STATEFUL, "autoscaling": scaling}, as_set=as_set)
     assert "the ranks of one model" in said
     assert "mode lws" in said
 
@@ -111,6 +121,17 @@ def test_nothing_may_scale_the_ranks_of_a_model(helm: Helm, scaler: str) -> None
 def test_image_volumes_need_a_kubernetes_that_has_them(helm: Helm) -> None:
     model = {"source": "oci", "image": {"reference": "r/m:1"}}
     assert "1.31" in refused(helm, {"model": model}, kubernetes="1.30")
+
+
+@pytest.mark.parametrize(("kubernetes", "gate"), [("1.31", True), ("1.34", True), ("1.35", False)])
+def test_image_volumes_that_may_be_dropped_silently_must_be_vouched_for(
+    helm: Helm, kubernetes: str, gate: bool
+) -> None:
+    model = {"source": "oci", "image": {"reference": "r/m:1", "featureGate": gate}}
+    assert helm.install({"model": model}, kubernetes=kubernetes).one("Deployment")
+    if gate:
+        model["image"] = {"reference": "r/m:1"}
+        assert "ImageVolume" in refused(helm, {"model": model}, kubernetes=kubernetes)
 
 
 def test_an_old_kubernetes_is_refused(helm: Helm) -> None:

@@ -120,11 +120,40 @@ def test_a_copy_of_the_model_is_kept_whole_while_nodes_are_drained(helm: Helm) -
     assert "pod-index" not in str(budget["selector"])
 
 
+@pytest.mark.parametrize("mode", ["statefulset", "lws"])
+def test_clients_of_groups_reconnect_now_and_then_unless_told_otherwise(
+    helm: Helm, mode: str
+) -> None:
+    kind = "StatefulSet" if mode == "statefulset" else "LeaderWorkerSet"
+
+    def age(server: Object) -> list[str]:
+        controller = helm.install(groups(mode, server=server)).all(kind)[0]
+        args = container_of(pod_of(controller))["args"]
+        return [arg for arg in args if arg.startswith("--max-connection-age")]
+
+    assert age({}) == ["--max-connection-age-seconds=300"]
+    assert age({"maxConnectionAgeSeconds": 0}) == ["--max-connection-age-seconds=0"]
+
+
 def test_groups_can_be_replaced_by_hand(helm: Helm) -> None:
     values = groups()
     values["parallelism"]["statefulset"] = {"updateStrategy": {"type": "OnDelete"}}
     for each in helm.install(values).all("StatefulSet"):
         assert each["spec"]["updateStrategy"]["type"] == "OnDelete"
+
+
+@pytest.mark.parametrize(("copies", "strategy"), [(1, "RollingUpdate"), (2, "OnDelete")])
+def test_copies_are_not_replaced_together_unless_asked_for(
+    helm: Helm, copies: int, strategy: str
+) -> None:
+    rendered = helm.install({**groups(), "replicaCount": copies}, as_set=True)
+    for each in rendered.all("StatefulSet"):
+        assert each["spec"]["updateStrategy"] == {"type": strategy}
+    assert ("one copy of the model after the other" in rendered.notes) == (copies > 1)
+    asked: Object = {**groups(), "replicaCount": copies}
+    asked["parallelism"]["statefulset"] = {"updateStrategy": {"type": "RollingUpdate"}}
+    for each in helm.install(asked).all("StatefulSet"):
+        assert each["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
 
 
 def test_pods_show_each_other_certificates(helm: Helm) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.messages import (
     Abort,
+    Ask,
     FromEngine,
     Request,
     SamplingParams,
@@ -123,6 +124,25 @@ def test_scores_of_a_prompt_that_ran_out_of_time_are_dropped(pod):
     heard = pod.turn(3)
     assert [failure.sequence_id for outputs in heard for failure in outputs.failures] == [1]
     assert pod.loop.scores_held == 0
+
+
+def test_the_load_is_told_once_when_an_abort_leaves_nothing_to_step(pod):
+    pod.send(scored(1))
+    (*_, busy) = pod.turn(2)
+    assert busy.load.running == 1
+    pod.send(Abort([1]))
+    (*_, idle) = pod.turn(2)
+    assert (idle.load.running, idle.load.free_slots + idle.load.evictable_slots) == (0, 200)
+    assert pod.turn(3) == []
+
+
+def test_who_asks_is_answered_in_the_same_turn_with_or_without_work(pod):
+    pod.send(Ask())
+    assert len(pod.turn()) == 1
+    pod.send(scored(1))
+    pod.turn(2)
+    pod.send(Ask())
+    assert pod.turn()
 
 
 def test_the_loop_ends_with_its_link(pod):

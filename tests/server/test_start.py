@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,13 +17,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import kill, stop
+from groups import ENV, FLAGS, wait_for
 from harness import SERVING, ServerProcess, serve
 
 DEMO = Path(str(files("tokenpod.models.demo")))
 SECONDS = 60
 
 
-def start(*flags: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def start(
+    *flags: str, cwd: Path | None = None, preexec: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run `tokenpod serve` until it ends by itself."""
     network = ["--hostname", "127.0.0.1", "--port", "0", "--health-port", "0"]
     named = {flag for flag in flags if flag.startswith("--")}
@@ -29,7 +35,9 @@ def start(*flags: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
         if flag not in named:
             flags = (*flags, flag, value)
     command = [sys.executable, "-P", "-m", "tokenpod", "serve", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd, preexec_fn=preexec
+    )
 
 
 def one_line(ran: subprocess.CompletedProcess[str]) -> str:
@@ -120,6 +128,76 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
     assert "device is cuda, but" in line
 
 
+#: Capabilities by which root reads what it may not: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
+_READ_ALL = (1, 2)
+_PR_CAPBSET_DROP = 24
+
+
+def as_nobody_special() -> None:
+    """In a child that is about to become a server: file modes hold for root too."""
+    library = ctypes.CDLL(None)
+    for capability in _READ_ALL:
+        library.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "name", [".", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+)
+def test_a_model_that_cannot_be_read_is_named(model: Path, name: str) -> None:
+    spoiled = model / name
+    mode = spoiled.stat().st_mode
+    spoiled.chmod(0)
+    try:
+        line = one_line(start("--model-id", str(model), preexec=as_nobody_special))
+    finally:
+        spoiled.chmod(mode)
+    assert str(model) in line
+    assert "can't be read" in line
+    assert "Permission denied" in line
+
+
+def test_an_empty_volume_is_named(tmp_path: Path) -> None:
+    volume = tmp_path / "volume"
+    volume.mkdir()
+    assert "it is empty, as if its volume were not mounted" in one_line(
+        start("--model-id", str(volume))
+    )
+    line = one_line(start("--model-id", str(volume / "llama" / "8b")))
+    assert f"there is no such folder; {volume} is empty, as if" in line
+
+
+def test_a_folder_where_no_socket_can_be_made_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o555)
+    ran = start("--uds-path", str(folder / "shard"), preexec=as_nobody_special)
+    assert ran.returncode == 2
+    assert f"this user can't write to {folder}" in ran.stderr
+    assert "in use" not in ran.stderr
+
+
+def test_a_port_that_this_user_may_not_have_is_not_called_taken() -> None:
+    # Nobody's: it is of a network for documentation.
+    line = one_line(start("--hostname", "192.0.2.1", "--port", "18181"))
+    assert line == "error: cannot listen on 192.0.2.1:18181: Cannot assign requested address"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status"),
+    [
+        (("--model-id", "/no/such/model"), 1),
+        (("--max-best-of", "0"), 2),
+        (("--no-such-flag",), 2),
+    ],
+)
+def test_what_ends_a_start_is_json_where_logs_are(flags: tuple[str, ...], status: int) -> None:
+    ran = start(*flags, "--json-output")
+    assert ran.returncode == status
+    (line,) = ran.stderr.splitlines()
+    entry = json.loads(line)
+    assert (entry["level"], entry["logger"]) == ("ERROR", "tokenpod")
+    assert flags[0] in entry["message"]
+
+
 def test_a_wrong_flag_is_named() -> None:
     ran = start("--max-best-of", "0")
     assert ran.returncode == 2
@@ -163,6 +241,54 @@ def test_a_file_in_the_sockets_place_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_pool_that_cannot_fit_is_refused_with_its_size() -> None:
     assert "max_batch_total_tokens" in one_line(start("--max-batch-total-tokens", "1000000000"))
+
+
+def test_the_slots_are_told_with_what_they_were_computed_from() -> None:
+    for flags, said in (
+        (("--max-batch-total-tokens", "4096"), "kv_slots_from=--max-batch-total-tokens"),
+        (("--max-batch-size", "4"), "kv_slots_from=4 sequences of 2048 tokens"),
+        (("--memory-fraction", "0.0005"), "kv_slots_from=0% of the "),
+    ):
+        with serve(*flags) as server:
+            assert said in server.log.read_text()
+
+
+def test_the_log_tells_of_loading_until_it_serves() -> None:
+    with serve(wait=False) as starting:
+        wait_for(lambda: bool(starting.children()))
+        # As slow as a large model on a slow volume.
+        stop(starting.engine_pid())
+        wait_for(lambda: starting.log.read_text().count("loading model_id=demo stage=") == 3)
+        os.kill(starting.engine_pid(), signal.SIGCONT)
+        starting.wait_until_serving()
+        before, _, after = starting.log.read_text().partition("serving")
+        assert "stage=starting the engine" in before
+        assert "loading" not in after
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_named() -> None:
+    with serve(wait=False) as starting:
+        wait_for(lambda: bool(starting.children()))
+        kill(starting.engine_pid())
+        assert starting.process.wait(SECONDS) == 1
+        text = starting.log.read_text()
+        assert "error: the engine was killed by SIGKILL, out of memory?" in text
+        assert "Traceback" not in text
+
+
+def test_an_engine_that_is_killed_while_it_serves_is_named() -> None:
+    with serve() as server:
+        kill(server.engine_pid())
+        assert server.process.wait(SECONDS) == 1
+        assert "reason=the engine was killed by SIGKILL, out of memory?" in server.log.read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_is_named(rank: int) -> None:
+    with serve(*FLAGS, "--num-shard", "2", env=ENV) as server:
+        kill(server.children()[rank])
+        said = f"reason=rank {rank} was killed by SIGKILL, out of memory?"
+        wait_for(lambda: said in server.log.read_text(), log=server.log)
 
 
 def test_a_stop_while_loading_ends_at_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tokenpod.service.admission import Admission
@@ -74,3 +76,28 @@ def test_a_call_that_fails_gives_its_place_and_tokens_back() -> None:
     with pytest.raises(RuntimeError, match="boom"):
         fail()
     assert (house.requests, house.waiting_tokens) == (0, 0)
+
+
+def test_who_comes_while_it_is_closed_for_a_time_is_told_how_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.seconds, seconds=1000.0)
+    monkeypatch.setattr("tokenpod.service.admission.time", clock)
+    house = admission()
+    house.close("the group is forming", 9.0)
+    assert retry_after(house) == 9.0
+    clock.seconds += 5.0
+    assert retry_after(house) == 4.0
+    # It takes longer than was expected.
+    clock.seconds += 5.0
+    assert retry_after(house) == 3.0
+    house.close("the group is forming", 900.0)
+    assert retry_after(house) == 30.0
+    house.drain()
+    assert retry_after(house) == 1.0
+
+
+def retry_after(house: Admission) -> float | None:
+    with pytest.raises(Unavailable) as refused:
+        house.check_open()
+    return refused.value.retry_after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from tokenpod.core.messages import (
     Abort,
     Advance,
     Advanced,
+    Ask,
     Broken,
     EngineOptions,
     Failure,
@@ -255,15 +257,27 @@ async def test_nothing_is_asked_of_a_lost_engine() -> None:
         assert not client.pending
 
 
-async def test_work_that_starts_after_a_pause_starts_the_clock_of_the_pulse() -> None:
+async def test_work_makes_no_engine_look_younger() -> None:
     async with linked() as (client, _):
-        before = client.last_step_at
+        before = client.last_step_at, client.heard_at
         client.submit(request(0), Notes())
-        began = client.last_step_at
-        client.submit(request(1), Notes())
-        assert began > before
-        # More work does not make an engine that owes a step look younger.
-        assert client.last_step_at == began
+        assert (client.last_step_at, client.heard_at) == before
+
+
+async def test_a_step_after_a_pause_is_timed_from_the_work_on() -> None:
+    async with linked() as (client, engine):
+        idle_since, sink = client.last_step_at, Notes()
+        await asyncio.sleep(0.2)
+        client.submit(request(0), sink)
+        engine.say(step((0, 7, LENGTH), at=time.monotonic_ns()))
+        await sink.news()
+        assert 0 < client.usual_step < (client.last_step_at - idle_since) / 1e9 - 0.15
+
+
+async def test_an_engine_is_asked_for_a_sign() -> None:
+    async with linked() as (client, engine):
+        client.ask()
+        assert await engine.hear() == Ask()
 
 
 async def test_sequence_ids_are_never_given_twice() -> None:

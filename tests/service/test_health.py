@@ -31,6 +31,11 @@ class Pulse:
     last_step_at: int
     heard_at: int
     usual_step: float
+    #: How often it was asked for a sign.
+    asked: int = 0
+
+    def ask(self) -> None:
+        self.asked += 1
 
 
 def pulse(
@@ -172,6 +177,32 @@ async def test_work_that_comes_after_a_long_idle_time_is_not_stuck(probe: Probe)
         engine.pending = True
         await several_polls()
         assert await probe.ready()
+
+
+async def test_work_that_was_given_up_stays_pending_until_the_engine_is_heard_of(
+    probe: Probe,
+) -> None:
+    await probe.board.set_serving(True)
+    engine = pulse(age=6.0)
+    with probe.watching(engine):
+        await probe.wait("readiness", NOT_SERVING)
+        engine.pending = False
+        await several_polls()
+        assert engine.asked
+        assert not await probe.ready()
+        engine.heard_at = time.monotonic_ns()
+        await probe.wait("readiness", SERVING)
+
+
+async def test_who_takes_new_calls_hears_of_a_stall_and_of_its_end() -> None:
+    told: list[bool] = []
+    board, engine = HealthBoard(on_stall=told.append), pulse(age=6.0)
+    board.watch(engine)
+    await several_polls()
+    engine.last_step_at = time.monotonic_ns()
+    await several_polls()
+    board.close()
+    assert told == [False, True, False]
 
 
 async def test_slow_steps_are_given_twenty_of_their_kind(probe: Probe) -> None:

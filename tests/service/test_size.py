@@ -6,15 +6,18 @@ import contextlib
 import functools
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from harness import serve
 
 import tokenpod.service.size
+from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.service.cli import main
 from tokenpod.service.gpus import GIB, GPUS
@@ -154,7 +157,6 @@ def test_people_get_a_table(big: Path):
     [
         (["--gpu", "h900"], 2, "is h900: it must be one of t4, l4,"),
         (["--gpu", "h200", "--memory-gib", "4"], 2, "goes without --cpu and --memory-gib"),
-        ([], 2, "which device is it?"),
         (["--gpu", "h200", "--max-total-tokens", "1"], 2, "--max-total-tokens is 1"),
         (["--gpu", "h200", "--model-id", "/nowhere"], 1, "there is no such folder"),
         (["--gpu", "h200", "--num-shard", "0"], 2, "--num-shard"),
@@ -168,6 +170,17 @@ def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, to
     assert done.returncode == status
     assert told in done.stderr
     assert all(line.startswith("error: ") for line in done.stderr.splitlines())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_where_there_is_no_gpu_the_default_is_this_cpu_and_its_memory():
+    done = size("--model-id", "demo", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["device"].startswith("this CPU")
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [limit.limit for limit in memory_limits()]
+    assert found["memory_bytes"] == min([machine, *limits])
 
 
 def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(tmp_path: Path):

@@ -12,7 +12,7 @@ from typing import Any
 from torch_build import index_to_try
 
 from image.build import build, inspect, mounted
-from image.commands import check_programs
+from image.commands import check_needs
 from image.container import Container, running
 from image.contents import MB, check_bill, compilers, fillings, size
 
@@ -40,9 +40,7 @@ def main() -> int:
         "command", nargs="*", help="what is started instead of serve: -- serve --num-shard 2"
     )
     options = parser.parse_args()
-    check_programs()
-    if os.geteuid():
-        raise SystemExit("make image makes a root folder and a container: it must be root")
+    check_needs()
     # The image for CPUs is for machines without a driver, wherever it is built.
     index = index_to_try(os.environ, driver=False)
     name = options.built or build(options.variant, options.base, index)

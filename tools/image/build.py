@@ -68,10 +68,11 @@ def build(variant: str, base: str | None, index: str) -> str:
 
     `index` is where torch's CPU build is looked for first; empty: only where pip looks by itself.
     """
-    name = f"localhost/tokenpod:{variant}"
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    # The chart looks for the same name in a registry.
+    name = f"localhost/tokenpod:{version}-{variant}"
     # One folder a variant: to pip, torch's build for CPUs is as good an answer as that for CUDA.
     wheels = fetch(variant, ROOT / "requirements", WORK / "wheels" / variant, index)
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     arguments = {
         "BASE": base or base_image(),
         "VARIANT": variant,

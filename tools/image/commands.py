@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,11 +11,16 @@ from pathlib import Path
 PROGRAMS = {"buildah": "buildah", "crun": "crun", "debootstrap": "debootstrap"}
 
 
-def check_programs() -> None:
-    """Raises SystemExit with a line that says what to install."""
+def check_needs() -> None:
+    """Raises SystemExit with a line for each thing that this machine or user lacks."""
+    lacking = []
+    if os.geteuid():
+        lacking.append("root: it makes a root folder and a container")
     missing = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
     if missing:
-        raise SystemExit(f"make image needs {' '.join(missing)}: apt-get install them first")
+        lacking.append(f"{', '.join(missing)}: apt-get install {' '.join(missing)}")
+    if lacking:
+        raise SystemExit("\n".join(f"make image needs {each}" for each in lacking))
 
 
 def run(*command: object, cwd: Path | None = None) -> None:

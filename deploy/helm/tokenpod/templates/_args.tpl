@@ -66,6 +66,9 @@ $(LWS_LEADER_ADDRESS)
 - --master-addr={{ include "tokenpod.leaderAddress" (dict "root" $root "group" $.group) }}
 - --master-port={{ .ports.rendezvous }}
 - --shard-port={{ .ports.plans }}
+{{- if not (hasKey .server "maxConnectionAgeSeconds") }}
+- --max-connection-age-seconds=300
+{{- end }}
 {{- end }}
 {{- with include "tokenpod.threads" $root }}
 - --threads={{ . }}

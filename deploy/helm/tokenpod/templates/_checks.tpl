@@ -46,6 +46,9 @@
 {{- if and (eq .source "oci") (semverCompare "<1.31.0-0" $.Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "model.source is oci: image volumes need Kubernetes 1.31, and this is %s" $.Capabilities.KubeVersion.Version) -}}
 {{- end -}}
+{{- if and (eq .source "oci") (not .image.featureGate) (semverCompare "<1.35.0-0" $.Capabilities.KubeVersion.Version) -}}
+{{- fail (printf "model.source is oci: Kubernetes %s drops image volumes without a word unless its feature gate ImageVolume is on. Set model.image.featureGate=true if it is, on the API server and on the nodes" $.Capabilities.KubeVersion.Version) -}}
+{{- end -}}
 {{- if and (eq .source "demo") (or .id .path) -}}
 {{- fail "model.source is demo: model.id and model.path belong to a volume, so set model.source too" -}}
 {{- end -}}
@@ -81,7 +84,11 @@
 {{- end }}
 
 {{- define "tokenpod.checkNetwork" -}}
-{{- $ports := values .Values.ports -}}
+{{- /* Numbers are of one type in files and of another with --set, and never equal across. */ -}}
+{{- $ports := list -}}
+{{- range .Values.ports -}}
+{{- $ports = append $ports (int .) -}}
+{{- end -}}
 {{- if ne (len $ports) (len ($ports | uniq)) -}}
 {{- fail (printf "ports are %s: they must differ" (toJson .Values.ports)) -}}
 {{- end -}}

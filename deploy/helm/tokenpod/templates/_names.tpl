@@ -61,6 +61,36 @@ apps.kubernetes.io/pod-index
 {{- end -}}
 {{- end }}
 
+{{/* How pods are replaced. Defaults stay when the type changes, and others than RollingUpdate take none. */}}
+{{- define "tokenpod.strategy" -}}
+{{- toYaml (ternary . (omit . "rollingUpdate") (eq .type "RollingUpdate")) -}}
+{{- end }}
+
+{{/* Of a copy's StatefulSet: several copies are not to go down together. */}}
+{{- define "tokenpod.updateStrategy" -}}
+{{- $given := .Values.parallelism.statefulset.updateStrategy -}}
+{{- $type := default (ternary "OnDelete" "RollingUpdate" (gt (int .Values.replicaCount) 1)) $given.type -}}
+{{- include "tokenpod.strategy" (merge (dict "type" $type) $given) -}}
+{{- end }}
+
+{{/* Volumes that the restricted Pod Security Standard forbids: name and kind, one a line. */}}
+{{- define "tokenpod.unrestrictedVolumes" -}}
+{{- $allowed := list "configMap" "csi" "downwardAPI" "emptyDir" "ephemeral" "image" "persistentVolumeClaim" "projected" "secret" -}}
+{{- $volumes := .Values.extraVolumes -}}
+{{- if eq .Values.model.source "hostPath" -}}
+{{- $volumes = append $volumes (dict "name" "model" "hostPath" .Values.model.hostPath) -}}
+{{- else if eq .Values.model.source "volume" -}}
+{{- $volumes = append $volumes (merge (dict "name" "model") .Values.model.volume) -}}
+{{- end -}}
+{{- range $volume := $volumes -}}
+{{- range $kind := without (keys $volume | sortAlpha) "name" -}}
+{{- if not (has $kind $allowed) }}
+{{ $volume.name }}: {{ $kind }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "tokenpod.image" -}}
 {{- $image := .Values.image -}}
 {{- with $image.registry }}{{ . }}/{{ end -}}
@@ -68,6 +98,6 @@ apps.kubernetes.io/pod-index
 {{- if $image.digest -}}
 @{{ $image.digest }}
 {{- else -}}
-:{{ default .Chart.AppVersion $image.tag }}
+:{{ default (printf "%s-%s" .Chart.AppVersion (ternary "cuda" "cpu" .Values.gpu.enabled)) $image.tag }}
 {{- end -}}
 {{- end }}

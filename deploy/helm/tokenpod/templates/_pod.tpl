@@ -161,7 +161,7 @@ startupProbe:
   grpc: {port: {{ $health }}, service: startup}
   periodSeconds: {{ .startup.periodSeconds }}
   timeoutSeconds: {{ .startup.timeoutSeconds }}
-  failureThreshold: {{ add 3 (ceil (divf $budget .startup.periodSeconds)) }}
+  failureThreshold: {{ ceil (divf (addf $budget 30) .startup.periodSeconds) }}
 readinessProbe:
   grpc: {port: {{ $health }}, service: readiness}
   {{- toYaml .readiness | nindent 2 }}

@@ -1,0 +1,71 @@
+"""The memory limits that this process is under: those of its cgroups, of either version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+#: Version 1 writes "no limit" as the largest whole page; no machine has so much.
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """One limit, in bytes; `used` counts the page cache too, which the limit does as well."""
+
+    limit: int
+    used: int
+    version: int
+
+    @property
+    def left(self) -> int:
+        """Bytes that can still be allocated."""
+        return max(self.limit - self.used, 0)
+
+
+def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
+    """The limits of this process's cgroups and of all above them, tightest first.
+
+    A container sees its own cgroup where the root is mounted, though the paths that it reads may
+    be the node's: folders that are not there are passed over.
+
+    Args:
+        root: where cgroups are mounted.
+        own: this process's cgroups, a line a hierarchy, as in /proc/self/cgroup.
+    """
+    found = [*_limits(root, _path(own, ""), 2), *_limits(root / "memory", _path(own, "memory"), 1)]
+    return sorted(found, key=lambda each: each.left)
+
+
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    2: ("memory.max", "memory.current"),
+}
+
+
+def _limits(root: Path, path: Path, version: int) -> Iterator[MemoryLimit]:
+    """Of a hierarchy, from `path` below `root` up to `root`."""
+    limit_file, used_file = _FILES[version]
+    for folder in (root / path, *(root / above for above in path.parents)):
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in (limit_file, used_file))
+        except OSError:
+            continue
+        if limit != "max" and int(limit) < _UNLIMITED:
+            yield MemoryLimit(int(limit), int(used), version)
+
+
+def _path(own: Path, controller: str) -> Path:
+    """Relative, of the hierarchy that has `controller`; "": of version 2's."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return Path()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            return Path(path.lstrip("/"))
+    return Path()

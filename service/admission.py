@@ -61,9 +61,8 @@ class Admission:
         if self.closed:
             raise Unavailable(self.closed, retry_after=RETRY_SECONDS)
 
-    @contextmanager
-    def enter(self) -> Iterator[Place]:
-        """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
+    def check_room(self) -> None:
+        """Raise what `enter` would raise now."""
         self.check_open()
         if (requests := self.requests) >= self.max_requests:
             raise ResourceExhausted(
@@ -72,6 +71,11 @@ class Admission:
                 limit="max_concurrent_requests",
                 retry_after=RETRY_SECONDS,
             )
+
+    @contextmanager
+    def enter(self) -> Iterator[Place]:
+        """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
+        self.check_room()
         self.house.add(requests=1)
         place = Place(self)
         try:

@@ -126,6 +126,13 @@ class GenerateService:
         """The model is ready."""
         self._serving = serving
 
+    def check(self, method: str) -> None:
+        """Raise what a call of `Generate` or `Tokens` would be refused with, whatever it asks."""
+        if method.endswith("/Generate"):
+            self._admission.check_room()
+        elif method.endswith("/Tokens"):
+            self._admission.check_open()
+
     async def generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
@@ -142,7 +149,7 @@ class GenerateService:
                 raise FailedPrecondition(
                     f"this pod follows: ask the leader at {serving.leader_address}"
                 )
-            call = convert.generate_call(request)
+            call = await convert.generate_call(request)
             validate.check_generate(call, serving.limits)
             request_id = _request_id(call, context)
             await context.send_initial_metadata(((_REQUEST_ID_KEY, request_id),))

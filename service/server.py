@@ -28,6 +28,7 @@ import uvloop
 from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Ready
 from tokenpod.service.admission import Admission
+from tokenpod.service.certificates import credentials
 from tokenpod.service.client import EngineLost
 from tokenpod.service.closing import Closing
 from tokenpod.service.drain_requests import DrainRequests
@@ -38,6 +39,7 @@ from tokenpod.service.front_ends import FrontEndLost, FrontEnds, PodProgress, Wa
 from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
+from tokenpod.service.intake import intake_of
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod.service.leaving import FORMING, drain, make_way, take_leave
 from tokenpod.service.listen import (
@@ -45,7 +47,6 @@ from tokenpod.service.listen import (
     bind,
     channel_options,
     check_port,
-    credentials,
     reason,
 )
 from tokenpod.service.logs import configure_logging
@@ -138,6 +139,8 @@ class Server:
             interceptors.append(AuthInterceptor(settings.auth_token_file))
         closing = Closing(settings.max_concurrent_requests)
         interceptors.append(closing)
+        intake = intake_of(settings, rpcs.check)
+        interceptors.append(intake)
         shared = settings.resolved_front_ends > 1
         if shared:
             check_port(settings)
@@ -150,7 +153,7 @@ class Server:
         address = f"{settings.address.rpartition(':')[0]}:{port}"
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
-            trusting = [*telemetry.interceptors(), ErrorInterceptor()]
+            trusting = [*telemetry.interceptors(), ErrorInterceptor(), intake]
             socket = await RouterSocket.listen(settings, path, rpcs, board, trusting)
             stack.push_async_callback(socket.stop, None)
             shard_url = f"unix://{path}"
@@ -222,7 +225,7 @@ class Server:
         for index in range(1, house.count):
             # What a life before has left.
             house.forget(index)
-        relay, address, secret = await serve_relay(parts.rpcs, parts.board)
+        relay, address, secret = await serve_relay(self.settings, parts.rpcs, parts.board)
         life.push_async_callback(relay.stop, None)
         others = FrontEnds.start(
             self.settings,
@@ -341,6 +344,7 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "kv_cache_dtype": ready.kv_cache_dtype,
         "device": ready.device_type,
         "front_ends": settings.resolved_front_ends,
+        "max_connections": settings.resolved_max_connections,
         "parameters": ready.parameters,
         "kv_slots": ready.slots,
         "load_seconds": round(ready.load_seconds, 2),

@@ -6,6 +6,7 @@ while the rest of its batch goes on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ log = logging.getLogger("tokenpod.shard")
 
 #: A router's liveness probe: its batch, and the request in it.
 _LIVENESS_ID = 2**64 - 1
+#: Requests that are opened before others get their turn.
+_SLICE = 64
 #: Names of models that are remembered, so that each is logged once.
 _MOST_NAMES = 1000
 
@@ -42,6 +45,12 @@ def is_probe(batch: ShardBatch) -> bool:
     return batch.id == _LIVENESS_ID and ids == [(_LIVENESS_ID, 1)]
 
 
+async def _turn(at: int) -> None:
+    """Give others their turn now and then: a batch may have thousands of requests."""
+    if at % _SLICE == _SLICE - 1:
+        await asyncio.sleep(0)
+
+
 class ShardRequests:
     """Opens what routers send.
 
@@ -60,6 +69,7 @@ class ShardRequests:
         limits, opened = self._serving.limits, Opened()
         good: list[tuple[int, ShardRequest]] = []
         for at, asked in enumerate(batch.requests):
+            await _turn(at)
             try:
                 validate.check_shard_request(asked, at, limits)
                 good.append((at, asked))
@@ -67,6 +77,7 @@ class ShardRequests:
                 opened.refused.append(self._refuse(asked, problem))
         texts = [(asked.inputs, asked.add_special_tokens) for _, asked in good]
         for (at, asked), prompt in zip(good, await self._encoder.encode_all(texts), strict=True):
+            await _turn(at)
             if asked.truncate:
                 prompt = prompt[-asked.truncate :]
             try:

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tokenpod.config import ServerSettings
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod.service.admission import Admission
@@ -170,7 +171,7 @@ async def test_the_real_relay_is_closed_to_strangers() -> None:
     admission = Admission(max_requests=1, max_queue_tokens=1)
     generate = GenerateService(admission, Telemetry.start(TelemetrySettings()))
     rpcs = Rpcs(admission, generate, healthy=lambda: True)
-    server, address, secret = await serve_relay(rpcs, HealthBoard())
+    server, address, secret = await serve_relay(ServerSettings(), rpcs, HealthBoard())
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = rpc.TextGenerationServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:

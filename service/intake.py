@@ -73,6 +73,9 @@ class Parser:
             return data
         if self.kind is None or self.shape is None:
             return self.deserialize(data)
+        if len(data) > _LONG_BYTES:
+            # To copy it took some of this turn.
+            await asyncio.sleep(0)
         try:
             for _ in count(self.kind, self.shape, data, size):
                 await asyncio.sleep(0)

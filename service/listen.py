@@ -44,6 +44,8 @@ def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tupl
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", most_streams(settings)),
+        # It refuses calls of a client that keeps to its streams, for want of a moment to clear up.
+        ("grpc.http.overload_protection", 0),
         ("grpc.server.max_pending_requests", MOST_PENDING),
         ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING_AT_ALL),
         ("grpc.max_allowed_incoming_connections", settings.connections_per_front_end),

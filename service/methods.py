@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2
 
 from tokenpod.service.convert import codecs
 from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.wire import WHOLE, Size
+from tokenpod.service.wire import MESSAGE_FIELDS, WHOLE, Size
 
 #: For messages up to this size the table's numbers hold; larger ones, which come from routers'
 #: sockets alone, may hold more in proportion.
@@ -50,7 +50,7 @@ class MethodLimits:
 #: Messages that say next to nothing.
 SMALL = MethodLimits(4 * _KILOBYTE, Size(fields=64, elements=64))
 #: A prompt, with a list of stops and biases or a long chat.
-_PROMPT = MethodLimits(None, Size(fields=8192, elements=262_144))
+_PROMPT = MethodLimits(None, Size(fields=32_768, elements=262_144))
 #: Thousands of prompts, each with a router's own table of slots.
 _BATCH = MethodLimits(None, Size(fields=131_072, elements=1_310_720))
 #: Numbers of requests.
@@ -83,8 +83,8 @@ def method_limits(
     Args:
         max_logit_bias, max_stop_sequences: what the operator lets a request have; each counts.
     """
-    # An entry of a map has a tag of its own, and two for key and value.
-    chosen = 4 * max_logit_bias + max_stop_sequences
+    # An entry of a map is a message with two fields.
+    chosen = (MESSAGE_FIELDS + 2) * max_logit_bias + max_stop_sequences
     prompt = MethodLimits(None, Size(_PROMPT.size.fields + chosen, _PROMPT.size.elements))
     limits = dict.fromkeys(_REFLECTION, SMALL)
     for codec in codecs():

@@ -41,8 +41,10 @@ class Opened:
 
 def is_probe(batch: ShardBatch) -> bool:
     """Whether a batch is a router's liveness probe: one token of one request."""
-    ids = [(request.id, request.max_new_tokens) for request in batch.requests]
-    return batch.id == _LIVENESS_ID and ids == [(_LIVENESS_ID, 1)]
+    if batch.id != _LIVENESS_ID or len(batch.requests) != 1:
+        return False
+    (request,) = batch.requests
+    return (request.id, request.max_new_tokens) == (_LIVENESS_ID, 1)
 
 
 async def _turn(at: int) -> None:

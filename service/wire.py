@@ -20,9 +20,12 @@ from tokenpod.service.errors import InvalidArgument
 #: What names a violation of the message as a whole.
 WHOLE = "request"
 #: Fields that are walked over at a time: a few milliseconds.
-SLICE = 4096
+SLICE = 2048
 #: The same where names are kept.
-SEARCH_SLICE = 1024
+SEARCH_SLICE = 512
+
+#: What it takes to make an object of a message, in fields.
+MESSAGE_FIELDS = 8
 
 #: Protobuf's wire types.
 _VARINT, _FIXED64, _DELIMITED, _GROUP_BEGIN, _GROUP_END, _FIXED32 = range(6)
@@ -39,8 +42,8 @@ class Size:
     """What a message may hold.
 
     Args:
-        fields: tags on the wire, those of nested messages included. A list of strings or messages
-            has one for each entry.
+        fields: tags on the wire, those of nested messages included. A list of strings has one for
+            each entry. A nested message counts as `MESSAGE_FIELDS`, even if it is empty.
         elements: numbers in packed lists.
     """
 
@@ -83,7 +86,7 @@ def count(kind: Descriptor, shape: Shape, data: bytes, most: Size) -> Iterator[N
     Raises InvalidArgument, with the name of the list that is to blame where it is one, once there
     are more fields or elements than `most`; Malformed once the bytes are no message.
     """
-    fields, elements = 0, most.elements
+    fields, weight, elements = 0, 0, most.elements
     above: list[tuple[Shape, int]] = []
     numbers: list[int] = []
     at, end = 0, len(data)
@@ -102,7 +105,7 @@ def count(kind: Descriptor, shape: Shape, data: bytes, most: Size) -> Iterator[N
             if tag > 0x7F:
                 tag, at = _varint(data, at - 1)
             number, wire_type = tag >> 3, tag & 7
-            if fields > most.fields:
+            if fields + weight > most.fields:
                 name = _list_name(kind, [*numbers, number])
                 raise InvalidArgument(
                     name, f"is too long: a message of this method has at most {most.fields} fields"
@@ -117,6 +120,7 @@ def count(kind: Descriptor, shape: Shape, data: bytes, most: Size) -> Iterator[N
                     raise Malformed
                 inner = shape.get(number)
                 if type(inner) is dict:
+                    weight += MESSAGE_FIELDS - 1
                     above.append((shape, end))
                     numbers.append(number)
                     shape, end = inner, stop

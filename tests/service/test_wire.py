@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.errors import InvalidArgument
 from tokenpod.service.wire import (
+    MESSAGE_FIELDS,
     SEARCH_SLICE,
     SLICE,
     WHOLE,
@@ -25,6 +26,7 @@ from tokenpod.service.wire import (
 
 BAD = b"ab\xff"
 SHAPE = shape_of(pb.GenerateRequest.DESCRIPTOR)
+NESTED = MESSAGE_FIELDS
 ANY = Size(fields=10**9, elements=10**9)
 
 
@@ -60,14 +62,17 @@ def blamed(data: bytes) -> InvalidArgument:
         (pb.GenerateRequest(), 0),
         (pb.GenerateRequest(text="Größe", priority=3), 2),
         (pb.GenerateRequest(text="x" * 1000), 1),
-        (pb.GenerateRequest(sampling={"temperature": 0.5, "seed": 2**64 - 1}), 3),
-        (pb.GenerateRequest(stopping={"stop_sequences": ["", "a", "b"]}), 4),
-        (pb.GenerateRequest(sampling={"logit_bias": {1: 2.0, 3: 4.0}}), 7),
-        (pb.GenerateRequest(token_ids={"ids": range(1000)}), 2),
-        (pb.GenerateRequest(chat={"messages": [{"role": "user", "content": "x"}] * 3}), 10),
+        (pb.GenerateRequest(sampling={"temperature": 0.5, "seed": 2**64 - 1}), NESTED + 2),
+        (pb.GenerateRequest(stopping={"stop_sequences": ["", "a", "b"]}), NESTED + 3),
+        (pb.GenerateRequest(sampling={"logit_bias": {1: 2.0, 3: 4.0}}), 3 * NESTED + 4),
+        (pb.GenerateRequest(token_ids={"ids": range(1000)}), NESTED + 1),
+        (
+            pb.GenerateRequest(chat={"messages": [{"role": "u", "content": "x"}] * 3}),
+            4 * NESTED + 6,
+        ),
     ],
 )
-def test_every_field_on_the_wire_counts(message: Any, fields: int) -> None:
+def test_every_field_on_the_wire_counts_and_messages_count_more(message: Any, fields: int) -> None:
     assert least_fields(message.SerializeToString()) == fields
 
 
@@ -78,17 +83,17 @@ def test_fields_that_nobody_knows_count_too_and_are_not_looked_into() -> None:
 
 def test_numbers_of_a_packed_list_count_one_by_one() -> None:
     data = pb.GenerateRequest(token_ids={"ids": [1, 200, 100_000] * 100}).SerializeToString()
-    walk(data, Size(10, 300))
+    walk(data, Size(30, 300))
     with pytest.raises(InvalidArgument, match="at most 299 numbers") as refused:
-        walk(data, Size(10, 299))
+        walk(data, Size(30, 299))
     assert refused.value.field == "token_ids.ids"
 
 
 def test_numbers_of_several_lists_count_together() -> None:
     ids = pb.GenerateRequest(token_ids={"ids": [1] * 100}).SerializeToString()
-    walk(ids * 3, Size(10, 300))
+    walk(ids * 3, Size(30, 300))
     with pytest.raises(InvalidArgument):
-        walk(ids * 3, Size(10, 299))
+        walk(ids * 3, Size(30, 299))
 
 
 @pytest.mark.parametrize(

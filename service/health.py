@@ -78,7 +78,7 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
             20 kB for as long as its client likes.
     """
 
-    def __init__(self, most_watchers: int = 1000) -> None:
+    def __init__(self, most_watchers: int) -> None:
         super().__init__()
         self._most_watchers = most_watchers
         self._watchers = 0
@@ -116,12 +116,13 @@ class HealthBoard:
 
     Args:
         follows: this pod has no part in serving but to follow the leader.
+        most_watchers: `Watch` streams at once; see `HealthServicer`.
     """
 
     service_name = "grpc.health.v1.Health"
 
-    def __init__(self, *, follows: bool = False) -> None:
-        self._servicer = HealthServicer()
+    def __init__(self, *, follows: bool = False, most_watchers: int = 1000) -> None:
+        self._servicer = HealthServicer(most_watchers)
         self._follows = follows
         self._ready_names = {""} if follows else {"", "readiness"}
         self._serving = False
@@ -214,7 +215,7 @@ async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Serve
         interceptors=[ErrorInterceptor(), Intake(method_limits())], options=_HEALTH_OPTIONS
     )
     await board.add_to(server, ())
-    enable_reflection([board.service_name], server)
+    enable_reflection([board.service_name], server, files=[health_pb2.DESCRIPTOR])
     port = server.add_insecure_port(address)
     await server.start()
     return server, port

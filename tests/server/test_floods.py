@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import floods
 import grpc
 import pytest
+from costs import forget_peak, peak_bytes
 from harness import SERVING, ServerProcess, serve
-from test_messages import forget_peak, peak_bytes
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
@@ -154,10 +154,9 @@ def test_a_connection_that_says_nothing_is_closed(flooded: ServerProcess) -> Non
 
 
 def test_a_connection_without_calls_is_closed_in_the_end() -> None:
-    with serve("--max-connection-idle-seconds", "1") as server:
-        with floods.opened(server.port) as idle:
-            idle.sendall(floods.frame(floods.SETTINGS, floods.ACK, 0))
-            assert floods.closed_within(idle, 60)
+    with serve("--max-connection-idle-seconds", "1") as server, floods.opened(server.port) as idle:
+        idle.sendall(floods.frame(floods.SETTINGS, floods.ACK, 0))
+        assert floods.closed_within(idle, 60)
 
 
 def test_a_connection_that_answers_no_ping_is_closed() -> None:

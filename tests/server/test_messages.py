@@ -5,7 +5,6 @@ Costs are the front end's own processor time and memory, which do not depend on 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import wirefuzz
+from costs import cpu_seconds, forget_peak, peak_bytes
 from google.protobuf.message import DecodeError
 from harness import SERVING, ServerProcess, generate, serve, violations
 from wirefuzz import Rpc
@@ -65,12 +65,6 @@ def plain() -> Iterator[ServerProcess]:
     with serve() as running:
         yield running
         assert "Traceback" not in running.log.read_text()
-
-
-def cpu_seconds(pid: int) -> float:
-    """Processor time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_long_text(rpc: Rpc, data: bytes) -> bool:
@@ -153,16 +147,6 @@ def test_a_probe_of_megabytes_is_refused_before_it_costs_anything(
             assert caught.value.code() in REFUSALS
         assert cpu_seconds(plain.process.pid) - before < 5 * CPU_SECONDS
     assert plain.health() == SERVING
-
-
-def peak_bytes(pid: int) -> int:
-    """Most memory that a process has had since `forget_peak`."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
-
-
-def forget_peak(pid: int) -> None:
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def test_a_call_that_is_refused_costs_no_message(tmp_path: Path) -> None:

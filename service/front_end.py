@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -93,6 +94,9 @@ class FrontEnd:
             limits = request_limits(settings, client.ready.result())
             generate.start(Serving(client, tokenizer, limits, settings.model_id))
             admission.closed = None
+            # As in the first one.
+            gc.collect()
+            gc.freeze()
             bind(server, order.address, credentials(settings))
             await server.start()
             house.set_serving()

@@ -37,10 +37,14 @@ def open_to_all(method: str) -> None:
     """A gate that refuses nobody."""
 
 
-def intake_of(settings: ServerSettings, gate: Callable[[str], None]) -> Intake:
-    """What a front end's listeners have in common. Not tied to one: it may serve several."""
+def intake_of(
+    settings: ServerSettings, gate: Callable[[str], None], *, trusted: bool = False
+) -> Intake:
+    """A listener's, by the operator's settings. `trusted`: routers alone can reach it."""
     limits = method_limits(
-        max_logit_bias=settings.max_logit_bias, max_stop_sequences=settings.max_stop_sequences
+        max_logit_bias=settings.max_logit_bias,
+        max_stop_sequences=settings.max_stop_sequences,
+        trusted=trusted,
     )
     return Intake(limits, gate)
 

@@ -17,6 +17,7 @@ _NEVER_MS = 2**31 - 1
 CONNECTION_TIMES = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
 )
 #: Calls that have arrived and that Python has not taken yet. Beyond the first number gRPC resets
 #: calls at random, beyond the second all: CANCELLED without details, which clients do not try

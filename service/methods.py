@@ -53,6 +53,7 @@ SMALL = MethodLimits(4 * _KILOBYTE, Size(fields=64, elements=64))
 _PROMPT = MethodLimits(None, Size(fields=32_768, elements=262_144))
 #: Thousands of prompts, each with a router's own table of slots.
 _BATCH = MethodLimits(None, Size(fields=131_072, elements=1_310_720))
+_ROUTERS_BATCH = MethodLimits(None, Size(fields=524_288, elements=1_310_720))
 #: Numbers of requests.
 _NAMES = MethodLimits(1024 * _KILOBYTE, Size(fields=8192, elements=131_072))
 
@@ -76,21 +77,26 @@ _REFLECTION = (
 
 
 def method_limits(
-    *, max_logit_bias: int = 0, max_stop_sequences: int = 0
+    *, max_logit_bias: int = 0, max_stop_sequences: int = 0, trusted: bool = False
 ) -> dict[str, MethodLimits]:
     """The limits of every method of every service, by `/package.Service/Method`.
 
     Args:
         max_logit_bias, max_stop_sequences: what the operator lets a request have; each counts.
+        trusted: routers alone can reach the listener, and what they reserved is never refused: a
+            batch may have four times as many requests.
     """
     # An entry of a map is a message with two fields.
     chosen = (MESSAGE_FIELDS + 2) * max_logit_bias + max_stop_sequences
-    prompt = MethodLimits(None, Size(_PROMPT.size.fields + chosen, _PROMPT.size.elements))
+    more = {
+        _PROMPT: MethodLimits(None, Size(_PROMPT.size.fields + chosen, _PROMPT.size.elements)),
+        _BATCH: _ROUTERS_BATCH if trusted else _BATCH,
+    }
     limits = dict.fromkeys(_REFLECTION, SMALL)
     for codec in codecs():
         service: ServiceDescriptor = codec.pb.DESCRIPTOR.services_by_name["TextGenerationService"]
         for method in service.methods:
             own = _METHODS[method.name]
-            limits[f"/{service.full_name}/{method.name}"] = prompt if own is _PROMPT else own
+            limits[f"/{service.full_name}/{method.name}"] = more.get(own, own)
     health: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
     return limits | {f"/{health.full_name}/{name}": SMALL for name in _HEALTH}

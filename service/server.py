@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import sys
 from collections.abc import Sequence
@@ -139,8 +140,7 @@ class Server:
             interceptors.append(AuthInterceptor(settings.auth_token_file))
         closing = Closing(settings.max_concurrent_requests)
         interceptors.append(closing)
-        intake = intake_of(settings, rpcs.check)
-        interceptors.append(intake)
+        interceptors.append(intake_of(settings, rpcs.check))
         shared = settings.resolved_front_ends > 1
         if shared:
             check_port(settings)
@@ -153,7 +153,8 @@ class Server:
         address = f"{settings.address.rpartition(':')[0]}:{port}"
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
-            trusting = [*telemetry.interceptors(), ErrorInterceptor(), intake]
+            trusting = [*telemetry.interceptors(), ErrorInterceptor()]
+            trusting.append(intake_of(settings, rpcs.check, trusted=True))
             socket = await RouterSocket.listen(settings, path, rpcs, board, trusting)
             stack.push_async_callback(socket.stop, None)
             shard_url = f"unix://{path}"
@@ -191,6 +192,9 @@ class Server:
         parts.load.client = ranks.client
         parts.admission.closed = None
         parts.forming.done()
+        # What is there now stays: to look through it for garbage holds the loop for tens of ms.
+        gc.collect()
+        gc.freeze()
         await parts.board.set_serving(True)
         log.info("serving", extra=_summary(self.settings, ready, parts.listener))
         return await self._serve(parts, ranks, drains, others)

@@ -159,6 +159,7 @@ def test_a_connection_without_calls_is_closed_in_the_end() -> None:
         assert floods.closed_within(idle, 60)
 
 
+@pytest.mark.slow
 def test_a_connection_that_answers_no_ping_is_closed() -> None:
     """Its other end is gone, and the network says nothing."""
     with serve("--keepalive-seconds", "10") as server, floods.opened(server.port) as half_open:

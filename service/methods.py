@@ -53,7 +53,7 @@ SMALL = MethodLimits(4 * _KILOBYTE, Size(fields=64, elements=64))
 _PROMPT = MethodLimits(None, Size(fields=32_768, elements=262_144))
 #: Thousands of prompts, each with a router's own table of slots.
 _BATCH = MethodLimits(None, Size(fields=131_072, elements=1_310_720))
-_ROUTERS_BATCH = MethodLimits(None, Size(fields=524_288, elements=1_310_720))
+_ROUTERS_BATCH = MethodLimits(None, Size(fields=524_288, elements=2_097_152))
 #: Numbers of requests.
 _NAMES = MethodLimits(1024 * _KILOBYTE, Size(fields=8192, elements=131_072))
 

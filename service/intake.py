@@ -114,13 +114,18 @@ class Intake(grpc.aio.ServerInterceptor):
         limits: of each method, by its full name; methods that are not there are not limited.
         gate: called with a method's full name before a message is read; raises a ServiceError if
             the call would be refused whatever it says.
+        arrival: seconds that a message may take to arrive.
     """
 
     def __init__(
-        self, limits: Mapping[str, MethodLimits], gate: Callable[[str], None] = open_to_all
+        self,
+        limits: Mapping[str, MethodLimits],
+        gate: Callable[[str], None] = open_to_all,
+        arrival: float = ARRIVAL_SECONDS,
     ) -> None:
         self._limits = limits
         self._gate = gate
+        self._arrival = arrival
         self._parsers: dict[str, Parser] = {}
 
     async def intercept_service(
@@ -140,15 +145,15 @@ class Intake(grpc.aio.ServerInterceptor):
         return self._parsing_one(handler, parser, method)
 
     def _parsing_one(self, handler: Handler, parser: Parser, method: str) -> Handler:
-        inner, gate = behaviour_of(handler), self._gate
+        inner, gate, arrival = behaviour_of(handler), self._gate, self._arrival
 
         async def coroutine(requests: Any, context: Context) -> Any:
             gate(method)
-            return await inner(await parser.parse(await _message(context)), context)
+            return await inner(await parser.parse(await _message(context, arrival)), context)
 
         async def generator(requests: Any, context: Context) -> AsyncIterator[Any]:
             gate(method)
-            request = await parser.parse(await _message(context))
+            request = await parser.parse(await _message(context, arrival))
             async with contextlib.aclosing(inner(request, context)) as answers:
                 async for answer in answers:
                     yield answer
@@ -161,13 +166,13 @@ class Intake(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
 
 
-async def _message(context: Context) -> bytes:
+async def _message(context: Context, seconds: float) -> bytes:
     """The call's only message. Raises InvalidArgument or DeadlineExceeded if it does not come."""
     try:
-        async with asyncio.timeout(ARRIVAL_SECONDS):
+        async with asyncio.timeout(seconds):
             data = await context.read()
     except TimeoutError:
-        problem = f"the request did not arrive within {ARRIVAL_SECONDS:g} s"
+        problem = f"the request did not arrive within {seconds:g} s"
         raise DeadlineExceeded(problem) from None
     if data is grpc.aio.EOF:
         raise InvalidArgument(WHOLE, "is missing: the call has no message")

@@ -10,10 +10,14 @@ import pytest
 from rpcs import Scripted, serving
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.errors import ResourceExhausted
+from tokenpod.service.admission import Admission
+from tokenpod.service.errors import ResourceExhausted, Unavailable
+from tokenpod.service.generate import GenerateService
 from tokenpod.service.intake import Intake, Parser, open_to_all
 from tokenpod.service.interceptors import ErrorInterceptor
 from tokenpod.service.methods import MethodLimits, method_limits
+from tokenpod.service.servicers import Rpcs
+from tokenpod.service.telemetry import Telemetry, TelemetrySettings
 from tokenpod.service.wire import Size
 
 INFO = "/generate.v3.TextGenerationService/Info"
@@ -93,3 +97,24 @@ async def test_a_message_is_parsed_only_if_it_may_be_that_long() -> None:
         with pytest.raises(Exception, match="at most"):
             await parser.parse(refused)
     assert len(parsed) == 1
+
+
+def test_the_gate_knows_a_start_a_drain_and_a_full_queue() -> None:
+    admission = Admission(max_requests=1, max_queue_tokens=1)
+    telemetry = Telemetry.start(TelemetrySettings())
+    rpcs = Rpcs(admission, GenerateService(admission, telemetry), healthy=lambda: True)
+    tokens, prefill = GENERATE.replace("Generate", "Tokens"), INFO.replace("Info", "Prefill")
+    for path in (GENERATE, tokens, prefill, INFO):
+        with pytest.raises(Unavailable, match="not loaded"):
+            rpcs.check(path)
+    rpcs.check("/grpc.health.v1.Health/Check")
+    admission.closed = None
+    rpcs.check(GENERATE)
+    with admission.enter():
+        with pytest.raises(ResourceExhausted, match="at most 1"):
+            rpcs.check(GENERATE)
+        rpcs.check(tokens)
+    admission.drain()
+    for path in (GENERATE, tokens):
+        with pytest.raises(Unavailable, match="draining"):
+            rpcs.check(path)

@@ -43,13 +43,7 @@ from tokenpod.service.house import House
 from tokenpod.service.intake import intake_of
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod.service.leaving import FORMING, drain, make_way, take_leave
-from tokenpod.service.listen import (
-    StartError,
-    bind,
-    channel_options,
-    check_port,
-    reason,
-)
+from tokenpod.service.listen import StartError, bind, channel_options, check_port, reason
 from tokenpod.service.logs import configure_logging
 from tokenpod.service.model_store import ModelNotFound, resolve_model
 from tokenpod.service.parts import CurrentLoad, Listener, Parts

@@ -106,10 +106,7 @@ def count(kind: Descriptor, shape: Shape, data: bytes, most: Size) -> Iterator[N
                 tag, at = _varint(data, at - 1)
             number, wire_type = tag >> 3, tag & 7
             if fields + weight > most.fields:
-                name = _list_name(kind, [*numbers, number])
-                raise InvalidArgument(
-                    name, f"is too long: a message of this method has at most {most.fields} fields"
-                )
+                raise _too_long(kind, [*numbers, number], f"{most.fields} fields")
             if wire_type == _DELIMITED:
                 size = data[at]
                 at += 1
@@ -128,12 +125,8 @@ def count(kind: Descriptor, shape: Shape, data: bytes, most: Size) -> Iterator[N
                 if inner is not None:
                     elements -= _elements(inner, data, at, stop, elements)
                     if elements < 0:
-                        name = _list_name(kind, [*numbers, number])
-                        raise InvalidArgument(
-                            name,
-                            "is too long: a message of this method has at most"
-                            f" {most.elements} numbers in lists",
-                        )
+                        path = [*numbers, number]
+                        raise _too_long(kind, path, f"{most.elements} numbers in lists")
                 at = stop
             else:
                 at = _skipped(data, at, wire_type)
@@ -189,6 +182,12 @@ def _elements(packed: _Packed, data: bytes, at: int, stop: int, most: int) -> in
     if size > _LONGEST_VARINT * most:
         return most + 1
     return len(data[at:stop].translate(None, _UNENDING)) if size > most else size
+
+
+def _too_long(kind: Descriptor, numbers: list[int], limit: str) -> InvalidArgument:
+    """For a message that has reached its limit at the field to which `numbers` lead."""
+    problem = f"is too long: a message of this method has at most {limit}"
+    return InvalidArgument(_list_name(kind, numbers), problem)
 
 
 def _list_name(kind: Descriptor, numbers: list[int]) -> str:

@@ -88,9 +88,8 @@ class Admission:
         left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
         return Unavailable(self.closed or DRAINING, retry_after=min(left, MOST_RETRY_SECONDS))
 
-    @contextmanager
-    def enter(self) -> Iterator[Place]:
-        """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
+    def check_room(self) -> None:
+        """Raise what `enter` would raise now."""
         self.check_open()
         if self.house.stalled:
             # A router's steps are let through: the error of one would end all that it runs.
@@ -102,6 +101,11 @@ class Admission:
                 limit="max_concurrent_requests",
                 retry_after=RETRY_SECONDS,
             )
+
+    @contextmanager
+    def enter(self) -> Iterator[Place]:
+        """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
+        self.check_room()
         self.house.add(requests=1)
         place = Place(self)
         try:

@@ -7,7 +7,9 @@ token a step as scalars.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from tokenpod.protos.generate.v1 import generate_pb2 as v1
@@ -34,15 +36,19 @@ from tokenpod.service.calls import (
 
 log = logging.getLogger("tokenpod.shard")
 
+#: What is converted before others get their turn: some milliseconds each.
+_SLICE_IDS = 32_768
+_SLICE_REQUESTS = 128
+
 #: TGI's routers read messages of up to 4 MiB; some room is left for framing.
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024 - 4096
 
 
-def generate_call(request: v3.GenerateRequest) -> GenerateCall:
-    """What `request` asks for."""
+async def generate_call(request: v3.GenerateRequest) -> GenerateCall:
+    """What `request` asks for. Other tasks get their turn while long lists are copied."""
     sampling, stopping, output = request.sampling, request.stopping, request.output
     return GenerateCall(
-        prompt=_prompt(request),
+        prompt=await _prompt(request),
         sampling=Sampling(
             do_sample=sampling.do_sample if sampling.HasField("do_sample") else None,
             temperature=sampling.temperature if sampling.HasField("temperature") else None,
@@ -89,16 +95,25 @@ def tokens_call(request: v3.TokensRequest | v1.TokensRequest) -> TokensCall:
     return TokensCall(prompt, special, request.return_ids)
 
 
-def _prompt(request: v3.GenerateRequest) -> Prompt:
+async def _prompt(request: v3.GenerateRequest) -> Prompt:
     match request.WhichOneof("prompt"):
         case "text":
             return request.text
         case "token_ids":
-            return tuple(request.token_ids.ids)
+            return await _copied(request.token_ids.ids)
         case "chat":
             return _chat(request.chat)
         case _:
             return None
+
+
+async def _copied(ids: Sequence[int]) -> tuple[int, ...]:
+    copied: list[int] = []
+    for at in range(0, len(ids), _SLICE_IDS):
+        if at:
+            await asyncio.sleep(0)
+        copied += ids[at : at + _SLICE_IDS]
+    return tuple(copied)
 
 
 def _chat(chat: v3.Chat) -> ChatPrompt:
@@ -125,10 +140,14 @@ class ShardCodec:
 
     # -- in ------------------------------------------------------------------------------------
 
-    def prefill(self, request: Any) -> PrefillCall:
-        """A Prefill's batch, and the cached one to join."""
-        requests = tuple(self._request(r) for r in request.batch.requests)
-        batch = ShardBatch(request.batch.id, requests)
+    async def prefill(self, request: Any) -> PrefillCall:
+        """A Prefill's batch, and the cached one to join. Others get their turn in a long one."""
+        requests = []
+        for at, each in enumerate(request.batch.requests, start=1):
+            requests.append(self._request(each))
+            if not at % _SLICE_REQUESTS:
+                await asyncio.sleep(0)
+        batch = ShardBatch(request.batch.id, tuple(requests))
         joins = self._has_chunks and request.HasField("cached_batch")
         return PrefillCall(batch, request.cached_batch.id if joins else None)
 

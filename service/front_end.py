@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -24,14 +25,16 @@ from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.admission import Admission
+from tokenpod.service.certificates import credentials
 from tokenpod.service.client import EngineClient, EngineLost
 from tokenpod.service.closing import Closing
 from tokenpod.service.encoder import Encoder
 from tokenpod.service.front_ends import Order
 from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.house import House
+from tokenpod.service.intake import intake_of
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.listen import StartError, bind, channel_options, credentials
+from tokenpod.service.listen import StartError, bind, channel_options
 from tokenpod.service.logs import configure_logging
 from tokenpod.service.reflection import enable_reflection
 from tokenpod.service.relay import relay_of
@@ -94,6 +97,9 @@ class FrontEnd:
             limits = request_limits(settings, client.ready.result())
             generate.start(Serving(client, encoder, limits, settings.model_id))
             admission.closed = None
+            # As in the first one.
+            gc.collect()
+            gc.freeze()
             bind(server, order.address, credentials(settings))
             await server.start()
             house.set_serving()
@@ -121,6 +127,7 @@ class FrontEnd:
         if self.settings.auth_token_file is not None:
             interceptors.append(AuthInterceptor(self.settings.auth_token_file))
         interceptors.append(closing)
+        interceptors.append(intake_of(self.settings, generate.check))
         relay = await stack.enter_async_context(
             relay_of(self.order.relay_address, self.order.relay_secret)
         )

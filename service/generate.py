@@ -87,6 +87,11 @@ class GenerateService:
         """The model is ready."""
         self._serving = serving
 
+    def check(self, method: str) -> None:
+        """Raise what a call of `Generate` or `Tokens` would be refused with, whatever it asks."""
+        if method.endswith(("/Generate", "/Tokens")):
+            self._admission.check_room()
+
     async def generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
@@ -103,7 +108,7 @@ class GenerateService:
                 raise FailedPrecondition(
                     f"this pod follows: ask the leader at {serving.leader_address}"
                 )
-            call = convert.generate_call(request)
+            call = await convert.generate_call(request)
             validate.check_generate(call, serving.limits)
             lease = stack.enter_context(self._admission.memory.reserve(prompt_bytes(call.prompt)))
             request_id = _request_id(call, context)

@@ -22,15 +22,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from tokenpod.service.admission import RETRY_SECONDS
+from tokenpod.service.errors import ResourceExhausted
+from tokenpod.service.intake import Intake
+from tokenpod.service.interceptors import ErrorInterceptor
+from tokenpod.service.listen import CONNECTION_TIMES
+from tokenpod.service.methods import method_limits
+from tokenpod.service.reflection import enable_reflection
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _POLL_SECONDS = 0.25
+
+#: Of the health port's server. Nobody there needs more than a name and a moment.
+_HEALTH_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 4096),
+    ("grpc.max_concurrent_streams", 100),
+    *CONNECTION_TIMES,
+    ("grpc.max_connection_idle_ms", 120_000),
+)
 
 
 class Progress(Protocol):
@@ -61,6 +78,47 @@ class Progress(Protocol):
         ...
 
 
+class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
+    """grpcio's own, with `List`, and with a limit on streams.
+
+    Args:
+        most_watchers: `Watch` streams at once, on all servers that it answers on; each takes some
+            20 kB for as long as its client likes.
+    """
+
+    def __init__(self, most_watchers: int) -> None:
+        super().__init__()
+        self._most_watchers = most_watchers
+        self._watchers = 0
+
+    async def List(  # noqa: N802 - protobuf's name
+        self, request: health_pb2.HealthListRequest, context: Any
+    ) -> health_pb2.HealthListResponse:
+        """Every name with its status."""
+        statuses = {
+            name: health_pb2.HealthCheckResponse(status=status)
+            for name, status in self._server_status.items()
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def Watch(  # noqa: N802 - protobuf's name
+        self, request: health_pb2.HealthCheckRequest, context: Any
+    ) -> None:
+        """The status of a name, and each that it changes to."""
+        if self._watchers >= self._most_watchers:
+            raise ResourceExhausted(
+                f"{self._watchers} Watch streams are open; this server takes at most"
+                f" {self._most_watchers}",
+                limit="watch streams",
+                retry_after=RETRY_SECONDS,
+            )
+        self._watchers += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._watchers -= 1
+
+
 class HealthBoard:
     """What probes and load balancers are told.
 
@@ -68,6 +126,7 @@ class HealthBoard:
         follows: this pod has no part in serving but to follow the leader.
         stall_timeout: seconds without a sign of the engine after which it never moves again.
         on_stall: hears whether work waits in vain for a step.
+        most_watchers: `Watch` streams at once; see `HealthServicer`.
     """
 
     service_name = "grpc.health.v1.Health"
@@ -78,8 +137,9 @@ class HealthBoard:
         follows: bool = False,
         stall_timeout: float = 40.0,
         on_stall: Callable[[bool], None] = lambda stalled: None,
+        most_watchers: int = 1000,
     ) -> None:
-        self._servicer = health.aio.HealthServicer()
+        self._servicer = HealthServicer(most_watchers)
         self._follows = follows
         self._stall_timeout = stall_timeout
         self._on_stall = on_stall
@@ -191,10 +251,16 @@ class HealthBoard:
 async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:
     """A second server with health alone: plaintext and open, for kubelet's gRPC probes.
 
+    It is open to whoever reaches it, so it takes small messages only. It has no limit on
+    connections: probes must get through.
+
     Raises RuntimeError if the address is taken.
     """
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor(), Intake(method_limits())], options=_HEALTH_OPTIONS
+    )
     await board.add_to(server, ())
+    enable_reflection([board.service_name], server, files=[health_pb2.DESCRIPTOR])
     port = server.add_insecure_port(address)
     await server.start()
     return server, port

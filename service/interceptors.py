@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from tokenpod.service.decoding import decoded, decoded_stream, tolerant
 from tokenpod.service.errors import Internal, ServiceError, Unauthenticated
 
 log = logging.getLogger("tokenpod.rpc")
@@ -26,6 +25,8 @@ log = logging.getLogger("tokenpod.rpc")
 Handler = Any
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Context = Any
+
+_NO_TOKEN = "the call has no token"  # noqa: S105 (a text, not a token)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -71,11 +72,14 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         service = handler_call_details.method.split("/")[1]
         if handler is None or service in self._exempt:
             return handler
-        metadata = dict(handler_call_details.invocation_metadata or ())
-        given = str(metadata.get("authorization", ""))
-        if self._knows(given):
+        metadata = handler_call_details.invocation_metadata or ()
+        given = [str(value) for key, value in metadata if key == "authorization"]
+        # Of two, what stands before this server may have looked at the other one.
+        if len(given) == 1 and self._knows(given[0]):
             return handler
-        problem = "the call carries a token that is not known" if given else "the call has no token"
+        problem = "the call carries a token that is not known" if any(given) else _NO_TOKEN
+        if len(given) > 1:
+            problem = f"the call carries {len(given)} tokens; it must carry one"
         return refusing(handler, Unauthenticated(f"{problem} (authorization: Bearer TOKEN)"))
 
     def _knows(self, authorization: str) -> bool:
@@ -119,7 +123,8 @@ def behaviour_of(handler: Handler) -> Any:
 
 def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
     """`handler` with another function behind it."""
-    return _remade(handler, behaviour, handler.request_deserializer)
+    _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
 
 async def _at_once() -> None:
@@ -129,44 +134,38 @@ async def _at_once() -> None:
 def refusing(
     handler: Handler, error: ServiceError, after: Callable[[], Awaitable[None]] = _at_once
 ) -> Handler:
-    """A handler that answers `error` after `after`; what was sent is not even decoded."""
+    """A handler that answers `error` after `after`. What was sent is not even read.
 
-    async def refuse(request: Any, context: Context) -> None:
+    It is one of a stream of requests, which are read when they are asked for: here never.
+    """
+
+    async def refuse(requests: Any, context: Context) -> None:
         await after()
         await _abort(context, error)
 
-    return _remade(handler, refuse, None)
-
-
-def _remade(
-    handler: Handler, behaviour: Any, deserialize: Callable[[bytes], Any] | None
-) -> Handler:
-    _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
-    return make(behaviour, deserialize, handler.response_serializer)
+    _, make = _ARITIES[True, handler.response_streaming]
+    return make(refuse, None, handler.response_serializer)
 
 
 def _guarded(handler: Handler, method: str) -> Handler:
     inner = behaviour_of(handler)
-    checked = decoded_stream if handler.request_streaming else decoded
 
     async def coroutine(request: Any, context: Context) -> Any:
         try:
-            return await inner(checked(request), context)
+            return await inner(request, context)
         except Exception as error:
             await _answer(error, context, method)
 
     async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             # A client that goes away leaves the generator in the middle: it ends here and now.
-            async with contextlib.aclosing(inner(checked(request), context)) as stream:
+            async with contextlib.aclosing(inner(request, context)) as stream:
                 async for message in stream:
                     yield message
         except Exception as error:
             await _answer(error, context, method)
 
-    behaviour = generator if inspect.isasyncgenfunction(inner) else coroutine
-    deserialize = handler.request_deserializer
-    return _remade(handler, behaviour, tolerant(deserialize) if deserialize else None)
+    return with_behaviour(handler, generator if inspect.isasyncgenfunction(inner) else coroutine)
 
 
 async def _answer(error: Exception, context: Context, method: str) -> None:

@@ -13,6 +13,25 @@ from tokenpod.config import ServerSettings
 #: gRPC's own "never", for times in milliseconds.
 _NEVER_MS = 2**31 - 1
 
+#: How long gRPC waits for a connection's first bytes, TLS included, and for the answer to a ping.
+#: Whoever is silent that long is gone, or keeps a descriptor for nothing.
+CONNECTION_TIMES = (
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),
+)
+#: Calls that have arrived and that Python has not taken yet. Beyond the first number gRPC resets
+#: calls at random, beyond the second all: CANCELLED without details, which clients do not try
+#: again. What one connection can have there is bounded by its streams, so a connection that opens
+#: and resets streams as fast as it can takes none of the others' room.
+MOST_PENDING, MOST_PENDING_AT_ALL = 20_000, 40_000
+_LEAST_STREAMS = 256
+
+
+def most_streams(settings: ServerSettings) -> int:
+    """Calls of one connection at once: one connection may fill a batch, and the queue behind it."""
+    return max(_LEAST_STREAMS, 2 * settings.resolved_batch_size)
+
 
 class StartError(Exception):
     """The server cannot start; the text is one line for the operator."""
@@ -20,30 +39,26 @@ class StartError(Exception):
 
 def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tuple[str, int]]:
     """gRPC's options of the public server; `shared_port`: other processes listen on it too."""
-    age = settings.max_connection_age_seconds
+    age, idle = settings.max_connection_age_seconds, settings.max_connection_idle_seconds
     return [
         # Unless it is to be shared, a second server on the port must fail to bind.
         ("grpc.so_reuseport", int(shared_port)),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", most_streams(settings)),
+        # It refuses calls of a client that keeps to its streams, for want of a moment to clear up.
+        ("grpc.http.overload_protection", 0),
+        ("grpc.server.max_pending_requests", MOST_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING_AT_ALL),
+        ("grpc.max_allowed_incoming_connections", settings.connections_per_front_end),
+        *CONNECTION_TIMES,
         ("grpc.keepalive_time_ms", int(settings.keepalive_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.max_connection_idle_ms", int(idle * 1000) if idle else _NEVER_MS),
         ("grpc.max_connection_age_ms", int(age * 1000) if age else _NEVER_MS),
         ("grpc.max_connection_age_grace_ms", 600_000),
     ]
-
-
-def credentials(settings: ServerSettings) -> grpc.ServerCredentials | None:
-    """TLS as the operator wants it; raises StartError for a file that cannot be read."""
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    try:
-        pair = (settings.tls_key.read_bytes(), settings.tls_cert.read_bytes())
-        client_ca = settings.tls_client_ca.read_bytes() if settings.tls_client_ca else None
-    except OSError as error:
-        raise StartError(f"cannot read {error.filename}: {error.strerror}") from error
-    return grpc.ssl_server_credentials([pair], client_ca, client_ca is not None)
 
 
 def bind(server: grpc.aio.Server, address: str, with_tls: grpc.ServerCredentials | None) -> int:

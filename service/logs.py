@@ -14,6 +14,13 @@ def _extras(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in vars(record).items() if key not in _OWN}
 
 
+def _quoted(value: object) -> str:
+    """`value` as one word: a client's own text must not look like a field, or a line, of ours."""
+    text = str(value)
+    plain = text.isprintable() and not any(mark in text for mark in ' "=')
+    return text if plain and text else json.dumps(text)
+
+
 class TextFormatter(logging.Formatter):
     """`2026-11-21T10:20:00.123Z INFO tokenpod: serving model_id=demo ...`"""
 
@@ -22,7 +29,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """One line, then the traceback if there is one."""
         moment = f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z"
-        extras = "".join(f" {key}={value}" for key, value in _extras(record).items())
+        extras = "".join(f" {key}={_quoted(value)}" for key, value in _extras(record).items())
         line = f"{moment} {record.levelname} {record.name}: {record.getMessage()}{extras}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 

@@ -23,9 +23,21 @@ V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 V1 = "grpc.reflection.v1.ServerReflection"
 
 
-def enable_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> None:
-    """Describe these services to whoever asks."""
-    pool = _MethodFindingPool(descriptor_pool.Default())
+def enable_reflection(
+    service_names: Sequence[str],
+    server: grpc.aio.Server,
+    *,
+    files: Sequence[FileDescriptor] | None = None,
+) -> None:
+    """Describe these services to whoever asks.
+
+    Args:
+        service_names: what is listed.
+        server: does not run yet.
+        files: nothing but what is in them can be described; None: all that this process knows.
+    """
+    known = descriptor_pool.Default() if files is None else _pool_of(files)
+    pool = _MethodFindingPool(known)
     servicer = ReflectionServicer([*service_names, V1ALPHA], pool)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
@@ -35,6 +47,23 @@ def enable_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> 
     )
     methods = {"ServerReflectionInfo": handler}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1, methods),))
+
+
+def _pool_of(files: Sequence[FileDescriptor]) -> descriptor_pool.DescriptorPool:
+    """A pool of these files, what they import, and reflection itself."""
+    pool, there = descriptor_pool.DescriptorPool(), set[str]()
+
+    def add(file: FileDescriptor) -> None:
+        if file.name in there:
+            return
+        there.add(file.name)
+        for imported in file.dependencies:
+            add(imported)
+        pool.AddSerializedFile(file.serialized_pb)
+
+    for file in (*files, reflection_pb2.DESCRIPTOR):
+        add(file)
+    return pool
 
 
 class _MethodFindingPool:

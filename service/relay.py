@@ -17,9 +17,11 @@ from typing import Any
 
 import grpc
 
+from tokenpod.config import ServerSettings
 from tokenpod.service.convert import codecs
 from tokenpod.service.errors import Unauthenticated
 from tokenpod.service.health import HealthBoard
+from tokenpod.service.intake import intake_of
 from tokenpod.service.interceptors import Continuation, ErrorInterceptor, refusing
 from tokenpod.service.servicers import Rpcs, add_servicers
 
@@ -27,8 +29,8 @@ _HEALTH = HealthBoard.service_name
 #: Metadata of a relayed call: the secret that the front ends share.
 SECRET_KEY = "tokenpod-relay"  # noqa: S105 (a name, not a secret)
 
-#: What the transport makes itself, or what the other hop must not be told twice.
-_HOP = frozenset({"user-agent", "te", "content-type"})
+#: What the transport makes itself, or what the other hop must not be told, or not twice.
+_HOP = frozenset({"user-agent", "te", "content-type", SECRET_KEY})
 _HOP_PREFIXES = ("grpc-", ":")
 #: What the contract promises of an error, though the names begin with grpc-.
 _CONTRACT = frozenset({"grpc-status-details-bin", "grpc-retry-pushback-ms"})
@@ -38,21 +40,34 @@ Context = Any
 Handler = Any
 
 
-async def serve_relay(rpcs: Rpcs, board: HealthBoard) -> tuple[grpc.aio.Server, str, str]:
+async def serve_relay(
+    settings: ServerSettings, rpcs: Rpcs, board: HealthBoard
+) -> tuple[grpc.aio.Server, str, str]:
     """Serve the further front ends; the server, its address and the secret that it asks for.
 
-    It records nothing: the front end that a call reached has done so.
+    It records nothing: the front end that a call reached has done so. Whoever shares the network
+    namespace can connect, so it takes no more than the public port does, reads no message of who
+    does not know the secret, and has few connections.
     """
     secret = secrets.token_hex(32)
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), RelayGuard(secret)],
-        options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
+        interceptors=[ErrorInterceptor(), RelayGuard(secret), intake_of(settings, rpcs.check)],
+        options=[
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_allowed_incoming_connections", most_connections(settings)),
+        ],
     )
     await board.add_to(server, add_servicers(rpcs, server))
     address = f"unix-abstract:tokenpod-{secrets.token_hex(8)}"
     server.add_insecure_port(address)
     await server.start()
     return server, address, secret
+
+
+def most_connections(settings: ServerSettings) -> int:
+    """One for each further front end, and as many again for those that connect anew."""
+    return 2 * settings.resolved_front_ends
 
 
 @contextlib.asynccontextmanager
@@ -88,8 +103,10 @@ class RelayGuard(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        given = str(dict(handler_call_details.invocation_metadata or ()).get(SECRET_KEY, ""))
-        if handler is None or hmac.compare_digest(given.encode(), self._secret):
+        metadata = handler_call_details.invocation_metadata or ()
+        given = [str(value) for key, value in metadata if key == SECRET_KEY]
+        known = len(given) == 1 and hmac.compare_digest(given[0].encode(), self._secret)
+        if handler is None or known:
             return handler
         return refusing(handler, Unauthenticated("only this pod's own front ends may call here"))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import uvloop
 from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Ready
 from tokenpod.service.admission import Admission
+from tokenpod.service.certificates import credentials
 from tokenpod.service.client import EngineLost
 from tokenpod.service.closing import Closing
 from tokenpod.service.drain_requests import DrainRequests
@@ -39,16 +41,10 @@ from tokenpod.service.front_ends import FrontEndLost, FrontEnds, PodProgress, Wa
 from tokenpod.service.generate import GenerateService, Serving, request_limits
 from tokenpod.service.health import HealthBoard, serve_health
 from tokenpod.service.house import House
+from tokenpod.service.intake import intake_of
 from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod.service.leaving import drain, end_stalled, make_way, send_away, take_leave
-from tokenpod.service.listen import (
-    StartError,
-    bind,
-    channel_options,
-    check_port,
-    credentials,
-    reason,
-)
+from tokenpod.service.listen import StartError, bind, channel_options, check_port, reason
 from tokenpod.service.logs import configure_logging, print_error
 from tokenpod.service.model_store import ModelNotFound, resolve_model
 from tokenpod.service.parts import CurrentLoad, Listener, Parts, Public, Renewal
@@ -146,6 +142,7 @@ class Server:
             interceptors.append(AuthInterceptor(settings.auth_token_file))
         closing = Closing(settings.max_concurrent_requests)
         interceptors.append(closing)
+        interceptors.append(intake_of(settings, rpcs.check))
         shared = settings.resolved_front_ends > 1
         options = channel_options(settings, shared_port=shared)
         server = grpc.aio.server(interceptors=interceptors, options=options)
@@ -169,6 +166,7 @@ class Server:
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
             trusting = [*telemetry.interceptors(), ErrorInterceptor()]
+            trusting.append(intake_of(settings, rpcs.check, trusted=True))
             socket = await RouterSocket.listen(settings, path, rpcs, board, trusting)
             stack.push_async_callback(socket.stop, None)
             shard_url = f"unix://{path}"
@@ -216,6 +214,9 @@ class Server:
         parts.load.client = ranks.client
         parts.admission.closed = None
         parts.forming.done()
+        # What is there now stays: to look through it for garbage holds the loop for tens of ms.
+        gc.collect()
+        gc.freeze()
         await parts.board.set_serving(True)
         log.info("serving", extra=_summary(self.settings, ready, parts.listener))
         return await self._serve(parts, ranks, drains, others)
@@ -248,7 +249,7 @@ class Server:
         for index in range(1, house.count):
             # What a life before has left.
             house.forget(index)
-        relay, address, secret = await serve_relay(parts.rpcs, parts.board)
+        relay, address, secret = await serve_relay(self.settings, parts.rpcs, parts.board)
         life.push_async_callback(relay.stop, None)
         others = FrontEnds.start(
             self.settings,
@@ -370,6 +371,7 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "kv_cache_dtype": ready.kv_cache_dtype,
         "device": ready.device_type,
         "front_ends": settings.resolved_front_ends,
+        "max_connections": settings.resolved_max_connections,
         "parameters": ready.parameters,
         "kv_slots": ready.slots,
         "kv_slots_from": ready.slots_from,

@@ -32,6 +32,15 @@ _IDS_AT_ONCE = 16_384
 MODEL_ID_KEY = "tokenpod-model-id"
 
 
+#: What `Shard` is behind.
+_SHARD_RPCS = frozenset(
+    {
+        *("Health", "Info", "ServiceDiscovery", "ClearCache"),
+        *("FilterBatch", "Warmup", "Prefill", "Decode"),
+    }
+)
+
+
 class Shard(Protocol):
     """The shard rpcs of a pod, whether it leads or follows."""
 
@@ -93,6 +102,13 @@ class Rpcs:
         self.model_id = model_id
         self._ready = ready
         self._shard = shard
+
+    def check(self, method: str) -> None:
+        """Raise what a call of `method` would be refused with, whatever it asks."""
+        if method.rpartition("/")[2] in _SHARD_RPCS:
+            _ = self.shard
+        else:
+            self.generate.check(method)
 
     @property
     def shard(self) -> Shard:
@@ -179,7 +195,7 @@ class ShardServicer:
     async def Prefill(self, request: Any, context: Context) -> Any:
         """New prompts."""
         with _logged("Prefill", request.batch.id):
-            step = await self.rpcs.shard.prefill(self.codec.prefill(request))
+            step = await self.rpcs.shard.prefill(await self.codec.prefill(request))
         return self.codec.step(self.codec.pb.PrefillResponse(), step)
 
     async def Decode(self, request: Any, context: Context) -> Any:

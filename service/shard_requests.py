@@ -6,6 +6,7 @@ while the rest of its batch goes on.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ log = logging.getLogger("tokenpod.shard")
 
 #: A router's liveness probe: its batch, and the request in it.
 _LIVENESS_ID = 2**64 - 1
+#: Requests that are opened before others get their turn.
+_SLICE = 64
 #: Names of models that are remembered, so that each is logged once.
 _MOST_NAMES = 1000
 
@@ -39,8 +42,16 @@ class Opened:
 
 def is_probe(batch: ShardBatch) -> bool:
     """Whether a batch is a router's liveness probe: one token of one request."""
-    ids = [(request.id, request.max_new_tokens) for request in batch.requests]
-    return batch.id == _LIVENESS_ID and ids == [(_LIVENESS_ID, 1)]
+    if batch.id != _LIVENESS_ID or len(batch.requests) != 1:
+        return False
+    (request,) = batch.requests
+    return (request.id, request.max_new_tokens) == (_LIVENESS_ID, 1)
+
+
+async def _turn(at: int) -> None:
+    """Give others their turn now and then: a batch may have thousands of requests."""
+    if at % _SLICE == _SLICE - 1:
+        await asyncio.sleep(0)
 
 
 class ShardRequests:
@@ -60,6 +71,7 @@ class ShardRequests:
         limits, opened = self._serving.limits, Opened()
         good: list[tuple[int, ShardRequest]] = []
         for at, asked in enumerate(batch.requests):
+            await _turn(at)
             try:
                 validate.check_shard_request(asked, at, limits)
                 good.append((at, asked))
@@ -68,6 +80,7 @@ class ShardRequests:
         texts = [self._text(asked, limits.max_total_tokens) for _, asked in good]
         prompts = await self._serving.encoder.encode_all(texts, field="inputs")
         for (at, asked), prompt in zip(good, prompts, strict=True):
+            await _turn(at)
             try:
                 if isinstance(prompt, InvalidArgument):
                     raise prompt

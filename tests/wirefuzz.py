@@ -205,11 +205,11 @@ def string_fields(kind: Descriptor) -> Iterator[Any]:
 def raw(path: Sequence[FieldDescriptor], payload: bytes) -> bytes:
     """A request that holds `payload` in the length-delimited field at `path`, and nothing else."""
     for field in reversed(path):
-        payload = _varint(field.number << 3 | 2) + _varint(len(payload)) + payload
+        payload = varint(field.number << 3 | 2) + varint(len(payload)) + payload
     return payload
 
 
-def _varint(number: int) -> bytes:
+def varint(number: int) -> bytes:
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
@@ -41,6 +42,9 @@ LAUNCHER_VARIABLES = {
 #: Kubernetes sets variables in every pod for a Service named `tokenpod`: TOKENPOD_PORT is a URL.
 _SERVICE_LINK = re.compile(r"^(tcp|udp|sctp)://")
 _SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT(_\d+_(TCP|UDP|SCTP).*)?$")
+
+#: Where a process may open more descriptors than that, it is no limit to think of.
+_MANY_DESCRIPTORS = 1 << 20
 
 
 class SettingsError(ValueError):
@@ -212,6 +216,23 @@ class ServerSettings(BaseSettings):
         " calls go on. 0: never.",
         ge=0,
         le=2_000_000,
+    )
+
+    max_connection_idle_seconds: float = _setting(
+        900.0,
+        Group.NETWORK,
+        "Close a connection that has had no call for so long. 0: never.",
+        ge=0,
+        le=2_000_000,
+    )
+    max_connections: int | None = _setting(
+        None,
+        Group.NETWORK,
+        "Connections to the port at once, front ends sharing them equally; one more is closed. The"
+        " health port and the unix socket have no such limit.",
+        derived="half of the file descriptors that a process may open",
+        ge=1,
+        le=2**30,
     )
 
     max_concurrent_requests: int = _setting(
@@ -462,6 +483,20 @@ class ServerSettings(BaseSettings):
         if self.front_ends or self.resolved_device == "cpu" or sys.platform != "linux":
             return self.front_ends or 1
         return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
+
+    @property
+    def resolved_max_connections(self) -> int:
+        """Connections to the port at once, of all front ends together."""
+        if self.max_connections is not None:
+            return self.max_connections
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        known = most if 0 < most < _MANY_DESCRIPTORS else _MANY_DESCRIPTORS
+        return max(known // 2, 1)
+
+    @property
+    def connections_per_front_end(self) -> int:
+        """What each front end takes of them."""
+        return max(self.resolved_max_connections // self.resolved_front_ends, 1)
 
     @property
     def address(self) -> str:

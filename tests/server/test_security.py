@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,40 @@ def test_a_token_file_that_changes_is_read_again(
         assert unknown is grpc.StatusCode.UNAUTHENTICATED
     finally:
         tokens.write_text(before)
+
+
+def test_a_forged_request_id_stays_one_word_of_the_log(guarded: ServerProcess, pems: Path) -> None:
+    forged = "x generated_tokens=999 finished=True"
+    with channel(guarded, pems, "client") as opened:
+        request = text_request("x", stopping={"max_new_tokens": 1}, request_id=forged)
+        metadata = (("authorization", "Bearer first-token"),)
+        generate(rpc.TextGenerationServiceStub(opened), request, metadata=metadata)
+    (logged,) = [text for text in guarded.log.read_text().splitlines() if forged in text]
+    assert f'request_id="{forged}"' in logged
+
+
+def served(server: ServerProcess) -> str:
+    """The certificate that a new connection is shown."""
+    return ssl.get_server_certificate(("127.0.0.1", server.port), timeout=20)
+
+
+def test_replaced_certificates_are_served_to_new_connections(tmp_path: Path) -> None:
+    for authority in ("ca", "next"):
+        make_authority(tmp_path, authority)
+    make_certificate(tmp_path, "server", "ca")
+    cert, key = tmp_path / "server.pem", tmp_path / "server.key"
+    with serve("--tls-cert", str(cert), "--tls-key", str(key)) as server:
+        first = served(server)
+        assert first.strip() == cert.read_text().strip()
+        trusted = grpc.ssl_channel_credentials((tmp_path / "ca.pem").read_bytes())
+        with grpc.secure_channel(server.address, trusted) as old:
+            stub: Any = rpc.TextGenerationServiceStub(old)
+            generate(stub, REQUEST)
+            # A renewal that is not over: the certificate has no key yet.
+            make_certificate(tmp_path, "other", "next")
+            (tmp_path / "other.pem").rename(cert)
+            assert served(server) == first
+            (tmp_path / "other.key").rename(key)
+            assert served(server).strip() == cert.read_text().strip()
+            generate(stub, REQUEST)
+        assert "have been read anew" in server.log.read_text()

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rpcs import serving
 
 from tokenpod.service.health import HealthBoard, serve_health
@@ -285,3 +286,90 @@ async def test_a_taken_health_port_is_refused(probe: Probe) -> None:
             await serve_health(f"127.0.0.1:{port}", HealthBoard())
     finally:
         await server.stop(None)
+
+
+async def test_list_names_every_service_with_its_status(probe: Probe) -> None:
+    await probe.board.set_serving(True)
+    listed = await probe.stub.List(health_pb2.HealthListRequest(), timeout=5)
+    statuses = {name: answer.status for name, answer in listed.statuses.items()}
+    assert statuses == dict.fromkeys([*READY, "startup", "liveness"], SERVING)
+    await probe.board.drain()
+    listed = await probe.stub.List(health_pb2.HealthListRequest(), timeout=5)
+    assert listed.statuses["readiness"].status == NOT_SERVING
+    assert listed.statuses["liveness"].status == SERVING
+
+
+async def test_watch_streams_are_limited_and_their_places_given_back() -> None:
+    board = HealthBoard(most_watchers=2)
+    server, port = await serve_health("127.0.0.1:0", board)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="liveness")
+            watches = [stub.Watch(request) for _ in range(2)]
+            for watch in watches:
+                assert (await watch.read()).status == SERVING
+            with pytest.raises(grpc.aio.AioRpcError, match="at most 2") as refused:
+                await stub.Watch(request).read()
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            watches[0].cancel()
+            async with asyncio.timeout(10):
+                while True:
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        assert (await stub.Watch(request).read()).status == SERVING
+                        break
+            assert (await stub.Check(request)).status == SERVING
+    finally:
+        await server.stop(None)
+
+
+@dataclass
+class HealthPort:
+    """A health port, by a channel."""
+
+    channel: grpc.aio.Channel
+
+    async def code(self, method: str, data: bytes) -> grpc.StatusCode:
+        call: Any = self.channel.unary_unary(f"/grpc.health.v1.Health/{method}")
+        try:
+            await call(data, timeout=10)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+
+@pytest.fixture
+async def health_port() -> AsyncIterator[HealthPort]:
+    server, port = await serve_health("127.0.0.1:0", HealthBoard())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield HealthPort(channel)
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("data", [b"\x0a", b"\xff" * 50, b"\x0a\x01\xff"])
+async def test_what_is_no_message_is_an_invalid_argument(
+    health_port: HealthPort, data: bytes
+) -> None:
+    assert await health_port.code("Check", data) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_health_port_takes_four_kilobytes(health_port: HealthPort) -> None:
+    fits = b"\xfa\x7f" + b"\x80\x1f" + b"x" * 3968
+    assert await health_port.code("Check", fits) is grpc.StatusCode.OK
+    assert await health_port.code("Check", fits * 2) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_the_health_port_describes_health_and_nothing_else(health_port: HealthPort) -> None:
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(health_port.channel)
+    asked = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="grpc.health.v1.Health"),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+    ]
+    listed, health, other = [
+        answer async for answer in stub.ServerReflectionInfo(iter(asked), timeout=10)
+    ]
+    names = {each.name for each in listed.list_services_response.service}
+    assert names == {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert health.file_descriptor_response.file_descriptor_proto
+    assert other.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]

@@ -198,6 +198,9 @@ async def code(channel: grpc.aio.Channel, metadata: Any = (), kind: str = "unary
         (bearer("first-token"), "OK"),
         (bearer("second-token"), "OK"),
         (bearer("first-token", "bearer"), "OK"),
+        ((*bearer("first-token"), *bearer("first-token")), "UNAUTHENTICATED"),
+        ((*bearer("wrong"), *bearer("first-token")), "UNAUTHENTICATED"),
+        ((*bearer("first-token"), *bearer("wrong")), "UNAUTHENTICATED"),
     ],
 )
 async def test_only_a_known_token_lets_a_call_pass(

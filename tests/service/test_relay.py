@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
+from tokenpod.config import ServerSettings
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod.service.admission import Admission
@@ -166,12 +168,22 @@ async def test_a_clients_word_is_not_taken_for_the_secret() -> None:
         assert both.first.metadata == {}
 
 
-async def test_the_real_relay_is_closed_to_strangers() -> None:
+@contextlib.asynccontextmanager
+async def real_relay() -> AsyncIterator[tuple[str, str]]:
+    """The first front end's own, before the model is ready: its address and its secret."""
     admission = Admission(max_requests=1, max_queue_tokens=1)
     generate = GenerateService(admission, Telemetry.start(TelemetrySettings()))
     rpcs = Rpcs(admission, generate, healthy=lambda: True)
-    server, address, secret = await serve_relay(rpcs, HealthBoard())
-    async with grpc.aio.insecure_channel(address) as channel:
+    settings = ServerSettings(front_ends=2, max_message_bytes=1024 * 1024)
+    server, address, secret = await serve_relay(settings, rpcs, HealthBoard())
+    try:
+        yield address, secret
+    finally:
+        await server.stop(None)
+
+
+async def test_the_real_relay_is_closed_to_strangers() -> None:
+    async with real_relay() as (address, secret), grpc.aio.insecure_channel(address) as channel:
         stub: Any = rpc.TextGenerationServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await stub.Info(pb.InfoRequest())
@@ -179,4 +191,41 @@ async def test_the_real_relay_is_closed_to_strangers() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as starting:
             await stub.Info(pb.InfoRequest(), metadata=((SECRET_KEY, secret),))
         assert starting.value.code() is grpc.StatusCode.UNAVAILABLE
-    await server.stop(None)
+
+
+async def test_the_real_relay_reads_no_message_of_a_stranger() -> None:
+    """Whose message never comes: the refusal does not wait for it."""
+    async with real_relay() as (address, _), grpc.aio.insecure_channel(address) as channel:
+        call: Any = channel.stream_unary("/generate.v3.TextGenerationService/Prefill")(timeout=20)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_the_real_relay_takes_no_more_than_the_port() -> None:
+    async with real_relay() as (address, secret), grpc.aio.insecure_channel(address) as channel:
+        health: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        metadata = ((SECRET_KEY, secret),)
+        assert await health(b"", metadata=metadata)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await health(b"x" * (1024 * 1024 + 1), metadata=metadata)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_the_real_relay_has_few_connections() -> None:
+    async with real_relay() as (address, _):
+        name = "\0" + address.removeprefix("unix-abstract:")
+        opened = []
+        for _ in range(5):
+            opened.append(socket.socket(socket.AF_UNIX))
+            opened[-1].connect(name)
+            opened[-1].settimeout(20)
+        # Two front ends have four; the server speaks first, or hangs up.
+        loop = asyncio.get_running_loop()
+        said = [await loop.run_in_executor(None, each.recv, 1) for each in opened]
+        assert said.count(b"") == 1
+        for each in opened:
+            each.close()
+
+
+async def test_a_client_that_claims_a_secret_is_relayed_without_it() -> None:
+    async with two_front_ends() as both:
+        assert await both.once(b"abc", metadata=((SECRET_KEY, "a guess"),)) == b"cba"

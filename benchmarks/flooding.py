@@ -1,0 +1,168 @@
+"""What one connection that floods costs the others, and how bursts of calls end.
+
+    python -P benchmarks/flooding.py [--seconds 10] [-- SERVE FLAGS]
+
+Starts `tokenpod serve` on the demo model. For each kind of flood a thread of another process sends
+frames as fast as it can, on a new connection whenever it is cut off; meanwhile one client calls
+`Info` and asks the health port, 50 times a second at most. Then come bursts: calls of `Generate`
+that are all made at once. Memory is the front end's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+import floods
+from harness import ServerProcess, serve
+
+MEGABYTE = 1024 * 1024
+BURSTS = ((1, 1500), (8, 250), (24, 250))
+
+
+def kinds() -> dict[str, Any]:
+    """Frames of each kind of flood."""
+    return {
+        "none": None,
+        "HEADERS + RST_STREAM": floods.resets(),
+        "PING": floods.pings(),
+        "SETTINGS": floods.settings(),
+        "CONTINUATION of 110 bytes": floods.continuations(floods.header("x", "y" * 107)),
+        "empty CONTINUATION": floods.continuations(b""),
+    }
+
+
+def send(kind: str, port: int, stop: Any, told: Any) -> None:
+    """Flood until told; says how many bytes and connections it took."""
+    over, sent, connections = threading.Event(), 0, 0
+    threading.Thread(target=lambda: (stop.recv(), over.set()), daemon=True).start()
+    while not over.is_set():
+        with contextlib.suppress(OSError):
+            sent += floods.flood(port, kinds()[kind], over)
+        connections += 1
+    told.send((sent, connections))
+
+
+def memory(pid: int, name: str) -> float:
+    """Of a process, in MB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split(f"{name}:")[1].split()[0]) * 1024 / 1e6
+
+
+def milliseconds(seconds: list[float]) -> str:
+    """Median and p99."""
+    ordered = sorted(seconds)
+    p99 = ordered[min(int(len(ordered) * 0.99), len(ordered) - 1)]
+    return f"{statistics.median(ordered) * 1000:.1f} / {p99 * 1000:.1f}"
+
+
+def measure(server: ServerProcess, kind: str, seconds: float) -> None:
+    """Print a row for one kind of flood."""
+    pid, flooding = server.process.pid, kinds()[kind] is not None
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+    before = memory(pid, "VmRSS")
+    stop_here, stop = multiprocessing.Pipe()
+    told_here, told = multiprocessing.Pipe()
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=send, args=(kind, server.port, stop, told))
+    if flooding:
+        process.start()
+        time.sleep(2)
+    codes: Counter[str] = Counter()
+    calls: list[float] = []
+    probes: list[float] = []
+    with (
+        grpc.insecure_channel(server.address) as channel,
+        grpc.insecure_channel(server.health_address) as health,
+    ):
+        stub, probe = rpc.TextGenerationServiceStub(channel), health_pb2_grpc.HealthStub(health)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            began = time.perf_counter()
+            try:
+                stub.Info(pb.InfoRequest(), timeout=30)
+                codes["OK"] += 1
+            except grpc.RpcError as error:
+                codes[error.code().name] += 1
+            calls.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            probe.Check(health_pb2.HealthCheckRequest(service="readiness"), timeout=30)
+            probes.append(time.perf_counter() - began)
+            time.sleep(0.02)
+    sent, connections = 0, 0
+    if flooding:
+        stop_here.send("stop")
+        sent, connections = told_here.recv()
+        process.join()
+    peak = memory(pid, "VmHWM")
+    time.sleep(3)
+    print(
+        f"{kind:26} {sent / 1e6:7.1f} {connections:6} {dict(codes)!s:18}"
+        f" {milliseconds(calls):>14} {milliseconds(probes):>14}"
+        f" {before:6.0f} {peak:6.0f} {memory(pid, 'VmRSS'):6.0f}",
+        flush=True,
+    )
+
+
+async def burst(address: str, connections: int, calls: int) -> Counter[str]:
+    """Make calls at once on each connection; how they ended."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 1})
+    ends: Counter[str] = Counter()
+
+    async def one(channel: grpc.aio.Channel) -> None:
+        try:
+            async for _ in rpc.TextGenerationServiceStub(channel).Generate(request, timeout=300):
+                pass
+            ends["OK"] += 1
+        except grpc.aio.AioRpcError as error:
+            hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
+            ends[f"{error.code().name} {'with' if hint else 'without'} a hint"] += 1
+
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            for _ in range(connections)
+        ]
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        await asyncio.gather(*(one(channel) for channel in channels for _ in range(calls)))
+    return ends
+
+
+def main() -> None:
+    """Floods, then bursts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("flags", nargs="*", help="flags of tokenpod serve")
+    arguments = parser.parse_args()
+    with serve(*arguments.flags) as server:
+        columns = f"{'flood':26} {'MB':>7} {'conns':>6} {'calls':18}"
+        times = f"{'call p50/p99':>14} {'probe p50/p99':>14}"
+        print(columns, times, f"{'MB':>6} {'peak':>6} {'after':>6}")
+        for kind in kinds():
+            measure(server, kind, arguments.seconds)
+        for connections, calls in BURSTS:
+            began = time.perf_counter()
+            ends = asyncio.run(burst(server.address, connections, calls))
+            took = time.perf_counter() - began
+            print(f"{connections} x {calls} calls at once: {dict(ends)} in {took:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Where requests come in: who is refused is refused first, then bytes are checked, then parsed.
+
+grpcio reads and parses a unary request before it calls anybody. So handlers of one request are
+served as handlers of a stream, which read the one message when they want it: a call that is refused
+costs no message, whatever its client sends.
+
+    token, drain (other interceptors) -> gate -> read -> bytes, fields -> parse -> the handler
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
+
+from tokenpod.config import ServerSettings
+from tokenpod.service.errors import DeadlineExceeded, InvalidArgument
+from tokenpod.service.interceptors import Context, Continuation, Handler, behaviour_of
+from tokenpod.service.methods import MethodLimits, method_limits
+from tokenpod.service.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
+
+#: Seconds that a message may take to arrive; a call that never sends one must not stay.
+ARRIVAL_SECONDS = 60.0
+
+#: Messages from this size on are parsed in a turn of their own.
+_LONG_BYTES = 64 * 1024
+
+
+def open_to_all(method: str) -> None:
+    """A gate that refuses nobody."""
+
+
+def intake_of(
+    settings: ServerSettings, gate: Callable[[str], None], *, trusted: bool = False
+) -> Intake:
+    """A listener's, by the operator's settings. `trusted`: routers alone can reach it."""
+    limits = method_limits(
+        max_logit_bias=settings.max_logit_bias,
+        max_stop_sequences=settings.max_stop_sequences,
+        trusted=trusted,
+    )
+    return Intake(limits, gate)
+
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """Bytes of one method's messages to messages.
+
+    Args:
+        deserialize: what grpcio's stubs have for it; None: bytes are wanted as they are.
+        limits: of the method.
+    """
+
+    deserialize: Callable[[bytes], Any] | None
+    limits: MethodLimits
+    kind: Descriptor | None = None
+    shape: Shape | None = None
+
+    @classmethod
+    def of(cls, deserialize: Callable[[bytes], Any] | None, limits: MethodLimits) -> Parser:
+        """Knows the message from its deserialiser, which is its class's own method."""
+        owner = getattr(deserialize, "__self__", None)
+        kind: Descriptor | None = getattr(owner, "DESCRIPTOR", None)
+        return cls(deserialize, limits, kind, shape_of(kind) if kind is not None else None)
+
+    async def parse(self, data: bytes) -> Any:
+        """Raises InvalidArgument. Other tasks get their turn while a long message is walked."""
+        size = self.limits.size_for(len(data))
+        if self.deserialize is None:
+            return data
+        if self.kind is None or self.shape is None:
+            return self.deserialize(data)
+        if len(data) > _LONG_BYTES:
+            # To copy it took some of this turn.
+            await asyncio.sleep(0)
+        try:
+            for _ in count(self.kind, self.shape, data, size):
+                await asyncio.sleep(0)
+            if len(data) > _LONG_BYTES:
+                # Parsing is one piece of work, and so is what the handler begins with.
+                await asyncio.sleep(0)
+                message = self.deserialize(data)
+                await asyncio.sleep(0)
+                return message
+            return self.deserialize(data)
+        except (Malformed, DecodeError):
+            pass
+        raise await _fault(self.kind, data)
+
+
+async def _fault(kind: Descriptor, data: bytes) -> InvalidArgument:
+    """What is wrong with a message that can't be parsed."""
+    search = fault_in(kind, data)
+    while True:
+        try:
+            next(search)
+        except StopIteration as found:
+            fault: InvalidArgument = found.value
+            return fault
+        await asyncio.sleep(0)
+
+
+class Intake(grpc.aio.ServerInterceptor):
+    """Reads and parses every request. Within it are only handlers that serve.
+
+    Args:
+        limits: of each method, by its full name; methods that are not there are not limited.
+        gate: called with a method's full name before a message is read; raises a ServiceError if
+            the call would be refused whatever it says.
+        arrival: seconds that a message may take to arrive.
+    """
+
+    def __init__(
+        self,
+        limits: Mapping[str, MethodLimits],
+        gate: Callable[[str], None] = open_to_all,
+        arrival: float = ARRIVAL_SECONDS,
+    ) -> None:
+        self._limits = limits
+        self._gate = gate
+        self._arrival = arrival
+        self._parsers: dict[str, Parser] = {}
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called by grpc."""
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or method not in self._limits:
+            return handler
+        parser = self._parsers.get(method)
+        if parser is None:
+            parser = Parser.of(handler.request_deserializer, self._limits[method])
+            self._parsers[method] = parser
+        if handler.request_streaming:
+            return _parsing_all(handler, parser)
+        return self._parsing_one(handler, parser, method)
+
+    def _parsing_one(self, handler: Handler, parser: Parser, method: str) -> Handler:
+        inner, gate, arrival = behaviour_of(handler), self._gate, self._arrival
+
+        async def coroutine(requests: Any, context: Context) -> Any:
+            gate(method)
+            return await inner(await parser.parse(await _message(context, arrival)), context)
+
+        async def generator(requests: Any, context: Context) -> AsyncIterator[Any]:
+            gate(method)
+            request = await parser.parse(await _message(context, arrival))
+            async with contextlib.aclosing(inner(request, context)) as answers:
+                async for answer in answers:
+                    yield answer
+
+        behaviour: Any = generator if inspect.isasyncgenfunction(inner) else coroutine
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(
+                behaviour, None, handler.response_serializer
+            )
+        return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
+
+
+async def _message(context: Context, seconds: float) -> bytes:
+    """The call's only message. Raises InvalidArgument or DeadlineExceeded if it does not come."""
+    try:
+        async with asyncio.timeout(seconds):
+            data = await context.read()
+    except TimeoutError:
+        problem = f"the request did not arrive within {seconds:g} s"
+        raise DeadlineExceeded(problem) from None
+    if data is grpc.aio.EOF:
+        raise InvalidArgument(WHOLE, "is missing: the call has no message")
+    return bytes(data)
+
+
+def _parsing_all(handler: Handler, parser: Parser) -> Handler:
+    """A handler of a stream of requests, each of which is parsed as it is asked for."""
+    inner = behaviour_of(handler)
+
+    async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in requests:
+            yield await parser.parse(data)
+
+    async def coroutine(requests: Any, context: Context) -> Any:
+        return await inner(parsed(requests), context)
+
+    async def generator(requests: Any, context: Context) -> AsyncIterator[Any]:
+        async with contextlib.aclosing(inner(parsed(requests), context)) as answers:
+            async for answer in answers:
+                yield answer
+
+    behaviour: Any = generator if inspect.isasyncgenfunction(inner) else coroutine
+    if handler.response_streaming:
+        return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
+    return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)

@@ -1,0 +1,167 @@
+"""Bursts, floods and idle connections: who behaves loses no call, and probes get through."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import floods
+import grpc
+import pytest
+from costs import forget_peak, peak_bytes
+from harness import SERVING, ServerProcess, serve
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+
+MEGABYTE = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def flooded() -> Iterator[ServerProcess]:
+    """A server of its own."""
+    with serve() as running:
+        yield running
+        assert running.stop() == 0
+
+
+# -- bursts ------------------------------------------------------------------------------------
+
+
+async def burst(address: str, connections: int, calls: int) -> Counter[tuple[str, bool]]:
+    """Make calls at once on each connection: (code, whether there was a hint) and how often."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    ends: Counter[tuple[str, bool]] = Counter()
+    request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 1})
+
+    async def one(channel: grpc.aio.Channel) -> None:
+        try:
+            async for _ in rpc.TextGenerationServiceStub(channel).Generate(request, timeout=300):
+                pass
+            ends["OK", False] += 1
+        except grpc.aio.AioRpcError as error:
+            hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
+            ends[error.code().name, hint] += 1
+
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            for _ in range(connections)
+        ]
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        await asyncio.gather(*(one(channel) for channel in channels for _ in range(calls)))
+    return ends
+
+
+@pytest.mark.parametrize(("connections", "calls"), [(1, 1500), (8, 250)])
+def test_a_burst_is_served_or_refused_with_a_hint_and_never_reset(
+    flooded: ServerProcess, connections: int, calls: int
+) -> None:
+    ends = asyncio.run(burst(flooded.address, connections, calls))
+    assert sum(ends.values()) == connections * calls
+    refused = ("RESOURCE_EXHAUSTED", True), ("UNAVAILABLE", True)
+    assert not set(ends) - {("OK", False), *refused}, ends
+
+
+# -- floods ------------------------------------------------------------------------------------
+
+ONGOING: dict[str, Callable[[], Iterator[bytes]]] = {
+    "resets": floods.resets,
+    "settings": floods.settings,
+    "headers that never end": lambda: floods.continuations(floods.header("x", "y" * 107)),
+}
+
+
+@pytest.mark.parametrize("kind", ONGOING)
+def test_a_connection_that_floods_costs_others_no_call(flooded: ServerProcess, kind: str) -> None:
+    over, pid = threading.Event(), flooded.process.pid
+    forget_peak(pid)
+    before = peak_bytes(pid)
+    sent: list[int] = []
+    flooding = threading.Thread(
+        target=lambda: sent.append(floods.flood(flooded.port, ONGOING[kind](), over))
+    )
+    flooding.start()
+    try:
+        with grpc.insecure_channel(flooded.address) as channel:
+            stub = rpc.TextGenerationServiceStub(channel)
+            for _ in range(100):
+                assert stub.Info(pb.InfoRequest(), timeout=30).dtype
+                assert flooded.health() == SERVING
+    finally:
+        over.set()
+        flooding.join()
+    assert sent[0] > MEGABYTE, "there was a flood"
+    assert peak_bytes(pid) - before < 700 * MEGABYTE
+
+
+def test_a_connection_that_pings_too_often_is_closed(flooded: ServerProcess) -> None:
+    with floods.opened(flooded.port) as connection:
+        for _ in range(20):
+            with contextlib.suppress(OSError):
+                connection.sendall(floods.frame(floods.PING, 0, 0, b"12345678"))
+            if floods.closed_within(connection, 0.1):
+                break
+        assert floods.closed_within(connection, 20)
+
+
+def test_a_connection_with_empty_continuations_is_closed(flooded: ServerProcess) -> None:
+    frames = floods.continuations(b"")
+    with floods.opened(flooded.port) as connection:
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                connection.sendall(next(frames))
+        assert floods.closed_within(connection, 20)
+
+
+# -- connections -------------------------------------------------------------------------------
+
+
+def test_idle_connections_do_not_silence_the_health_port() -> None:
+    with serve("--max-connections", "60") as server, contextlib.ExitStack() as stack:
+        # As many descriptors as it has, and some more.
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (200, 200))
+        for _ in range(300):
+            idle = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+            stack.enter_context(idle)
+        assert server.health() == SERVING
+
+
+def test_a_connection_too_many_is_closed_and_others_go_on() -> None:
+    with serve("--max-connections", "3") as server, contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(floods.opened(server.port)) for _ in range(3)]
+        assert kept[-1].recv(1), "the server speaks HTTP/2"
+        assert floods.closed_within(stack.enter_context(floods.opened(server.port)), 20)
+        kept.pop().close()
+        with grpc.insecure_channel(server.address) as channel:
+            stub = rpc.TextGenerationServiceStub(channel)
+            assert stub.Info(pb.InfoRequest(), timeout=30, wait_for_ready=True).dtype
+
+
+def test_the_start_says_how_many_connections_there_may_be() -> None:
+    with serve("--max-connections", "123") as server:
+        assert "max_connections=123" in server.log.read_text()
+
+
+def test_a_connection_that_says_nothing_is_closed(flooded: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", flooded.port), timeout=20) as silent:
+        assert floods.closed_within(silent, 30)
+
+
+def test_a_connection_without_calls_is_closed_in_the_end() -> None:
+    with serve("--max-connection-idle-seconds", "1") as server, floods.opened(server.port) as idle:
+        idle.sendall(floods.frame(floods.SETTINGS, floods.ACK, 0))
+        assert floods.closed_within(idle, 60)
+
+
+@pytest.mark.slow
+def test_a_connection_that_answers_no_ping_is_closed() -> None:
+    """Its other end is gone, and the network says nothing."""
+    with serve("--keepalive-seconds", "10") as server, floods.opened(server.port) as half_open:
+        half_open.sendall(floods.frame(floods.SETTINGS, floods.ACK, 0))
+        assert floods.closed_within(half_open, 90)

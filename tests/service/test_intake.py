@@ -1,0 +1,120 @@
+"""Reading requests: who is refused is refused without one, and what comes is parsed or blamed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from rpcs import Scripted, serving
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.admission import Admission
+from tokenpod.service.errors import ResourceExhausted, Unavailable
+from tokenpod.service.generate import GenerateService
+from tokenpod.service.intake import Intake, Parser, open_to_all
+from tokenpod.service.interceptors import ErrorInterceptor
+from tokenpod.service.methods import MethodLimits, method_limits
+from tokenpod.service.servicers import Rpcs
+from tokenpod.service.telemetry import Telemetry, TelemetrySettings
+from tokenpod.service.wire import Size
+
+INFO = "/generate.v3.TextGenerationService/Info"
+GENERATE = "/generate.v3.TextGenerationService/Generate"
+
+
+def behind(gate: Callable[[str], None] = open_to_all, arrival: float = 60.0) -> Any:
+    """A server whose rpcs are read by an intake."""
+    intake = Intake(method_limits(), gate, arrival)
+    return serving(servicer=Scripted(), interceptors=[ErrorInterceptor(), intake])
+
+
+def closed(method: str) -> None:
+    raise ResourceExhausted(f"{method} is full", limit="test", retry_after=1.0)
+
+
+async def code(call: Any) -> grpc.StatusCode:
+    return await call.code()  # type: ignore[no-any-return]
+
+
+async def test_a_call_and_a_stream_are_served_as_without_it() -> None:
+    async with behind() as running:
+        assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
+        events = [event async for event in running.stub.Generate(pb.GenerateRequest(text="x"))]
+        assert [event.WhichOneof("event") for event in events] == ["started", "tokens"]
+
+
+@pytest.mark.parametrize("path", [INFO, GENERATE])
+async def test_who_is_refused_is_refused_before_there_is_a_message(path: str) -> None:
+    async with behind(closed) as running:
+        call = running.channel.stream_unary(path)(timeout=20)
+        assert await code(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await call.details() == f"{path} is full"
+
+
+@pytest.mark.parametrize("path", [INFO, GENERATE])
+async def test_a_call_without_a_message_is_told_so(path: str) -> None:
+    async def nothing() -> AsyncIterator[bytes]:
+        for never in ():
+            yield never
+
+    async with behind() as running:
+        call = running.channel.stream_unary(path)(nothing(), timeout=20)
+        assert await code(call) is grpc.StatusCode.INVALID_ARGUMENT
+        assert await call.details() == "request is missing: the call has no message"
+
+
+async def test_a_message_that_never_comes_ends_its_call() -> None:
+    async with behind(arrival=0.1) as running:
+        call = running.channel.stream_unary(INFO)(timeout=20)
+        assert await code(call) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await call.details() == "the request did not arrive within 0.1 s"
+        assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
+
+
+@pytest.mark.parametrize("data", [b"\x0a", b"\xff" * 20, b"\x42\x01\xff"])
+async def test_what_is_no_message_is_an_invalid_argument(data: bytes) -> None:
+    async with behind() as running:
+        call = running.channel.unary_unary(GENERATE)(data, timeout=20)
+        assert await code(call) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_message_is_parsed_only_if_it_may_be_that_long() -> None:
+    parsed: list[bytes] = []
+
+    class Request:
+        DESCRIPTOR = pb.GenerateRequest.DESCRIPTOR
+
+        @classmethod
+        def parse(cls, data: bytes) -> str:
+            parsed.append(data)
+            return "parsed"
+
+    parser = Parser.of(Request.parse, MethodLimits(1000, Size(fields=10, elements=10)))
+    assert await parser.parse(b"\x48\x01" * 10) == "parsed"
+    for refused in (b"\x48\x01" * 11, b"\x0a\xe8\x07" + b"x" * 1000):
+        with pytest.raises(Exception, match="at most"):
+            await parser.parse(refused)
+    assert len(parsed) == 1
+
+
+def test_the_gate_knows_a_start_a_drain_and_a_full_queue() -> None:
+    admission = Admission(max_requests=1, max_queue_tokens=1)
+    telemetry = Telemetry.start(TelemetrySettings())
+    rpcs = Rpcs(admission, GenerateService(admission, telemetry), healthy=lambda: True)
+    tokens, prefill = GENERATE.replace("Generate", "Tokens"), INFO.replace("Info", "Prefill")
+    for path in (GENERATE, tokens, prefill, INFO):
+        with pytest.raises(Unavailable, match="not loaded"):
+            rpcs.check(path)
+    rpcs.check("/grpc.health.v1.Health/Check")
+    admission.closed = None
+    rpcs.check(GENERATE)
+    with admission.enter():
+        with pytest.raises(ResourceExhausted, match="at most 1"):
+            rpcs.check(GENERATE)
+        rpcs.check(tokens)
+    admission.drain()
+    for path in (GENERATE, tokens):
+        with pytest.raises(Unavailable, match="draining"):
+            rpcs.check(path)

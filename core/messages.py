@@ -180,7 +180,7 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine holds after a step."""
+    """What the engine holds after a step, or after an abort that no step follows."""
 
     running: int
     waiting: int

@@ -20,6 +20,7 @@ from tokenpod.core.messages import (
     Advance,
     Advanced,
     EngineOptions,
+    Load,
     Request,
     Started,
     StepOutputs,
@@ -59,6 +60,8 @@ class EngineLoop:
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
     _sent_at: int = 0
+    #: What the other side was last told that we hold.
+    _told: Load | None = None
     _flying: _InFlight | None = None
     _ops: dict[int, _OpTimes] = field(default_factory=dict)
     #: Log probabilities of prompts under way, by sequence id.
@@ -141,12 +144,14 @@ class EngineLoop:
         """What happened without a step: refusals, deadlines and time limits in the queue.
 
         A loop whose work waits for a router to let go of memory says now and then that it is there:
-        a restart would not help, though the pod makes no progress.
+        a restart would not help, though the pod makes no progress. And where no step follows that
+        would report the load, because what ran was aborted, it is reported here.
         """
         events = self.scheduler.drain_events()
         waits = self._stuck and self.scheduler.busy
         silent = waits and time.monotonic_ns() - self._sent_at > _PULSE_NS
-        if events.sequence_ids or events.failures or events.advanced or silent:
+        stale = self._flying is None and self.scheduler.load() != self._told
+        if events.sequence_ids or events.failures or events.advanced or silent or stale:
             self._publish(events)
 
     def _publish(
@@ -157,6 +162,7 @@ class EngineLoop:
         advanced: list[Advanced] | None = None,
     ) -> None:
         now = self._sent_at = time.monotonic_ns()
+        load = self._told = self.scheduler.load()
         logprobs = [0.0] * len(settled.sequence_ids)
         tops: list[Top] = []
         if step is not None and result is not None:
@@ -189,7 +195,7 @@ class EngineLoop:
                 token_ids=settled.token_ids,
                 logprobs=logprobs,
                 finishes=[int(finish) for finish in settled.finishes],
-                load=self.scheduler.load(),
+                load=load,
                 started=[self._with_scores(started) for started in settled.started],
                 tops=tops,
                 failures=settled.failures,

@@ -311,6 +311,7 @@ class Server:
     async def _lose(self, parts: Parts, lost: EngineLost) -> int | None:
         """An engine is gone, and its clients have been told."""
         await parts.board.set_serving(False)
+        parts.load.client = None
         if self.settings.world == 1:
             log.error("the engine was lost", extra={"reason": str(lost)})
             # A moment for the answers to leave.

@@ -125,6 +125,16 @@ def test_scores_of_a_prompt_that_ran_out_of_time_are_dropped(pod):
     assert pod.loop.scores_held == 0
 
 
+def test_the_load_is_told_once_when_an_abort_leaves_nothing_to_step(pod):
+    pod.send(scored(1))
+    (*_, busy) = pod.turn(2)
+    assert busy.load.running == 1
+    pod.send(Abort([1]))
+    (*_, idle) = pod.turn(2)
+    assert (idle.load.running, idle.load.free_slots + idle.load.evictable_slots) == (0, 200)
+    assert pod.turn(3) == []
+
+
 def test_the_loop_ends_with_its_link(pod):
     pod.hang_up()
     with pytest.raises(LinkClosed):

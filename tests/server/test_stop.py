@@ -166,6 +166,7 @@ def test_what_outlasts_the_grace_ends_with_unavailable() -> None:
         assert running.error is not None
         assert running.error.code() is grpc.StatusCode.UNAVAILABLE
         assert server.process.wait(30) == 0
+        assert "stopped cut_off=1 cut_off_batches=0" in server.log.read_text()
 
 
 def test_a_second_signal_ends_at_once() -> None:

@@ -8,20 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
 import pytest
+from collector import Collector, attributes, collecting
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServerInterceptor
-from opentelemetry.proto.collector.metrics.v1 import (
-    metrics_service_pb2,
-    metrics_service_pb2_grpc,
-)
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -51,64 +45,16 @@ PARENT_ID = "b7ad6b7169203331"
 MS = 1_000_000
 
 
-@dataclass
-class Collector(
-    trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer
-):
-    """An OTLP collector: keeps what it is sent."""
-
-    endpoint: str = ""
-    spans: list[Any] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    resources: list[dict[str, Any]] = field(default_factory=list)
-
-    def Export(self, request: Any, context: Any) -> Any:
-        if isinstance(request, trace_service_pb2.ExportTraceServiceRequest):
-            for resource in request.resource_spans:
-                self.resources.append(attributes(resource.resource))
-                for scope in resource.scope_spans:
-                    self.spans += scope.spans
-            return trace_service_pb2.ExportTraceServiceResponse()
-        for resource in request.resource_metrics:
-            for scope in resource.scope_metrics:
-                self.metrics |= {metric.name: metric for metric in scope.metrics}
-        return metrics_service_pb2.ExportMetricsServiceResponse()
-
-    def span(self, name: str) -> Any:
-        (span,) = [span for span in self.spans if span.name == name]
-        return span
-
-    def points(self, name: str) -> list[tuple[dict[str, Any], Any]]:
-        data = getattr(self.metrics[name], self.metrics[name].WhichOneof("data"))
-        return [(attributes(point), point) for point in data.data_points]
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    server = grpc.server(ThreadPoolExecutor(2))
-    collector = Collector()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(collector, server)
-    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield collector
-    server.stop(None)
+    with collecting() as running:
+        yield running
 
 
 @pytest.fixture
 def telemetry(collector: Collector) -> Telemetry:
     """Tests shut it down: that sends everything."""
     return Telemetry.start(TelemetrySettings(collector.endpoint, "tokenpod-test"))
-
-
-def attributes(message: Any) -> dict[str, Any]:
-    def value(any_value: Any) -> Any:
-        kind = any_value.WhichOneof("value")
-        if kind == "array_value":
-            return [value(item) for item in any_value.array_value.values]
-        return getattr(any_value, kind)
-
-    return {pair.key: value(pair.value) for pair in message.attributes}
 
 
 def interceptors(telemetry: Telemetry) -> list[grpc.aio.ServerInterceptor]:

@@ -72,6 +72,7 @@ class FrontEnd:
                 _ignore,
                 index=order.index,
                 count=order.count,
+                life=order.life,
             )
             stack.callback(client.close)
             house = House.join(order.house, order.index, order.count)
@@ -94,7 +95,7 @@ class FrontEnd:
             bind(server, order.address, credentials(settings))
             await server.start()
             house.set_serving()
-            await _tell_pending(client, house, hung_up)
+            await _keep_in_touch(client, house, hung_up)
             if not client.lost.done():
                 await closing.stop(server, 0.5)
                 return 0
@@ -146,10 +147,14 @@ def main() -> int:
         return 1
 
 
-async def _tell_pending(client: EngineClient, house: House, hung_up: asyncio.Task[None]) -> None:
-    """Keep the first front end informed, whose health is the pod's, until either is gone."""
+async def _keep_in_touch(client: EngineClient, house: House, hung_up: asyncio.Task[None]) -> None:
+    """Show the first front end that we live, and what waits here, until it or the engine is gone.
+
+    Its health is the pod's.
+    """
     gone: set[asyncio.Future[Any]] = {client.lost, hung_up}
     while not any(future.done() for future in gone):
+        house.beat()
         house.set_pending(client.pending)
         await asyncio.wait(gone, timeout=_TELL_SECONDS, return_when="FIRST_COMPLETED")
 

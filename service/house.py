@@ -3,7 +3,8 @@
 Each process writes its own row and reads all, so nothing is ever locked. The memory has no name:
 it is a file descriptor that children inherit, and is gone when the last process is.
 
-    row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step]
+    row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step,
+             heartbeats]
     one more number: whether the house is closed, written by the first process
 """
 
@@ -12,8 +13,8 @@ from __future__ import annotations
 import mmap
 import os
 
-_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING = range(4)
-_COLUMNS = 4
+_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _BEATS = range(5)
+_COLUMNS = 5
 _NUMBER = 8  # bytes
 
 
@@ -87,6 +88,18 @@ class House:
     def set_pending(self, pending: bool) -> None:
         """Whether the engine owes this process a step."""
         self._numbers[self._row(self.index) + _PENDING] = pending
+
+    def beat(self) -> None:
+        """This process is alive: its event loop turns."""
+        self._numbers[self._row(self.index) + _BEATS] += 1
+
+    def beats(self, index: int) -> int:
+        """Heartbeats of process `index` so far."""
+        return self._numbers[self._row(index) + _BEATS]
+
+    def serves(self, index: int) -> bool:
+        """Whether process `index` listens, and its model is there."""
+        return bool(self._numbers[self._row(index) + _SERVING])
 
     def forget(self, index: int) -> None:
         """Process `index` is gone, and what it had in the house with it."""

@@ -230,6 +230,7 @@ class Server:
             ranks.first.spare_links,
             house,
             Way(parts.listener.address, address, secret),
+            ranks.first.new_link,
         )
         life.push_async_callback(others.stop)
         return others

@@ -182,8 +182,11 @@ class FrontEnds:
                 raise self.lost.result()
             await asyncio.sleep(_POLL_SECONDS / 4)
 
-    async def stop(self) -> None:
-        """Hang up and wait; kill what does not leave. Also twice."""
+    async def stop(self, patience: float | None = None) -> None:
+        """Hang up and wait `patience` seconds (None: the usual); kill what does not leave.
+
+        Also twice.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
         processes = [child.process for child in self._children]
@@ -191,7 +194,7 @@ class FrontEnds:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()
-        await asyncio.gather(*(asyncio.to_thread(_end, process) for process in processes))
+        await asyncio.gather(*(asyncio.to_thread(_end, process, patience) for process in processes))
 
     async def _watch(self) -> None:
         """Until one is lost. Time is counted in our own turns: see `Silence`."""
@@ -283,9 +286,9 @@ def _start(
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], patience: float | None) -> None:
     try:
-        process.wait(_LEAVE_SECONDS)
+        process.wait(_LEAVE_SECONDS if patience is None else patience)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

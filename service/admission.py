@@ -26,12 +26,13 @@ class Admission:
 
     Args:
         max_requests: `Generate` calls at once, running and waiting together.
-        max_queue_tokens: prompt tokens that may wait for their computation.
+        max_queue_tokens: prompt tokens that may wait for their computation; to be set before
+            anything is taken in, if it depends on the engine.
         house: where the counts are; None: this process is alone.
     """
 
     def __init__(
-        self, *, max_requests: int, max_queue_tokens: int, house: House | None = None
+        self, *, max_requests: int, max_queue_tokens: int = 0, house: House | None = None
     ) -> None:
         self.max_requests = max_requests
         self.max_queue_tokens = max_queue_tokens

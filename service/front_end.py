@@ -76,20 +76,18 @@ class FrontEnd:
             )
             stack.callback(client.close)
             house = House.join(order.house, order.index, order.count)
-            admission = Admission(
-                max_requests=settings.max_concurrent_requests,
-                max_queue_tokens=settings.max_queue_tokens,
-                house=house,
-            )
+            admission = Admission(max_requests=settings.resolved_concurrent_requests, house=house)
             generate = GenerateService(admission, telemetry)
-            closing = Closing(settings.max_concurrent_requests)
+            closing = Closing(settings.resolved_concurrent_requests)
             server = await self._server(admission, generate, telemetry, closing, stack)
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(order.model_folder))
             events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
             await asyncio.wait(events, return_when="FIRST_COMPLETED")
             if hung_up.done() or client.lost.done():
                 return 0
-            limits = request_limits(settings, client.ready.result())
+            ready = client.ready.result()
+            limits = request_limits(settings, ready)
+            admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
             generate.start(Serving(client, tokenizer, limits, settings.model_id))
             admission.closed = None
             bind(server, order.address, credentials(settings))

@@ -103,11 +103,7 @@ class Server:
         load = CurrentLoad()
         telemetry.watch(load)
         house = House.create(settings.resolved_front_ends)
-        admission = Admission(
-            max_requests=settings.max_concurrent_requests,
-            max_queue_tokens=settings.max_queue_tokens,
-            house=house,
-        )
+        admission = Admission(max_requests=settings.resolved_concurrent_requests, house=house)
         board = HealthBoard(follows=not settings.leads)
         stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
@@ -136,7 +132,7 @@ class Server:
         interceptors.append(ErrorInterceptor())
         if settings.auth_token_file is not None:
             interceptors.append(AuthInterceptor(settings.auth_token_file))
-        closing = Closing(settings.max_concurrent_requests)
+        closing = Closing(settings.resolved_concurrent_requests)
         interceptors.append(closing)
         shared = settings.resolved_front_ends > 1
         if shared:
@@ -269,6 +265,7 @@ class Server:
         """Put the services behind the rpcs."""
         settings = self.settings
         limits = request_limits(settings, ready)
+        parts.admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
         leader = ranks.leader_address
         serving = Serving(ranks.client, tokenizer, limits, settings.model_id, leader)
         parts.generate.start(serving)
@@ -345,6 +342,8 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "front_ends": settings.resolved_front_ends,
         "parameters": ready.parameters,
         "kv_slots": ready.slots,
+        "max_concurrent_requests": settings.resolved_concurrent_requests,
+        "max_queue_tokens": settings.resolved_queue_tokens(ready.slots),
         "load_seconds": round(ready.load_seconds, 2),
         "warmup_seconds": round(ready.warmup_seconds, 2),
     }

@@ -107,7 +107,7 @@ def stalled(pod: Pod, draw: random.Random, amount: int) -> str:
         finally:
             await asyncio.gather(*(channel.close() for channel in channels))
 
-    return asyncio.run(strike())
+    return pod.attackers.run(strike())
 
 
 def fuzz(pod: Pod, draw: random.Random, amount: int) -> str:
@@ -191,7 +191,7 @@ def kill_front_end(pod: Pod, draw: random.Random, amount: int) -> str:
 
 def kill_first(pod: Pod, draw: random.Random, amount: int) -> str:
     """kill -9 of the first front end: all end with it."""
-    return _end(pod, amount, pod.server.process.kill, -signal.SIGKILL)
+    return _end(pod, amount, lambda: pod.signal(signal.SIGKILL), -signal.SIGKILL)
 
 
 def terminate(pod: Pod, draw: random.Random, amount: int) -> str:
@@ -230,23 +230,23 @@ def lose_rank(pod: Pod, draw: random.Random, amount: int) -> str:
 
 #: In the long form's first order; the seed shuffles them.
 ATTACKS = (
-    Attack("cancels at random moments", cancels, 2000, 100),
-    Attack("deadlines that are too short", deadlines, 500, 40),
-    Attack("calls at one moment", burst, 900, 300),
-    Attack("stalled readers", stalled, 60, 8),
-    Attack("odd messages and bytes", fuzz, 3000, 150),
+    Attack("cancels at random moments", cancels, 1000, 100),
+    Attack("deadlines that are too short", deadlines, 300, 40),
+    Attack("calls at one moment", burst, 800, 300),
+    Attack("stalled readers", stalled, 40, 8),
+    Attack("odd messages and bytes", fuzz, 1500, 150),
     Attack("odd connections", connections, 300, 30),
-    Attack("SIGSTOP, engine, 1 s", stop_engine, 5, 1),
-    Attack("SIGSTOP, first front end, 1 s", stop_first, 5, 1),
-    Attack("SIGSTOP, further front end", hang_front_end, 3, 1),
-    Attack("kill -9, engine", kill_engine, 3, 1, ends=True),
-    Attack("kill -9, further front end", kill_front_end, 3, 0, ends=True),
-    Attack("kill -9, first front end", kill_first, 3, 0, ends=True),
-    Attack("SIGTERM under load", terminate, 3, 0, ends=True),
+    Attack("SIGSTOP, engine, 1 s", stop_engine, 3, 1),
+    Attack("SIGSTOP, first front end, 1 s", stop_first, 3, 1),
+    Attack("SIGSTOP, further front end", hang_front_end, 2, 1),
+    Attack("kill -9, engine", kill_engine, 2, 1, ends=True),
+    Attack("kill -9, further front end", kill_front_end, 2, 0, ends=True),
+    Attack("kill -9, first front end", kill_first, 2, 0, ends=True),
+    Attack("SIGTERM under load", terminate, 2, 0, ends=True),
     Attack("a second signal, engine stopped", terminate_twice, 2, 0, ends=True),
 )
 #: On a pod of two ranks.
-GROUP_ATTACKS = (Attack("kill -9 or SIGSTOP, rank", lose_rank, 6, 0),)
+GROUP_ATTACKS = (Attack("kill -9 or SIGSTOP, rank", lose_rank, 4, 0),)
 
 
 # -- ways ----------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def _many(
         finally:
             await asyncio.gather(*(channel.close() for channel in channels))
 
-    return _said(asyncio.run(strike()), allowed)
+    return _said(pod.attackers.run(strike()), allowed)
 
 
 async def _finish(stub: Any, seconds: float, tokens: int) -> str:

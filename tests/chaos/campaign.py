@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -68,26 +69,27 @@ def campaign(
     A pod that has not withstood an attack is replaced, and the next attack is tried.
     """
     draw = random.Random(seed)
-    rows: list[Row] = []
     scenes: list[tuple[Sequence[Attack], tuple[str, ...]]] = [
         (ATTACKS, ("--front-ends", "2" if short else "3"))
     ]
     if not short:
         scenes.append((GROUP_ATTACKS, ("--num-shard", "2", "--threads", "1")))
-    for attacks, flags in scenes:
-        chosen = [attack for attack in attacks if attack.least or not short]
-        # What ends the pod comes last: starting takes most of the time.
-        draw.shuffle(chosen)
-        chosen.sort(key=lambda attack: attack.ends)
-        pod = Pod(*flags)
-        bystanders = Bystanders(pod, _CLIENTS, seed)
-        try:
-            for attack in chosen:
-                rows.append(_one(pod, bystanders, attack, draw, short=short))
-                tell(rows[-1])
-        finally:
-            bystanders.close()
-            pod.close()
+    rows: list[Row] = []
+    with asyncio.Runner() as attackers:
+        for attacks, flags in scenes:
+            chosen = [attack for attack in attacks if attack.least or not short]
+            # What ends the pod comes last: starting takes most of the time.
+            draw.shuffle(chosen)
+            chosen.sort(key=lambda attack: attack.ends)
+            pod = Pod(attackers, *flags)
+            bystanders = Bystanders(pod, _CLIENTS, seed)
+            try:
+                for attack in chosen:
+                    rows.append(_one(pod, bystanders, attack, draw, short=short))
+                    tell(rows[-1])
+            finally:
+                bystanders.close()
+                pod.close()
     return rows
 
 
@@ -100,8 +102,8 @@ def _one(
     attacker, fault = "", ""
     try:
         attacker = attack.strike(pod, draw, attack.least if short else attack.amount)
-    except AssertionError as error:
-        fault = f"the attack: {error}"
+    except Exception as error:
+        fault = f"the attack: {type(error).__name__}: {error}"
     ended = time.monotonic()
     if pod.server.process.poll() is not None:
         fault = fault or "the pod ended"

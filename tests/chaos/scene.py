@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import signal
@@ -38,10 +39,12 @@ class Pod:
     """A server that is started again on the same ports, as kubelet would.
 
     Args:
+        attackers: the event loop of those who attack: grpc.aio wants one for the whole process.
         flags: of `tokenpod serve`.
     """
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, attackers: asyncio.Runner, *flags: str) -> None:
+        self.attackers = attackers
         self.port, self.health_port = free_port(), free_port()
         self.restarts = 0
         self.server: ServerProcess

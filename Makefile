@@ -13,7 +13,7 @@ BASELINE := protos/baseline.binpb
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test lint types docs format baseline wheel locks image image-needs clean
+.PHONY: help setup stubs demo test chaos lint types docs format baseline wheel locks image image-needs clean
 
 help: ## This list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ demo: setup ## Start the server on the embedded model and stream a completion
 
 test: setup ## The whole test suite, in two processes (make test ARGS='tests/scheduler -x' for a part, in one)
 	@$(PY) -m pytest $(or $(ARGS),-n 2)
+
+chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
+	@PYTHONPATH=tests $(PY) -m chaos $(ARGS)
 
 lint: setup ## Style, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .

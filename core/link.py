@@ -11,12 +11,15 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import time
 from typing import Generic, TypeVar
 
 import msgspec
 
 _LENGTH = struct.Struct("<I")
 _CHUNK = 1 << 18
+#: Bytes that a `PatientLink` keeps for the other side.
+_UNSENT_BYTES = 16 << 20
 
 T = TypeVar("T")
 
@@ -31,6 +34,23 @@ def encode_frame(encoder: msgspec.msgpack.Encoder, message: msgspec.Struct) -> b
     encoder.encode_into(message, frame, _LENGTH.size)
     _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
     return frame
+
+
+def give_link(joins: socket.socket, index: int, endpoint: socket.socket) -> None:
+    """Send `endpoint`, front end `index`'s new link, to another process; raises OSError.
+
+    Args:
+        joins: of type SOCK_SEQPACKET.
+    """
+    socket.send_fds(joins, [bytes([index])], [endpoint.fileno()])
+
+
+def take_link(joins: socket.socket) -> tuple[int, socket.socket] | None:
+    """What `give_link` sent at the other end of `joins`; None: that end is closed."""
+    index, descriptors, _, _ = socket.recv_fds(joins, 1, 1)
+    if not descriptors:
+        return None
+    return index[0], socket.socket(fileno=descriptors[0])
 
 
 class FrameDecoder(Generic[T]):
@@ -66,6 +86,14 @@ class Link(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._frames = FrameDecoder[T](kind)
 
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits to be sent: it goes when the socket takes it, by `flush`."""
+        return False
+
+    def flush(self) -> None:
+        """Send what waits, as far as it goes at once; raises LinkClosed."""
+
     def fileno(self) -> int:
         """The socket's number, to wait on."""
         return self._socket.fileno()
@@ -99,3 +127,60 @@ class Link(Generic[T]):
                 # Whatever else is there already; a part of a frame alone is worth waiting for.
                 wait = 0.0
         return messages
+
+
+class PatientLink(Link[T]):
+    """A link whose sends do not wait for a reader that lags, up to a number of bytes.
+
+    Args:
+        patience: seconds without any progress after which the other side counts as gone.
+    """
+
+    def __init__(self, endpoint: socket.socket, kind: type[T], *, patience: float) -> None:
+        super().__init__(endpoint, kind)
+        seconds, rest = divmod(patience, 1)
+        # For sends that wait, once too much is kept.
+        interval = struct.pack("ll", int(seconds), int(rest * 1e6))
+        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+        self._patience = patience
+        self._unsent = bytearray()
+        self._moved_at = 0.0
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits to be sent: it goes when the socket takes it, by `flush`."""
+        return bool(self._unsent)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one message, or keep what the socket does not take; raises LinkClosed."""
+        if not self._unsent:
+            self._moved_at = time.monotonic()
+        self._unsent += encode_frame(self._encoder, message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as it goes at once; waits only beyond the bytes that are kept.
+
+        Raises LinkClosed if the other side is gone, or has not read for too long.
+        """
+        if not self._unsent:
+            return
+        try:
+            if len(self._unsent) > _UNSENT_BYTES:
+                self._socket.sendall(self._unsent)
+                sent = len(self._unsent)
+            else:
+                sent = self._send_now()
+        except OSError as error:
+            raise LinkClosed from error
+        if sent:
+            self._moved_at = time.monotonic()
+            del self._unsent[:sent]
+        elif time.monotonic() - self._moved_at > self._patience:
+            raise LinkClosed
+
+    def _send_now(self) -> int:
+        try:
+            return self._socket.send(self._unsent, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0

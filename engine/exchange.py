@@ -7,20 +7,26 @@ engine) goes to all.
 
     front end 0  <- rows 0, n, 2n ...    and every step's load, though it had no row in it
     front end 1  <- rows 1, n+1 ...
+
+A front end that is replaced gets a new link while the engine runs. The first front end sends the
+engine's end of it over a socket of its own kind (`SOCK_SEQPACKET`, one message per link).
 """
 
 from __future__ import annotations
 
 import select
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
-from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.messages import Abort, Request, StepOutputs, ToEngine, Top
+from tokenpod.core.link import Link, LinkClosed, PatientLink, take_link
+from tokenpod.core.messages import Abort, Ready, Request, StepOutputs, ToEngine, Top
+
+#: Seconds that a further front end's link may stand still. Longer than heartbeats take to show that
+#: a front end hangs (service/front_ends.py): who only lags is not given up.
+_PATIENCE_SECONDS = 10.0
 
 
 class Face(Protocol):
@@ -36,56 +42,66 @@ class Face(Protocol):
         """
 
 
-def face_of(endpoints: Sequence[socket.socket], *, patience: float = 5.0) -> Face:
-    """The engine's end of `endpoints`, one a front end, the first one's first.
+def face_of(endpoints: Sequence[socket.socket], *, patience: float = _PATIENCE_SECONDS) -> Face:
+    """The engine's end of `endpoints`, one per front end, the first one's first.
 
     Args:
-        patience: seconds that the engine waits for a further front end that reads no more.
+        endpoints: links, and at most one socket of type SOCK_SEQPACKET that brings new ones.
+        patience: seconds that a further front end may read nothing.
     """
-    for endpoint in endpoints[1:]:
-        seconds, rest = divmod(patience, 1)
-        interval = struct.pack("ll", int(seconds), int(rest * 1e6))
-        endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
-    links = [Link[ToEngine](endpoint, ToEngine) for endpoint in endpoints]  # type: ignore[arg-type]
-    return links[0] if len(links) == 1 else Exchange(links)
+    joins = [end for end in endpoints if end.type == socket.SOCK_SEQPACKET]
+    links = [end for end in endpoints if end not in joins]
+    if len(links) == 1:
+        return Link[ToEngine](links[0], ToEngine)  # type: ignore[arg-type]
+    return Exchange(links, joins=joins[0] if joins else None, patience=patience)
+
+
+#: In the place of a front end's index: the socket that brings new links.
+_JOINS = -1
 
 
 class Exchange:
     """Several links as one. Made by `face_of`.
 
-    The first front end is the pod's: its end is the engine's. Another that is gone, or has not read
-    for so long that a message did not fit any more, leaves its sequences behind, which are aborted;
-    the rest goes on.
+    The first front end is the pod's: its end is the engine's. Another that is gone, or reads no
+    more, leaves its sequences behind, which are aborted; the rest goes on, and waits for nobody.
     """
 
-    def __init__(self, links: Sequence[Link[ToEngine]]) -> None:
-        self._links: dict[int, Link[ToEngine]] = dict(enumerate(links))
-        self._count = len(links)
+    def __init__(
+        self,
+        endpoints: Sequence[socket.socket],
+        *,
+        joins: socket.socket | None = None,
+        patience: float = _PATIENCE_SECONDS,
+    ) -> None:
+        first, *further = endpoints
+        self._patience = patience
+        self._links: dict[int, Link[ToEngine]] = {0: Link[ToEngine](first, ToEngine)}  # type: ignore[arg-type]
+        self._links |= {at: self._further(end) for at, end in enumerate(further, start=1)}
+        self._joins = joins
+        self._count = len(endpoints)
         #: Sequences that each front end waits for.
-        self._owned: list[set[int]] = [set() for _ in links]
+        self._owned: list[set[int]] = [set() for _ in endpoints]
         #: For front ends that were found gone by sending.
         self._aborts: list[ToEngine] = []
+        #: What a new front end is told first.
+        self._ready: Ready | None = None
 
     def receive(self, wait: float | None = 0.0) -> list[ToEngine]:
         """Messages of all front ends; see `Face`."""
-        links = {link.fileno(): at for at, link in self._links.items()}
+        for at in self._wait(wait):
+            if at == _JOINS:
+                self._join()
+            elif at in self._links:
+                self._aborts += self._arrived(at)
+        self._flush()
         messages, self._aborts = self._aborts, []
-        for descriptor in select.select(list(links), [], [], 0.0 if messages else wait)[0]:
-            at = links[descriptor]
-            try:
-                arrived = self._links[at].receive(0.0)
-            except LinkClosed:
-                arrived = [self._gone(at)]
-            for message in arrived:
-                if isinstance(message, Request):
-                    self._owned[at].update(message.sequence_ids)
-                elif isinstance(message, Abort):
-                    self._owned[at].difference_update(message.sequence_ids)
-            messages += arrived
         return messages
 
     def send(self, message: msgspec.Struct) -> None:
         """To all; of a step to each its own part."""
+        if isinstance(message, Ready):
+            self._ready = message
         if not isinstance(message, StepOutputs):
             for at in list(self._links):
                 self._send(at, message)
@@ -101,6 +117,59 @@ class Exchange:
             self._owned[at].difference_update(failure.sequence_id for failure in part.failures)
             if at == 0 or part.sequence_ids or part.started or part.failures:
                 self._send(at, part)
+
+    # -- links ---------------------------------------------------------------------------------
+
+    def _wait(self, wait: float | None) -> list[int]:
+        """Who has something to read, after at most `wait` seconds; flushes have no time to lose."""
+        watched = {link.fileno(): at for at, link in self._links.items()}
+        if self._joins is not None:
+            watched[self._joins.fileno()] = _JOINS
+        behind = [link.fileno() for link in self._links.values() if link.unsent]
+        if self._aborts:
+            wait = 0.0
+        elif behind:
+            wait = self._patience if wait is None else min(wait, self._patience)
+        readable, _, _ = select.select(list(watched), behind, [], wait)
+        return [watched[descriptor] for descriptor in readable]
+
+    def _arrived(self, at: int) -> list[ToEngine]:
+        try:
+            arrived = self._links[at].receive(0.0)
+        except LinkClosed:
+            return [self._gone(at)]
+        for message in arrived:
+            if isinstance(message, Request):
+                self._owned[at].update(message.sequence_ids)
+            elif isinstance(message, Abort):
+                self._owned[at].difference_update(message.sequence_ids)
+        return arrived
+
+    def _flush(self) -> None:
+        for at, link in list(self._links.items()):
+            try:
+                link.flush()
+            except LinkClosed:
+                self._aborts.append(self._gone(at))
+
+    def _join(self) -> None:
+        """A front end takes the place of one that is gone, or about to be found gone."""
+        assert self._joins is not None
+        joined = take_link(self._joins)
+        if joined is None:
+            # The first front end is gone; its link says so too.
+            self._joins.close()
+            self._joins = None
+            return
+        at, endpoint = joined
+        if at in self._links:
+            self._aborts.append(self._gone(at))
+        self._links[at] = self._further(endpoint)
+        if self._ready is not None:
+            self._send(at, self._ready)
+
+    def _further(self, endpoint: socket.socket) -> Link[ToEngine]:
+        return PatientLink[ToEngine](endpoint, ToEngine, patience=self._patience)  # type: ignore[arg-type]
 
     def _send(self, at: int, message: msgspec.Struct) -> None:
         try:

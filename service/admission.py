@@ -33,7 +33,8 @@ class Admission:
 
     Args:
         max_requests: `Generate` and `Tokens` calls at once, running and waiting together.
-        max_queue_tokens: prompt tokens that may wait for their computation.
+        max_queue_tokens: prompt tokens that may wait for their computation; to be set before
+            anything is taken in, if it depends on the engine.
         max_bytes: what calls may hold of the front ends' memory.
         house: where the counts are; None: this process is alone.
     """
@@ -42,7 +43,7 @@ class Admission:
         self,
         *,
         max_requests: int,
-        max_queue_tokens: int,
+        max_queue_tokens: int = 0,
         max_bytes: int = 2**63 - 1,
         house: House | None = None,
     ) -> None:

@@ -77,10 +77,9 @@ class Batches:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def emptied(self, patience: float) -> None:
-        """Wait until no batch is here, `patience` seconds at most."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), patience)
+    async def emptied(self) -> None:
+        """Wait until no batch is here."""
+        await self._empty.wait()
 
     def take(self, batch_id: int) -> list[RoutedSequence]:
         """Take a batch out. Raises NotFound."""

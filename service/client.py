@@ -42,6 +42,8 @@ _LOST = "the model's engine was lost; retry"
 NO_LOAD = Load(0, 0, 0, 0, 0, 0)
 #: Weight of the newest step in the usual step time.
 _SMOOTHING = 0.05
+#: Ids that one front-end process has to itself.
+_IDS_OF_A_LIFE = 1 << 40
 
 
 class Sink(Protocol):
@@ -84,6 +86,7 @@ class EngineClient(asyncio.Protocol):
         on_loading: hears of progress while weights are read.
         index, count: which front end of how many this is. It names sequences by the numbers that
             leave `index` when divided by `count`: the engine tells by them whose they are.
+        life: how many front ends have had this index before: none of their ids is used again.
         now: nanoseconds of the clock that all processes share.
     """
 
@@ -93,6 +96,7 @@ class EngineClient(asyncio.Protocol):
         on_loading: Callable[[Loading], None],
         index: int = 0,
         count: int = 1,
+        life: int = 0,
         now: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.load = NO_LOAD
@@ -117,7 +121,7 @@ class EngineClient(asyncio.Protocol):
         self._sinks: dict[int, Sink] = {}
         self._ops: dict[int, asyncio.Future[Advanced]] = {}
         self._next_op = 0
-        self._next_sequence = index
+        self._next_sequence = index + count * life * _IDS_OF_A_LIFE
         self._stride = count
 
     @classmethod
@@ -129,11 +133,13 @@ class EngineClient(asyncio.Protocol):
         *,
         index: int = 0,
         count: int = 1,
+        life: int = 0,
     ) -> EngineClient:
         """Take over `endpoint`; with `options`, tell the engine what to load."""
         loop = asyncio.get_running_loop()
         _, client = await loop.create_connection(
-            lambda: cls(on_loading=on_loading, index=index, count=count), sock=endpoint
+            lambda: cls(on_loading=on_loading, index=index, count=count, life=life),
+            sock=endpoint,
         )
         if options is not None:
             client._send(options)

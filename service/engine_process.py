@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tokenpod.core.link import give_link
 from tokenpod.core.messages import EngineOptions, Letter, Loading, Ready
 from tokenpod.service.client import EngineClient, EngineLost
 from tokenpod.service.rank_line import RankLine
@@ -25,7 +26,7 @@ class EngineProcess:
     """One engine and the link to it. Make it with `start`.
 
     `spare_links` are the ends of further links, for front ends to come: sockets to be handed on.
-    `line` is that of a rank of a group.
+    `line` is that of a rank of a group. `joins` brings the engine new links, where it has several.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class EngineProcess:
         client: EngineClient,
         line: RankLine | None,
         spare_links: Sequence[socket.socket],
+        joins: socket.socket | None,
     ) -> None:
         #: For the operator.
         self.name = name
@@ -42,6 +44,7 @@ class EngineProcess:
         self.line = line
         self.spare_links = spare_links
         self._process = process
+        self._joins = joins
 
     @classmethod
     async def start(
@@ -67,6 +70,11 @@ class EngineProcess:
         pairs = [socket.socketpair() for _ in range(links)]
         theirs = [pair[1].fileno() for pair in pairs]
         ends, line_end = [pair[1] for pair in pairs], None
+        joins: socket.socket | None = None
+        if links > 1:
+            joins, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ends.append(their_end)
+            theirs.append(their_end.fileno())
         if options.placement is not None:
             line_end, their_end = socket.socketpair()
             ends.append(their_end)
@@ -84,12 +92,27 @@ class EngineProcess:
         client = await EngineClient.connect(ours, options, on_loading, count=links)
         line = await RankLine.connect(line_end, on_waiting, on_letter) if line_end else None
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
-        return cls(name, process, client, line, spare)
+        return cls(name, process, client, line, spare, joins)
 
     @property
     def pid(self) -> int:
         """The engine's process id."""
         return self._process.pid
+
+    def new_link(self, index: int) -> socket.socket:
+        """A link in the place of that of front end `index`. Raises OSError if the engine is gone.
+
+        The engine drops the sequences of the one before.
+        """
+        assert self._joins is not None, "an engine with one link gets no others"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                give_link(self._joins, index, theirs)
+            except OSError:
+                ours.close()
+                raise
+        return ours
 
     async def ready(self) -> Ready:
         """Wait until the model is warm. Raises EngineLost with one line that says why not."""
@@ -124,6 +147,8 @@ class EngineProcess:
             self.line.close()
         for link in self.spare_links:
             link.close()
+        if self._joins is not None:
+            self._joins.close()
         await self.end(seconds)
 
     async def end(self, seconds: float) -> None:

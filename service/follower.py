@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
 from tokenpod.service.calls import CachedBatch, PrefillCall, ShardStep, WarmupCall
@@ -42,7 +42,7 @@ class FollowerShard:
         """No router has a batch here."""
         return False
 
-    async def end(self) -> int:
+    async def end(self, sleep: Callable[[float], Awaitable[None]]) -> int:
         """No batch is cut."""
         return 0
 

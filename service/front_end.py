@@ -76,17 +76,17 @@ class FrontEnd:
                 _ignore,
                 index=order.index,
                 count=order.count,
+                life=order.life,
             )
             stack.callback(client.close)
             house = House.join(order.house, order.index, order.count)
             admission = Admission(
-                max_requests=settings.max_concurrent_requests,
-                max_queue_tokens=settings.max_queue_tokens,
+                max_requests=settings.resolved_concurrent_requests,
                 max_bytes=settings.max_front_end_bytes,
                 house=house,
             )
             generate = GenerateService(admission, telemetry)
-            closing = Closing(settings.max_concurrent_requests)
+            closing = Closing(settings.resolved_concurrent_requests)
             server = await self._server(admission, generate, telemetry, closing, stack)
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(order.model_folder))
             encoder = await Encoder.start(tokenizer, settings, stack)
@@ -94,7 +94,9 @@ class FrontEnd:
             await asyncio.wait(events, return_when="FIRST_COMPLETED")
             if hung_up.done() or client.lost.done():
                 return 0
-            limits = request_limits(settings, client.ready.result())
+            ready = client.ready.result()
+            limits = request_limits(settings, ready)
+            admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
             generate.start(Serving(client, encoder, limits, settings.model_id))
             admission.closed = None
             # As in the first one.
@@ -103,7 +105,7 @@ class FrontEnd:
             bind(server, order.address, credentials(settings))
             await server.start()
             house.set_serving()
-            await _tell_pending(client, house, hung_up)
+            await _keep_in_touch(client, house, hung_up)
             if not client.lost.done():
                 await closing.stop(server, 0.5)
                 return 0
@@ -156,10 +158,14 @@ def main() -> int:
         return 1
 
 
-async def _tell_pending(client: EngineClient, house: House, hung_up: asyncio.Task[None]) -> None:
-    """Keep the first front end informed, whose health is the pod's, until either is gone."""
+async def _keep_in_touch(client: EngineClient, house: House, hung_up: asyncio.Task[None]) -> None:
+    """Show the first front end that we live, and what waits here, until it or the engine is gone.
+
+    Its health is the pod's.
+    """
     gone: set[asyncio.Future[Any]] = {client.lost, hung_up}
     while not any(future.done() for future in gone):
+        house.beat()
         house.set_pending(client.pending)
         await asyncio.wait(gone, timeout=_TELL_SECONDS, return_when="FIRST_COMPLETED")
 

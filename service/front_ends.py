@@ -11,16 +11,21 @@ on to the first, which is the pod (`relay.py`).
 A further front end ends when the first hangs up, whatever becomes of the first. If one ends
 unasked, its streams are lost and the engine drops their sequences; the pod drains and ends, to be
 started anew whole.
+
+One that hangs would go on getting its part of the new connections, for a stopped process keeps its
+place at the port. So each shows four times a second that its event loop turns. After five seconds
+without, it is killed and another takes its place, with a new link to the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +33,19 @@ from typing import Any
 import msgspec
 
 from tokenpod.config import ServerSettings
+from tokenpod.core.silence import BEAT_SECONDS, Silence
 from tokenpod.service.client import EngineClient
 from tokenpod.service.house import House
+
+log = logging.getLogger("tokenpod")
 
 #: -P: nothing is imported from the working directory.
 _COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.front_end")
 _POLL_SECONDS = 0.1
+#: Seconds without a heartbeat after which a front end counts as hung: while it serves, and while
+#: one that replaces another starts.
+_PATIENCE_SECONDS = 5.0
+_START_SECONDS = 60.0
 #: Seconds that a front end gets to end its calls and send its telemetry.
 _LEAVE_SECONDS = 6.0
 
@@ -99,16 +111,42 @@ class Order(msgspec.Struct, frozen=True):
     #: Descriptors that it inherits: its link to the engine, and the house.
     link: int
     house: int
+    #: How many processes have had this index before.
+    life: int = 0
+
+
+@dataclass(slots=True)
+class _Child:
+    """The process that is front end `index` now."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    life: int = 0
+    #: The last count of its heartbeats; None: it does not serve yet.
+    beats: int | None = None
 
 
 class FrontEnds:
-    """The further front ends. Make them with `start`."""
+    """The further front ends. Make them with `start`.
 
-    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], house: House) -> None:
+    Args:
+        processes: one per link of the engine but the first, in order.
+        house: where they show what they do.
+        again: starts a process in the place of front end `index`, the `life`-th one.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[subprocess.Popen[bytes]],
+        house: House,
+        again: Callable[[int, int], subprocess.Popen[bytes]] | None = None,
+    ) -> None:
         #: Done, with FrontEndLost as its result, once one has ended unasked.
         self.lost: asyncio.Future[FrontEndLost] = asyncio.get_running_loop().create_future()
-        self._processes = processes
+        self._children = [_Child(index, process) for index, process in enumerate(processes, 1)]
         self._house = house
+        self._again = again
+        self._silence, self._starting = Silence[int](), Silence[int]()
         self._watcher = asyncio.create_task(self._watch()) if processes else None
 
     @classmethod
@@ -119,14 +157,26 @@ class FrontEnds:
         links: Sequence[socket.socket],
         house: House,
         way: Way,
+        new_link: Callable[[int], socket.socket],
     ) -> FrontEnds:
-        """One process a link; they do not serve yet (await `serving`)."""
+        """One process per link; they do not serve yet (await `serving`).
+
+        Args:
+            settings: the operator's.
+            model_folder: where the model lies.
+            links: to the engine.
+            house: where they show what they do.
+            way: how the pod and this process are reached.
+            new_link: makes one in the place of that of front end `index`; raises OSError.
+        """
+
+        def start(index: int, life: int, link: socket.socket) -> subprocess.Popen[bytes]:
+            return _start(settings, model_folder, link, index, life, house, way)
+
         return cls(
-            [
-                _start(settings, model_folder, link, index, house, way)
-                for index, link in enumerate(links, start=1)
-            ],
+            [start(index, 0, link) for index, link in enumerate(links, start=1)],
             house,
+            lambda index, life: start(index, life, new_link(index)),
         )
 
     async def serving(self) -> None:
@@ -136,25 +186,74 @@ class FrontEnds:
                 raise self.lost.result()
             await asyncio.sleep(_POLL_SECONDS / 4)
 
-    async def stop(self) -> None:
-        """Hang up and wait; kill what does not leave. Also twice."""
+    async def stop(self, patience: float | None = None) -> None:
+        """Hang up and wait `patience` seconds (None: the usual); kill what does not leave.
+
+        Also twice.
+        """
         if self._watcher is not None:
             self._watcher.cancel()
-        for process in self._processes:
+        processes = [child.process for child in self._children]
+        for process in processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()
-        await asyncio.gather(*(asyncio.to_thread(_end, process) for process in self._processes))
+        await asyncio.gather(*(asyncio.to_thread(_end, process, patience) for process in processes))
 
     async def _watch(self) -> None:
-        while True:
-            for index, process in enumerate(self._processes, start=1):
-                if (status := process.poll()) is not None:
-                    self._house.forget(index)
-                    why = f"front end {index} ended with status {status}"
-                    self.lost.set_result(FrontEndLost(why))
-                    return
-            await asyncio.sleep(_POLL_SECONDS)
+        """Until one is lost. Time is counted in our own turns: see `Silence`."""
+        while not self.lost.done():
+            for child in self._children:
+                if (status := child.process.poll()) is not None:
+                    self._lose(child, f"ended with status {status}")
+                self._listen(child)
+            for index in self._silence.tick(_PATIENCE_SECONDS):
+                await self._replace(self._children[index - 1])
+            for index in self._starting.tick(_START_SECONDS):
+                self._lose(self._children[index - 1], f"has not started in {_START_SECONDS:g} s")
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _listen(self, child: _Child) -> None:
+        """Note a heartbeat; the first one is that it serves."""
+        if child.beats is None and not self._house.serves(child.index):
+            return
+        if child.beats is None:
+            self._starting.forget(child.index)
+            self._silence.watch(child.index)
+            if child.life:
+                log.info("a front end serves again", extra={"front_end": child.index})
+        if (beats := self._house.beats(child.index)) != child.beats:
+            child.beats = beats
+            self._silence.heard(child.index)
+
+    async def _replace(self, child: _Child) -> None:
+        """End a process that hangs, and start another in its place."""
+        log.error(
+            "a front end hangs: it is killed and started anew",
+            extra={"front_end": child.index, "pid": child.process.pid},
+        )
+        self._silence.forget(child.index)
+        child.process.kill()
+        await asyncio.to_thread(child.process.wait)
+        assert child.process.stdin is not None
+        assert self._again is not None
+        with contextlib.suppress(OSError):
+            child.process.stdin.close()
+        self._house.forget(child.index)
+        child.life += 1
+        child.beats = None
+        try:
+            child.process = self._again(child.index, child.life)
+        except OSError as error:
+            # The engine is gone, which others say; or there are no more descriptors or processes.
+            self._lose(child, f"cannot be started anew: {error.strerror}")
+            return
+        self._starting.watch(child.index)
+
+    def _lose(self, child: _Child, what: str) -> None:
+        self._house.forget(child.index)
+        if not self.lost.done():
+            self.lost.set_result(FrontEndLost(f"front end {child.index} {what}"))
 
 
 def _start(
@@ -162,6 +261,7 @@ def _start(
     model_folder: Path,
     link: socket.socket,
     index: int,
+    life: int,
     house: House,
     way: Way,
 ) -> subprocess.Popen[bytes]:
@@ -176,6 +276,7 @@ def _start(
         relay_secret=way.relay_secret,
         link=link.fileno(),
         house=house.descriptor,
+        life=life,
     )
     with link:
         # From this thread: the child's death signal hangs on the thread that forks.
@@ -189,9 +290,9 @@ def _start(
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], patience: float | None) -> None:
     try:
-        process.wait(_LEAVE_SECONDS)
+        process.wait(_LEAVE_SECONDS if patience is None else patience)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

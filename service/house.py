@@ -4,7 +4,7 @@ Each process writes its own row and reads all, so nothing is ever locked. The me
 it is a file descriptor that children inherit, and is gone when the last process is.
 
     row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step,
-             bytes that its calls hold]
+             bytes that its calls hold, heartbeats]
     two more numbers, written by the first process: whether the house is closed, and whether the
     engine makes no progress
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 
-_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES = range(5)
-_COLUMNS = 5
+_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS = range(6)
+_COLUMNS = 6
 _CLOSED, _STALLED = range(2)
 _HEAD = 2
 _NUMBER = 8  # bytes
@@ -106,6 +106,18 @@ class House:
     def set_pending(self, pending: bool) -> None:
         """Whether the engine owes this process a step."""
         self._numbers[self._row(self.index) + _PENDING] = pending
+
+    def beat(self) -> None:
+        """This process is alive: its event loop turns."""
+        self._numbers[self._row(self.index) + _BEATS] += 1
+
+    def beats(self, index: int) -> int:
+        """Heartbeats of process `index` so far."""
+        return self._numbers[self._row(index) + _BEATS]
+
+    def serves(self, index: int) -> bool:
+        """Whether process `index` listens, and its model is there."""
+        return bool(self._numbers[self._row(index) + _SERVING])
 
     def forget(self, index: int) -> None:
         """Process `index` is gone, and what it had in the house with it."""

@@ -19,6 +19,9 @@ log = logging.getLogger("tokenpod")
 
 #: Seconds that closing connections takes, and some.
 _CLOSING_SECONDS = AGAIN_SECONDS + 1.0
+#: Seconds in which the last answers leave when it is urgent.
+_HASTE_SECONDS = 0.1
+
 #: Why nothing is taken in until the group has formed again.
 FORMING = "a rank was lost: the group is forming again"
 
@@ -32,10 +35,13 @@ async def drain(settings: ServerSettings, parts: Parts, others: FrontEnds) -> No
     await stopping.sleep(settings.lame_duck_seconds)
     admission.drain()
     await _quiet(settings, parts)
-    cut_off = {"cut_off": admission.requests, "cut_off_batches": await parts.rpcs.shard.end()}
+    cut_off = {
+        "cut_off": admission.requests,
+        "cut_off_batches": await parts.rpcs.shard.end(stopping.sleep),
+    }
+    grace, patience = (_HASTE_SECONDS, 2 * _HASTE_SECONDS) if stopping.urgent else (0.5, None)
     # Closes the listener, so it comes last.
-    grace = 0.0 if stopping.urgent else 0.5
-    await asyncio.gather(parts.listener.stop(grace, stopping.sleep), others.stop())
+    await asyncio.gather(parts.listener.stop(grace, stopping.sleep), others.stop(patience))
     log.info("stopped", extra=cut_off)
 
 

@@ -101,8 +101,7 @@ class Server:
         telemetry.watch(load)
         house = House.create(settings.resolved_front_ends)
         admission = Admission(
-            max_requests=settings.max_concurrent_requests,
-            max_queue_tokens=settings.max_queue_tokens,
+            max_requests=settings.resolved_concurrent_requests,
             max_bytes=settings.max_front_end_bytes,
             house=house,
         )
@@ -140,7 +139,7 @@ class Server:
         interceptors.append(ErrorInterceptor())
         if settings.auth_token_file is not None:
             interceptors.append(AuthInterceptor(settings.auth_token_file))
-        closing = Closing(settings.max_concurrent_requests)
+        closing = Closing(settings.resolved_concurrent_requests)
         interceptors.append(closing)
         interceptors.append(intake_of(settings, rpcs.check))
         shared = settings.resolved_front_ends > 1
@@ -257,6 +256,7 @@ class Server:
             ranks.first.spare_links,
             house,
             Way(parts.listener.address, address, secret),
+            ranks.first.new_link,
         )
         life.push_async_callback(others.stop)
         return others
@@ -298,6 +298,7 @@ class Server:
         """Put the services behind the rpcs."""
         settings = self.settings
         limits = request_limits(settings, ready)
+        parts.admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
         leader = ranks.leader_address
         serving = Serving(ranks.client, encoder, limits, settings.model_id, leader)
         parts.generate.start(serving)
@@ -375,6 +376,8 @@ def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict
         "parameters": ready.parameters,
         "kv_slots": ready.slots,
         "kv_slots_from": ready.slots_from,
+        "max_concurrent_requests": settings.resolved_concurrent_requests,
+        "max_queue_tokens": settings.resolved_queue_tokens(ready.slots),
         "load_seconds": round(ready.load_seconds, 2),
         "warmup_seconds": round(ready.warmup_seconds, 2),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -73,8 +73,12 @@ class Shard(Protocol):
         """Whether a router's call runs or is to be expected; see `Batches.awaited`."""
         ...
 
-    async def end(self) -> int:
-        """Refuse Prefill and Decode from now on, the open ones too; how many batches were cut."""
+    async def end(self, sleep: Callable[[float], Awaitable[None]]) -> int:
+        """Refuse Prefill and Decode from now on, the open ones too; how many batches were cut.
+
+        Args:
+            sleep: may return early, if it has become urgent.
+        """
         ...
 
 

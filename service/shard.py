@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from tokenpod.service.admission import DRAINING, RETRY_SECONDS, Admission
@@ -140,17 +140,24 @@ class ShardService:
         """Whether a router's call runs or is to be expected; see `Batches.awaited`."""
         return self.batches.awaited(since)
 
-    async def end(self) -> int:
+    async def end(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> int:
         """Refuse Prefill and Decode from now on, the open ones too; how many batches were cut.
 
         Between the answer to a Prefill or Decode and the next one a router may call FilterBatch,
         which must not fail. So it is left a moment to come back with its next step, and is refused
         that.
+
+        Args:
+            sleep: may return early, if it has become urgent.
         """
         if not self._over.done():
             self._over.set_result(None)
         cut = len(self.batches) + len(self._working)
-        await self.batches.emptied(_LAST_CALL_SECONDS)
+        emptied = asyncio.create_task(self.batches.emptied())
+        late = asyncio.ensure_future(sleep(_LAST_CALL_SECONDS))
+        await asyncio.wait({emptied, late}, return_when="FIRST_COMPLETED")
+        emptied.cancel()
+        late.cancel()
         return cut
 
     def close(self) -> None:

@@ -39,10 +39,18 @@ def fault(**flags: object) -> str:
 
 def test_defaults_are_tgis_where_tgi_has_them():
     s = load_settings()
-    limits = (s.max_concurrent_requests, s.max_best_of, s.max_stop_sequences, s.max_top_n_tokens)
-    assert limits == (128, 2, 4, 5)
+    assert (s.max_best_of, s.max_stop_sequences, s.max_top_n_tokens) == (2, 4, 5)
     assert (s.model_id, s.port, s.health_port) == ("demo", 50051, 50052)
     assert s.graceful_termination_timeout == 90
+
+
+def test_what_may_wait_follows_what_runs_and_what_the_cache_holds():
+    s = load_settings(device="cpu")
+    assert s.resolved_concurrent_requests == 4 * s.resolved_batch_size == 256
+    assert load_settings(max_batch_size=512).resolved_concurrent_requests == 2048
+    assert [s.resolved_queue_tokens(slots) for slots in (100, 900_000)] == [131_072, 900_000]
+    given = load_settings(max_concurrent_requests=3, max_queue_tokens=50)
+    assert (given.resolved_concurrent_requests, given.resolved_queue_tokens(900_000)) == (3, 50)
 
 
 def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default(monkeypatch):

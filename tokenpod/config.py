@@ -47,6 +47,12 @@ _SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT(_\d+_(TCP|UDP|S
 _MANY_DESCRIPTORS = 1 << 20
 
 
+#: Requests that are taken, running and waiting, in multiples of those that run at once.
+_BATCHES_TAKEN = 4
+#: Prompt tokens that may wait however small the KV cache is.
+_LEAST_QUEUE_TOKENS = 131_072
+
+
 class SettingsError(ValueError):
     """Settings that are wrong or don't go together; the text has a line for each fault."""
 
@@ -235,11 +241,19 @@ class ServerSettings(BaseSettings):
         le=2**30,
     )
 
-    max_concurrent_requests: int = _setting(
-        128, Group.LIMITS, "Requests running and waiting; one more is refused.", ge=1
+    max_concurrent_requests: int | None = _setting(
+        None,
+        Group.LIMITS,
+        "Requests running and waiting; one more is refused.",
+        derived="4 times max-batch-size",
+        ge=1,
     )
-    max_queue_tokens: int = _setting(
-        131_072, Group.LIMITS, "Prompt tokens waiting; a request beyond is refused.", ge=1
+    max_queue_tokens: int | None = _setting(
+        None,
+        Group.LIMITS,
+        "Prompt tokens waiting; a request beyond is refused.",
+        derived="as many as the KV cache holds, 131072 at least",
+        ge=1,
     )
     max_front_end_bytes: int = _setting(
         1024**3,
@@ -465,6 +479,15 @@ class ServerSettings(BaseSettings):
     def resolved_batch_size(self) -> int:
         """Sequences that run at once."""
         return self.max_batch_size or (64 if self.resolved_device == "cpu" else 512)
+
+    @property
+    def resolved_concurrent_requests(self) -> int:
+        """Requests running and waiting: while one batch runs, three more may wait."""
+        return self.max_concurrent_requests or _BATCHES_TAKEN * self.resolved_batch_size
+
+    def resolved_queue_tokens(self, slots: int) -> int:
+        """Prompt tokens waiting, with a KV cache of so many: what waits fits into it once."""
+        return self.max_queue_tokens or max(slots, _LEAST_QUEUE_TOKENS)
 
     @property
     def resolved_prefill_tokens(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.core.link import FrameDecoder, Link, LinkClosed, encode_frame
+from tokenpod.core.link import FrameDecoder, Link, LinkClosed, PatientLink, encode_frame
 from tokenpod.core.messages import (
     Abort,
     Advance,
@@ -87,3 +87,33 @@ def test_step_outputs_decode_as_a_message_from_the_engine() -> None:
     outputs = StepOutputs(1, 2, [3], [4], [-0.5], [0], load)
     frame = encode_frame(msgspec.msgpack.Encoder(), outputs)
     assert FrameDecoder(FromEngine).feed(bytes(frame)) == [outputs]
+
+
+def flush_all(link: PatientLink[ToEngine]) -> None:
+    while link.unsent:
+        link.flush()
+
+
+def test_a_patient_link_keeps_what_a_late_reader_has_not_taken_and_sends_it_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender, reader = PatientLink(ours, ToEngine, patience=60), Link(theirs, ToEngine)
+        sent = [Abort([0] * 50_000 + [at]) for at in range(20)]
+        for message in sent:
+            sender.send(message)
+        assert sender.unsent
+        arrived: list[ToEngine] = []
+        while len(arrived) < len(sent):
+            arrived += reader.receive(0.0)
+            sender.flush()
+        assert arrived == sent
+        assert not sender.unsent
+
+
+def test_a_patient_link_is_closed_to_one_who_reads_nothing_for_too_long() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = PatientLink(ours, ToEngine, patience=0.05)
+        sender.send(Abort([0] * 1_000_000))
+        with pytest.raises(LinkClosed):
+            flush_all(sender)

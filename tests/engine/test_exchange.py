@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tokenpod.core.link import Link, LinkClosed
+from tokenpod.core.link import Link, LinkClosed, give_link
 from tokenpod.core.messages import (
     Abort,
     Advanced,
@@ -16,6 +16,7 @@ from tokenpod.core.messages import (
     FailureCode,
     FromEngine,
     Load,
+    Ready,
     Request,
     SamplingParams,
     Started,
@@ -27,6 +28,7 @@ from tokenpod.core.messages import (
 from tokenpod.engine.exchange import Exchange, face_of
 
 LOAD = Load(1, 2, 3, 4, 5, 6)
+READY = Ready("float32", "float32", "cpu", "contiguous", None, 100, 128, 1000, 1, 4, 0.1, 0.1)
 
 
 class House:
@@ -34,12 +36,21 @@ class House:
 
     def __init__(self) -> None:
         pairs = [socket.socketpair() for _ in range(3)]
-        self.engine = face_of([theirs for _, theirs in pairs], patience=0.1)
+        self.joins, joins = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.engine = face_of([*(theirs for _, theirs in pairs), joins], patience=0.1)
         self.front_ends = [Link[FromEngine](ours, FromEngine) for ours, _ in pairs]  # type: ignore[arg-type]
-        self.sockets = [end for pair in pairs for end in pair]
+        self.sockets = [end for pair in pairs for end in pair] + [self.joins, joins]
 
     def leave(self, front_end: int) -> None:
         self.sockets[2 * front_end].close()
+
+    def replace(self, front_end: int) -> None:
+        """Another process takes the place of one, which may still be there."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            give_link(self.joins, front_end, theirs)
+        self.sockets.append(ours)
+        self.front_ends[front_end] = Link[FromEngine](ours, FromEngine)  # type: ignore[arg-type]
 
     def told(self, front_end: int) -> list[FromEngine]:
         return self.front_ends[front_end].receive(0.0)
@@ -154,18 +165,44 @@ def test_a_step_for_one_that_has_just_gone_reaches_the_others(house: House) -> N
 def test_a_front_end_that_reads_no_more_is_given_up_and_the_others_go_on(house: House) -> None:
     house.front_ends[1].send(request(1))
     house.engine.receive(1.0)
-    rows = step([1] * 5000)
-    for _ in range(100):
-        house.engine.send(rows)
+    sent = 0
+    aborts: list[ToEngine] = []
+    while not aborts:
+        house.engine.send(step([2, *[1] * 5000]))
+        sent += 1
+        assert [message.sequence_ids for message in house.told(2)] == [[2]]
         house.told(0)
-        if house.engine.receive(0.0) == [Abort([1])]:
-            break
-    else:
-        raise AssertionError("it was waited for again and again")
-    house.engine.send(step([1, 2]))
-    assert house.told(2) == [step([2])]
+        aborts = house.engine.receive(0.0)
+    assert aborts == [Abort([1])]
+    # Whatever had arrived, then the end.
     with pytest.raises(LinkClosed):
-        house.told(1)
+        all(house.told(1) for _ in range(sent + 1))
+
+
+def test_a_new_front_end_hears_that_the_engine_is_ready_and_of_nothing_before(house: House) -> None:
+    house.engine.send(READY)
+    assert house.told(1) == [READY]
+    house.front_ends[1].send(request(1, 4))
+    house.engine.receive(1.0)
+    house.leave(1)
+    house.replace(1)
+    assert house.engine.receive(1.0) == [Abort([1, 4])]
+    house.engine.receive(0.0)
+    assert house.told(1) == [READY]
+    house.front_ends[1].send(request(7))
+    assert house.engine.receive(1.0) == [request(7)]
+    house.engine.send(step([7, 2]))
+    assert house.told(1) == [step([7])]
+
+
+def test_a_new_front_end_ends_the_link_of_the_one_before(house: House) -> None:
+    house.front_ends[1].send(request(1))
+    house.engine.receive(1.0)
+    before = house.front_ends[1]
+    house.replace(1)
+    assert house.engine.receive(1.0) == [Abort([1])]
+    with pytest.raises(LinkClosed):
+        before.receive(0.0)
 
 
 def test_without_the_first_there_is_nobody_to_work_for(house: House) -> None:
@@ -176,7 +213,7 @@ def test_without_the_first_there_is_nobody_to_work_for(house: House) -> None:
 
 def test_an_exchange_waits_for_whoever_speaks_first() -> None:
     pairs = [socket.socketpair() for _ in range(2)]
-    exchange = Exchange([Link[ToEngine](theirs, ToEngine) for _, theirs in pairs])  # type: ignore[arg-type]
+    exchange = Exchange([theirs for _, theirs in pairs])
     assert exchange.receive(0.0) == []
     Link(pairs[1][0], FromEngine).send(request(1))  # type: ignore[arg-type]
     assert exchange.receive(None) == [request(1)]

@@ -37,6 +37,17 @@ def tight() -> Iterator[ServerProcess]:
         assert running.stop() == 0
 
 
+def test_all_calls_are_taken_that_four_full_batches_hold() -> None:
+    with serve("--max-batch-size", "60") as server:
+        assert "max_concurrent_requests=240 max_queue_tokens=" in server.log.read_text()
+        stub = server.stub()
+        request = text_request("import os\n", stopping=SHORT)
+        calls = [stub.Generate(request, timeout=60) for _ in range(240)]
+        for call in calls:
+            assert [event.WhichOneof("event") for event in call][-1] == "finished"
+        assert server.stop() == 0
+
+
 def hold(stub: Any, **call: Any) -> Any:
     """A stream that has begun and holds its slots."""
     stream = stub.Generate(text_request("import os\n", stopping=HOLDER), timeout=120, **call)

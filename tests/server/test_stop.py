@@ -81,6 +81,29 @@ def gone(pid: int) -> bool:
         return True
 
 
+def connection(server: ServerProcess) -> Any:
+    """A stub with a connection of its own, which may reach any front end."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    server.channels.append(grpc.insecure_channel(server.address, options=options))
+    return rpc.TextGenerationServiceStub(server.channels[-1])
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def batch() -> pb.Batch:
+    request = pb.Request(
+        id=1,
+        inputs=PROMPT,
+        truncate=100,
+        parameters=pb.NextTokenChooserParameters(temperature=1.0, repetition_penalty=1.0),
+        stopping_parameters=pb.StoppingCriteriaParameters(max_new_tokens=9),
+    )
+    request.input_chunks.chunks.add(text=PROMPT)
+    return pb.Batch(id=1, requests=[request], size=1, max_tokens=100)
+
+
 def test_a_lame_duck_still_serves_and_says_not_ready() -> None:
     with serve("--lame-duck-seconds", "3") as server:
         stub = server.stub()
@@ -169,12 +192,48 @@ def test_what_outlasts_the_grace_ends_with_unavailable() -> None:
         assert "stopped cut_off=1 cut_off_batches=0" in server.log.read_text()
 
 
-def test_a_second_signal_ends_at_once() -> None:
-    with serve("--lame-duck-seconds", "600") as server:
+def test_one_signal_that_is_delivered_twice_lets_streams_finish() -> None:
+    with serve() as server:
+        running = Reader(
+            server.stub(), text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600})
+        )
+        for _ in range(2):
+            server.process.send_signal(signal.SIGINT)
+        running.wait()
+        assert running.error is None
+        assert len(collect(running.events, 1).samples[0].token_ids) == 600
+        assert server.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("front_ends", ["1", "3"])
+def test_a_second_signal_a_second_later_ends_all_at_once_whatever_hangs(front_ends: str) -> None:
+    with serve("--lame-duck-seconds", "600", "--front-ends", front_ends) as server:
+        children = server.children()
+        streams = [
+            Reader(connection(server), text_request(PROMPT, stopping=LONG)) for _ in range(6)
+        ]
+        (engine,) = (pid for pid in children if b"front_end" not in command_of(pid))
+        os.kill(engine, signal.SIGSTOP)
+        shard = server.stub().Prefill.future(pb.PrefillRequest(batch=batch()), timeout=60)
+        socket_shard = rpc.TextGenerationServiceStub(server.channel(f"unix:{server.uds}"))
+        other = socket_shard.Prefill.future(pb.PrefillRequest(batch=batch()), timeout=60)
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.health() == NOT_SERVING)
+        time.sleep(1.0)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == 0
+        # An engine that hangs alone would be waited for 5 s.
+        assert server.process.wait(4) == 0
+        for stream in streams:
+            stream.wait()
+            assert stream.error is not None
+            assert stream.error.code() is grpc.StatusCode.UNAVAILABLE
+        for call in (shard, other):
+            assert (call.code(), call.details()) == (
+                grpc.StatusCode.UNAVAILABLE,
+                "the server is draining",
+            )
+        wait_for(lambda: all(gone(pid) for pid in children))
+        assert not Path(server.uds).exists()
 
 
 def test_a_killed_engine_fails_its_calls_and_ends_the_server() -> None:

@@ -157,7 +157,7 @@ async def test_the_loop_looks_by_itself(released: list[int]) -> None:
 async def test_whoever_waits_until_no_batch_is_here_hears_of_the_last(batches: Batches) -> None:
     batches.put(7, [])
     batches.put(8, [])
-    emptied = asyncio.create_task(batches.emptied(60))
+    emptied = asyncio.create_task(batches.emptied())
     batches.discard(7)
     await asyncio.sleep(0)
     assert not emptied.done()

@@ -58,6 +58,18 @@ def test_a_process_that_is_gone_leaves_no_requests() -> None:
     assert (house.requests, house.waiting_tokens) == (1, 0)
 
 
+def test_each_process_has_heartbeats_of_its_own_and_a_new_one_begins_at_none() -> None:
+    house = House.create(3)
+    others = [House.join(house.descriptor or -1, index, 3) for index in (1, 2)]
+    for other in (others[0], others[1], others[1]):
+        other.beat()
+        other.set_serving()
+    assert [house.beats(index) for index in range(3)] == [0, 1, 2]
+    house.forget(2)
+    assert [house.beats(index) for index in range(3)] == [0, 1, 0]
+    assert [house.serves(index) for index in (1, 2)] == [True, False]
+
+
 def test_one_process_alone_needs_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     house = House.create(1)

@@ -9,7 +9,7 @@ on every follower.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ class Counts:
 
 
 #: The buffer begins with the step's number, in two halves, and the counts.
-_HEADER = 2 + len(fields(Counts))
+_HEADER = 2 + 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,17 @@ class StepPlan:
     @classmethod
     def empty(cls, step: int, counts: Counts, asks: Sequence[NewRow] = ()) -> StepPlan:
         """A plan whose columns are yet to be filled."""
-        numbers = [getattr(counts, each.name) for each in fields(Counts)]
+        numbers = (
+            counts.rows,
+            counts.tokens,
+            counts.scored,
+            counts.freed,
+            counts.new,
+            counts.prefix,
+        )
         words = 6 * counts.rows + 2 * counts.tokens + counts.scored + counts.freed
         buffer = np.empty(_HEADER + words + 3 * counts.new + counts.prefix, np.int32)
-        buffer[:_HEADER] = step & 0x7FFFFFFF, step >> 31, *numbers
+        buffer[:_HEADER] = (step & 0x7FFFFFFF, step >> 31, *numbers)
         return cls(buffer, asks)
 
     @classmethod

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tokenpod.core.plan import LAST, Counts, NewRow, StepPlan
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.table import Ints
+
+_NOBODY: Ints = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -127,17 +127,19 @@ class StepBuilder:
         ones = [piece for piece in self._pieces if len(piece.slots) == 1]
         longer = [piece for piece in self._pieces if len(piece.slots) > 1]
         sequences = self._decoding + [piece.sequence for piece in ones]
-        table, decoding, singles = self._kv.table, len(self._decoding), len(sequences)
-        places = np.concatenate((*self._places, _places(ones)))
+        places = _joined([*self._places, _places(ones)] if ones else self._places)
         # A GPU begins rows in this order, and what takes longest must not begin last (Graham 1969).
-        order = (-table.computed[places]).argsort(kind="stable")
-        rows = [*map(sequences.__getitem__, order.tolist()), *(piece.sequence for piece in longer)]
-        places = np.concatenate((places[order], _places(longer)))
+        order = (-self._kv.table.computed[places]).argsort(kind="stable")
+        sequences = [*map(sequences.__getitem__, order.tolist())]
+        places = places[order]
+        if longer:
+            sequences += [piece.sequence for piece in longer]
+            places = _joined([places, _places(longer)])
         scored = self._scored(ones, longer, order)
         prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
         counts = Counts(
-            rows=len(rows),
-            tokens=singles + sum(len(piece.slots) for piece in longer),
+            rows=len(places),
+            tokens=len(order) + sum(len(piece.slots) for piece in longer),
             scored=sum(map(len, scored.values())),
             freed=len(freed),
             new=len(fresh),
@@ -145,32 +147,50 @@ class StepBuilder:
         )
         asks = [NewRow(sequence.request, sequence.stream) for sequence in fresh]
         plan = StepPlan.empty(number, counts, asks)
+        self._fill_rows(plan, places, longer)
+        self._fill_tokens(plan, ones, longer, order)
+        if scored:
+            plan.r_scored[[*scored]] = [*map(len, scored.values())]
+            np.concatenate([*scored.values()], out=plan.scored_token)
+        if freed:
+            plan.freed[:] = freed
+        if fresh:
+            plan.n_row[:] = [sequence.row for sequence in fresh]
+            plan.n_draws[:] = [sequence.request.sampling.do_sample for sequence in fresh]
+            plan.n_prefix[:] = [*map(len, prefixes)]
+            np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
+        self._kv.table.in_flight[places] += 1
+        return Step(plan, sequences, places, self.prompt_tokens, self._now)
+
+    def _fill_rows(self, plan: StepPlan, places: Ints, longer: list[_Piece]) -> None:
+        table, ends = self._kv.table, self._kv.table.computed[places]
         plan.r_row[:] = table.row[places]
-        plan.r_tokens[:singles] = 1
-        plan.r_tokens[singles:] = [len(piece.slots) for piece in longer]
-        plan.r_start[:] = table.computed[places] - plan.r_tokens
-        plan.r_samples[:] = table.computed[places] >= table.prompt[places]
+        plan.r_tokens[:] = 1
+        if longer:
+            plan.r_tokens[-len(longer) :] = [len(piece.slots) for piece in longer]
+        np.subtract(ends, plan.r_tokens, out=plan.r_start, casting="same_kind")
+        np.greater_equal(ends, table.prompt[places], out=plan.r_samples)
         # `launched` counts this step's token already.
         plan.r_output[:] = table.launched[places] - 1
         plan.r_scored[:] = 0
-        for row, following in scored.items():
-            plan.r_scored[row] = len(following)
-        _join([*scored.values()], plan.scored_token)
-        tokens = np.full(singles, LAST, np.int32)
-        tokens[decoding:] = [one.tokens[0] for one in ones]
-        plan.t_token[:singles] = tokens[order]
-        _join([piece.tokens for piece in longer], plan.t_token[singles:])
-        slots = np.empty(singles, np.int32)
-        _join([*self._slots, *(one.slots for one in ones)], slots)
+
+    def _fill_tokens(
+        self, plan: StepPlan, ones: list[_Piece], longer: list[_Piece], order: Ints
+    ) -> None:
+        """`order`: of rows with one token, which come from those that decode and from `ones`."""
+        singles = len(order)
+        slots = _joined([*self._slots, *(one.slots for one in ones)] if ones else self._slots)
         plan.t_slot[:singles] = slots[order]
-        _join([piece.slots for piece in longer], plan.t_slot[singles:])
-        plan.freed[:] = freed
-        plan.n_row[:] = [sequence.row for sequence in fresh]
-        plan.n_draws[:] = [sequence.request.sampling.do_sample for sequence in fresh]
-        plan.n_prefix[:] = [*map(len, prefixes)]
-        _join(prefixes, plan.prefix_slot)
-        table.in_flight[places] += 1
-        return Step(plan, rows, places, self.prompt_tokens, self._now)
+        plan.t_token[:singles] = LAST
+        if ones:
+            decoding = singles - len(ones)
+            tokens = np.full(singles, LAST, np.int32)
+            tokens[decoding:] = [one.tokens[0] for one in ones]
+            plan.t_token[:singles] = tokens[order]
+        if longer:
+            np.concatenate([piece.tokens for piece in longer], out=plan.t_token[singles:])
+            parts = [piece.slots for piece in longer]
+            np.concatenate(parts, out=plan.t_slot[singles:], casting="same_kind")
 
     def _scored(self, ones: list[_Piece], longer: list[_Piece], order: Ints) -> dict[int, Tokens]:
         """By row, rising: the tokens that follow those whose probabilities are asked for."""
@@ -190,6 +210,7 @@ def _places(pieces: list[_Piece]) -> Ints:
     return np.array([piece.sequence.place for piece in pieces], np.int64)
 
 
-def _join(parts: list[npt.NDArray[Any]], into: npt.NDArray[np.int32]) -> None:
-    if parts:
-        np.concatenate(parts, out=into, casting="same_kind")
+def _joined(parts: list[Ints]) -> Ints:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _NOBODY

@@ -27,8 +27,8 @@ import uvloop
 
 from tokenpod.config import ServerSettings
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.convert import codecs
-from tokenpod.service.model_store import resolve_model
+from tokenpod.service.dialects.convert import codecs
+from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.server import Server
 
 MOST_BYTES = 4 * 1024 * 1024

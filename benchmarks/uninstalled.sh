@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 site=$(mktemp -d)
 mkdir "$site/tokenpod"
 for each in tokenpod/*.py; do ln -s "$PWD/$each" "$site/tokenpod/"; done
-for folder in core engine kernels models protos scheduler service; do ln -s "$PWD/$folder" "$site/tokenpod/$folder"; done
+for folder in cli core engine kernels models protos scheduler service; do ln -s "$PWD/$folder" "$site/tokenpod/$folder"; done
 mkdir "$site/tokenpod-0.dist-info"
 printf 'Metadata-Version: 2.1\nName: tokenpod\nVersion: 0\n' > "$site/tokenpod-0.dist-info/METADATA"
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"

@@ -16,9 +16,9 @@ import typer
 from typer.core import TyperGroup
 
 import tokenpod
-from tokenpod.service.connection import Connection, connected
-from tokenpod.service.load.cli import bench
-from tokenpod.service.logs import print_error
+from tokenpod.cli.bench.flags import bench
+from tokenpod.cli.connection import Connection, connected
+from tokenpod.service.telemetry.logs import print_error
 
 _UINT32 = 2**32 - 1
 
@@ -32,11 +32,11 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] == "serve":
-            from tokenpod.service.serve_flags import serve_app
+            from tokenpod.cli.serve_flags import serve_app
 
             self.commands["serve"] = typer.main.get_command(serve_app())
         elif args and args[0] == "size":
-            from tokenpod.service.size_flags import size_app
+            from tokenpod.cli.size_flags import size_app
 
             self.commands["size"] = typer.main.get_command(size_app())
         return super().resolve_command(ctx, args)
@@ -164,7 +164,7 @@ def generate(
     connection: Connection,
 ) -> None:
     """Continue a prompt and print the text as it comes."""
-    from tokenpod.service import commands
+    from tokenpod.cli import commands
 
     options = dict(locals())
     del options["commands"]
@@ -193,7 +193,7 @@ def health(
     connection: Connection,
 ) -> None:
     """Ask for a server's health: exit status 0 if it is SERVING, else 1."""
-    from tokenpod.service import commands
+    from tokenpod.cli import commands
 
     healthy = commands.run(
         commands.health(connection.remote, service, watch=watch, deadline=connection.deadline)
@@ -209,7 +209,7 @@ def info(
     connection: Connection,
 ) -> None:
     """Show what a server runs."""
-    from tokenpod.service import commands
+    from tokenpod.cli import commands
 
     commands.run(
         commands.info(connection.remote, json_output=json_output, deadline=connection.deadline)
@@ -230,7 +230,7 @@ def tokens(
     connection: Connection,
 ) -> None:
     """Count the tokens of a text."""
-    from tokenpod.service import commands
+    from tokenpod.cli import commands
 
     request = commands.tokens_request(_text(text), chat=chat, ids=ids, special=special)
     commands.run(

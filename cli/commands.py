@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tokenpod.cli.remote import Remote, RemoteError
+from tokenpod.cli.terminal import JsonLines, LiveText, Printer, json_line, table
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
-from tokenpod.service.remote import Remote, RemoteError
-from tokenpod.service.terminal import JsonLines, LiveText, Printer, json_line, table
 
 Result = TypeVar("Result")
 

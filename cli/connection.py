@@ -13,7 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     # grpc takes its time to import: help must come at once.
-    from tokenpod.service.remote import Remote
+    from tokenpod.cli.remote import Remote
 
 PANEL = "Connection"
 
@@ -112,7 +112,7 @@ def remote_of(
     tls_key: Path | None,
 ) -> Remote:
     """How to reach a server. Raises BadParameter for what can't be an address."""
-    from tokenpod.service.remote import Remote
+    from tokenpod.cli.remote import Remote
 
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536

@@ -17,7 +17,7 @@ from tokenpod.config import (
     variable,
 )
 from tokenpod.config_rules import flag
-from tokenpod.service.logs import print_error
+from tokenpod.service.telemetry.logs import print_error
 
 
 def serve_app() -> typer.Typer:

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from tokenpod.cli.gpus import GIB, GPUS
+from tokenpod.cli.serve_flags import setting_flag
+from tokenpod.cli.size import Device, Report, SizeError, as_json, as_text, report
 from tokenpod.config import ServerSettings, SettingsError, load_settings
 from tokenpod.core.cgroup import memory_limits
-from tokenpod.service.gpus import GIB, GPUS
-from tokenpod.service.model_store import ModelNotFound, resolve_model
-from tokenpod.service.serve_flags import setting_flag
-from tokenpod.service.size import Device, Report, SizeError, as_json, as_text, report
+from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 
 SIZE_HELP = (
     "Foretell whether a model fits a device, how large its KV cache is and how many sequences run"

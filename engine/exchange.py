@@ -25,7 +25,7 @@ from tokenpod.core.link import Link, LinkClosed, PatientLink, take_link
 from tokenpod.core.messages import Abort, Ready, Request, StepOutputs, ToEngine, Top
 
 #: Seconds that a further front end's link may stand still. Longer than heartbeats take to show that
-#: a front end hangs (service/front_ends.py): who only lags is not given up.
+#: a front end hangs (service/pod/front_ends.py): who only lags is not given up.
 _PATIENCE_SECONDS = 10.0
 
 

@@ -1,1 +1,1 @@
-"""The gRPC face: server, client, command line. Imports no torch."""
+"""The gRPC face: a pod's server. Imports no torch."""

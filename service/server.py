@@ -28,37 +28,37 @@ import uvloop
 
 from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Ready
-from tokenpod.service.admission import Admission
-from tokenpod.service.certificates import credentials
-from tokenpod.service.client import EngineLost
-from tokenpod.service.closing import Closing
-from tokenpod.service.drain_requests import DrainRequests
-from tokenpod.service.encoder import Encoder
-from tokenpod.service.engine_process import ENGINE_COMMAND
-from tokenpod.service.follower import FollowerShard
-from tokenpod.service.forming import Forming
-from tokenpod.service.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
-from tokenpod.service.generate import GenerateService, Serving, request_limits
-from tokenpod.service.health import HealthBoard, serve_health
-from tokenpod.service.house import House
-from tokenpod.service.intake import intake_of
-from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.leaving import drain, end_stalled, make_way, send_away, take_leave
-from tokenpod.service.listen import StartError, bind, channel_options, check_port, reason
-from tokenpod.service.logs import configure_logging, print_error
-from tokenpod.service.model_store import ModelNotFound, resolve_model
-from tokenpod.service.parts import CurrentLoad, Listener, Parts, Public, Renewal
-from tokenpod.service.placement import engine_options
-from tokenpod.service.progress import LoadingBar
-from tokenpod.service.ranks import Ranks
-from tokenpod.service.reflection import enable_reflection
-from tokenpod.service.relay import serve_relay
-from tokenpod.service.router_socket import RouterSocket
-from tokenpod.service.servicers import Rpcs, Shard, add_servicers
-from tokenpod.service.shard import ShardService
-from tokenpod.service.stopping import Stopping
-from tokenpod.service.telemetry import Telemetry, TelemetrySettings
-from tokenpod.service.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.pod.client import EngineLost
+from tokenpod.service.pod.drain_requests import DrainRequests
+from tokenpod.service.pod.engine_process import ENGINE_COMMAND
+from tokenpod.service.pod.forming import Forming
+from tokenpod.service.pod.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
+from tokenpod.service.pod.house import House
+from tokenpod.service.pod.leaving import drain, end_stalled, make_way, send_away, take_leave
+from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
+from tokenpod.service.pod.parts import CurrentLoad, Listener, Parts, Public, Renewal
+from tokenpod.service.pod.placement import engine_options
+from tokenpod.service.pod.progress import LoadingBar
+from tokenpod.service.pod.ranks import Ranks
+from tokenpod.service.pod.stopping import Stopping
+from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.rpc.certificates import credentials
+from tokenpod.service.rpc.closing import Closing
+from tokenpod.service.rpc.health import HealthBoard, serve_health
+from tokenpod.service.rpc.intake import intake_of
+from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.rpc.listen import StartError, bind, channel_options, check_port, reason
+from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.rpc.relay import serve_relay
+from tokenpod.service.rpc.router_socket import RouterSocket
+from tokenpod.service.rpc.servicers import Rpcs, Shard, add_servicers
+from tokenpod.service.serving.follower import FollowerShard
+from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
+from tokenpod.service.serving.shard import ShardService
+from tokenpod.service.telemetry.logs import configure_logging, print_error
+from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.text.encoder import Encoder
+from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("tokenpod")
 

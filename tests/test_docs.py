@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from tokenpod.service.cli import app
-from tokenpod.service.serve_flags import serve_app
-from tokenpod.service.size_flags import size_app
+from tokenpod.cli.app import app
+from tokenpod.cli.serve_flags import serve_app
+from tokenpod.cli.size_flags import size_app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("", "benchmarks", "docs", "examples", "models", "tests")

@@ -19,8 +19,8 @@ from image.container import bundle_of
 from image.contents import BILL, billed, canonical, check_bill, compilers, installed, size
 from packaging.requirements import Requirement
 
+from tokenpod.cli.app import app
 from tokenpod.config import ServerSettings
-from tokenpod.service.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements"

@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from tokenpod.cli.serve_flags import default_text, group_of
 from tokenpod.config import Group, ServerSettings, variable
 from tokenpod.config_rules import flag
-from tokenpod.service.serve_flags import default_text, group_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 

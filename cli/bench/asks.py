@@ -7,7 +7,7 @@ import json
 import msgspec
 import numpy as np
 
-from tokenpod.service.load.lengths import Lengths
+from tokenpod.cli.bench.lengths import Lengths
 
 #: Which stream of random numbers: none of them may repeat another.
 _REQUEST, _PREFIX, _ARRIVALS = range(3)

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
-from tokenpod.service.load.arrivals import Closed, Share, arrival_times
-from tokenpod.service.load.asks import (
+from tokenpod.cli.bench.arrivals import Closed, Share, arrival_times
+from tokenpod.cli.bench.asks import (
     Ask,
     Listed,
     Text,
@@ -23,7 +21,9 @@ from tokenpod.service.load.asks import (
     arrivals_random,
     ask,
 )
-from tokenpod.service.load.messages import Level, Plan, Record, Sampling
+from tokenpod.cli.bench.messages import Level, Plan, Record, Sampling
+from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 
 #: Requests that are made before a level begins, so that making them costs no time within it.
 _MADE_BEFORE = 2_048

@@ -17,17 +17,17 @@ import typer
 from rich.console import Console
 
 import tokenpod
+from tokenpod.cli.bench.arrivals import label
+from tokenpod.cli.bench.figures import latency
+from tokenpod.cli.bench.fleet import FleetError, Measured, fleet
+from tokenpod.cli.bench.messages import Level
+from tokenpod.cli.bench.report import SCHEMA_VERSION, LevelReport, Report, level_report
+from tokenpod.cli.bench.screen import print_level, print_sweep, progress
+from tokenpod.cli.bench.setup import BenchOptions, Setup, make_setup
+from tokenpod.cli.commands import MODEL_ID_KEY, run
+from tokenpod.cli.remote import Remote, RemoteError
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
-from tokenpod.service.commands import MODEL_ID_KEY, run
-from tokenpod.service.load.arrivals import label
-from tokenpod.service.load.figures import latency
-from tokenpod.service.load.fleet import FleetError, Measured, fleet
-from tokenpod.service.load.messages import Level
-from tokenpod.service.load.report import SCHEMA_VERSION, LevelReport, Report, level_report
-from tokenpod.service.load.screen import print_level, print_sweep, progress
-from tokenpod.service.load.setup import BenchOptions, Setup, make_setup
-from tokenpod.service.remote import Remote, RemoteError
 
 #: Seconds that a server gets to say which model it runs.
 _INFO_SECONDS = 10.0
@@ -140,7 +140,7 @@ def _write(options: BenchOptions, report: Report, rows: list[_Row]) -> None:
                 for line in _record_lines(name, measured):
                     print(line, file=out)
     if options.plot is not None:
-        from tokenpod.service.load.plots import plot
+        from tokenpod.cli.bench.plots import plot
 
         for path in plot(options.plot, rows):
             print(f"wrote {path}", file=sys.stderr)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenpod.service.load.messages import Record
+from tokenpod.cli.bench.messages import Record
 
 Floats = NDArray[np.float64]
 

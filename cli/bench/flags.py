@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tokenpod.service.connection import PANEL, Tls, TlsCa, TlsCert, TlsKey, Token, remote_of
+from tokenpod.cli.connection import PANEL, Tls, TlsCa, TlsCert, TlsKey, Token, remote_of
 
 _LOAD = "Load"
 _PROMPTS = "Prompts"
@@ -201,7 +201,7 @@ def bench(
     remotes = [remote_of(one, *way) for one in address or ["127.0.0.1:50051"]]
 
     # Here, not above: numpy and grpc would delay every other command's help.
-    from tokenpod.service.load import command
-    from tokenpod.service.load.setup import BenchOptions
+    from tokenpod.cli.bench import command
+    from tokenpod.cli.bench.setup import BenchOptions
 
     raise typer.Exit(command.bench(remotes, BenchOptions(**given)))

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from tokenpod.service.load.messages import (
+from tokenpod.cli.bench.messages import (
     HEAD_BYTES,
     Answer,
     Go,
@@ -74,7 +74,7 @@ async def fleet(plan: Plan) -> AsyncIterator[Fleet]:
     try:
         for process in range(plan.processes):
             # -P: nothing is imported from the working directory.
-            command = [sys.executable, "-P", "-m", "tokenpod.service.load.worker"]
+            command = [sys.executable, "-P", "-m", "tokenpod.cli.bench.worker"]
             # A group of its own: Ctrl-C is the command's to hear, also while a worker starts.
             worker = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, process_group=0

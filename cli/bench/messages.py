@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from tokenpod.service.load.arrivals import Load
-from tokenpod.service.load.asks import Prompts
+from tokenpod.cli.bench.arrivals import Load
+from tokenpod.cli.bench.asks import Prompts
 
 _LENGTH = struct.Struct(">I")
 

@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tokenpod.service.load.figures import LATENCIES, latency
-from tokenpod.service.load.fleet import Measured
-from tokenpod.service.load.messages import Record
-from tokenpod.service.load.report import LevelReport, latency_values
+from tokenpod.cli.bench.figures import LATENCIES, latency
+from tokenpod.cli.bench.fleet import Measured
+from tokenpod.cli.bench.messages import Record
+from tokenpod.cli.bench.report import LevelReport, latency_values
 
 _TITLES = {
     "ttft": "Time to first token",

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tokenpod.service.load.arrivals import Closed, Open, Replay
-from tokenpod.service.load.figures import Latency, Spread, latency, spread, within
-from tokenpod.service.load.fleet import Measured
-from tokenpod.service.load.messages import Record
+from tokenpod.cli.bench.arrivals import Closed, Open, Replay
+from tokenpod.cli.bench.figures import Latency, Spread, latency, spread, within
+from tokenpod.cli.bench.fleet import Measured
+from tokenpod.cli.bench.messages import Record
 
 SCHEMA_VERSION = 1
 

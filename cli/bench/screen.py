@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tokenpod.service.load.figures import LATENCIES, Spread
-from tokenpod.service.load.report import LevelReport
+from tokenpod.cli.bench.figures import LATENCIES, Spread
+from tokenpod.cli.bench.report import LevelReport
 
 _TITLES = {
     "ttft": "time to first token",

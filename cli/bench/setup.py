@@ -13,8 +13,8 @@ from pathlib import Path
 
 import typer
 
-from tokenpod.service.load.arrivals import Closed, Load, Open, Replay
-from tokenpod.service.load.asks import (
+from tokenpod.cli.bench.arrivals import Closed, Load, Open, Replay
+from tokenpod.cli.bench.asks import (
     Drawn,
     Listed,
     PromptFileError,
@@ -23,11 +23,11 @@ from tokenpod.service.load.asks import (
     TokenPrompts,
     read_texts,
 )
-from tokenpod.service.load.figures import parse_bounds
-from tokenpod.service.load.lengths import Lengths, parse_lengths
-from tokenpod.service.load.messages import Level, Plan, Sampling, Target
-from tokenpod.service.load.workload import Case, WorkloadError, read_cases
-from tokenpod.service.remote import Remote
+from tokenpod.cli.bench.figures import parse_bounds
+from tokenpod.cli.bench.lengths import Lengths, parse_lengths
+from tokenpod.cli.bench.messages import Level, Plan, Sampling, Target
+from tokenpod.cli.bench.workload import Case, WorkloadError, read_cases
+from tokenpod.cli.remote import Remote
 
 _REQUESTS = 64
 _INPUT_TOKENS, _OUTPUT_TOKENS = "128", "64"

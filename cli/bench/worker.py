@@ -1,4 +1,4 @@
-"""`python -m tokenpod.service.load.worker`: one client process, told what to do over its pipes.
+"""`python -m tokenpod.cli.bench.worker`: one client process, told what to do over its pipes.
 
 The pipes are read and written between levels and in small frames only, so blocking ones do. The
 event loop lives on between levels, and the connections with it.
@@ -18,10 +18,9 @@ from typing import BinaryIO
 
 import uvloop
 
-from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
-from tokenpod.service.load.arrivals import share
-from tokenpod.service.load.client import LevelRun
-from tokenpod.service.load.messages import (
+from tokenpod.cli.bench.arrivals import share
+from tokenpod.cli.bench.client import LevelRun
+from tokenpod.cli.bench.messages import (
     Answer,
     Go,
     Level,
@@ -33,7 +32,8 @@ from tokenpod.service.load.messages import (
     frame,
     read_request,
 )
-from tokenpod.service.remote import Remote
+from tokenpod.cli.remote import Remote
+from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 
 #: Seconds between two reports of progress.
 _PROGRESS_SECONDS = 0.2

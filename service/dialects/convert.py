@@ -15,8 +15,8 @@ from typing import Any
 from tokenpod.protos.generate.v1 import generate_pb2 as v1
 from tokenpod.protos.generate.v2 import generate_pb2 as v2
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.service import validate
-from tokenpod.service.calls import (
+from tokenpod.service.dialects import validate
+from tokenpod.service.serving.calls import (
     CachedBatch,
     ChatPrompt,
     GenerateCall,

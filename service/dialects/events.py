@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from tokenpod.core.messages import FinishCode
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.calls import GenerateCall
-from tokenpod.service.deltas import Delta
-from tokenpod.service.generation import Generation, Sample
-from tokenpod.service.tokenizer import Tokenizer
+from tokenpod.service.serving.calls import GenerateCall
+from tokenpod.service.serving.deltas import Delta
+from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.text.tokenizer import Tokenizer
 
 _FINISH = {
     FinishCode.LENGTH: pb.FINISH_LENGTH,

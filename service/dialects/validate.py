@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenpod.core.messages import SamplingParams
-from tokenpod.service.calls import (
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.calls import (
     ChatPrompt,
     GenerateCall,
     Sampling,
@@ -20,7 +21,6 @@ from tokenpod.service.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod.service.errors import InvalidArgument
 
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256

@@ -35,7 +35,7 @@ from tokenpod.core.messages import (
     StepOutputs,
     Top,
 )
-from tokenpod.service.errors import Unavailable
+from tokenpod.service.rpc.errors import Unavailable
 
 _LOST = "the model's engine was lost; retry"
 #: Of an engine that has not said anything yet.

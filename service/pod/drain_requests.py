@@ -11,8 +11,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tokenpod.core.messages import Letter
-from tokenpod.service.errors import Unavailable
-from tokenpod.service.rank_line import RankLine
+from tokenpod.service.pod.rank_line import RankLine
+from tokenpod.service.rpc.errors import Unavailable
 
 log = logging.getLogger("tokenpod")
 

@@ -1,4 +1,4 @@
-"""A further front end as a process of its own: `python -m tokenpod.service.front_end`.
+"""A further front end as a process of its own: `python -m tokenpod.service.pod.front_end`.
 
 It is started by the first one, which writes an `Order` to its standard input, and ends when that
 closes. Signals are the first one's business. See front_ends.py for who does what.
@@ -24,23 +24,23 @@ import uvloop
 from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
-from tokenpod.service.admission import Admission
-from tokenpod.service.certificates import credentials
-from tokenpod.service.client import EngineClient, EngineLost
-from tokenpod.service.closing import Closing
-from tokenpod.service.encoder import Encoder
-from tokenpod.service.front_ends import Order
-from tokenpod.service.generate import GenerateService, Serving, request_limits
-from tokenpod.service.house import House
-from tokenpod.service.intake import intake_of
-from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.listen import StartError, bind, channel_options
-from tokenpod.service.logs import configure_logging
-from tokenpod.service.reflection import enable_reflection
-from tokenpod.service.relay import relay_of
-from tokenpod.service.servicers import Rpcs, add_servicers
-from tokenpod.service.telemetry import Telemetry, TelemetrySettings
-from tokenpod.service.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.pod.client import EngineClient, EngineLost
+from tokenpod.service.pod.front_ends import Order
+from tokenpod.service.pod.house import House
+from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.rpc.certificates import credentials
+from tokenpod.service.rpc.closing import Closing
+from tokenpod.service.rpc.intake import intake_of
+from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.rpc.listen import StartError, bind, channel_options
+from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.rpc.relay import relay_of
+from tokenpod.service.rpc.servicers import Rpcs, add_servicers
+from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
+from tokenpod.service.telemetry.logs import configure_logging
+from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.text.encoder import Encoder
+from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("tokenpod")
 

@@ -34,13 +34,13 @@ import msgspec
 
 from tokenpod.config import ServerSettings
 from tokenpod.core.silence import BEAT_SECONDS, Silence
-from tokenpod.service.client import EngineClient
-from tokenpod.service.house import House
+from tokenpod.service.pod.client import EngineClient
+from tokenpod.service.pod.house import House
 
 log = logging.getLogger("tokenpod")
 
 #: -P: nothing is imported from the working directory.
-_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.front_end")
+_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.pod.front_end")
 _POLL_SECONDS = 0.1
 #: Seconds without a heartbeat after which a front end counts as hung: while it serves, and while
 #: one that replaces another starts.

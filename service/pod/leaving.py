@@ -8,12 +8,12 @@ import time
 from typing import Any
 
 from tokenpod.config import ServerSettings
-from tokenpod.service.closing import AGAIN_SECONDS
-from tokenpod.service.drain_requests import DrainRequests
-from tokenpod.service.front_ends import FrontEnds
-from tokenpod.service.health import HealthBoard
-from tokenpod.service.parts import Parts
-from tokenpod.service.ranks import Ranks
+from tokenpod.service.pod.drain_requests import DrainRequests
+from tokenpod.service.pod.front_ends import FrontEnds
+from tokenpod.service.pod.parts import Parts
+from tokenpod.service.pod.ranks import Ranks
+from tokenpod.service.rpc.closing import AGAIN_SECONDS
+from tokenpod.service.rpc.health import HealthBoard
 
 log = logging.getLogger("tokenpod")
 

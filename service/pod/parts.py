@@ -10,18 +10,18 @@ from typing import Any
 import grpc
 
 from tokenpod.core.messages import Load
-from tokenpod.service.admission import Admission
-from tokenpod.service.client import NO_LOAD, EngineClient
-from tokenpod.service.closing import Closing
-from tokenpod.service.errors import ServiceError
-from tokenpod.service.forming import Forming
-from tokenpod.service.generate import GenerateService
-from tokenpod.service.health import HealthBoard
-from tokenpod.service.house import House
-from tokenpod.service.listen import StartError
-from tokenpod.service.router_socket import RouterSocket
-from tokenpod.service.servicers import Rpcs
-from tokenpod.service.stopping import Stopping
+from tokenpod.service.pod.client import NO_LOAD, EngineClient
+from tokenpod.service.pod.forming import Forming
+from tokenpod.service.pod.house import House
+from tokenpod.service.pod.stopping import Stopping
+from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.rpc.closing import Closing
+from tokenpod.service.rpc.errors import ServiceError
+from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.listen import StartError
+from tokenpod.service.rpc.router_socket import RouterSocket
+from tokenpod.service.rpc.servicers import Rpcs
+from tokenpod.service.serving.generate import GenerateService
 
 #: Seconds that calls get which run while connections are closed: those for health.
 _GRACE_SECONDS = 0.5

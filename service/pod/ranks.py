@@ -18,8 +18,8 @@ from tokenpod.core.silence import (
     PATIENCE_SECONDS,
     Silence,
 )
-from tokenpod.service.client import EngineClient, EngineLost
-from tokenpod.service.engine_process import EngineProcess
+from tokenpod.service.pod.client import EngineClient, EngineLost
+from tokenpod.service.pod.engine_process import EngineProcess
 
 #: Seconds in which a process that has hung up says why, on its other socket.
 _LAST_WORDS_SECONDS = 0.1

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tokenpod.service.errors import ResourceExhausted, Unavailable
-from tokenpod.service.house import House
-from tokenpod.service.memory_budget import MemoryBudget
+from tokenpod.service.pod.house import House
+from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
+from tokenpod.service.rpc.memory_budget import MemoryBudget
 
 #: Seconds after which a refused client should try again.
 RETRY_SECONDS = 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 
 from tokenpod.config import ServerSettings
-from tokenpod.service.listen import StartError
+from tokenpod.service.rpc.listen import StartError
 
 log = logging.getLogger("tokenpod")
 

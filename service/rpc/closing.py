@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from tokenpod.service.admission import DRAINING, RETRY_SECONDS
-from tokenpod.service.errors import ServiceError, Unavailable
-from tokenpod.service.interceptors import Continuation, Handler, refusing
+from tokenpod.service.rpc.admission import DRAINING, RETRY_SECONDS
+from tokenpod.service.rpc.errors import ServiceError, Unavailable
+from tokenpod.service.rpc.interceptors import Continuation, Handler, refusing
 
 #: Seconds in which a client that will call again does so: refused ones are told to wait for most
 #: of that.

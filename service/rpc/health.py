@@ -27,13 +27,13 @@ from typing import Any, Protocol
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tokenpod.service.admission import RETRY_SECONDS
-from tokenpod.service.errors import ResourceExhausted
-from tokenpod.service.intake import Intake
-from tokenpod.service.interceptors import ErrorInterceptor
-from tokenpod.service.listen import CONNECTION_TIMES
-from tokenpod.service.methods import method_limits
-from tokenpod.service.reflection import enable_reflection
+from tokenpod.service.rpc.admission import RETRY_SECONDS
+from tokenpod.service.rpc.errors import ResourceExhausted
+from tokenpod.service.rpc.intake import Intake
+from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.listen import CONNECTION_TIMES
+from tokenpod.service.rpc.methods import method_limits
+from tokenpod.service.rpc.reflection import enable_reflection
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

@@ -21,10 +21,10 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from tokenpod.config import ServerSettings
-from tokenpod.service.errors import DeadlineExceeded, InvalidArgument
-from tokenpod.service.interceptors import Context, Continuation, Handler, behaviour_of
-from tokenpod.service.methods import MethodLimits, method_limits
-from tokenpod.service.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
+from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
+from tokenpod.service.rpc.interceptors import Context, Continuation, Handler, behaviour_of
+from tokenpod.service.rpc.methods import MethodLimits, method_limits
+from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
 
 #: Seconds that a message may take to arrive; a call that never sends one must not stay.
 ARRIVAL_SECONDS = 60.0

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from grpc_status import rpc_status
 
-from tokenpod.service.errors import Internal, ServiceError, Unauthenticated
+from tokenpod.service.rpc.errors import Internal, ServiceError, Unauthenticated
 
 log = logging.getLogger("tokenpod.rpc")
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from tokenpod.service.errors import ResourceExhausted
-from tokenpod.service.house import House
+from tokenpod.service.pod.house import House
+from tokenpod.service.rpc.errors import ResourceExhausted
 
 #: Seconds after which a refused client should try again.
 _RETRY_SECONDS = 1.0

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
-from tokenpod.service.convert import codecs
-from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.wire import MESSAGE_FIELDS, WHOLE, Size
+from tokenpod.service.dialects.convert import codecs
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
 
 #: For messages up to this size the table's numbers hold; larger ones, which come from routers'
 #: sockets alone, may hold more in proportion.

@@ -18,10 +18,10 @@ import grpc
 
 from tokenpod.config import ServerSettings
 from tokenpod.config_rules import SOCKET_SUFFIX
-from tokenpod.service.health import HealthBoard
-from tokenpod.service.listen import StartError, bind
-from tokenpod.service.reflection import enable_reflection
-from tokenpod.service.servicers import Rpcs, add_servicers
+from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.listen import StartError, bind
+from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.rpc.servicers import Rpcs, add_servicers
 
 
 class RouterSocket:

@@ -14,12 +14,12 @@ from tokenpod.core.messages import Ready
 from tokenpod.protos.generate.v1 import generate_pb2_grpc as v1_grpc
 from tokenpod.protos.generate.v2 import generate_pb2_grpc as v2_grpc
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as v3_grpc
-from tokenpod.service import convert
-from tokenpod.service.admission import Admission
-from tokenpod.service.calls import CachedBatch, PrefillCall, ShardStep, WarmupCall
-from tokenpod.service.convert import ShardCodec
-from tokenpod.service.errors import ServiceError, Unavailable
-from tokenpod.service.generate import GenerateService
+from tokenpod.service.dialects import convert
+from tokenpod.service.dialects.convert import ShardCodec
+from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.rpc.errors import ServiceError, Unavailable
+from tokenpod.service.serving.calls import CachedBatch, PrefillCall, ShardStep, WarmupCall
+from tokenpod.service.serving.generate import GenerateService
 
 log = logging.getLogger("tokenpod.shard")
 

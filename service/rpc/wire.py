@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from tokenpod.service.errors import InvalidArgument
+from tokenpod.service.rpc.errors import InvalidArgument
 
 #: What names a violation of the message as a whole.
 WHOLE = "request"

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tokenpod.service.errors import NotFound
-from tokenpod.service.routed import RoutedSequence
+from tokenpod.service.rpc.errors import NotFound
+from tokenpod.service.serving.routed import RoutedSequence
 
 #: Seconds without a call after which no router is expected any more. One that lives calls again
 #: within milliseconds; these leave room for one that is short of CPU. To wait too long for a router

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn
 
-from tokenpod.service.calls import CachedBatch, PrefillCall, ShardStep, WarmupCall
-from tokenpod.service.errors import FailedPrecondition
+from tokenpod.service.rpc.errors import FailedPrecondition
+from tokenpod.service.serving.calls import CachedBatch, PrefillCall, ShardStep, WarmupCall
 
 
 class FollowerShard:

@@ -16,18 +16,18 @@ import grpc
 from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Ready, Request, StoppingParams
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service import convert, validate
-from tokenpod.service.admission import Admission, Place
-from tokenpod.service.calls import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
-from tokenpod.service.client import EngineClient
-from tokenpod.service.encoder import Encoder, Tokenised
-from tokenpod.service.errors import FailedPrecondition
-from tokenpod.service.events import EventWriter
-from tokenpod.service.generation import Generation, Sample
-from tokenpod.service.memory_budget import Lease
-from tokenpod.service.stops import StopMatcher
-from tokenpod.service.telemetry import Telemetry
-from tokenpod.service.tokenizer import Tokenizer
+from tokenpod.service.dialects import convert, validate
+from tokenpod.service.dialects.events import EventWriter
+from tokenpod.service.pod.client import EngineClient
+from tokenpod.service.rpc.admission import Admission, Place
+from tokenpod.service.rpc.errors import FailedPrecondition
+from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
+from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.text.encoder import Encoder, Tokenised
+from tokenpod.service.text.stops import StopMatcher
+from tokenpod.service.text.tokenizer import Tokenizer
 
 log = logging.getLogger("tokenpod.generate")
 

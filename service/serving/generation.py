@@ -19,10 +19,10 @@ from tokenpod.core.messages import (
     Started,
     Top,
 )
-from tokenpod.service.deltas import Delta, Unread
-from tokenpod.service.detokenizer import Detokenizer
-from tokenpod.service.errors import ResourceExhausted, ServiceError, engine_failure
-from tokenpod.service.stops import StopMatcher
+from tokenpod.service.rpc.errors import ResourceExhausted, ServiceError, engine_failure
+from tokenpod.service.serving.deltas import Delta, Unread
+from tokenpod.service.text.detokenizer import Detokenizer
+from tokenpod.service.text.stops import StopMatcher
 
 #: Bytes that may wait for a stream's reader. What gRPC holds for it (a message being sent, its
 #: write buffer of 64 kB) comes on top; together it stays under 256 kB.

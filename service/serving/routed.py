@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from tokenpod.core.messages import FinishCode, Request, Started, Top
-from tokenpod.service.calls import ShardGeneration, ShardRequest, ShardText, TokenList
-from tokenpod.service.stops import TailStops
-from tokenpod.service.tokenizer import Tokenizer
+from tokenpod.service.serving.calls import ShardGeneration, ShardRequest, ShardText, TokenList
+from tokenpod.service.text.stops import TailStops
+from tokenpod.service.text.tokenizer import Tokenizer
 
 #: TGI's FinishReason.
 _LENGTH, _EOS_TOKEN, _STOP_SEQUENCE = 0, 1, 2

@@ -22,9 +22,16 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from tokenpod.service.admission import DRAINING, RETRY_SECONDS, Admission
-from tokenpod.service.batches import Batches
-from tokenpod.service.calls import (
+from tokenpod.service.rpc.admission import DRAINING, RETRY_SECONDS, Admission
+from tokenpod.service.rpc.errors import (
+    InvalidArgument,
+    NotFound,
+    ServiceError,
+    Unavailable,
+    engine_failure,
+)
+from tokenpod.service.serving.batches import Batches
+from tokenpod.service.serving.calls import (
     CachedBatch,
     PrefillCall,
     ShardGeneration,
@@ -32,18 +39,11 @@ from tokenpod.service.calls import (
     ShardStep,
     WarmupCall,
 )
-from tokenpod.service.errors import (
-    InvalidArgument,
-    NotFound,
-    ServiceError,
-    Unavailable,
-    engine_failure,
-)
-from tokenpod.service.generate import Serving
-from tokenpod.service.routed import RoutedSequence
-from tokenpod.service.shard_requests import Opened, ShardRequests, is_probe
-from tokenpod.service.step_sink import StepSink
-from tokenpod.service.warmup import agreed_limits
+from tokenpod.service.serving.generate import Serving
+from tokenpod.service.serving.routed import RoutedSequence
+from tokenpod.service.serving.shard_requests import Opened, ShardRequests, is_probe
+from tokenpod.service.serving.step_sink import StepSink
+from tokenpod.service.serving.warmup import agreed_limits
 
 log = logging.getLogger("tokenpod.shard")
 

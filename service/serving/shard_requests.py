@@ -12,12 +12,12 @@ import time
 from dataclasses import dataclass, field
 
 from tokenpod.core.messages import PROBE_TOKENS, Request, StoppingParams
-from tokenpod.service import validate
-from tokenpod.service.calls import ShardBatch, ShardGeneration, ShardRequest
-from tokenpod.service.encoder import Text
-from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.generate import Serving
-from tokenpod.service.routed import RoutedSequence, ended_alone
+from tokenpod.service.dialects import validate
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
+from tokenpod.service.serving.generate import Serving
+from tokenpod.service.serving.routed import RoutedSequence, ended_alone
+from tokenpod.service.text.encoder import Text
 
 log = logging.getLogger("tokenpod.shard")
 

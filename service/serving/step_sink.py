@@ -7,9 +7,9 @@ import logging
 from collections.abc import Iterable
 
 from tokenpod.core.messages import Failure, FailureCode, FinishCode, Started, Top
-from tokenpod.service.calls import ShardGeneration
-from tokenpod.service.errors import ServiceError, engine_failure
-from tokenpod.service.routed import RoutedSequence
+from tokenpod.service.rpc.errors import ServiceError, engine_failure
+from tokenpod.service.serving.calls import ShardGeneration
+from tokenpod.service.serving.routed import RoutedSequence
 
 log = logging.getLogger("tokenpod.shard")
 

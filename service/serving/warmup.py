@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tokenpod.service.calls import WarmupCall
-from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.validate import RequestLimits
+from tokenpod.service.dialects.validate import RequestLimits
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.calls import WarmupCall
 
 
 def agreed_limits(call: WarmupCall, limits: RequestLimits) -> tuple[int, int, int]:

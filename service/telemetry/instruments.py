@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from tokenpod.core.messages import Load
-from tokenpod.service.generation import Generation
+from tokenpod.service.serving.generation import Generation
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]
 _FIRST_TOKEN_BUCKETS = [

@@ -21,9 +21,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from tokenpod.core.messages import Load
-from tokenpod.service.instruments import Instruments
-from tokenpod.service.telemetry import RecordedCall, Telemetry, TelemetrySettings
-from tokenpod.service.tracing import TracingInterceptor, current_call
+from tokenpod.service.telemetry.instruments import Instruments
+from tokenpod.service.telemetry.recorder import RecordedCall, Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.tracing import TracingInterceptor, current_call
 
 _SCOPE = "tokenpod"
 _METRICS_EVERY_SECONDS = 15

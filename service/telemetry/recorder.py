@@ -16,7 +16,7 @@ from typing import Protocol
 import grpc
 
 from tokenpod.core.messages import Load
-from tokenpod.service.generation import Generation
+from tokenpod.service.serving.generation import Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Telemetry:
         if settings.otlp_endpoint is None:
             return cls()
         # Imported late: what is off costs no start-up time and no memory.
-        from tokenpod.service.otlp import OtlpTelemetry
+        from tokenpod.service.telemetry.otlp import OtlpTelemetry
 
         return OtlpTelemetry(settings)
 

@@ -29,15 +29,15 @@ from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServe
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from tokenpod.core.messages import FinishCode
-from tokenpod.service.generation import Generation
-from tokenpod.service.instruments import Instruments
-from tokenpod.service.interceptors import (
+from tokenpod.service.rpc.interceptors import (
     Context,
     Continuation,
     Handler,
     behaviour_of,
     with_behaviour,
 )
+from tokenpod.service.serving.generation import Generation
+from tokenpod.service.telemetry.instruments import Instruments
 
 #: What probes and tools call: spans of these would bury the others.
 _UNTRACED = frozenset(

@@ -13,12 +13,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from tokenpod.config import ServerSettings
-from tokenpod.service.calls import ChatPrompt, Prompt
-from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.inline_cost import is_bounded
-from tokenpod.service.text_messages import EncodeChat, EncodeTexts, unpacked
-from tokenpod.service.text_workers import TextLimits, TextWorkers
-from tokenpod.service.tokenizer import Tokenizer, TokenizerPanic
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.calls import ChatPrompt, Prompt
+from tokenpod.service.text.inline_cost import is_bounded
+from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, unpacked
+from tokenpod.service.text.text_workers import TextLimits, TextWorkers
+from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
 
 #: Bytes of UTF-8 up to which texts are tokenised on the event loop (docs/performance-notes.md).
 INLINE_BYTES = 4096

@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from tokenpod.core.link import FrameDecoder, encode_frame
-from tokenpod.service.text_messages import (
+from tokenpod.service.text.text_messages import (
     Encoded,
     FromWorker,
     Job,
@@ -23,7 +23,7 @@ from tokenpod.service.text_messages import (
 )
 
 #: -P: nothing is imported from the working directory.
-_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.text_worker")
+_COMMAND = (sys.executable, "-P", "-m", "tokenpod.service.text.text_worker")
 
 
 class WorkerEnded(Exception):

@@ -1,4 +1,4 @@
-"""A process that tokenises and renders: `python -m tokenpod.service.text_worker FD`.
+"""A process that tokenises and renders: `python -m tokenpod.service.text.text_worker FD`.
 
 A template is a program, and its messages are the caller's; a tokenizer's time and memory hang on
 the text. Neither can be bounded from inside a process that must go on, so they run here: the kernel
@@ -23,8 +23,8 @@ import msgspec
 
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.parent import die_with_parent
-from tokenpod.service.chat_template import ChatTemplateError
-from tokenpod.service.text_messages import (
+from tokenpod.service.text.chat_template import ChatTemplateError
+from tokenpod.service.text.text_messages import (
     EncodeChat,
     Encoded,
     EncodeTexts,
@@ -38,7 +38,7 @@ from tokenpod.service.text_messages import (
     WorkerOptions,
     packed,
 )
-from tokenpod.service.tokenizer import Tokenizer, TokenizerPanic
+from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
 
 
 def main() -> int:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tokenpod.service.errors import InvalidArgument, ServiceError, Unavailable
-from tokenpod.service.text_messages import (
+from tokenpod.service.rpc.errors import InvalidArgument, ServiceError, Unavailable
+from tokenpod.service.text.text_messages import (
     EncodeChat,
     Encoded,
     Job,
@@ -29,8 +29,8 @@ from tokenpod.service.text_messages import (
     TextModel,
     WorkerOptions,
 )
-from tokenpod.service.text_process import TextProcess, WorkerEnded
-from tokenpod.service.tokenizer import TokenizerError
+from tokenpod.service.text.text_process import TextProcess, WorkerEnded
+from tokenpod.service.text.tokenizer import TokenizerError
 
 log = logging.getLogger("tokenpod.text")
 

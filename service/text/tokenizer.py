@@ -11,11 +11,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
-from tokenpod.service.chat_template import ChatTemplate, ChatTemplateError
-from tokenpod.service.detokenizer import Detokenizer, decoding_of
-from tokenpod.service.text_messages import TextModel
-from tokenpod.service.tokenizer_errors import TokenizerError, TokenizerPanic, panics_named
-from tokenpod.service.tokenizer_files import read_folder
+from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
+from tokenpod.service.text.detokenizer import Detokenizer, decoding_of
+from tokenpod.service.text.text_messages import TextModel
+from tokenpod.service.text.tokenizer_errors import TokenizerError, TokenizerPanic, panics_named
+from tokenpod.service.text.tokenizer_files import read_folder
 
 __all__ = ["Tokenizer", "TokenizerError", "TokenizerPanic"]
 

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from tokenpod.service.bounded_files import UnreadableFile, read_bounded
-from tokenpod.service.tokenizer_errors import TokenizerError, one_line, panics_named
+from tokenpod.service.text.bounded_files import UnreadableFile, read_bounded
+from tokenpod.service.text.tokenizer_errors import TokenizerError, one_line, panics_named
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",

@@ -16,12 +16,12 @@ import pytest
 import torch
 from harness import serve
 
-import tokenpod.service.size
+import tokenpod.cli.size
+from tokenpod.cli.app import main
+from tokenpod.cli.gpus import GIB, GPUS
+from tokenpod.cli.size import footprint
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
-from tokenpod.service.cli import main
-from tokenpod.service.gpus import GIB, GPUS
-from tokenpod.service.size import footprint
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,7 +48,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _asked_once() -> Iterator[None]:
     """A model's size is asked for once a test run: the process that tells it imports torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenpod.service.size, "footprint", functools.cache(footprint))
+        patch.setattr(tokenpod.cli.size, "footprint", functools.cache(footprint))
         yield
 
 
@@ -192,7 +192,7 @@ def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(tmp_pa
 
 def test_the_command_itself_does_not_import_torch(big: Path):
     code = (
-        "import sys; from tokenpod.service.cli import main;"
+        "import sys; from tokenpod.cli.app import main;"
         f"status = main(['size', '--gpu', 'h200', '--model-id', {str(big)!r}]);"
         "sys.exit(status or ('torch' in sys.modules) * 9)"
     )

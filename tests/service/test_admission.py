@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenpod.service.admission import Admission
-from tokenpod.service.errors import ResourceExhausted, Unavailable
+from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 
 
 def admission(*, max_requests: int = 2, max_queue_tokens: int = 100) -> Admission:
@@ -82,7 +82,7 @@ def test_who_comes_while_it_is_closed_for_a_time_is_told_how_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: clock.seconds, seconds=1000.0)
-    monkeypatch.setattr("tokenpod.service.admission.time", clock)
+    monkeypatch.setattr("tokenpod.service.rpc.admission.time", clock)
     house = admission()
     house.close("the group is forming", 9.0)
     assert retry_after(house) == 9.0

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tokenpod.service.batches import Batches
-from tokenpod.service.errors import NotFound
+from tokenpod.service.rpc.errors import NotFound
+from tokenpod.service.serving.batches import Batches
 
 
 class Clock:

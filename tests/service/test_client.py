@@ -35,8 +35,8 @@ from tokenpod.core.messages import (
     ToEngine,
     Top,
 )
-from tokenpod.service.client import EngineClient
-from tokenpod.service.errors import Unavailable
+from tokenpod.service.pod.client import EngineClient
+from tokenpod.service.rpc.errors import Unavailable
 
 OPTIONS = EngineOptions("/model", None, "cpu", 1, 8, 64)
 READY = Ready("float32", "float32", "cpu", "contiguous", None, 100, 128, 1000, 1, 4, 0.1, 0.1)

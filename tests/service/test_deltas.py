@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenpod.core.messages import Top
-from tokenpod.service.deltas import Unread
+from tokenpod.service.serving.deltas import Unread
 
 PIECES = st.lists(
     st.tuples(

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from tokenpod.service.tokenizer import Tokenizer
+from tokenpod.service.text.tokenizer import Tokenizer
 
 SEQUENCES = 1200
 RECOGNISED = [

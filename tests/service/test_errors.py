@@ -11,7 +11,7 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import code_pb2, error_details_pb2
 
 from tokenpod.core.messages import Failure, FailureCode
-from tokenpod.service.errors import (
+from tokenpod.service.rpc.errors import (
     DOMAIN,
     DataLoss,
     DeadlineExceeded,

@@ -10,11 +10,11 @@ import pytest
 
 from tokenpod.core.messages import FinishCode, Request, SamplingParams, StoppingParams, Top
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.calls import GenerateCall, Output, Sampling, Stopping
-from tokenpod.service.detokenizer import Detokenizer
-from tokenpod.service.events import EventWriter
-from tokenpod.service.generation import UNREAD_BYTES, Generation, Sample
-from tokenpod.service.stops import StopMatcher
+from tokenpod.service.dialects.events import EventWriter
+from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
+from tokenpod.service.serving.generation import UNREAD_BYTES, Generation, Sample
+from tokenpod.service.text.detokenizer import Detokenizer
+from tokenpod.service.text.stops import StopMatcher
 
 TOP = Top(0, list(range(20)), [-1.0] * 20)
 

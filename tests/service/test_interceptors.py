@@ -18,9 +18,9 @@ from harness import violations
 from rpcs import KINDS, Act, Scripted, arities, call_kind, nothing, serving
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.errors import InvalidArgument, Unavailable
-from tokenpod.service.health import HealthBoard
-from tokenpod.service.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
+from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from tokenpod.service.logs import JsonFormatter, TextFormatter
+from tokenpod.service.telemetry.logs import JsonFormatter, TextFormatter
 
 
 def line(formatter: logging.Formatter, **extra: object) -> str:

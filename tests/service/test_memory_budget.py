@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.service.errors import ResourceExhausted
-from tokenpod.service.house import House
-from tokenpod.service.memory_budget import MemoryBudget
+from tokenpod.service.pod.house import House
+from tokenpod.service.rpc.errors import ResourceExhausted
+from tokenpod.service.rpc.memory_budget import MemoryBudget
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import wirefuzz
 from google.protobuf.descriptor import Descriptor
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.methods import SMALL, method_limits
-from tokenpod.service.wire import count, shape_of
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.rpc.methods import SMALL, method_limits
+from tokenpod.service.rpc.wire import count, shape_of
 
 PREFILL = "/generate.v3.TextGenerationService/Prefill"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.service.model_store import ModelNotFound, resolve_model
+from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 
 COMMIT = "a" * 40
 

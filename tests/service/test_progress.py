@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from tokenpod.core.messages import Loading
-from tokenpod.service import progress
-from tokenpod.service.progress import LoadingBar
+from tokenpod.service.pod import progress
+from tokenpod.service.pod.progress import LoadingBar
 
 
 async def test_lines_tell_what_is_done_and_how_far_it_has_come(

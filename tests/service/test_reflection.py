@@ -13,9 +13,9 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from rpcs import Running, Scripted, serving
 
-from tokenpod.service.health import HealthBoard
-from tokenpod.service.interceptors import ErrorInterceptor
-from tokenpod.service.reflection import V1, V1ALPHA, enable_reflection
+from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.reflection import V1, V1ALPHA, enable_reflection
 
 SERVICE = "generate.v3.TextGenerationService"
 HEALTH = "grpc.health.v1.Health"

@@ -14,14 +14,14 @@ import pytest
 from tokenpod.config import ServerSettings
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
-from tokenpod.service.admission import Admission
-from tokenpod.service.errors import Unavailable
-from tokenpod.service.generate import GenerateService
-from tokenpod.service.health import HealthBoard
-from tokenpod.service.interceptors import ErrorInterceptor
-from tokenpod.service.relay import SECRET_KEY, Relay, RelayGuard, serve_relay
-from tokenpod.service.servicers import Rpcs
-from tokenpod.service.telemetry import Telemetry, TelemetrySettings
+from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.rpc.errors import Unavailable
+from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.relay import SECRET_KEY, Relay, RelayGuard, serve_relay
+from tokenpod.service.rpc.servicers import Rpcs
+from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
 
 SECRET = "between us"
 

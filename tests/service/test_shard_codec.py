@@ -6,8 +6,14 @@ import math
 
 import pytest
 
-from tokenpod.service.calls import CachedBatch, ShardGeneration, ShardStep, ShardText, TokenList
-from tokenpod.service.convert import ShardCodec, codecs
+from tokenpod.service.dialects.convert import ShardCodec, codecs
+from tokenpod.service.serving.calls import (
+    CachedBatch,
+    ShardGeneration,
+    ShardStep,
+    ShardText,
+    TokenList,
+)
 
 #: What a router reads at most.
 MOST_BYTES = 4 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenpod.service.stopping import Stopping
+from tokenpod.service.pod.stopping import Stopping
 
 
 class Signals:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.service.stops import StopMatcher, TailStops
+from tokenpod.service.text.stops import StopMatcher, TailStops
 
 # Few letters, so that stops overlap, nest and nearly match all the time.
 WORDS = st.text(alphabet="ab", min_size=1, max_size=6)

@@ -31,12 +31,12 @@ from tokenpod.core.messages import (
     StoppingParams,
 )
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.errors import DataLoss, InvalidArgument
-from tokenpod.service.generation import Ending, Generation, Sample
-from tokenpod.service.health import HealthBoard
-from tokenpod.service.interceptors import ErrorInterceptor
-from tokenpod.service.reflection import enable_reflection
-from tokenpod.service.telemetry import Telemetry, TelemetrySettings
+from tokenpod.service.rpc.errors import DataLoss, InvalidArgument
+from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.serving.generation import Ending, Generation, Sample
+from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
 
 GENERATE = "generate.v3.TextGenerationService/Generate"
 INFO = "generate.v3.TextGenerationService/Info"
@@ -76,7 +76,7 @@ async def call_info(telemetry: Telemetry, act: Any = nothing, **call: Any) -> No
 def test_without_an_endpoint_nothing_is_installed_or_imported() -> None:
     code = (
         "import sys\n"
-        "from tokenpod.service.telemetry import Telemetry, TelemetrySettings\n"
+        "from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings\n"
         "telemetry = Telemetry.start(TelemetrySettings())\n"
         "assert telemetry.interceptors() == [] and telemetry.current_call() is None\n"
         "telemetry.watch(lambda: 1 / 0)\n"
@@ -183,7 +183,7 @@ async def abort(context: Any) -> None:
     [
         (invalid, "INVALID_ARGUMENT", 3, False, []),
         (abort, "NOT_FOUND", 5, False, []),
-        (nan, "DATA_LOSS", 15, True, ["tokenpod.service.errors.DataLoss"]),
+        (nan, "DATA_LOSS", 15, True, ["tokenpod.service.rpc.errors.DataLoss"]),
         (bug, "INTERNAL", 13, True, ["ZeroDivisionError"]),
     ],
 )

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 from hostile import TEMPLATE
 
-from tokenpod.service.errors import InvalidArgument, Unavailable
-from tokenpod.service.text_messages import (
+from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
+from tokenpod.service.text.text_messages import (
     EncodeChat,
     EncodeTexts,
     TextModel,
     packed,
     unpacked,
 )
-from tokenpod.service.text_workers import TextLimits, TextWorkers
-from tokenpod.service.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.text_workers import TextLimits, TextWorkers
+from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
 MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})

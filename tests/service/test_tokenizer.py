@@ -11,8 +11,12 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from tokenpod.service.chat_template import MAX_RANGE_STEPS, MAX_RENDERED_CHARS, ChatTemplateError
-from tokenpod.service.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.chat_template import (
+    MAX_RANGE_STEPS,
+    MAX_RENDERED_CHARS,
+    ChatTemplateError,
+)
+from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 CHAT = (
     "{{ bos_token }}{% for message in messages %}<|user|>{{ message['content'] }}"
@@ -180,7 +184,8 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
 
 def test_neither_torch_nor_transformers_is_imported(folder):
     program = (
-        "import sys; from pathlib import Path; from tokenpod.service.tokenizer import Tokenizer;"
+        "import sys; from pathlib import Path;"
+        "from tokenpod.service.text.tokenizer import Tokenizer;"
         f"Tokenizer.load(Path({str(folder)!r})).encode('fox');"
         "print({'torch', 'transformers'} & set(sys.modules))"
     )

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from tokenpod.service import validate
-from tokenpod.service.calls import (
+from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.validate import RequestLimits
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.calls import (
     ChatPrompt,
     GenerateCall,
     Output,
@@ -19,8 +21,6 @@ from tokenpod.service.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.validate import RequestLimits
 
 LIMITS = RequestLimits(
     vocab_size=100,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.errors import InvalidArgument
-from tokenpod.service.wire import (
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.rpc.wire import (
     MESSAGE_FIELDS,
     SEARCH_SLICE,
     SLICE,

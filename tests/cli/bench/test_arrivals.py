@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tokenpod.service.load.arrivals import (
+from tokenpod.cli.bench.arrivals import (
     Closed,
     Open,
     Replay,

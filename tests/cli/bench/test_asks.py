@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.service.load.asks import (
+from tokenpod.cli.bench.asks import (
     Drawn,
     Listed,
     PromptFileError,
@@ -14,7 +14,7 @@ from tokenpod.service.load.asks import (
     ask,
     read_texts,
 )
-from tokenpod.service.load.lengths import Fixed, Uniform
+from tokenpod.cli.bench.lengths import Fixed, Uniform
 
 DRAWN = TokenPrompts(Drawn(Uniform(5, 9), Uniform(2, 4)), low=100, high=110)
 

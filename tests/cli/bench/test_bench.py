@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from harness import free_port
 
-from tokenpod.service.cli import main
-from tokenpod.service.load.report import SCHEMA_VERSION, Report
+from tokenpod.cli.app import main
+from tokenpod.cli.bench.report import SCHEMA_VERSION, Report
 
 SMALL = ["--input-tokens", "8", "--output-tokens", "4", "--warmup", "1"]
 

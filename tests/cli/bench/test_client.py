@@ -12,18 +12,18 @@ import grpc
 import numpy as np
 import pytest
 
+from tokenpod.cli.bench.arrivals import Closed, Open, Share
+from tokenpod.cli.bench.asks import Ask, Drawn, Text, TextPrompts, TokenPrompts
+from tokenpod.cli.bench.client import LevelRun, message
+from tokenpod.cli.bench.figures import latency
+from tokenpod.cli.bench.lengths import Fixed
+from tokenpod.cli.bench.messages import Level, Plan, Sampling, Target
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import (
     TextGenerationServiceServicer,
     TextGenerationServiceStub,
     add_TextGenerationServiceServicer_to_server,
 )
-from tokenpod.service.load.arrivals import Closed, Open, Share
-from tokenpod.service.load.asks import Ask, Drawn, Text, TextPrompts, TokenPrompts
-from tokenpod.service.load.client import LevelRun, message
-from tokenpod.service.load.figures import latency
-from tokenpod.service.load.lengths import Fixed
-from tokenpod.service.load.messages import Level, Plan, Sampling, Target
 
 
 @dataclass

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.service.load.figures import latency, parse_bounds, percentile, spread, within
-from tokenpod.service.load.messages import Record
+from tokenpod.cli.bench.figures import latency, parse_bounds, percentile, spread, within
+from tokenpod.cli.bench.messages import Record
 
 
 def record(messages=(), *, due=0.0, ended=1.0, code="OK", index=0, **more):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenpod.service.load.lengths import Fixed, LogNormal, Uniform, parse_lengths
+from tokenpod.cli.bench.lengths import Fixed, LogNormal, Uniform, parse_lengths
 
 
 def draws(lengths, count=4000):

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tokenpod.service.load.arrivals import Closed, Open, Replay
-from tokenpod.service.load.fleet import ClientShare, Measured
-from tokenpod.service.load.messages import Level, Record
-from tokenpod.service.load.report import LoadShape, Report, level_report
-from tokenpod.service.load.screen import print_sweep
+from tokenpod.cli.bench.arrivals import Closed, Open, Replay
+from tokenpod.cli.bench.fleet import ClientShare, Measured
+from tokenpod.cli.bench.messages import Level, Record
+from tokenpod.cli.bench.report import LoadShape, Report, level_report
+from tokenpod.cli.bench.screen import print_sweep
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarking.md"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import typer
 
-from tokenpod.service.load.arrivals import Closed, Open, Replay
-from tokenpod.service.load.asks import Drawn, Listed, Text, TextPrompts, TokenPrompts
-from tokenpod.service.load.lengths import Fixed, Uniform
-from tokenpod.service.load.messages import Level
-from tokenpod.service.load.setup import BenchOptions, make_setup
-from tokenpod.service.remote import Remote
+from tokenpod.cli.bench.arrivals import Closed, Open, Replay
+from tokenpod.cli.bench.asks import Drawn, Listed, Text, TextPrompts, TokenPrompts
+from tokenpod.cli.bench.lengths import Fixed, Uniform
+from tokenpod.cli.bench.messages import Level
+from tokenpod.cli.bench.setup import BenchOptions, make_setup
+from tokenpod.cli.remote import Remote
 
 WORKLOAD = {
     "token_low": 10,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tokenpod.service.load.workload import Case, WorkloadError, read_cases
+from tokenpod.cli.bench.workload import Case, WorkloadError, read_cases
 
 
 def test_a_list_of_cases_is_read():

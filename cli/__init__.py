@@ -1,0 +1,1 @@
+"""The command line: serve, generate, tokens, info, health, size and bench. Imports no torch."""

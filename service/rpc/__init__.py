@@ -1,0 +1,1 @@
+"""What every call passes: interceptors, limits, admission, health, reflection, the sockets."""

@@ -1,0 +1,1 @@
+"""What calls become: streams of text, and the batches that routers own."""

@@ -31,7 +31,6 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tokenpod.config import load_settings
 from tokenpod.core.link import LinkClosed
 from tokenpod.core.messages import (
     Abort,
@@ -44,6 +43,7 @@ from tokenpod.core.messages import (
     ToEngine,
 )
 from tokenpod.engine.exchange import face_of
+from tokenpod.service.config import load_settings
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SLOTS = 1 << 24

@@ -25,8 +25,8 @@ from typing import Any
 import grpc
 import uvloop
 
-from tokenpod.config import ServerSettings
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.convert import codecs
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.server import Server

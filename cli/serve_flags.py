@@ -9,14 +9,14 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from tokenpod.config import (
+from tokenpod.service.config import (
     ServerSettings,
     SettingsError,
     load_settings,
     unknown_variables,
     variable,
 )
-from tokenpod.config_rules import flag
+from tokenpod.service.config_rules import flag
 from tokenpod.service.telemetry.logs import print_error
 
 

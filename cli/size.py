@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from tokenpod.config import ServerSettings
 from tokenpod.core.capability import Capability, eight_bits_problem, problem_of
 from tokenpod.core.capacity import GIB, Capacity, Demand, Footprint, capacity, fewest_ranks
+from tokenpod.service.config import ServerSettings
 
 #: What tells a model's size; the folder is added. It imports torch, so it is a process.
 FOOTPRINT_COMMAND = (sys.executable, "-P", "-m", "tokenpod.models.footprint")

@@ -13,8 +13,8 @@ import typer
 from tokenpod.cli.gpus import GIB, GPUS
 from tokenpod.cli.serve_flags import setting_flag
 from tokenpod.cli.size import Device, Report, SizeError, as_json, as_text, report
-from tokenpod.config import ServerSettings, SettingsError, load_settings
 from tokenpod.core.cgroup import memory_limits
+from tokenpod.service.config import ServerSettings, SettingsError, load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 
 SIZE_HELP = (

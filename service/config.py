@@ -26,7 +26,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from tokenpod.config_rules import contradictions, flag
+from tokenpod.service.config_rules import contradictions, flag
 
 VARIABLE_PREFIX = "TOKENPOD_"
 #: Variables of the client commands, which are no settings of the server.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tokenpod.config import ServerSettings
+    from tokenpod.service.config import ServerSettings
 
 #: A unix socket's path has at most 107 bytes on Linux.
 _MOST_SOCKET_BYTES = 107

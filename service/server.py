@@ -26,8 +26,8 @@ from typing import Any
 import grpc
 import uvloop
 
-from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Ready
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tokenpod.config import (
+from tokenpod.service.config import (
     LAUNCHER_VARIABLES,
     ServerSettings,
     SettingsError,
@@ -19,7 +19,7 @@ from tokenpod.config import (
     unknown_variables,
     variable,
 )
-from tokenpod.config_rules import flag
+from tokenpod.service.config_rules import flag
 
 ROOT = Path(__file__).parent.parent
 

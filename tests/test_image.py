@@ -20,7 +20,7 @@ from image.contents import BILL, billed, canonical, check_bill, compilers, insta
 from packaging.requirements import Requirement
 
 from tokenpod.cli.app import app
-from tokenpod.config import ServerSettings
+from tokenpod.service.config import ServerSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements"

@@ -18,12 +18,13 @@ MAY_IMPORT = {
     "models": {"core", "kernels"},
     "engine": {"protos", "core", "scheduler", "kernels", "models"},
     # It starts the engine as a process, and never imports it.
-    "service": {"protos", "core", "tokenpod"},
-    # The settings, and the command's entry.
-    "tokenpod": {"service"},
+    "service": {"protos", "core"},
+    "cli": {"protos", "core", "service"},
+    # The command's entry.
+    "tokenpod": {"cli"},
 }
 #: What a process without a GPU's libraries must be able to import.
-WITHOUT_TORCH = ("core", "scheduler", "service", "tokenpod")
+WITHOUT_TORCH = ("core", "scheduler", "service", "cli", "tokenpod")
 WITHOUT_PROTOBUF = ("core", "scheduler", "kernels", "models")
 
 
@@ -43,7 +44,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def folder_of(module: str) -> str | None:
-    """The folder of one of our modules: `tokenpod.config` lies in `tokenpod`."""
+    """The folder of one of our modules: `tokenpod.service.config` lies in `tokenpod`."""
     package, _, rest = module.partition(".")
     if package != "tokenpod" or not rest:
         return None

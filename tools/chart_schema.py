@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tokenpod.config import ServerSettings
+from tokenpod.service.config import ServerSettings
 
 SCHEMA = (
     Path(__file__).resolve().parent.parent / "deploy" / "helm" / "tokenpod" / "values.schema.json"

@@ -11,15 +11,15 @@ import sys
 from pathlib import Path
 
 from tokenpod.cli.serve_flags import default_text, group_of
-from tokenpod.config import Group, ServerSettings, variable
-from tokenpod.config_rules import flag
+from tokenpod.service.config import Group, ServerSettings, variable
+from tokenpod.service.config_rules import flag
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 
 HEAD = """\
 # Settings
 
-<!-- Written by tools/settings_docs.py from tokenpod/config.py; `make docs` writes it again. -->
+<!-- Written by tools/settings_docs.py from service/config.py; `make docs` writes it again. -->
 
 What `tokenpod serve` takes. A flag wins over its variable, a variable over the default; a variable
 that is set to nothing counts as not set. Names are those of TGI's launcher wherever both have the

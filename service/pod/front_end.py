@@ -21,9 +21,9 @@ import grpc
 import msgspec
 import uvloop
 
-from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.front_ends import Order
 from tokenpod.service.pod.house import House

@@ -32,8 +32,8 @@ from typing import Any
 
 import msgspec
 
-from tokenpod.config import ServerSettings
 from tokenpod.core.silence import BEAT_SECONDS, Silence
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.house import House
 

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from tokenpod.config import ServerSettings
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.front_ends import FrontEnds
 from tokenpod.service.pod.parts import Parts

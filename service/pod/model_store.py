@@ -7,7 +7,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenpod.config import hub_cache
+from tokenpod.service.config import hub_cache
 
 EMBEDDED = "demo"
 

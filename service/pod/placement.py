@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from tokenpod.config import ServerSettings, host_of
 from tokenpod.core.messages import EngineOptions, Placement, ShardTls
+from tokenpod.service.config import ServerSettings, host_of
 
 
 def engine_options(

@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from tokenpod.config import ServerSettings
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
 from tokenpod.service.rpc.interceptors import Context, Continuation, Handler, behaviour_of
 from tokenpod.service.rpc.methods import MethodLimits, method_limits

@@ -8,7 +8,7 @@ import socket
 
 import grpc
 
-from tokenpod.config import ServerSettings
+from tokenpod.service.config import ServerSettings
 
 #: gRPC's own "never", for times in milliseconds.
 _NEVER_MS = 2**31 - 1

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from tokenpod.config import ServerSettings
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.convert import codecs
 from tokenpod.service.rpc.errors import Unauthenticated
 from tokenpod.service.rpc.health import HealthBoard

@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 
-from tokenpod.config import ServerSettings
 from tokenpod.core.messages import Ready, Request, StoppingParams
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects import convert, validate
 from tokenpod.service.dialects.events import EventWriter
 from tokenpod.service.pod.client import EngineClient

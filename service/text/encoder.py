@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from tokenpod.config import ServerSettings
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import ChatPrompt, Prompt
 from tokenpod.service.text.inline_cost import is_bounded

@@ -22,13 +22,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 import tokenpod
-from tokenpod.config import ServerSettings, variable
-from tokenpod.config_rules import flag
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import (
     TextGenerationServiceServicer,
     add_TextGenerationServiceServicer_to_server,
 )
+from tokenpod.service.config import ServerSettings, variable
+from tokenpod.service.config_rules import flag
 
 SECONDS = 60
 

@@ -9,7 +9,7 @@ import typer
 
 from deploy.helm import Object
 from tokenpod.cli.serve_flags import serve_app
-from tokenpod.config import ServerSettings, load_settings
+from tokenpod.service.config import ServerSettings, load_settings
 
 #: Settings whose files are there only in a pod.
 _FILES = {"tls_cert", "tls_key", "tls_client_ca", "auth_token_file"}

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from deploy.helm import CHART, Helm, Object, Refused
-from tokenpod.config import ServerSettings
+from tokenpod.service.config import ServerSettings
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 STATEFUL = {"mode": "statefulset", "tensor": 4, "pods": 2}

@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
-from tokenpod.config import ServerSettings
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import Unavailable
 from tokenpod.service.rpc.health import HealthBoard

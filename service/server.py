@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import uvloop
 
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
@@ -35,12 +34,12 @@ from tokenpod.service.pod.forming import Forming
 from tokenpod.service.pod.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
 from tokenpod.service.pod.house import House
 from tokenpod.service.pod.leaving import drain, end_stalled, make_way, send_away, take_leave
-from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 from tokenpod.service.pod.parts import CurrentLoad, Listener, Parts, Public, Renewal
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod.stopping import Stopping
+from tokenpod.service.pod.summary import summary
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.closing import Closing
@@ -55,7 +54,6 @@ from tokenpod.service.rpc.servicers import Rpcs, Shard, add_servicers
 from tokenpod.service.serving.follower import FollowerShard
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.serving.shard import ShardService
-from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
@@ -217,7 +215,7 @@ class Server:
         gc.collect()
         gc.freeze()
         await parts.board.set_serving(True)
-        log.info("serving", extra=_summary(self.settings, ready, parts.listener))
+        log.info("serving", extra=summary(self.settings, ready, parts.listener))
         return await self._serve(parts, ranks, drains, others)
 
     async def _start_ranks(
@@ -351,33 +349,3 @@ class Server:
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})
         send_away(self.settings, parts)
         return None
-
-
-def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
-    """Run a server in this process; its exit status. One line on standard error if it can't."""
-    configure_logging(level=settings.log_level, json_output=settings.json_output)
-    try:
-        folder = resolve_model(settings.model_id, settings.revision)
-        return uvloop.run(Server(settings, folder, engine_command).run())
-    except (StartError, ModelNotFound) as error:
-        print_error(str(error), json_output=settings.json_output)
-        return 1
-
-
-def _summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict[str, object]:
-    return {
-        "model_id": settings.model_id,
-        "address": listener.address,
-        "dtype": ready.dtype,
-        "kv_cache_dtype": ready.kv_cache_dtype,
-        "device": ready.device_type,
-        "front_ends": settings.resolved_front_ends,
-        "max_connections": settings.resolved_max_connections,
-        "parameters": ready.parameters,
-        "kv_slots": ready.slots,
-        "kv_slots_from": ready.slots_from,
-        "max_concurrent_requests": settings.resolved_concurrent_requests,
-        "max_queue_tokens": settings.resolved_queue_tokens(ready.slots),
-        "load_seconds": round(ready.load_seconds, 2),
-        "warmup_seconds": round(ready.warmup_seconds, 2),
-    }

@@ -93,9 +93,13 @@ def _on_host(
     dtype = _kv_dtype(model, options, device)
     free = free_memory(device).shared(group.neighbours if group else 1)
     slots, slots_from = _slots(model, options, positions, free, dtype, group)
+    pool = make_pool(model, slots + PROBE_TOKENS, device)
+    if free.limited:
+        # Better killed at the start than under load, and nothing grows while serving.
+        pool.take_pages()
     executor = HostExecutor(
         model,
-        make_pool(model, slots + PROBE_TOKENS, device),
+        pool,
         rows=options.max_batch_size + 1,
         vocab_size=model.config.vocab_size,
         group=group,

@@ -40,11 +40,13 @@ class FreeMemory:
 
     bytes: int
     source: str
+    #: Who takes more is killed.
+    limited: bool = False
 
     def shared(self, ranks: int) -> FreeMemory:
         """What each of so many ranks gets of it."""
         source = f"{self.source}, shared by {ranks} ranks" if ranks > 1 else self.source
-        return FreeMemory(self.bytes // ranks, source)
+        return FreeMemory(self.bytes // ranks, source, self.limited)
 
 
 def free_memory(device: torch.device) -> FreeMemory:
@@ -60,7 +62,7 @@ def free_memory(device: torch.device) -> FreeMemory:
     for limit in memory_limits()[:1]:
         if limit.left < available:
             source = f"under the limit of {size(limit.limit)} (cgroup v{limit.version})"
-            return FreeMemory(limit.left, source)
+            return FreeMemory(limit.left, source, limited=True)
     return FreeMemory(available, "on this machine")
 
 

@@ -46,6 +46,11 @@ class KVPool:
         self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
         self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
 
+    def take_pages(self) -> None:
+        """Have the system give all memory now; on a CPU it comes when it is first written."""
+        for tensor in (*self.keys, *self.values):
+            tensor.zero_()
+
     @staticmethod
     def bytes_per_slot(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of device memory that one token costs in all layers."""

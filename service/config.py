@@ -51,6 +51,8 @@ _MANY_DESCRIPTORS = 1 << 20
 _BATCHES_TAKEN = 4
 #: Prompt tokens that may wait however small the KV cache is.
 _LEAST_QUEUE_TOKENS = 131_072
+#: Memory that calls may hold however few are taken.
+_LEAST_FRONT_END_BYTES = 1024**3
 
 
 class SettingsError(ValueError):
@@ -255,11 +257,13 @@ class ServerSettings(BaseSettings):
         derived="as many as the KV cache holds, 131072 at least",
         ge=1,
     )
-    max_front_end_bytes: int = _setting(
-        1024**3,
+    max_front_end_bytes: int | None = _setting(
+        None,
         Group.LIMITS,
-        "Memory that calls may hold in all front ends together: messages, prompts, answers not yet"
-        " sent; a call beyond is refused.",
+        "Memory that calls may hold in all front ends together: messages, which count at"
+        " max-message-bytes until they are there, prompts, answers not yet sent; a call beyond is"
+        " refused.",
+        derived="max-concurrent-requests times max-message-bytes, 1073741824 at least",
         ge=1024**2,
     )
     text_workers: int = _setting(
@@ -484,6 +488,12 @@ class ServerSettings(BaseSettings):
     def resolved_concurrent_requests(self) -> int:
         """Requests running and waiting: while one batch runs, three more may wait."""
         return self.max_concurrent_requests or _BATCHES_TAKEN * self.resolved_batch_size
+
+    @property
+    def resolved_front_end_bytes(self) -> int:
+        """What calls may hold of the front ends' memory."""
+        messages = self.resolved_concurrent_requests * self.max_message_bytes
+        return self.max_front_end_bytes or max(messages, _LEAST_FRONT_END_BYTES)
 
     def resolved_queue_tokens(self, slots: int) -> int:
         """Prompt tokens waiting, with a KV cache of so many: what waits fits into it once."""

@@ -100,7 +100,8 @@ class Server:
         house = House.create(settings.resolved_front_ends)
         admission = Admission(
             max_requests=settings.resolved_concurrent_requests,
-            max_bytes=settings.max_front_end_bytes,
+            max_bytes=settings.resolved_front_end_bytes,
+            max_message_bytes=settings.max_message_bytes,
             house=house,
         )
         board = HealthBoard(

@@ -82,7 +82,8 @@ class FrontEnd:
             house = House.join(order.house, order.index, order.count)
             admission = Admission(
                 max_requests=settings.resolved_concurrent_requests,
-                max_bytes=settings.max_front_end_bytes,
+                max_bytes=settings.resolved_front_end_bytes,
+                max_message_bytes=settings.max_message_bytes,
                 house=house,
             )
             generate = GenerateService(admission, telemetry)

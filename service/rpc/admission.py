@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from tokenpod.service.pod.house import House
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
-from tokenpod.service.rpc.memory_budget import MemoryBudget
+from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
 
 #: Seconds after which a refused client should try again.
 RETRY_SECONDS = 1.0
@@ -36,6 +36,7 @@ class Admission:
         max_queue_tokens: prompt tokens that may wait for their computation; to be set before
             anything is taken in, if it depends on the engine.
         max_bytes: what calls may hold of the front ends' memory.
+        max_message_bytes: of one message.
         house: where the counts are; None: this process is alone.
     """
 
@@ -45,12 +46,14 @@ class Admission:
         max_requests: int,
         max_queue_tokens: int = 0,
         max_bytes: int = 2**63 - 1,
+        max_message_bytes: int = 0,
         house: House | None = None,
     ) -> None:
         self.max_requests = max_requests
         self.max_queue_tokens = max_queue_tokens
         self.house = house or House.create(1)
         self.memory = MemoryBudget(self.house, max_bytes)
+        self._max_message_bytes = max_message_bytes
         #: Why nothing is taken in: the server is starting or draining.
         self.closed: str | None = "the server is starting: the model is not loaded yet"
         #: When it is expected to be open again, by time.monotonic, and how long that is in all.
@@ -102,6 +105,10 @@ class Admission:
                 limit="max_concurrent_requests",
                 retry_after=RETRY_SECONDS,
             )
+
+    def expect(self) -> Lease:
+        """Memory for the message of a call that there is room for; raises ResourceExhausted."""
+        return self.memory.reserve(self._max_message_bytes)
 
     @contextmanager
     def enter(self) -> Iterator[Place]:

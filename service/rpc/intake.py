@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
 from tokenpod.service.rpc.interceptors import Context, Continuation, Handler, behaviour_of
+from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.rpc.methods import MethodLimits, method_limits
 from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
 
@@ -33,12 +34,13 @@ ARRIVAL_SECONDS = 60.0
 _LONG_BYTES = 64 * 1024
 
 
-def open_to_all(method: str) -> None:
+def open_to_all(method: str) -> Lease | None:
     """A gate that refuses nobody."""
+    return None
 
 
 def intake_of(
-    settings: ServerSettings, gate: Callable[[str], None], *, trusted: bool = False
+    settings: ServerSettings, gate: Callable[[str], Lease | None], *, trusted: bool = False
 ) -> Intake:
     """A listener's, by the operator's settings. `trusted`: routers alone can reach it."""
     limits = method_limits(
@@ -113,14 +115,15 @@ class Intake(grpc.aio.ServerInterceptor):
     Args:
         limits: of each method, by its full name; methods that are not there are not limited.
         gate: called with a method's full name before a message is read; raises a ServiceError if
-            the call would be refused whatever it says.
+            the call would be refused whatever it says. What it returns holds memory for the
+            message, until that has been parsed.
         arrival: seconds that a message may take to arrive.
     """
 
     def __init__(
         self,
         limits: Mapping[str, MethodLimits],
-        gate: Callable[[str], None] = open_to_all,
+        gate: Callable[[str], Lease | None] = open_to_all,
         arrival: float = ARRIVAL_SECONDS,
     ) -> None:
         self._limits = limits
@@ -148,12 +151,11 @@ class Intake(grpc.aio.ServerInterceptor):
         inner, gate, arrival = behaviour_of(handler), self._gate, self._arrival
 
         async def coroutine(requests: Any, context: Context) -> Any:
-            gate(method)
-            return await inner(await parser.parse(await _message(context, arrival)), context)
+            request = await _request(parser, context, arrival, gate(method))
+            return await inner(request, context)
 
         async def generator(requests: Any, context: Context) -> AsyncIterator[Any]:
-            gate(method)
-            request = await parser.parse(await _message(context, arrival))
+            request = await _request(parser, context, arrival, gate(method))
             async with contextlib.aclosing(inner(request, context)) as answers:
                 async for answer in answers:
                     yield answer
@@ -164,6 +166,15 @@ class Intake(grpc.aio.ServerInterceptor):
                 behaviour, None, handler.response_serializer
             )
         return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
+
+
+async def _request(parser: Parser, context: Context, seconds: float, lease: Lease | None) -> Any:
+    """The call's only message, parsed."""
+    with lease or contextlib.nullcontext():
+        data = await _message(context, seconds)
+        if lease is not None:
+            lease.resize(len(data))
+        return await parser.parse(data)
 
 
 async def _message(context: Context, seconds: float) -> bytes:

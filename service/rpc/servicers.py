@@ -18,6 +18,7 @@ from tokenpod.service.dialects import convert
 from tokenpod.service.dialects.convert import ShardCodec
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ServiceError, Unavailable
+from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.serving.calls import CachedBatch, PrefillCall, ShardStep, WarmupCall
 from tokenpod.service.serving.generate import GenerateService
 
@@ -107,12 +108,12 @@ class Rpcs:
         self._ready = ready
         self._shard = shard
 
-    def check(self, method: str) -> None:
-        """Raise what a call of `method` would be refused with, whatever it asks."""
+    def check(self, method: str) -> Lease | None:
+        """See `GenerateService.check`."""
         if method.rpartition("/")[2] in _SHARD_RPCS:
             _ = self.shard
-        else:
-            self.generate.check(method)
+            return None
+        return self.generate.check(method)
 
     @property
     def shard(self) -> Shard:

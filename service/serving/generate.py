@@ -87,10 +87,16 @@ class GenerateService:
         """The model is ready."""
         self._serving = serving
 
-    def check(self, method: str) -> None:
-        """Raise what a call of `Generate` or `Tokens` would be refused with, whatever it asks."""
-        if method.endswith(("/Generate", "/Tokens")):
-            self._admission.check_room()
+    def check(self, method: str) -> Lease | None:
+        """Raise what a call would be refused with, whatever it asks.
+
+        Returns:
+            Memory for the message of a `Generate` or `Tokens`; other calls need none to speak of.
+        """
+        if not method.endswith(("/Generate", "/Tokens")):
+            return None
+        self._admission.check_room()
+        return self._admission.expect()
 
     async def generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 from tokenpod.service.rpc.intake import Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.rpc.methods import MethodLimits, method_limits
 from tokenpod.service.rpc.servicers import Rpcs
 from tokenpod.service.rpc.wire import Size
@@ -24,13 +26,13 @@ INFO = "/generate.v3.TextGenerationService/Info"
 GENERATE = "/generate.v3.TextGenerationService/Generate"
 
 
-def behind(gate: Callable[[str], None] = open_to_all, arrival: float = 60.0) -> Any:
+def behind(gate: Callable[[str], Lease | None] = open_to_all, arrival: float = 60.0) -> Any:
     """A server whose rpcs are read by an intake."""
     intake = Intake(method_limits(), gate, arrival)
     return serving(servicer=Scripted(), interceptors=[ErrorInterceptor(), intake])
 
 
-def closed(method: str) -> None:
+def closed(method: str) -> Lease | None:
     raise ResourceExhausted(f"{method} is full", limit="test", retry_after=1.0)
 
 
@@ -99,6 +101,48 @@ async def test_a_message_is_parsed_only_if_it_may_be_that_long() -> None:
     assert len(parsed) == 1
 
 
+def narrow() -> Admission:
+    """Memory for one message that has not come, and another small one."""
+    admission = Admission(
+        max_requests=9, max_queue_tokens=1, max_bytes=5000, max_message_bytes=4000
+    )
+    admission.closed = None
+    return admission
+
+
+async def test_memory_for_a_message_is_kept_until_the_message_has_been_parsed() -> None:
+    admission, asked = narrow(), asyncio.Event()
+    service = GenerateService(admission, Telemetry.start(TelemetrySettings()))
+
+    def gate(method: str) -> Lease | None:
+        asked.set()
+        return service.check(method)
+
+    async with behind(gate) as running:
+        silent = running.channel.stream_unary(GENERATE)(timeout=60)
+        await asyncio.wait_for(asked.wait(), 30)
+        assert admission.memory.taken == 4000
+        await silent.write(pb.GenerateRequest(text="x").SerializeToString())
+        await silent.done_writing()
+        await silent.code()
+        assert admission.memory.taken == 0
+
+
+def test_calls_that_have_not_sent_their_messages_count_as_large_as_these_may_be() -> None:
+    admission = narrow()
+    service = GenerateService(admission, Telemetry.start(TelemetrySettings()))
+    lease = service.check(GENERATE)
+    assert lease is not None
+    with pytest.raises(ResourceExhausted, match="--max-front-end-bytes"):
+        service.check(GENERATE)
+    lease.resize(900)
+    second = service.check(GENERATE)
+    assert second is not None
+    lease.release()
+    second.release()
+    assert admission.memory.taken == 0
+
+
 def test_the_gate_knows_a_start_a_drain_and_a_full_queue() -> None:
     admission = Admission(max_requests=1, max_queue_tokens=1)
     telemetry = Telemetry.start(TelemetrySettings())
@@ -111,9 +155,9 @@ def test_the_gate_knows_a_start_a_drain_and_a_full_queue() -> None:
     admission.closed = None
     rpcs.check(GENERATE)
     with admission.enter():
-        with pytest.raises(ResourceExhausted, match="at most 1"):
-            rpcs.check(GENERATE)
-        rpcs.check(tokens)
+        for path in (GENERATE, tokens):
+            with pytest.raises(ResourceExhausted, match="at most 1"):
+                rpcs.check(path)
     admission.drain()
     for path in (GENERATE, tokens):
         with pytest.raises(Unavailable, match="draining"):

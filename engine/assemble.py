@@ -196,7 +196,7 @@ def make_pool(
     """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
     config = model.config
     return KVPool(
-        layers=config.layers,
+        layers=len(config.layers),
         slots=slots,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -216,7 +216,7 @@ def _slots(
 ) -> int:
     config = model.config
     slot_bytes = KVPool.bytes_per_slot(
-        layers=config.layers,
+        layers=len(config.layers),
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,

@@ -31,13 +31,13 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     product: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
     no_scalars: list[Any] = []
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
+    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.shape[0]
         filled = filled_rows(rows)
-        if filled == rows:
-            return product(x, laid_out, bias, "none", no_scalars, "")
-        x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
-        return product(x, laid_out, bias, "none", no_scalars, "")[:rows]
+        if filled != rows:
+            x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
+        y = product(x, laid_out, bias, "none", no_scalars, "")[:rows]
+        return y if delta is None else y + delta
 
     return linear
 

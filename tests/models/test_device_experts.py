@@ -54,7 +54,7 @@ def test_a_prompts_logprobs(name, golden, load_on_device, text):
     model = load_on_device(reference.folder)
     config = model.config
     pool = KVPool(
-        layers=config.layers,
+        layers=len(config.layers),
         slots=64,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

@@ -106,7 +106,7 @@ def attend_plainly() -> None:
 
 
 def attend_with_everything() -> None:
-    options = AttentionOptions(2.0, torch.ones(HEADS), torch.ones(HEADS))
+    options = AttentionOptions(0.1, 2.0, torch.ones(HEADS), torch.ones(HEADS))
     attend(False, options, 100)
 
 
@@ -172,7 +172,11 @@ def experts_block() -> None:
 
 def others() -> None:
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN), 1e-6)
+    pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN, dtype=torch.float32), 1e-6)
+    pointwise.layer_norm(draw(3, HIDDEN), draw(HIDDEN), draw(HIDDEN), 1e-6)
+    pointwise.layer_norm(draw(3, HIDDEN), None, None, 1e-6)
     pointwise.act_mul(draw(3, HIDDEN), Activation.SILU)
+    pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
     inboxes = peers.Inboxes.at([0, 0], 0, peers.BLOCK, CPU)

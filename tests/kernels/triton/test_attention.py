@@ -126,14 +126,15 @@ def _options(heads, device):
     slopes = torch.rand(heads, generator=generator, device=device) * 0.2
     sinks = torch.randn(heads, generator=generator, device=device) + 1
     return {
+        "scale": AttentionOptions(scale=0.3),
         "softcap": AttentionOptions(softcap=1.5),
         "alibi": AttentionOptions(alibi_slopes=slopes),
         "sinks": AttentionOptions(sinks=sinks),
-        "all": AttentionOptions(softcap=1.5, alibi_slopes=slopes, sinks=sinks),
+        "all": AttentionOptions(scale=0.3, softcap=1.5, alibi_slopes=slopes, sinks=sinks),
     }
 
 
-@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "all"])
+@pytest.mark.parametrize("name", ["scale", "softcap", "alibi", "sinks", "all"])
 @pytest.mark.parametrize("window", [None, 20])
 def test_every_option(name, window, device):
     step = lay_out(DECODES + EXTENDS, device)

@@ -14,8 +14,11 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
+from tokenpod.models.formats import quantised
+from tokenpod.models.linear import Weights
 from tokenpod.models.share import WHOLE, Share
 from tokenpod.models.weights import Source, Weight
 
@@ -177,21 +180,38 @@ def read_weights(
     device: torch.device,
     progress: Progress,
     share: Share = WHOLE,
-) -> dict[str, torch.Tensor]:
+    quantize: str | None = None,
+) -> Weights:
     """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
 
-    Of what ranks divide only this rank's share is read. `progress` hears of bytes read from the
-    files so far, and in all.
+    With `quantize`, weights of products are in that format instead. Of what ranks divide only this
+    rank's share is read, but of rows that they divide, for their scales. `progress` hears of bytes
+    read from the files so far, and in all.
     """
     sizes = [_stored_bytes(checkpoint, weight, share) for weight in weights]
     total, done = sum(sizes), 0
     progress(done, total)
-    loaded: dict[str, torch.Tensor] = {}
+    loaded: Weights = {}
     for weight, size in zip(weights, sizes, strict=True):
-        loaded[weight.name] = _read(checkpoint, weight, share, weight.dtype or dtype, device)
+        if quantize is not None and weight.multiplied:
+            made = _read_quantised(checkpoint, weight, share, device, quantize)
+            loaded[weight.name] = made
+        else:
+            kind = weight.dtype or dtype
+            loaded[weight.name] = _read(checkpoint, weight, share, kind, device)
         done += size
         progress(done, total)
     return loaded
+
+
+def _read_quantised(
+    checkpoint: Checkpoint, weight: Weight, share: Share, device: torch.device, quantize: str
+) -> LinearWeight:
+    source = weight.sources[0]
+    columns = share.part(source.axes[1]) if source.divided == 1 else None
+    read = share if columns is None else WHOLE
+    dense = _read(checkpoint, weight, read, torch.float32, device)
+    return quantised(dense, quantize, columns)
 
 
 def _stored_bytes(checkpoint: Checkpoint, weight: Weight, share: Share) -> int:

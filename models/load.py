@@ -16,8 +16,8 @@ from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.formats import bytes_needed, check_format
 from tokenpod.models.kv_scales import read_scales
-from tokenpod.models.linear import Weights
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import scale_names, weights_of
 from tokenpod.models.share import WHOLE, Share
@@ -86,6 +86,7 @@ def load_model(
     share: Share = WHOLE,
     group: Group | None = None,
     max_total_tokens: int | None = None,
+    quantize: str | None = None,
 ) -> Decoder:
     """Load a checkpoint, or one rank's share of it.
 
@@ -97,24 +98,31 @@ def load_model(
         share: whose part to read.
         group: the ranks of that share; None if it is all of the model.
         max_total_tokens: the longest sequence that will be served; None: what the model can.
+        quantize: the format of products' weights, of `FORMATS`; None: `dtype`.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
             model, and if the weights don't fit into memory.
     """
     assert share == (Share(group.rank, group.world) if group else WHOLE)
-    share.check(read_config(folder, max_total_tokens))
+    spec = read_config(folder, max_total_tokens)
+    share.check(spec)
+    check_format(spec, quantize)
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint, max_total_tokens)
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
-        needed = share.numbers(weights) * dtype.itemsize
+        needed = bytes_needed(weights, share, dtype, quantize)
         _check_memory(needed, dtype, device, group.neighbours if group else 1)
         try:
-            tensors: Weights = dict(
-                read_weights(
-                    checkpoint, weights, dtype=dtype, device=device, progress=progress, share=share
-                )
+            tensors = read_weights(
+                checkpoint,
+                weights,
+                dtype=dtype,
+                device=device,
+                progress=progress,
+                share=share,
+                quantize=quantize,
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None

@@ -110,7 +110,8 @@ def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
     yield from _norm("embedding_norm", embedding.norm, prefix + names.embedding_norm, hidden)
     yield from _norm("norm", spec.norm, prefix + names.norm, hidden)
     if not spec.head.tied:
-        yield replace(_weight("head", names.head, vocabulary, width), multiplied=True)
+        # In no format of fewer bits: here rounding shows at once.
+        yield _weight("head", names.head, vocabulary, width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.cpu.attention import attention, plan_attention
 from tokenpod.kernels.cpu.experts import experts_of
 from tokenpod.kernels.cpu.pointwise import act_mul, activate, embed, layer_norm, rms_norm
-from tokenpod.kernels.cpu.product import prepare_linear
+from tokenpod.kernels.cpu.product import prepare_int8_linear, prepare_linear
 from tokenpod.kernels.cpu.rotary import rotate, store_key_value
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.reference.product import prepare_int8_linear
 
 OPERATIONS = Operations(
     embed=embed,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.ops import Linear
+from tokenpod.kernels.ops import Int8Weight, Linear
 from tokenpod.kernels.reference import product as reference
 
 #: Rows that the layout is chosen for.
@@ -40,6 +40,14 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         return y if delta is None else y + delta
 
     return linear
+
+
+def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
+    """See `ops.PrepareInt8Linear`."""
+    # Not above: that package is made of this one.
+    from tokenpod.kernels.compiled import int8
+
+    return int8.prepare_int8_linear(weight, bias)
 
 
 def filled_rows(rows: int) -> int:

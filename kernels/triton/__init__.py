@@ -1,9 +1,9 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.reference.product import prepare_int8_linear
 from tokenpod.kernels.triton.attention import attention, plan_attention, tile_extends
 from tokenpod.kernels.triton.experts import prepare_experts
+from tokenpod.kernels.triton.int8 import prepare_int8_linear
 from tokenpod.kernels.triton.pointwise import act_mul, activate, embed, layer_norm, rms_norm
 from tokenpod.kernels.triton.product import (
     prepare_add_linear,

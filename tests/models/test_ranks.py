@@ -121,7 +121,7 @@ def test_each_rank_holds_its_share_of_the_weights(said, load_folder, golden):
         whole = 0 if positions is None else 4 * positions.rows * model.config.hidden_size
         part = (model.weight_bytes - whole) / world
         for answer in answers:
-            assert part <= answer.weight_bytes - whole < 1.25 * part
+            assert part <= answer.weight_bytes - whole < 1.3 * part
             assert answer.parameters == model.parameters_count
 
 

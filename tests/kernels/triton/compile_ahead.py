@@ -26,6 +26,7 @@ from tokenpod.kernels.ops import (
     AttentionOptions,
     ExpertWeights,
     HeadNorm,
+    Int8Weight,
     KVScales,
     Routing,
     RowNorm,
@@ -33,6 +34,7 @@ from tokenpod.kernels.ops import (
 from tokenpod.kernels.triton import (
     attention_extend,
     experts,
+    int8,
     launch,
     peers,
     pointwise,
@@ -151,6 +153,12 @@ def multiply() -> None:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
 
 
+def multiply_8_bits() -> None:
+    weight = Int8Weight(draw(HIDDEN, HIDDEN, dtype=torch.int8), torch.ones(HIDDEN))
+    for tokens in (1, 64):
+        int8.prepare_int8_linear(weight, draw(HIDDEN))(draw(tokens, HIDDEN))
+
+
 def sum_over_ranks() -> None:
     """In kernels of both kinds, with fewer words than threads and with more."""
     weight, table = draw(2 * HIDDEN, HIDDEN), measured(product.capability(CPU))
@@ -199,6 +207,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         store,
         store_8_bits,
         multiply,
+        multiply_8_bits,
         sum_over_ranks,
         experts_block,
         others,

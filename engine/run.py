@@ -93,6 +93,8 @@ def load(
         progress=progress,
         share=share,
         group=group,
+        max_total_tokens=options.max_total_tokens,
+        quantize=options.quantize,
     )
     config = model.config
     loaded = time.monotonic()
@@ -118,6 +120,7 @@ def load(
         weight_bytes=model.weight_bytes,
         load_seconds=loaded - began,
         warmup_seconds=time.monotonic() - loaded,
+        rope=config.rope_variant,
     )
     return assembled, ready, limits
 

@@ -58,6 +58,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
     odd = dict.fromkeys(files, pem)
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
+    odd |= {"quantize": "int8"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
     odd |= {"max_router_message_bytes": "2048"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}

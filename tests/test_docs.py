@@ -31,7 +31,7 @@ FOREIGN = {
     *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
     *("--http2-prior-knowledge", "--protocol"),
     *("--waiting-served-ratio", "--max-waiting-tokens"),
-    *("--quantize", "--lora-adapters"),
+    "--lora-adapters",
 }
 COMMANDS = {
     **typer.main.get_command(app).commands,  # type: ignore[attr-defined]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from tokenpod.kernels.ops import Activation
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
-from tokenpod.models.families.family import Family, model_spec, sizes_of
+from tokenpod.models.families.family import Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Fused, Names
-from tokenpod.models.spec import Attention, Embedding, LayerSpec, Mlp, ModelSpec, Norm, Norms
+from tokenpod.models.spec import Embedding, LayerSpec, ModelSpec, Norm, Norms
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
@@ -22,18 +22,10 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
         heads=fields.first("n_head", "num_attention_heads"),
     )
     norm = Norm("layer", fields.real("layer_norm_epsilon", 1e-5), bias=True)
-    positions = alibi_of(sizes.heads)
     width = fields.integer("n_inner", 4 * sizes.hidden, most=1 << 24)
     layer = LayerSpec(
-        Attention(
-            sizes.heads,
-            sizes.kv_heads,
-            sizes.head_dim,
-            positions,
-            qkv_bias=True,
-            output_bias=True,
-        ),
-        Mlp(width, Activation.GELU_TANH, gated=False, up_bias=True, down_bias=True),
+        sizes.attention(alibi_of(sizes.heads), bias=True),
+        plain_mlp(width, Activation.GELU_TANH, bias=True),
         Norms(attention_in=norm, mlp_in=norm),
     )
     return model_spec(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from tokenpod.models.families.alibi import alibi_of
-from tokenpod.models.families.family import ACTIVATIONS, Family, Sizes, model_spec, sizes_of
+from tokenpod.models.families.family import (
+    ACTIVATIONS,
+    Family,
+    Sizes,
+    model_spec,
+    plain_mlp,
+    sizes_of,
+)
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Fused, Names
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import (
     SAME,
     Alibi,
-    Attention,
     Join,
     LayerSpec,
-    Mlp,
     ModelSpec,
     Norm,
     Norms,
@@ -29,20 +34,11 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     parallel = newer or fields.flag("parallel_attn", True)
     two = not parallel or (newer and fields.integer("num_ln_in_parallel_attn", 2, most=2) == 2)
     layer = LayerSpec(
-        Attention(
-            sizes.heads,
-            sizes.kv_heads,
-            sizes.head_dim,
-            _positions(fields, sizes, max_positions, served),
-            qkv_bias=bias,
-            output_bias=bias,
-        ),
-        Mlp(
+        sizes.attention(_positions(fields, sizes, max_positions, served), bias=bias),
+        plain_mlp(
             fields.integer("ffn_hidden_size", 4 * sizes.hidden, most=1 << 24),
             fields.choice("activation", ACTIVATIONS, "gelu"),
-            gated=False,
-            up_bias=bias,
-            down_bias=bias,
+            bias=bias,
         ),
         Norms(attention_in=norm, mlp_in=norm if two else SAME),
         Join.PARALLEL if parallel else Join.SEQUENTIAL,

@@ -14,6 +14,7 @@ from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import (
+    Alibi,
     Attention,
     Head,
     LayerSpec,
@@ -21,6 +22,7 @@ from tokenpod.models.spec import (
     ModelSpec,
     Norm,
     Norms,
+    Rope,
 )
 
 #: `hidden_act` in config.json, whatever the family calls it.
@@ -62,6 +64,17 @@ class Sizes:
     heads: int
     kv_heads: int
     head_dim: int
+
+    def attention(self, positions: Rope | Alibi | None, *, bias: bool) -> Attention:
+        """Attention with a bias in all of its products, or in none."""
+        return Attention(
+            self.heads, self.kv_heads, self.head_dim, positions, qkv_bias=bias, output_bias=bias
+        )
+
+
+def plain_mlp(width: int, activation: Activation, *, bias: bool) -> Mlp:
+    """A block without gates, with a bias in both products or in none."""
+    return Mlp(width, activation, gated=False, up_bias=bias, down_bias=bias)
 
 
 def sizes_of(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, sizes_of
+from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Fused, Names
 from tokenpod.models.rope import DEFAULT_THETA, rope_of
-from tokenpod.models.spec import Attention, Join, LayerSpec, Mlp, ModelSpec, Norm, Norms
+from tokenpod.models.spec import Join, LayerSpec, ModelSpec, Norm, Norms
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
@@ -15,22 +15,16 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     max_positions = fields.integer("max_position_embeddings")
     factor, theta = fields.real("rotary_pct", 0.25), fields.real("rotary_emb_base", DEFAULT_THETA)
     layer = LayerSpec(
-        Attention(
-            sizes.heads,
-            sizes.kv_heads,
-            sizes.head_dim,
+        sizes.attention(
             rope_of(
                 fields, sizes.head_dim, max_positions, served=served, factor=factor, theta=theta
             ),
-            qkv_bias=bias,
-            output_bias=bias,
+            bias=bias,
         ),
-        Mlp(
+        plain_mlp(
             fields.integer("intermediate_size", most=1 << 24),
             fields.choice("hidden_act", ACTIVATIONS, "gelu"),
-            gated=False,
-            up_bias=True,
-            down_bias=True,
+            bias=True,
         ),
         Norms(attention_in=norm, mlp_in=norm),
         Join.PARALLEL if fields.flag("use_parallel_residual", True) else Join.SEQUENTIAL,

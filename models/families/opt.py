@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, sizes_of
+from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
-from tokenpod.models.spec import (
-    Attention,
-    Embedding,
-    Join,
-    LayerSpec,
-    Mlp,
-    ModelSpec,
-    Norm,
-    Norms,
-    Positions,
-)
+from tokenpod.models.spec import Embedding, Join, LayerSpec, ModelSpec, Norm, Norms, Positions
 
 #: The table's first rows are no positions.
 OFFSET = 2
@@ -27,22 +17,14 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     norm = Norm("layer", 1e-5, weight=affine, bias=affine)
     before = fields.flag("do_layer_norm_before", True)
     max_positions = fields.integer("max_position_embeddings")
+    positions = Positions(max_positions + OFFSET, OFFSET)
     width = fields.integer("word_embed_proj_dim", sizes.hidden, most=1 << 20)
     layer = LayerSpec(
-        Attention(
-            sizes.heads,
-            sizes.kv_heads,
-            sizes.head_dim,
-            positions=None,
-            qkv_bias=bias,
-            output_bias=bias,
-        ),
-        Mlp(
+        sizes.attention(None, bias=bias),
+        plain_mlp(
             fields.integer("ffn_dim", most=1 << 24),
             fields.choice("activation_function", ACTIVATIONS, "relu"),
-            gated=False,
-            up_bias=bias,
-            down_bias=bias,
+            bias=bias,
         ),
         Norms(attention_in=norm, mlp_in=norm) if before else Norms(None, norm, None, norm),
         Join.SEQUENTIAL if before else Join.POST_NORM,
@@ -54,10 +36,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
         max_positions=max_positions,
         layers=(layer,) * sizes.layers,
         norm=norm if before and not fields.flag("_remove_final_layer_norm", False) else None,
-        embedding=Embedding(
-            width=None if width == sizes.hidden else width,
-            positions=Positions(max_positions + OFFSET, OFFSET),
-        ),
+        embedding=Embedding(width=None if width == sizes.hidden else width, positions=positions),
     )
 
 

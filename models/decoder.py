@@ -163,6 +163,6 @@ def _head(config: ModelSpec, products: Products) -> Product:
             logits = group.gather(logits)
         # Ranks that share a vocabulary may have a few rows beyond its end.
         logits = logits[:, :vocabulary]
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
     return head

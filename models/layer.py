@@ -23,7 +23,6 @@ from tokenpod.kernels.ops import (
     RowNorm,
 )
 from tokenpod.kernels.pool import KVPool
-from tokenpod.models.errors import ModelError
 from tokenpod.models.linear import AddProduct, Product, Products
 from tokenpod.models.spec import SAME, Alibi, Attention, Experts, Join, LayerSpec, Mlp, Norm
 
@@ -83,8 +82,6 @@ def make_layer(spec: LayerSpec, products: Products, i: int, rotation: int) -> La
         mlp = Branch(read, _write(products, f"{i}.down", mlp_out, f"{i}.mlp_out"))
     if spec.join is Join.PARALLEL:
         return _parallel(attention, mlp, shared)
-    if same:
-        raise ModelError(f"layer {i}: an MLP that reads what the attention reads is parallel to it")
     if not post:
         return _sequential(attention, mlp)
     after_attention = make_norm(norms.attention_out, products, f"{i}.attention_out")
@@ -138,8 +135,7 @@ def make_norm(norm: Norm | None, products: Products, name: str) -> NormRows:
     if norm.kind == "layer":
         layer_norm = products.ops.layer_norm
         return lambda x: layer_norm(x, weight, bias, epsilon)
-    if norm.kind != "rms" or weight is None or bias is not None:
-        raise ModelError(f"{name}: no norm of kind {norm.kind!r} with these weights")
+    assert weight is not None, "an rms norm has one"
     rms_norm, scale = products.ops.rms_norm, weight
     return lambda x: rms_norm(x, scale, epsilon)
 
@@ -228,8 +224,7 @@ def _experts(
     spec: Experts, products: Products, i: int, norm_in: Norm | None, norm_out: Norm | None
 ) -> Branch:
     """One operation from the stream to the stream."""
-    if norm_in is None or norm_in.kind != "rms":
-        raise ModelError(f"layer {i}: a mixture of experts stands behind an rms norm of its own")
+    assert norm_in is not None, "a mixture has a norm of its own"
     row_norm = RowNorm(products.tensor(f"{i}.mlp_in"), norm_in.epsilon)
     parts = (products.tensor(f"{i}.experts.{part}") for part in ExpertWeights._fields)
     block = products.ops.prepare_experts(

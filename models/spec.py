@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from tokenpod.kernels.ops import Activation, Routing
+from tokenpod.models.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,13 @@ class Norm:
     weight: bool = True
     bias: bool = False
 
+    def __post_init__(self) -> None:
+        """Raise ModelError for a norm that there is not."""
+        if self.kind not in ("rms", "layer"):
+            raise ModelError(f"norm.kind is {self.kind!r}; supported: rms, layer")
+        if self.kind == "rms" and (self.bias or not self.weight):
+            raise ModelError("norm.kind is 'rms': it has a weight, and no bias")
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:
@@ -85,6 +93,20 @@ class Attention:
     qk_norm: Norm | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for heads that can't be."""
+        if self.heads % self.kv_heads:
+            raise ModelError(
+                f"attention.heads is {self.heads}: they can't share {self.kv_heads} key/value heads"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"attention.head_dim is {self.head_dim}: heads are held in pairs")
+        if isinstance(self.positions, Alibi) and len(self.positions.slopes) != self.heads:
+            slopes = len(self.positions.slopes)
+            raise ModelError(f"attention.positions has {slopes} slopes for {self.heads} heads")
+        if self.qk_norm is not None and self.qk_norm.kind != "rms":
+            raise ModelError(f"attention.qk_norm.kind is {self.qk_norm.kind!r}; supported: rms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +163,16 @@ class LayerSpec:
     norms: Norms
     join: Join = Join.SEQUENTIAL
 
+    def __post_init__(self) -> None:
+        """Raise ModelError for branches that can't be joined like that."""
+        if self.norms.mlp_in is SAME and self.join is not Join.PARALLEL:
+            raise ModelError(
+                f"norms.mlp_in is SAME, and join {self.join.value}: it is not parallel"
+            )
+        own = self.norms.mlp_in
+        if isinstance(self.mlp, Experts) and not (isinstance(own, Norm) and own.kind == "rms"):
+            raise ModelError("norms.mlp_in: a mixture of experts has an rms norm of its own")
+
 
 @dataclass(frozen=True, slots=True)
 class Positions:
@@ -189,6 +221,12 @@ class ModelSpec:
     dtype: torch.dtype | None = None
     #: Tokens that end a text.
     eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Raise ModelError if layers need pools of different shapes."""
+        shapes = {(x.attention.kv_heads, x.attention.head_dim) for x in self.layers}
+        if len(shapes) != 1:
+            raise ModelError(f"layers have key/value heads of {len(shapes)} shapes; 1 is supported")
 
     @property
     def heads(self) -> int:

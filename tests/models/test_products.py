@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
+from tokenpod.kernels import reference
 from tokenpod.models.decoder import Decoder
 
 
@@ -47,3 +50,44 @@ def recording(sizes, delta):
         return Decoder(config, weights, ops, delta=delta, **more)
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("llama", ["norm_linear", "store_key_value", "attention", "add_linear"]),
+        ("qwen3", ["norm_linear", "store_key_value", "attention", "add_linear"]),
+        ("phi3", ["norm_linear", "store_key_value", "attention", "add_linear"]),
+    ],
+)
+def test_norms_and_sums_are_part_of_products_where_they_can_be(
+    name, layer, golden, load_folder, schedule, text
+):
+    """A layer of Llama's shape is six operations: what is fused on a GPU is asked for as one."""
+    calls: list[str] = []
+
+    def noted(name, operation):
+        def call(*args, **named):
+            calls.append(name)
+            return operation(*args, **named)
+
+        return call
+
+    def recording(device, dtype):
+        ops = reference.OPERATIONS
+        found = {field.name: getattr(ops, field.name) for field in fields(ops)}
+        plain = {n: noted(n, op) for n, op in found.items() if op and not n.startswith("prepare")}
+        made = {
+            n: lambda *args, n=n, op=op: noted(n.removeprefix("prepare_"), op(*args))
+            for n, op in found.items()
+            if op and n.startswith("prepare")
+        }
+        return replace(ops, **plain, **made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tokenpod.models.load.operations_for", recording)
+        scheduler = schedule(load_folder(golden(name).folder))
+    scheduler.step([(scheduler.sequence(text(3)), 3)])
+    inner = [*layer, "norm_linear", "add_linear"]
+    # Plans and rotation, then the layers, the last norm and the head.
+    assert calls == ["plan_attention", "rotate", "embed", *inner * 3, "rms_norm", "linear"]

@@ -112,6 +112,14 @@ def attend_with_everything() -> None:
     attend(False, options, 100)
 
 
+def attend_many_heads() -> None:
+    """Falcon 7b's 71 share one key/value head."""
+    step = lay_out([Spec(1, 40), Spec(9, 40)], CPU)
+    pools, q = draw(2, step.slots, 1, 64), draw(step.batch.tokens, 71, 64)
+    plan = attention.plan_attention(step.batch, None)
+    attention.attention(q, pools[0], pools[1], plan, AttentionOptions(), None)
+
+
 def attend_8_bits() -> None:
     attend(True, AttentionOptions(), None)
 
@@ -203,6 +211,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
     for family in (
         attend_plainly,
         attend_with_everything,
+        attend_many_heads,
         attend_8_bits,
         store,
         store_8_bits,

@@ -141,6 +141,12 @@ def test_every_option(name, window, device):
     agree(step, device, heads=(6, 2), window=window, options=_options(6, device)[name])
 
 
+@pytest.mark.parametrize("heads", [(71, 1), (40, 2)], ids=str)
+def test_many_heads_that_share_keys(heads, device):
+    step = lay_out([Spec(1, 70), Spec(1, 3), Spec(5, 40), Spec(3, 9, piece=2)], device)
+    agree(step, device, heads=heads, window=30)
+
+
 def test_a_batch_without_rows_on_the_device_is_refused(device):
     step = lay_out(DECODES, device)
     with pytest.raises(ValueError, match="6 rows has no paged rows"):
@@ -149,7 +155,7 @@ def test_a_batch_without_rows_on_the_device_is_refused(device):
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "message"),
-    [((2, 1), 320, "heads of size 320: at most 256"), ((17, 1), 64, "17 query heads share 1")],
+    [((2, 1), 320, "heads of size 320: at most 256"), ((129, 1), 64, "129 query heads share 1")],
 )
 def test_heads_beyond_the_limits_are_refused(heads, head_dim, message, device):
     step = lay_out([Spec(1, 2)], device)

@@ -34,9 +34,11 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.shape[0]
         filled = filled_rows(rows)
-        if filled != rows:
+        if filled == rows:
+            y = product(x, laid_out, bias, "none", no_scalars, "")
+        else:
             x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
-        y = product(x, laid_out, bias, "none", no_scalars, "")[:rows]
+            y = product(x, laid_out, bias, "none", no_scalars, "")[:rows]
         return y if delta is None else y + delta
 
     return linear

@@ -56,13 +56,12 @@ from tokenpod.engine.assemble import assemble  # noqa: E402
 from tokenpod.engine.executor import Executor, Launched, StepResult  # noqa: E402
 from tokenpod.engine.loop import EngineLoop  # noqa: E402
 from tokenpod.engine.memory import let_segments_grow  # noqa: E402
-from tokenpod.kernels.ops import Activation  # noqa: E402
 from tokenpod.kernels.registry import operations_for  # noqa: E402
-from tokenpod.models.config import DecoderConfig  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402
-from tokenpod.models.families import FAMILIES  # noqa: E402
-from tokenpod.models.rope import Rope  # noqa: E402
-from tokenpod.models.weights import expand  # noqa: E402
+from tokenpod.models.families.llama import LLAMA  # noqa: E402
+from tokenpod.models.fields import Fields  # noqa: E402
+from tokenpod.models.names import Names, weights_of  # noqa: E402
+from tokenpod.models.spec import ModelSpec  # noqa: E402
 from tokenpod.scheduler.scheduler import Limits, Scheduler  # noqa: E402
 
 #: Measured on an H200: bytes a second read, bf16 operations a second.
@@ -71,41 +70,17 @@ BANDWIDTH, MATRIX_RATE = 4.617e12, 687e12
 Lengths = list[tuple[int, int]]
 
 
-def config_of(model: dict[str, Any]) -> DecoderConfig:
-    head_dim, layers = model["head_dim"], model["num_hidden_layers"]
-    frequencies = 1 / model["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
-    return DecoderConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=model["vocab_size"],
-        hidden_size=model["hidden_size"],
-        intermediate_size=model["intermediate_size"],
-        layers=layers,
-        heads=model["num_attention_heads"],
-        kv_heads=model["num_key_value_heads"],
-        head_dim=head_dim,
-        max_positions=model["max_position_embeddings"],
-        norm_epsilon=model["rms_norm_eps"],
-        activation=Activation.SILU,
-        rope=Rope(tuple(frequencies.tolist())),
-        windows=(None,) * layers,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tied_head=False,
-        dtype=torch.bfloat16,
-        eos_token_ids=frozenset(),
-    )
+def config_of(model: dict[str, Any]) -> ModelSpec:
+    told = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+    return LLAMA.spec(Fields({**told, **model}, "a benchmark's"), None)
 
 
-def random_model(config: DecoderConfig, device: torch.device) -> Decoder:
+def random_model(config: ModelSpec, device: torch.device) -> Decoder:
     torch.manual_seed(0)
     weights = {}
-    for weight in expand(FAMILIES[0].weights(config), config.layers):
-        rows = sum(source.shape[0].length(config) for source in weight.sources)
-        columns = [dim.length(config) for dim in weight.sources[0].shape[1:]]
-        made = torch.randn(rows, *columns, device=device, dtype=torch.bfloat16)
-        weights[weight.name] = made.mul_(0.02) if columns else made.mul_(0.02).add_(1)
+    for weight in weights_of(config, Names(), "model."):
+        made = torch.randn(weight.shape, device=device, dtype=torch.bfloat16).mul_(0.02)
+        weights[weight.name] = made if made.ndim > 1 else made.add_(1)
     return Decoder(config, weights, operations_for(device, torch.bfloat16))
 
 
@@ -148,7 +123,7 @@ class Client:
 class Bench:
     """An engine and its client."""
 
-    config: DecoderConfig
+    config: ModelSpec
     loop: EngineLoop
     client: Client
     compilations: Compilations
@@ -255,27 +230,37 @@ def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
 # -- limits ------------------------------------------------------------------------------------
 
 
-def decode_bytes(config: DecoderConfig, rows: int, context: float) -> float:
+def heads_width(config: ModelSpec) -> int:
+    """Numbers of a token's queries."""
+    return config.heads * config.head_dim
+
+
+def keys_width(config: ModelSpec) -> int:
+    """Numbers of a token's keys, and of its values."""
+    return config.kv_heads * config.head_dim
+
+
+def decode_bytes(config: ModelSpec, rows: int, context: float) -> float:
     """Bytes that one decode step must read: weights without the embedding, keys and values."""
-    layer = config.hidden_size * (config.query_width * 2 + config.key_width * 2)
-    layer += 3 * config.hidden_size * config.intermediate_size
-    weights = 2 * (layer * config.layers + config.vocab_size * config.hidden_size)
-    return weights + rows * context * 4 * config.key_width * config.layers
+    layer = config.hidden_size * (heads_width(config) * 2 + keys_width(config) * 2)
+    layer += 3 * config.hidden_size * config.widest
+    weights = 2 * (layer * len(config.layers) + config.vocab_size * config.hidden_size)
+    return weights + rows * context * 4 * keys_width(config) * len(config.layers)
 
 
-def prefill_operations(config: DecoderConfig, tokens: int) -> float:
+def prefill_operations(config: ModelSpec, tokens: int) -> float:
     """Multiplications and additions of a prompt: products, causal attention, one row of logits."""
-    layer = config.hidden_size * (config.query_width * 2 + config.key_width * 2)
-    layer += 3 * config.hidden_size * config.intermediate_size
-    attention = 2 * tokens * tokens * config.query_width
-    return config.layers * (2 * layer * tokens + attention)
+    layer = config.hidden_size * (heads_width(config) * 2 + keys_width(config) * 2)
+    layer += 3 * config.hidden_size * config.widest
+    attention = 2 * tokens * tokens * heads_width(config)
+    return len(config.layers) * (2 * layer * tokens + attention)
 
 
-def limit_seconds(config: DecoderConfig, lengths: Lengths, rows: int) -> float:
+def limit_seconds(config: ModelSpec, lengths: Lengths, rows: int) -> float:
     """Prefill at the matrix rate, then decode at the read bandwidth in batches of up to `rows`."""
     prefill = sum(prefill_operations(config, prompt) for prompt, _ in lengths) / MATRIX_RATE
     kv = sum(
-        (prompt + output / 2) * output * 4 * config.key_width * config.layers
+        (prompt + output / 2) * output * 4 * keys_width(config) * len(config.layers)
         for prompt, output in lengths
     )
     steps = max(max(output for _, output in lengths), sum(output for _, output in lengths) / rows)

@@ -49,7 +49,6 @@ from gpu_products import (
 )
 
 from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.ops import Activation
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton import (
     OPERATIONS,
@@ -61,9 +60,10 @@ from tokenpod.kernels.triton import (
     rotary,
 )
 from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile, Tiles, measured
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
-from tokenpod.models.rope import Rope
+from tokenpod.models.families.llama import LLAMA
+from tokenpod.models.fields import Fields
+from tokenpod.models.spec import ModelSpec
 
 #: (rows, context) of steps whose variants are compared.
 CASES = ((1, 384), (1, 8192), (4, 1024), (16, 1024), (16, 8192), (64, 1024))
@@ -79,29 +79,26 @@ TOLERANCE = 0.06
 Choice = dict[str, Tile]
 
 
-def config() -> DecoderConfig:
-    frequencies = 1 / 500000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)
-    return DecoderConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        layers=LAYERS,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        max_positions=131072,
-        norm_epsilon=EPSILON,
-        activation=Activation.SILU,
-        rope=Rope(tuple(frequencies.tolist())),
-        windows=(None,) * LAYERS,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tied_head=False,
-        dtype=torch.bfloat16,
-        eos_token_ids=frozenset(),
+def config() -> ModelSpec:
+    return LLAMA.spec(
+        Fields(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": VOCABULARY,
+                "hidden_size": HIDDEN,
+                "intermediate_size": INTERMEDIATE,
+                "num_hidden_layers": LAYERS,
+                "num_attention_heads": HEADS,
+                "num_key_value_heads": KV_HEADS,
+                "head_dim": HEAD_DIM,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": EPSILON,
+                "rope_theta": 500_000.0,
+                "torch_dtype": "bfloat16",
+            },
+            "a benchmark's",
+        ),
+        None,
     )
 
 
@@ -112,11 +109,12 @@ def random_weights() -> dict[str, torch.Tensor]:
     weights = {"embedding": draw(VOCABULARY, HIDDEN, scale=1.0)}
     weights["norm"] = draw(HIDDEN, scale=0.1).add_(1)
     for shape in SHAPES:
-        names = [f"{i}.{shape.name}" for i in range(LAYERS)]
+        ours = "up" if shape.name == "gate_up" else shape.name
+        names = [f"{i}.{ours}" for i in range(LAYERS)]
         for name in ["head"] if shape.name == "head" else names:
             weights[name] = draw(shape.n, shape.k, scale=shape.k**-0.5)
     for i in range(LAYERS):
-        for name in ("input_norm", "mlp_norm"):
+        for name in ("attention_in", "mlp_in"):
             weights[f"{i}.{name}"] = draw(HIDDEN, scale=0.1).add_(1)
     return weights
 

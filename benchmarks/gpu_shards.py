@@ -49,11 +49,10 @@ from tokenpod.kernels.registry import operations_for
 from tokenpod.kernels.triton import product
 from tokenpod.kernels.triton.launch import capability
 from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
-from tokenpod.models.families import FAMILIES
+from tokenpod.models.names import Names, weights_of
 from tokenpod.models.share import Share
-from tokenpod.models.weights import expand
+from tokenpod.models.spec import ModelSpec
 
 WORLD = 2
 #: Names of worlds, and how many ranks they have; what may hang comes last.
@@ -97,23 +96,23 @@ SHAPE = {
 
 
 def make_model(
-    config: DecoderConfig, group: Group | None, dtype: torch.dtype = torch.bfloat16
+    config: ModelSpec, group: Group | None, dtype: torch.dtype = torch.bfloat16
 ) -> Decoder:
     """Every rank draws every weight whole, and keeps its share."""
     device = torch.device("cuda", torch.cuda.current_device())
     share = Share(group.rank, group.world) if group else Share()
     generator = torch.Generator(device)
     weights = {}
-    for number, weight in enumerate(expand(FAMILIES[0].weights(config), config.layers)):
+    for number, weight in enumerate(weights_of(config, Names(), "model.")):
         parts = []
         for place, source in enumerate(weight.sources):
             generator.manual_seed(1000 * number + place)
-            shape = [dim.length(config) for dim in source.shape]
+            shape = [axis.length for axis in source.axes]
             whole = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
             whole = whole.mul_(0.02) if len(shape) > 1 else whole.mul_(0.02).add_(1)
-            axis = weight.split.value
+            axis = source.divided
             if axis is not None:
-                part = share.part(source.shape[axis], config)
+                part = share.part(source.axes[axis])
                 whole = whole.narrow(axis, part.start, len(part))
             parts.append(whole.to(dtype))
         weights[weight.name] = torch.cat(parts).contiguous()

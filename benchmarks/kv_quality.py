@@ -64,7 +64,7 @@ def prompt_step(tokens: list[int]) -> ForwardBatch:
 def make_pool(model: Decoder, slots: int, scales: KVScales | None = None) -> KVPool:
     config = model.config
     return KVPool(
-        layers=config.layers,
+        layers=len(config.layers),
         slots=slots,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

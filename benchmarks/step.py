@@ -22,14 +22,14 @@ import torch
 
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.compose import add_linear_of, norm_linear_of
-from tokenpod.kernels.ops import Activation, Linear, Operations
+from tokenpod.kernels.ops import Linear, Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
-from tokenpod.models.families import FAMILIES
-from tokenpod.models.rope import Rope
-from tokenpod.models.weights import expand
+from tokenpod.models.families.llama import LLAMA
+from tokenpod.models.fields import Fields
+from tokenpod.models.names import Names, weights_of
+from tokenpod.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
 
@@ -40,41 +40,32 @@ SHAPES = {
 }
 
 
-def config_of(shape: str) -> DecoderConfig:
+def config_of(shape: str) -> ModelSpec:
     hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
-    head_dim = hidden // heads
-    frequencies = 1 / 10000 ** (torch.arange(0, head_dim, 2) / head_dim)
-    return DecoderConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        max_positions=4096,
-        norm_epsilon=1e-6,
-        activation=Activation.SILU,
-        rope=Rope(tuple(frequencies.tolist())),
-        windows=(None,) * layers,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tied_head=False,
-        dtype=torch.float32,
-        eos_token_ids=frozenset(),
+    return LLAMA.spec(
+        Fields(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": vocabulary,
+                "hidden_size": hidden,
+                "intermediate_size": intermediate,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": kv_heads,
+                "max_position_embeddings": 4096,
+                "torch_dtype": "float32",
+            },
+            "a benchmark's",
+        ),
+        None,
     )
 
 
-def random_weights(config: DecoderConfig) -> dict[str, torch.Tensor]:
+def random_weights(config: ModelSpec) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     weights = {}
-    for weight in expand(FAMILIES[0].weights(config), config.layers):
-        rows = sum(source.shape[0].length(config) for source in weight.sources)
-        columns = [dim.length(config) for dim in weight.sources[0].shape[1:]]
-        weights[weight.name] = torch.randn(rows, *columns) * 0.02
+    for weight in weights_of(config, Names(), "model."):
+        weights[weight.name] = torch.randn(weight.shape) * 0.02
     return weights
 
 
@@ -86,7 +77,9 @@ class Clock:
 
     def operations(self, ops: Operations) -> Operations:
         timed = {
-            field.name: self._timed(field.name, getattr(ops, field.name)) for field in fields(ops)
+            field.name: self._timed(field.name, getattr(ops, field.name))
+            for field in fields(ops)
+            if getattr(ops, field.name) is not None
         }
 
         def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -155,9 +148,9 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
     return buffer.nbytes / (time.perf_counter() - began)
 
 
-def cases_of(config: DecoderConfig, model: Decoder, options: argparse.Namespace) -> list[Case]:
+def cases_of(config: ModelSpec, model: Decoder, options: argparse.Namespace) -> list[Case]:
     slot = KVPool.bytes_per_slot(
-        layers=config.layers,
+        layers=len(config.layers),
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         dtype=torch.float32,
@@ -190,7 +183,7 @@ def main() -> None:
     watched = Decoder(config, weights, clock.operations(operations_for(CPU, torch.float32)))
     cases = cases_of(config, model, options)
     pool = KVPool(
-        layers=config.layers,
+        layers=len(config.layers),
         slots=max(run[1] for case in cases for runs in case.batch.b_runs for run in runs),
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,

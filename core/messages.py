@@ -247,6 +247,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     warmup_seconds: float
     #: What `slots` was computed from, for the operator.
     slots_from: str = ""
+    #: Which of a checkpoint's factors for long texts are in use; empty if it has none.
+    rope: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -342,6 +344,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     memory_fraction: float = 0.9
     #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
     kv_cache_dtype: str = "auto"
+    #: "int8" for products' weights of 8 bits; None: as the rest of the model.
+    quantize: str | None = None
     #: Logit biases and stop tokens that one request can have in all.
     max_logit_edits: int = 2048
     #: Keep keys and values of prompts for later ones that begin alike.

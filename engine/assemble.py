@@ -209,7 +209,7 @@ def make_pool(
     """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
     config = model.config
     return KVPool(
-        layers=config.layers,
+        layers=len(config.layers),
         slots=slots,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -230,7 +230,7 @@ def _slots(
     """How many, and what they were computed from. Raises EngineError if they don't fit."""
     config = model.config
     slot_bytes = KVPool.bytes_per_slot(
-        layers=config.layers,
+        layers=len(config.layers),
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         dtype=dtype,

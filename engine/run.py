@@ -93,6 +93,8 @@ def load(
         progress=progress,
         share=share,
         group=group,
+        max_total_tokens=options.max_total_tokens,
+        quantize=options.quantize,
     )
     config = model.config
     loaded = time.monotonic()
@@ -119,6 +121,7 @@ def load(
         load_seconds=loaded - began,
         warmup_seconds=time.monotonic() - loaded,
         slots_from=assembled.slots_from,
+        rope=config.rope_variant,
     )
     return assembled, ready, limits
 

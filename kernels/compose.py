@@ -30,12 +30,12 @@ def norm_linear_of(
     ) -> Linear:
         product = prepare_linear(weight, bias)
 
-        def normed_product(x: torch.Tensor) -> torch.Tensor:
-            return product(rms_norm(x, norm.weight, norm.epsilon))
+        def normed_product(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+            return product(rms_norm(x, norm.weight, norm.epsilon), delta)
 
-        def gated_product(x: torch.Tensor) -> torch.Tensor:
+        def gated_product(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
             assert activation is not None
-            return act_mul(normed_product(x), activation)
+            return act_mul(normed_product(x, delta), activation)
 
         return normed_product if activation is None else gated_product
 
@@ -48,8 +48,10 @@ def add_linear_of(prepare_linear: PrepareLinear) -> PrepareAddLinear:
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
         product = prepare_linear(weight, bias)
 
-        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
-            residual += product(x)
+        def add_product(
+            x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
+        ) -> None:
+            residual += product(x, delta)
 
         return add_product
 

@@ -7,7 +7,6 @@ specification.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -17,15 +16,29 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.group import Group
 
-#: A product with fixed weights: [T, in] -> [T, out].
-Linear = Callable[[torch.Tensor], torch.Tensor]
 
-#: A product with fixed weights that is added: x [T, in], residual [T, out], changed in place.
-AddLinear = Callable[[torch.Tensor, torch.Tensor], None]
+class Linear(Protocol):
+    """A product with fixed weights."""
 
-#: A block of a layer: reads the residual stream [T, hidden], norms it, adds its result in place.
-AddBlock = Callable[[torch.Tensor], None]
+    def __call__(self, x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        """X [T, in] -> [T, out].
+
+        The sum starts from `delta` [T, out] if there is one: before a bias, an activation, a
+        residual and the sum over ranks, and of ranks that divide the product this rank's part.
+        """
+        ...
+
+
+class AddLinear(Protocol):
+    """A product with fixed weights that is added to the residual stream."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
+    ) -> None:
+        """X [T, in], residual [T, out], changed in place; `delta` as `Linear` has it."""
+        ...
 
 
 class AddExperts(Protocol):
@@ -47,7 +60,7 @@ Inboxes = Any
 
 
 class Activation(Enum):
-    """The gate's non-linearity."""
+    """The non-linearity of a feed-forward block."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -70,7 +83,7 @@ class KVScales(NamedTuple):
 class RowNorm(NamedTuple):
     """RMS norm of each token's hidden state."""
 
-    #: [hidden]
+    #: [hidden]; float32 where it is more exact than the hidden state.
     weight: torch.Tensor
     epsilon: float
 
@@ -109,6 +122,15 @@ class ExpertWeights(NamedTuple):
     down: torch.Tensor
 
 
+class Int8Weight(NamedTuple):
+    """A weight of 8 bits: row r is `weight[r]` times `scale[r]`."""
+
+    #: [out, in] int8, within ±127.
+    weight: torch.Tensor
+    #: [out] float32
+    scale: torch.Tensor
+
+
 class Embed(Protocol):
     """Rows of a table."""
 
@@ -121,7 +143,35 @@ class RmsNorm(Protocol):
     """Root mean square norm (Zhang and Sennrich 2019), the mean taken in float32."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """X [..., n], weight [n] -> x / sqrt(mean(x²) + epsilon) · weight, in x's dtype."""
+        """X [..., n], weight [n] -> x / sqrt(mean(x²) + epsilon) · weight, in x's dtype.
+
+        Rounded to x's dtype before the weight is applied, unless the weight is float32.
+        """
+        ...
+
+
+class LayerNorm(Protocol):
+    """Layer norm (Ba et al. 2016), its mean and variance taken in float32."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        epsilon: float,
+    ) -> torch.Tensor:
+        """X [T, n], weight and bias [n] or None -> (x - mean) / sqrt(var + epsilon), as large.
+
+        Then times the weight, plus the bias.
+        """
+        ...
+
+
+class Activate(Protocol):
+    """A non-linearity by itself, for blocks without gates."""
+
+    def __call__(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """X [T, n] -> activation(x), the same shape. May change `x`."""
         ...
 
 
@@ -137,7 +187,8 @@ class Rotate(Protocol):
     ) -> Rotation:
         """t_position [T] int64, inverse_frequencies [D/2] float32 -> scale · cos, scale · sin.
 
-        Angles are float32 whatever `dtype`, which the heads to be turned have.
+        Angles are float32 whatever `dtype`, which the heads to be turned have. A pair of
+        frequency 0 is neither turned nor scaled: it is no part of the rotation.
         """
         ...
 
@@ -168,12 +219,18 @@ class StoreKeyValue(Protocol):
 class AttentionOptions:
     """What some families add to a layer's attention; each is off by default."""
 
-    #: Logits x become softcap · tanh(x / softcap), before ALiBi (Gemma 2).
+    #: Products of queries and keys are multiplied by it; None: D ** -0.5.
+    scale: float | None = None
+    #: Scaled products x become softcap · tanh(x / softcap), before ALiBi (Gemma 2).
     softcap: float | None = None
     #: [H] float32: logits fall by slope · distance (Press et al. 2021).
     alibi_slopes: torch.Tensor | None = None
     #: [H] float32: a logit per head that takes its share of the softmax and has no value (gpt-oss).
     sinks: torch.Tensor | None = None
+
+    def scale_of(self, head_dim: int) -> float:
+        """The scale of heads of so many numbers."""
+        return head_dim**-0.5 if self.scale is None else self.scale
 
 
 NO_OPTIONS = AttentionOptions()
@@ -212,7 +269,7 @@ class Heads(NamedTuple):
 
 
 class Attention(Protocol):
-    """Causal softmax(q · kᵀ / sqrt(D)) · v over the KV that each row's runs name."""
+    """Causal softmax(q · kᵀ · scale) · v over the KV that each row's runs name."""
 
     def __call__(
         self,
@@ -244,6 +301,14 @@ class PrepareLinear(Protocol):
 
     def __call__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Weight [out, in], bias [out] or None -> a function computing x · weightᵀ + bias."""
+        ...
+
+
+class PrepareInt8Linear(Protocol):
+    """Choose, once, how products with a weight of 8 bits are made."""
+
+    def __call__(self, weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
+        """A function computing (x · weightᵀ) · scale + bias, summed in float32."""
         ...
 
 
@@ -318,12 +383,15 @@ class Operations:
 
     embed: Embed
     rms_norm: RmsNorm
+    layer_norm: LayerNorm
     rotate: Rotate
     store_key_value: StoreKeyValue
     plan_attention: PlanAttention
     attention: Attention
     act_mul: ActMul
+    activate: Activate
     prepare_linear: PrepareLinear
+    prepare_int8_linear: PrepareInt8Linear
     prepare_norm_linear: PrepareNormLinear
     prepare_add_linear: PrepareAddLinear
     prepare_experts: PrepareExperts
@@ -331,3 +399,5 @@ class Operations:
     prepare_sum_linear: PrepareSumLinear | None = None
     #: None where steps are not captured.
     tile_extends: TileExtends | None = None
+    #: The ranks that divide the model; None if there is one.
+    group: Group | None = None

@@ -18,11 +18,9 @@ from tokenpod.kernels.ops import (
     AddLinear,
     Embed,
     ExpertWeights,
-    Linear,
     Operations,
     PrepareAddLinear,
     PrepareExperts,
-    PrepareLinear,
     Routing,
     RowNorm,
 )
@@ -31,17 +29,18 @@ from tokenpod.kernels.ops import (
 def parallel(ops: Operations, group: Group) -> Operations:
     """The same operations for weights of which this rank has its share.
 
-    - `embed` and `prepare_linear` take this rank's block of a vocabulary: as many rows on every
-      rank, those of rank 0 first. They yield what the whole table yields.
+    - `embed` takes this rank's block of a vocabulary, as many rows on every rank, those of rank 0
+      first, and yields what the whole table yields.
     - `prepare_add_linear` and `prepare_experts` take this rank's input features, and every bias
       whole.
+    - Plain products are this rank's own: who makes them sums or gathers.
     """
     return replace(
         ops,
         embed=_embed(ops.embed, group),
-        prepare_linear=_prepare_gathered(ops.prepare_linear, group),
         prepare_add_linear=_prepare_added(ops, group),
         prepare_experts=_prepare_experts(ops.prepare_experts, group),
+        group=group,
     )
 
 
@@ -57,26 +56,16 @@ def _embed(embed: Embed, group: Group) -> Embed:
     return embed_share
 
 
-def _prepare_gathered(prepare_linear: PrepareLinear, group: Group) -> PrepareLinear:
-    def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        product = prepare_linear(weight, bias)
-
-        def gathered_product(x: torch.Tensor) -> torch.Tensor:
-            return group.gather(product(x))
-
-        return gathered_product
-
-    return prepare
-
-
 def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None) -> AddLinear:
         # A bias is added once.
         own_bias = bias if group.rank == 0 else None
         product = ops.prepare_linear(weight, own_bias)
 
-        def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
-            group.add(product(x), residual)
+        def add_product(
+            x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
+        ) -> None:
+            group.add(product(x, delta), residual)
 
         if ops.prepare_sum_linear is None or group.inboxes is None:
             return add_product

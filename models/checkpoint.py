@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tokenpod.models.config import DecoderConfig
+from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
+from tokenpod.models.formats import quantised
+from tokenpod.models.linear import Weights
 from tokenpod.models.share import WHOLE, Share
-from tokenpod.models.weights import Source, Split, Weight
+from tokenpod.models.weights import Source, Weight
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 #: The kinds of numbers that weights may be stored in.
 STORED = {"F32": 4, "F16": 2, "BF16": 2}
-
-#: Tensors of older checkpoints that no model needs: rope's frequencies follow from the config.
-SURPLUS_ENDINGS = (".rotary_emb.inv_freq",)
-
-#: What keys and values of 8 bits are multiples of; a checkpoint may have them for layers `{i}`.
-SCALES = ("model.layers.{i}.self_attn.k_scale", "model.layers.{i}.self_attn.v_scale")
 
 Progress = Callable[[int, int], None]
 
@@ -142,34 +140,42 @@ def _shards(folder: Path) -> Iterable[Path]:
     return [folder / name for name in sorted(files)]
 
 
-def check(checkpoint: Checkpoint, weights: Iterable[Weight], config: DecoderConfig) -> None:
-    """Every declared tensor is there with its shape, and nothing else; else ModelError."""
-    declared: set[str] = set()
+def check(
+    checkpoint: Checkpoint,
+    weights: Iterable[Weight],
+    architecture: str,
+    *,
+    optional: Collection[str] = (),
+    surplus: tuple[str, ...] = (),
+) -> None:
+    """Every declared tensor is there with its shape, and nothing else; else ModelError.
+
+    Args:
+        checkpoint: that a model is to be read from.
+        weights: of the model.
+        architecture: the model's, for the error.
+        optional: names that may be there besides.
+        surplus: endings of names that may be there besides.
+    """
+    declared: set[str] = set(optional)
     for source in (source for weight in weights for source in weight.sources):
         declared.add(source.name)
-        _check_source(checkpoint, source, config)
-    declared |= {name.format(i=i) for name in SCALES for i in range(config.layers)}
-    surplus = {
-        name
-        for name in checkpoint.names - declared
-        if not name.endswith(SURPLUS_ENDINGS)
-        and not (config.tied_head and name == "lm_head.weight")
-    }
-    if surplus:
+        _check_source(checkpoint, source)
+    unknown = {name for name in checkpoint.names - declared if not name.endswith(surplus)}
+    if unknown:
         raise ModelError(
-            f"{config.architecture} has no tensor {_some(surplus)}: "
+            f"{architecture} has no tensor {_some(unknown)}: "
             "config.json and weights don't belong together"
         )
 
 
-def _check_source(checkpoint: Checkpoint, source: Source, config: DecoderConfig) -> None:
+def _check_source(checkpoint: Checkpoint, source: Source) -> None:
     if source.name not in checkpoint:
         raise ModelError(f"tensor {source.name} is missing from the checkpoint")
-    expected = tuple(dim.length(config) for dim in source.shape)
-    if checkpoint.shape(source.name) != expected:
+    if checkpoint.shape(source.name) != source.stored_shape:
         raise ModelError(
             f"tensor {source.name} has shape {list(checkpoint.shape(source.name))}; "
-            f"config.json says {list(expected)}"
+            f"config.json says {list(source.stored_shape)}"
         )
 
 
@@ -181,35 +187,49 @@ def _some(names: set[str]) -> str:
 def read_weights(
     checkpoint: Checkpoint,
     weights: list[Weight],
-    config: DecoderConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
     share: Share = WHOLE,
-) -> dict[str, torch.Tensor]:
+    quantize: str | None = None,
+) -> Weights:
     """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
 
-    Of what ranks divide only this rank's share is read. `config` is the whole model's. `progress`
-    hears of bytes read from the files so far, and in all.
+    With `quantize`, weights of products are in that format instead. Of what ranks divide only this
+    rank's share is read, but of rows that they divide, for their scales. `progress` hears of bytes
+    read from the files so far, and in all.
     """
-    sizes = [_stored_bytes(checkpoint, weight, config, share) for weight in weights]
+    sizes = [_stored_bytes(checkpoint, weight, share) for weight in weights]
     total, done = sum(sizes), 0
     progress(done, total)
-    loaded: dict[str, torch.Tensor] = {}
+    loaded: Weights = {}
     for weight, size in zip(weights, sizes, strict=True):
-        loaded[weight.name] = _read(checkpoint, weight, config, share, dtype, device)
+        if quantize is not None and weight.multiplied:
+            made = _read_quantised(checkpoint, weight, share, device, quantize)
+            loaded[weight.name] = made
+        else:
+            kind = weight.dtype or dtype
+            loaded[weight.name] = _read(checkpoint, weight, share, kind, device)
         done += size
         progress(done, total)
     return loaded
 
 
-def _stored_bytes(
-    checkpoint: Checkpoint, weight: Weight, config: DecoderConfig, share: Share
-) -> int:
+def _read_quantised(
+    checkpoint: Checkpoint, weight: Weight, share: Share, device: torch.device, quantize: str
+) -> LinearWeight:
+    source = weight.sources[0]
+    columns = share.part(source.axes[1]) if source.divided == 1 else None
+    read = share if columns is None else WHOLE
+    dense = _read(checkpoint, weight, read, torch.float32, device)
+    return quantised(dense, quantize, columns)
+
+
+def _stored_bytes(checkpoint: Checkpoint, weight: Weight, share: Share) -> int:
     """Bytes of a rank's share of a weight in the files."""
     return sum(
-        checkpoint.number_bytes(source.name) * math.prod(share.shape(source, weight.split, config))
+        checkpoint.number_bytes(source.name) * math.prod(share.shape(source))
         for source in weight.sources
     )
 
@@ -217,19 +237,18 @@ def _stored_bytes(
 def _read(
     checkpoint: Checkpoint,
     weight: Weight,
-    config: DecoderConfig,
     share: Share,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """A weight's sources, stacked along their output features; one stack an expert."""
-    shapes = [share.shape(source, weight.split, config) for source in weight.sources]
+    """A weight's sources, one after the other along their rows; one stack per expert."""
+    shapes = [share.shape(source) for source in weight.sources]
     rows = sum(shape[0] for shape in shapes)
     # A copy even if nothing changes: what was read is backed by the file.
     merged = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
     start = 0
     for source, shape in zip(weight.sources, shapes, strict=True):
-        part = _read_share(checkpoint, source, weight.split, config, share)
+        part = read_source(checkpoint, source, share)
         end = start + shape[0]
         merged[start : start + len(part)].copy_(part)
         merged[start + len(part) : end].zero_()  # beyond the vocabulary's end
@@ -237,10 +256,26 @@ def _read(
     return merged if weight.experts is None else merged.view(weight.experts, -1, merged.shape[1])
 
 
-def _read_share(
-    checkpoint: Checkpoint, source: Source, split: Split, config: DecoderConfig, share: Share
-) -> torch.Tensor:
-    axis = split.value
-    if axis is None or share.world == 1:
-        return checkpoint.read(source.name)
-    return checkpoint.read(source.name, axis, share.part(source.shape[axis], config))
+def read_source(checkpoint: Checkpoint, source: Source, share: Share) -> torch.Tensor:
+    """A rank's share of a source, as stored or as its function makes it."""
+    axis = source.divided if share.world > 1 else None
+    stored_axis = axis if axis is None or not source.transposed else 1 - axis
+    rows = source.stored_rows(share.part(source.axes[0]))
+    if rows is not None:
+        tensor = _read_rows(checkpoint, source, rows)
+    elif axis is None:
+        tensor = checkpoint.read(source.name)
+    else:
+        tensor = checkpoint.read(source.name, stored_axis, share.part(source.axes[axis]))
+    if source.transposed:
+        tensor = tensor.t()
+    return tensor if source.function is None else source.function(tensor)
+
+
+def _read_rows(checkpoint: Checkpoint, source: Source, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Rows (of a transposed tensor: columns) that need not be in order: what lies around them."""
+    first = int(rows.min())
+    around = range(first, int(rows.max()) + 1)
+    axis = 1 if source.transposed else 0
+    slab = checkpoint.read(source.name, axis, around)
+    return slab.index_select(axis, torch.from_numpy(rows - first))

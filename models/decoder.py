@@ -1,60 +1,40 @@
-"""The one native decoder: embedding, layers of attention and gated feed-forward, norm, head.
-
-A layer's feed-forward block is one gated unit, or a mixture of experts.
-"""
+"""The one native decoder: from a spec and weights to a model that runs steps."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
-from tokenpod.kernels.ops import (
-    AddBlock,
-    AddLinear,
-    HeadNorm,
-    Heads,
-    KVScales,
-    Linear,
-    Operations,
-    RowNorm,
-)
+from tokenpod.kernels.ops import Heads, KVScales, Operations
 from tokenpod.kernels.pool import KVPool
-from tokenpod.models.config import DecoderConfig
-from tokenpod.models.linear import add_linear, expert_block, gated_block, linear, norm_linear
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """What one layer computes with. Products that read the residual stream norm it first."""
-
-    qkv: Linear
-    head_norm: HeadNorm | None
-    window: int | None
-    output: AddLinear
-    feed_forward: AddBlock
+from tokenpod.models.layer import Step, make_layer, make_norm
+from tokenpod.models.linear import Delta, Product, Products, Weights, no_delta
+from tokenpod.models.rope import pair_frequencies
+from tokenpod.models.spec import ModelSpec, Rope
 
 
 class Decoder:
     """A model ready to run. It holds no state of sequences: that is all in the pool.
 
-    `weights` maps the names of a family's weight table to tensors on one device, and is empty
-    afterwards: layers may hold them in another layout. Of a model that ranks share, `config`,
-    `weights` and `ops` are one rank's; `parameters` then counts those of all, each once.
+    `weights` maps the names of `weights_of` to what is on one device, and is empty afterwards:
+    layers may hold them in another layout. Of a model that ranks divide, `config`, `weights` and
+    `ops` are one rank's; `parameters` then counts those of all, each once. `delta` says what is
+    added to products of which tokens.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
-        weights: MutableMapping[str, torch.Tensor],
+        config: ModelSpec,
+        weights: Weights,
         ops: Operations,
         *,
         parameters: int | None = None,
         kv_scales: KVScales | None = None,
+        delta: Delta = no_delta,
     ) -> None:
         self.config = config
         held = sum(weight.numel() for weight in weights.values())
@@ -65,19 +45,22 @@ class Decoder:
         #: [layers, K] each, for keys and values of 8 bits; None: the checkpoint has none.
         self.kv_scales = kv_scales
         self._ops = ops
-        self._embedding = weights["embedding"]
-        self._head = linear(ops, weights, "embedding" if config.tied_head else "head")
-        weights.pop("embedding", None)
-        self._norm = weights.pop("norm")
-        self._layers = [_layer(config, weights, ops, i) for i in range(config.layers)]
-        self._inverse_frequencies = torch.tensor(
-            config.rope.inverse_frequencies, device=self._embedding.device
-        )
+        table = weights["embedding"]
+        assert isinstance(table, torch.Tensor)
+        self._dtype, self._device = table.dtype, table.device
+        products = Products(ops, weights, delta)
+        self._rotations, numbers = _rotations(config, table.device)
+        self._layers = [
+            make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)
+        ]
+        self._norm = make_norm(config.norm, products, "norm")
+        self._head = _head(config, products)
+        self._embed = _embedding(config, products)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations, and keys and values."""
-        return self._embedding.dtype
+        """Of activations, of keys and values, and of weights in no format of fewer bits."""
+        return self._dtype
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
@@ -85,21 +68,22 @@ class Decoder:
 
         Returns [T, hidden] after the final norm, an inference tensor.
         """
-        ops, config = self._ops, self.config
-        plans = {window: ops.plan_attention(batch, window) for window in set(config.windows)}
-        rotation = ops.rotate(
-            batch.t_position, self._inverse_frequencies, config.rope.scale, self.dtype
+        ops = self._ops
+        step = Step(
+            batch,
+            pool,
+            plans={
+                window: ops.plan_attention(batch, window) for window in set(self.config.windows)
+            },
+            rotations=[
+                ops.rotate(batch.t_position, frequencies, scale, self._dtype)
+                for frequencies, scale in self._rotations
+            ],
         )
-        residual = ops.embed(self._embedding, batch.t_token)
-        for i, layer in enumerate(self._layers):
-            keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
-            q = ops.store_key_value(
-                layer.qkv(residual), rotation, layer.head_norm, keys, values, batch.t_slot, scales
-            )
-            attended = ops.attention(q, keys, values, plans[layer.window], scales=scales)
-            layer.output(attended, residual)
-            layer.feed_forward(residual)
-        return ops.rms_norm(residual, self._norm, config.norm_epsilon)
+        x = self._embed(batch)
+        for layer in self._layers:
+            x = layer(x, step)
+        return self._norm(x)
 
     @property
     def windows(self) -> list[int | None]:
@@ -110,43 +94,75 @@ class Decoder:
         """`ops.TileExtends` for each of `windows`, [windows, numbers]; None: `most` are too few."""
         assert self._ops.tile_extends is not None, "these operations are not captured"
         config = self.config
-        shape = Heads(
-            config.heads, config.kv_heads, config.head_dim, self.dtype, self._embedding.device
-        )
+        shape = Heads(config.heads, config.kv_heads, config.head_dim, self._dtype, self._device)
         lists = [self._ops.tile_extends(rows, window, shape, most) for window in self.windows]
         packed = [tiles for tiles in lists if tiles is not None]
         return np.stack(packed) if len(packed) == len(lists) else None
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden [n, hidden] -> [n, vocabulary] in the model's dtype, an inference tensor."""
+    def logits(self, hidden: torch.Tensor, step: ForwardBatch | None = None) -> torch.Tensor:
+        """Hidden [n, hidden] -> [n, vocabulary] in the model's dtype, an inference tensor.
+
+        `step` is the one whose sampled positions these are.
+        """
+        return self._head(hidden, step)
+
+
+def _rotations(
+    config: ModelSpec, device: torch.device
+) -> tuple[list[tuple[torch.Tensor, float]], list[int]]:
+    """The different rotations of layers, as frequencies and a scale, and which one each has."""
+    found: dict[Rope | None, int] = {}
+    numbers = []
+    for layer in config.layers:
+        positions = layer.attention.positions
+        rope = positions if isinstance(positions, Rope) else None
+        numbers.append(found.setdefault(rope, len(found)))
+    return [
+        (pair_frequencies(rope, config.head_dim).to(device), rope.scale if rope else 1.0)
+        for rope in found
+    ], numbers
+
+
+def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch], torch.Tensor]:
+    spec, ops = config.embedding, products.ops
+    table = products.tensor("embedding")
+    # Rounded as the embedding is, as in the models' own training code.
+    scale = float(torch.tensor(spec.scale, dtype=table.dtype))
+    project = products.linear("project_in") if spec.width is not None else None
+    learned = None if spec.positions is None else products.tensor("positions")
+    offset = 0 if spec.positions is None else spec.positions.offset
+    norm = make_norm(spec.norm, products, "embedding_norm")
+
+    def embed(batch: ForwardBatch) -> torch.Tensor:
+        x = ops.embed(table, batch.t_token)
+        if scale != 1.0:
+            x *= scale
+        if project is not None:
+            x = project(x, batch)
+        if learned is not None:
+            x += learned.index_select(0, batch.t_position + offset)
+        return norm(x)
+
+    return embed
+
+
+def _head(config: ModelSpec, products: Products) -> Product:
+    """Without the embedding's table, which it may have in another layout."""
+    project = products.linear("project_out") if config.embedding.width is not None else None
+    if config.head.tied:
+        products.weights["head"] = products.weights["embedding"]
+    product, group = products.linear("head"), products.ops.group
+    vocabulary, softcap = config.vocab_size, config.head.softcap
+
+    def head(hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+        if project is not None:
+            hidden = project(hidden, step)
+        logits = product(hidden, step)
+        if group is not None:
+            logits = group.gather(logits)
         # Ranks that share a vocabulary may have a few rows beyond its end.
-        return self._head(hidden)[:, : self.config.vocab_size]
+        logits = logits[:, :vocabulary]
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
-
-def _layer(
-    config: DecoderConfig, weights: MutableMapping[str, torch.Tensor], ops: Operations, i: int
-) -> Layer:
-    head_norm = None
-    if config.qk_norm:
-        head_norm = HeadNorm(
-            weights.pop(f"{i}.q_norm"), weights.pop(f"{i}.k_norm"), config.norm_epsilon
-        )
-    input_norm = RowNorm(weights.pop(f"{i}.input_norm"), config.norm_epsilon)
-    return Layer(
-        qkv=norm_linear(ops, weights, f"{i}.qkv", input_norm),
-        head_norm=head_norm,
-        window=config.windows[i],
-        output=add_linear(ops, weights, f"{i}.output"),
-        feed_forward=_feed_forward(config, weights, ops, i),
-    )
-
-
-def _feed_forward(
-    config: DecoderConfig, weights: MutableMapping[str, torch.Tensor], ops: Operations, i: int
-) -> AddBlock:
-    norm = RowNorm(weights.pop(f"{i}.mlp_norm"), config.norm_epsilon)
-    experts = config.experts
-    if experts is None or i not in experts.layers:
-        return gated_block(ops, weights, f"{i}.gate_up", f"{i}.down", norm, config.activation)
-    return expert_block(ops, weights, f"{i}.experts", norm, config.activation, experts.routing)
+    return head

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenpod.models.errors import ModelError
+
+T = TypeVar("T")
 
 #: No file of settings of a real model comes near it.
 MAX_JSON_BYTES = 64 << 20
@@ -41,6 +43,39 @@ class Fields:
         if not 0 < value < float("inf"):
             raise self._refused(name, value, "a positive, finite number")
         return float(value)
+
+    def optional_real(self, name: str, default: float) -> float | None:
+        """A positive, finite number; absent is the default, null is none."""
+        return None if self.values.get(name, default) is None else self.real(name, default)
+
+    def optional_integer(self, name: str, default: int) -> int | None:
+        """A whole number from 1 on; absent is the default, null is none."""
+        return None if self.values.get(name, default) is None else self.integer(name, default)
+
+    def first(self, *names: str) -> str:
+        """The first of these fields that is there; if none is, the last."""
+        return next((name for name in names if name in self), names[-1])
+
+    def reals(self, name: str, count: int) -> tuple[float, ...]:
+        """A list of so many positive, finite numbers."""
+        value = self._value(name, None)
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(type(item) in (int, float) and 0 < item < float("inf") for item in value)
+        ):
+            raise self._refused(name, value, f"a list of {count} positive, finite numbers")
+        return tuple(map(float, value))
+
+    def choice(self, name: str, choices: Mapping[str, T], default: str | None = None) -> T:
+        """What `choices` has for a string; ModelError names those there are."""
+        value = self.text(name, default)
+        if value not in choices:
+            raise ModelError(
+                f"{self.source}: {name} {value!r} is not supported "
+                f"(supported: {', '.join(choices)})"
+            )
+        return choices[value]
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""

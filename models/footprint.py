@@ -6,7 +6,6 @@ with torch, which the service and its commands do without: hence the process.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +13,9 @@ from pathlib import Path
 import msgspec
 
 from tokenpod.core.capacity import Footprint, Portion
-from tokenpod.models.checkpoint import Checkpoint, check
-from tokenpod.models.config import DecoderConfig
-from tokenpod.models.families import FAMILIES
-from tokenpod.models.load import ModelError, read_config
+from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.load import Layout, ModelError, read_layout
 from tokenpod.models.share import Share
-from tokenpod.models.weights import Weight, expand
 
 
 def main() -> int:
@@ -39,48 +35,36 @@ def footprint_of(folder: Path) -> Footprint:
     Where its safetensors files are there too, their tensors are checked against it. Raises
     ModelError for what could not be served.
     """
-    config = read_config(folder)
-    table = next(f.weights for f in FAMILIES if config.architecture in f.architectures)
-    there = any(folder.glob("*.safetensors"))
-    if there:
-        with Checkpoint(folder) as checkpoint:
-            if "lm_head.weight" not in checkpoint:
-                config = dataclasses.replace(config, tied_head=True)
-            check(checkpoint, expand(table(config), config.layers), config)
-    return _footprint(config, expand(table(config), config.layers), from_tensors=there)
+    if not any(folder.glob("*.safetensors")):
+        return _footprint(read_layout(folder, None), from_tensors=False)
+    with Checkpoint(folder) as checkpoint:
+        return _footprint(read_layout(folder, checkpoint), from_tensors=True)
 
 
-def _footprint(config: DecoderConfig, weights: list[Weight], *, from_tensors: bool) -> Footprint:
+def _footprint(layout: Layout, *, from_tensors: bool) -> Footprint:
+    spec = layout.spec
     return Footprint(
-        architecture=config.architecture,
-        dtype=str(config.dtype).removeprefix("torch.") if config.dtype else None,
+        architecture=spec.architecture,
+        dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
         from_tensors=from_tensors,
-        layers=config.layers,
-        head_dim=config.head_dim,
-        hidden_size=config.hidden_size,
-        intermediate_size=_widest(config),
-        vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
-        portions=dict(_portions(config, weights)),
+        layers=len(spec.layers),
+        head_dim=spec.head_dim,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.widest,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        portions=dict(_portions(layout)),
     )
 
 
-def _portions(config: DecoderConfig, weights: list[Weight]) -> Iterator[tuple[int, Portion]]:
-    for world in range(1, config.heads + 1):
+def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
+    for world in range(1, layout.spec.heads + 1):
         share = Share(0, world)
         try:
-            local = share.config(config)
+            local = share.config(layout.spec)
         except ModelError:
             continue
-        yield world, Portion(share.numbers(weights, config), local.kv_heads)
-
-
-def _widest(config: DecoderConfig) -> int:
-    experts = config.experts
-    if experts is None:
-        return config.intermediate_size
-    sparse = experts.intermediate_size * experts.routing.per_token
-    return sparse if len(experts.layers) == config.layers else max(sparse, config.intermediate_size)
+        yield world, Portion(share.numbers(layout.weights), local.kv_heads)
 
 
 if __name__ == "__main__":

@@ -1,80 +1,152 @@
-"""Linear layers. How a weight is held and multiplied is decided here and nowhere else.
+"""Products of a model. Which operation makes a product is decided here and nowhere else.
 
-Every function takes its weight [out, in] and, if there is one, its bias [out] out of `weights`: the
-layer may hold the weight in another layout, and the original must not live on beside it.
+A product is given the step it is part of, so that what it adds may depend on whose token it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 
 import torch
 
-from tokenpod.kernels.ops import (
-    Activation,
-    AddBlock,
-    AddLinear,
-    ExpertWeights,
-    Linear,
-    Operations,
-    Routing,
-    RowNorm,
-)
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.ops import Activation, AddLinear, Linear, Operations, RowNorm
+from tokenpod.kernels.weight import LinearWeight, Stored, rows_of
+
+#: Weights by our names, as they were loaded.
+Weights = MutableMapping[str, torch.Tensor | LinearWeight]
+
+#: x [T, in] -> [T, out], of a step; None: outside of one.
+Product = Callable[[torch.Tensor, ForwardBatch | None], torch.Tensor]
+
+#: x [T, in], the stream [T, out], changed in place, and the step.
+AddProduct = Callable[[torch.Tensor, torch.Tensor, ForwardBatch | None], None]
+
+#: (weight's name, x [T, in], step) -> [T, out] that the product's sum starts from, or None.
+Delta = Callable[[str, torch.Tensor, ForwardBatch | None], torch.Tensor | None]
 
 
-def linear(ops: Operations, weights: MutableMapping[str, torch.Tensor], name: str) -> Linear:
-    """The layer `name` of a model."""
-    return ops.prepare_linear(*_take(weights, name))
+def no_delta(name: str, x: torch.Tensor, step: ForwardBatch | None) -> None:
+    """Nothing is added to any product."""
+    del name, x, step
 
 
-def norm_linear(
-    ops: Operations,
-    weights: MutableMapping[str, torch.Tensor],
-    name: str,
-    norm: RowNorm,
-    activation: Activation | None = None,
-) -> Linear:
-    """The layer `name` behind `norm`; gated if there is an `activation`."""
-    return ops.prepare_norm_linear(*_take(weights, name), norm, activation)
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Makes products of weights that it takes out of a table.
 
+    Each weight [out, in] and, if there is one, its bias [out] are removed: an operation may hold
+    the weight in another layout, and the original must not live on beside it.
+    """
 
-def add_linear(ops: Operations, weights: MutableMapping[str, torch.Tensor], name: str) -> AddLinear:
-    """The layer `name`, added to the residual stream."""
-    return ops.prepare_add_linear(*_take(weights, name))
+    ops: Operations
+    weights: Weights
+    delta: Delta = no_delta
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        table = self.weights["embedding"]
+        assert isinstance(table, torch.Tensor)
+        return table.device
 
-def gated_block(
-    ops: Operations,
-    weights: MutableMapping[str, torch.Tensor],
-    gate_up_name: str,
-    down_name: str,
-    norm: RowNorm,
-    activation: Activation,
-) -> AddBlock:
-    """A dense feed-forward block behind `norm`: gated, brought down and added."""
-    gate_up = norm_linear(ops, weights, gate_up_name, norm, activation)
-    down = add_linear(ops, weights, down_name)
+    def linear(self, name: str) -> Product:
+        """The product `name`: of ranks, this rank's rows."""
+        product = self._plain(*self._take(name))
+        return self._with_delta(name, product)
 
-    def add_gated(residual: torch.Tensor) -> None:
-        down(gate_up(residual), residual)
+    def norm_linear(self, name: str, norm: RowNorm, activation: Activation | None) -> Product:
+        """The product `name` of the normed stream; gated if there is an `activation`."""
+        weight, bias = self._take(name)
+        if weight.dense is not None:
+            fused = self.ops.prepare_norm_linear(weight.dense, bias, norm, activation)
+            return self._with_delta(name, fused)
+        ops, plain = self.ops, self._with_delta(name, self._plain(weight, bias))
 
-    return add_gated
+        def normed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+            y = plain(ops.rms_norm(x, norm.weight, norm.epsilon), step)
+            return y if activation is None else ops.act_mul(y, activation)
 
+        return normed_product
 
-def expert_block(
-    ops: Operations,
-    weights: MutableMapping[str, torch.Tensor],
-    name: str,
-    norm: RowNorm,
-    activation: Activation,
-    routing: Routing,
-) -> AddBlock:
-    """A mixture of experts behind `norm`: the layer's router, gate_up and down under `name`."""
-    parts = (weights.pop(f"{name}.{part}") for part in ExpertWeights._fields)
-    return ops.prepare_experts(ExpertWeights(*parts), norm, activation, routing)
+    def sum_linear(self, name: str) -> Product:
+        """The product `name` whose inputs ranks divide: the sum over all of them."""
+        weight, bias = self._take(name)
+        product = self._with_delta(name, self._plain(weight, None))
+        group = self.ops.group
 
+        def summed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+            y = product(x, step)
+            if group is not None:
+                group.sum(y)
+            return y if bias is None else y.add_(bias)
 
-def _take(
-    weights: MutableMapping[str, torch.Tensor], name: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return weights.pop(name), weights.pop(f"{name}_bias", None)
+        return summed_product
+
+    def add_linear(self, name: str) -> AddProduct:
+        """The product `name` whose inputs ranks divide, added to the stream."""
+        dense = self._peek(name).dense
+        if dense is None:
+            product = self.sum_linear(name)
+
+            def add(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
+                stream += product(x, step)
+
+            return add
+        _, bias = self._take(name)
+        return self._added(name, self.ops.prepare_add_linear(dense, bias))
+
+    def _added(self, name: str, fused: AddLinear) -> AddProduct:
+        delta = self.delta
+        if delta is no_delta:
+            return lambda x, stream, step: fused(x, stream)
+
+        def add_product(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
+            fused(x, stream, delta(name, x, step))
+
+        return add_product
+
+    def _with_delta(self, name: str, product: Linear) -> Product:
+        delta = self.delta
+        if delta is no_delta:
+            return lambda x, step: product(x)
+
+        def product_of_step(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+            return product(x, delta(name, x, step))
+
+        return product_of_step
+
+    def _plain(self, weight: LinearWeight, bias: torch.Tensor | None) -> Linear:
+        """One launch per part."""
+        if len(weight.parts) == 1:
+            return self._part(weight.parts[0], bias)
+        lengths = [rows_of(part) for part in weight.parts]
+        biases = [None] * len(lengths) if bias is None else list(torch.split(bias, lengths))
+        products = [self._part(*part) for part in zip(weight.parts, biases, strict=True)]
+
+        def joined(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+            y = torch.cat([product(x) for product in products], dim=-1)
+            return y if delta is None else y.add_(delta)
+
+        return joined
+
+    def _part(self, part: Stored, bias: torch.Tensor | None) -> Linear:
+        if isinstance(part, torch.Tensor):
+            return self.ops.prepare_linear(part, bias)
+        return self.ops.prepare_int8_linear(part, bias)
+
+    def _peek(self, name: str) -> LinearWeight:
+        weight = self.weights[name]
+        return weight if isinstance(weight, LinearWeight) else LinearWeight((weight,))
+
+    def _take(self, name: str) -> tuple[LinearWeight, torch.Tensor | None]:
+        weight = self._peek(name)
+        del self.weights[name]
+        return weight, self.tensor(f"{name}_bias") if f"{name}_bias" in self.weights else None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A weight that no product is made with."""
+        found = self.weights.pop(name)
+        assert isinstance(found, torch.Tensor), name
+        return found

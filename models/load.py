@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,25 +12,69 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.checkpoint import Checkpoint, Progress, check, read_weights
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.formats import bytes_needed, check_format
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
+from tokenpod.models.names import scale_names, weights_of
 from tokenpod.models.share import WHOLE, Share
-from tokenpod.models.weights import expand
+from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weights import Weight
 
-__all__ = ["ModelError", "load_model", "read_config"]
+__all__ = ["ModelError", "load_model", "read_config", "read_layout"]
 
 
-def read_config(folder: Path) -> DecoderConfig:
+def read_config(folder: Path, max_total_tokens: int | None = None) -> ModelSpec:
     """What config.json (and generation_config.json, for the end-of-text tokens) say.
 
+    `max_total_tokens` is the longest sequence that will be served; None: what the model can.
     Raises ModelError if a file or field is missing or wrong, or the architecture is unknown.
     """
-    return _read_config(folder)[1]
+    return _read_config(folder, max_total_tokens)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A checkpoint's model, and the tensors that it is made of."""
+
+    spec: ModelSpec
+    weights: list[Weight]
+    #: Of scales that the checkpoint may have, of each layer's keys, and values.
+    scales: list[list[str]]
+
+
+def read_layout(
+    folder: Path, checkpoint: Checkpoint | None, max_total_tokens: int | None = None
+) -> Layout:
+    """The model in `folder`, and its weights, checked against `checkpoint` if there is one.
+
+    Raises ModelError as `read_config` does, and where the two don't belong together.
+    """
+    family, spec = _read_config(folder, max_total_tokens)
+    names = family.names(spec) if callable(family.names) else family.names
+    prefix = family.prefixes[0]
+    head = f"{names.head}.weight"
+    if checkpoint is not None:
+        if head not in checkpoint:
+            spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
+        there = (p for p in family.prefixes if f"{p}{names.embedding}.weight" in checkpoint)
+        prefix = next(there, prefix)
+    layout = Layout(spec, weights_of(spec, names, prefix), scale_names(spec, names, prefix))
+    if checkpoint is not None:
+        optional = [name for layers in layout.scales for name in layers]
+        if spec.head.tied:
+            optional.append(head)
+        check(
+            checkpoint,
+            layout.weights,
+            spec.architecture,
+            optional=optional,
+            surplus=names.surplus,
+        )
+    return layout
 
 
 def load_model(
@@ -40,6 +85,8 @@ def load_model(
     progress: Progress,
     share: Share = WHOLE,
     group: Group | None = None,
+    max_total_tokens: int | None = None,
+    quantize: str | None = None,
 ) -> Decoder:
     """Load a checkpoint, or one rank's share of it.
 
@@ -50,56 +97,57 @@ def load_model(
         progress: called with bytes read so far and in all, first with 0.
         share: whose part to read.
         group: the ranks of that share; None if it is all of the model.
+        max_total_tokens: the longest sequence that will be served; None: what the model can.
+        quantize: the format of products' weights, of `FORMATS`; None: `dtype`.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
             model, and if the weights don't fit into memory.
     """
     assert share == (Share(group.rank, group.world) if group else WHOLE)
-    family, config = _read_config(folder)
-    share.check(config)
+    spec = read_config(folder, max_total_tokens)
+    share.check(spec)
+    check_format(spec, quantize)
     with Checkpoint(folder) as checkpoint:
-        if "lm_head.weight" not in checkpoint:
-            config = dataclasses.replace(config, tied_head=True)
-        weights = expand(family.weights(config), config.layers)
-        check(checkpoint, weights, config)
-        dtype = dtype or config.dtype or torch.float32
-        needed = share.numbers(weights, config) * dtype.itemsize
+        layout = read_layout(folder, checkpoint, max_total_tokens)
+        spec, weights = layout.spec, layout.weights
+        dtype = dtype or spec.dtype or torch.float32
+        needed = bytes_needed(weights, share, dtype, quantize)
         _check_memory(needed, dtype, device, group.neighbours if group else 1)
         try:
             tensors = read_weights(
                 checkpoint,
                 weights,
-                config,
                 dtype=dtype,
                 device=device,
                 progress=progress,
                 share=share,
+                quantize=quantize,
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
-        scales = read_scales(checkpoint, config, share, device)
+        scales = read_scales(checkpoint, layout.scales, spec.kv_heads, share, device)
     ops = operations_for(device, dtype)
     return Decoder(
-        share.config(config),
+        share.config(spec),
         tensors,
         parallel(ops, group) if group else ops,
-        parameters=WHOLE.numbers(weights, config),
+        parameters=WHOLE.numbers(weights),
         kv_scales=scales,
     )
 
 
-def _read_config(folder: Path) -> tuple[Family, DecoderConfig]:
+def _read_config(folder: Path, max_total_tokens: int | None) -> tuple[Family, ModelSpec]:
     fields = read_fields(folder / "config.json")
     if _quantises_weights(fields):
         raise ModelError(f"{folder}: quantised checkpoints are not supported")
     family = _family(fields)
-    config = family.config(fields)
+    spec = family.spec(fields, max_total_tokens)
     if (folder / "generation_config.json").is_file():
         generation = read_fields(folder / "generation_config.json")
-        eos = generation.token_ids("eos_token_id") or config.eos_token_ids
-        config = dataclasses.replace(config, eos_token_ids=eos)
-    return family, config
+        eos = generation.token_ids("eos_token_id") or spec.eos_token_ids
+        spec = dataclasses.replace(spec, eos_token_ids=eos)
+    return family, spec
 
 
 def _quantises_weights(fields: Fields) -> bool:

@@ -3,44 +3,83 @@
 Formulas: linear (position interpolation, Chen et al. 2023), llama3 (Llama 3.1's own), yarn (Peng et
 al. 2023). `dynamic` (NTK-aware) changes nothing up to the trained length and would change the
 cached keys of a shared prefix with every longer sequence, so it is served up to that length only.
+`longrope` (Ding et al. 2024) has factors for short and for long sequences: which ones hold is
+chosen once, by the longest sequence that is served, for the same reason.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
+from tokenpod.models.spec import Alibi, Rope
 
 DEFAULT_THETA = 10_000.0
 
 
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Inverse wavelengths of a head's pairs of dimensions, and a scale of the embedding."""
+def head_order(positions: Rope | Alibi | None, head_dim: int) -> tuple[int, ...] | None:
+    """In which order a head's rows are held, so that rotation always pairs i with i + D/2.
 
-    #: [D/2] radians a position.
-    inverse_frequencies: tuple[float, ...]
-    #: Multiplies sines and cosines.
-    scale: float = 1.0
+    Queries and keys are held in the same order, so their products are the same. None: as stored.
+    """
+    if not isinstance(positions, Rope):
+        return None
+    rotated, half = positions.rotated, head_dim // 2
+    if rotated == head_dim and not positions.interleaved:
+        return None
+    step = 2 if positions.interleaved else 1
+    firsts = range(0, rotated // 2 * step, step)
+    seconds = range(1, rotated, 2) if positions.interleaved else range(rotated // 2, rotated)
+    rest = range(rotated, head_dim)
+    cut = half - rotated // 2
+    return (*firsts, *rest[:cut], *seconds, *rest[cut:])
 
 
-def rope_of(config: Fields, head_dim: int, max_positions: int) -> Rope:
+def pair_frequencies(positions: Rope | Alibi | None, head_dim: int) -> torch.Tensor:
+    """[D/2] float32, in the order of `head_order`; 0 for pairs that are not turned."""
+    frequencies = positions.inverse_frequencies if isinstance(positions, Rope) else ()
+    return torch.tensor([*frequencies, *[0.0] * (head_dim // 2 - len(frequencies))])
+
+
+def rope_of(
+    config: Fields,
+    head_dim: int,
+    max_positions: int,
+    *,
+    served: int | None = None,
+    factor: float = 1.0,
+    theta: float = DEFAULT_THETA,
+) -> Rope:
     """The rope that config.json describes, as `rope_parameters` or as `rope_scaling`.
 
-    Raises ModelError for a kind that is not supported.
+    Args:
+        config: of the model.
+        head_dim: numbers of a head.
+        max_positions: that the model can address.
+        served: the longest sequence that will be; None: `max_positions`.
+        factor: which part of a head is rotated, if the config does not say.
+        theta: if the config does not say.
+
+    Raises:
+        ModelError: it is of a kind that is not supported, or can't be.
     """
+    scaling = _parameters(config)
+    theta = scaling.real("rope_theta", config.real("rope_theta", theta))
+    factor = scaling.real("partial_rotary_factor", config.real("partial_rotary_factor", factor))
+    rotated = int(head_dim * factor)
     if head_dim % 2:
         raise ModelError(f"{config.source}: head_dim is {head_dim}; rotation needs an even number")
-    scaling = _parameters(config)
-    theta = scaling.real("rope_theta", config.real("rope_theta", DEFAULT_THETA))
-    if scaling.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"{config.source}: partial_rotary_factor is not supported")
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        raise ModelError(
+            f"{config.source}: partial_rotary_factor is {factor:g}: of {head_dim} numbers of a "
+            "head an even number must be rotated, and at most all"
+        )
     kind = scaling.text("rope_type", scaling.text("type", "default"))
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     plain = 1.0 / (theta**exponents)
     if kind in ("default", "dynamic"):
         return _rope(plain)
@@ -50,9 +89,11 @@ def rope_of(config: Fields, head_dim: int, max_positions: int) -> Rope:
         return _rope(_llama3(plain, scaling, max_positions))
     if kind == "yarn":
         return _yarn(plain, theta, scaling, max_positions)
+    if kind in ("longrope", "su"):
+        return _longrope(plain, config, scaling, max_positions, served or max_positions)
     raise ModelError(
         f"{scaling.source}: rope_type {kind!r} is not supported "
-        "(supported: default, linear, dynamic, llama3, yarn)"
+        "(supported: default, linear, dynamic, llama3, yarn, longrope)"
     )
 
 
@@ -83,6 +124,23 @@ def _llama3(plain: torch.Tensor, scaling: Fields, max_positions: int) -> torch.T
     turns = trained * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return plain * (kept + (1 - kept) / factor)
+
+
+def _longrope(
+    plain: torch.Tensor, config: Fields, scaling: Fields, max_positions: int, served: int
+) -> Rope:
+    """Each frequency divided by a factor of its own, of the set that suits what is served."""
+    name = "original_max_position_embeddings"
+    trained = scaling.integer(name, config.integer(name, max_positions))
+    variant = "long" if min(served, max_positions) > trained else "short"
+    factors = torch.tensor(scaling.reals(f"{variant}_factor", len(plain)))
+    stretch = scaling.real("factor", max_positions / trained)
+    scale = 1.0
+    if "attention_factor" in scaling:
+        scale = scaling.real("attention_factor")
+    elif stretch > 1 < trained:
+        scale = math.sqrt(1 + math.log(stretch) / math.log(trained))
+    return replace(_rope(plain / factors, scale), variant=f"longrope, {variant} factors")
 
 
 def _yarn(plain: torch.Tensor, theta: float, scaling: Fields, max_positions: int) -> Rope:

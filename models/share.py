@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.errors import ModelError
-from tokenpod.models.weights import Dim, Source, Split, Weight
+from tokenpod.models.spec import Alibi, Attention, Experts, LayerSpec, ModelSpec
+from tokenpod.models.weights import Axis, Division, Source, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,91 +23,87 @@ class Share:
     rank: int = 0
     world: int = 1
 
-    def check(self, config: DecoderConfig) -> None:
+    def check(self, spec: ModelSpec) -> None:
         """Raise ModelError, in one line, if a model can't be divided among so many ranks."""
-        problem = _problem(config, self.world)
+        problem = _problem(spec, self.world)
         if problem:
-            fitting = [world for world in range(1, config.heads + 1) if not _problem(config, world)]
-            raise ModelError(f"{problem}; {config.architecture} here runs on {_either(fitting)}")
+            fitting = [world for world in range(1, spec.heads + 1) if not _problem(spec, world)]
+            raise ModelError(f"{problem}; {spec.architecture} here runs on {_either(fitting)}")
 
-    def config(self, config: DecoderConfig) -> DecoderConfig:
+    def config(self, spec: ModelSpec) -> ModelSpec:
         """The same with this rank's heads and features; raises as `check` does.
 
         The vocabulary stays whole: it is what tokens are checked and sampled against.
         """
-        self.check(config)
-        experts = config.experts
-        if experts is not None:
-            width = experts.intermediate_size // self.world
-            experts = replace(experts, intermediate_size=width)
-        return replace(
-            config,
-            heads=config.heads // self.world,
-            kv_heads=self._kv_heads(config),
-            intermediate_size=config.intermediate_size // self.world,
-            experts=experts,
-        )
+        self.check(spec)
+        local = {layer: self._layer(layer) for layer in set(spec.layers)}
+        return replace(spec, layers=tuple(local[layer] for layer in spec.layers))
 
-    def part(self, dim: Dim, config: DecoderConfig) -> range:
-        """Which of an axis's features this rank has, of a model that is divided."""
-        if dim is Dim.VOCABULARY:
-            block = self.length(dim, config)
-            first, end = self.rank * block, (self.rank + 1) * block
-            return range(min(first, config.vocab_size), min(end, config.vocab_size))
-        length = self.length(dim, config)
-        if dim is Dim.KEY:
-            first = self.rank * config.kv_heads // self.world * config.head_dim
+    def part(self, axis: Axis) -> range:
+        """Which of an axis's features this rank has."""
+        length = self.length(axis)
+        if axis.division is Division.WHOLE:
+            return range(length)
+        if axis.division is Division.VOCABULARY:
+            first, end = self.rank * length, (self.rank + 1) * length
+            return range(min(first, axis.length), min(end, axis.length))
+        if axis.division is Division.KEY:
+            first = self.rank * (axis.length // axis.unit) // self.world * axis.unit
         else:
             first = self.rank * length
         return range(first, first + length)
 
-    def length(self, dim: Dim, config: DecoderConfig) -> int:
-        """How long this rank's tensors are along an axis that is divided."""
-        if dim is Dim.VOCABULARY:
-            return -(-config.vocab_size // self.world)
-        if dim is Dim.KEY:
-            return self._kv_heads(config) * config.head_dim
-        return dim.length(config) // self.world
+    def length(self, axis: Axis) -> int:
+        """How long this rank's tensors are along an axis."""
+        if axis.division is Division.WHOLE:
+            return axis.length
+        if axis.division is Division.VOCABULARY:
+            return -(-axis.length // self.world)
+        if axis.division is Division.KEY:
+            return self._kv_heads(axis.length // axis.unit) * axis.unit
+        return axis.length // self.world
 
-    def shape(self, source: Source, split: Split, config: DecoderConfig) -> tuple[int, ...]:
-        """This rank's part of a tensor of the checkpoint."""
-        return tuple(
-            self.length(dim, config) if axis == split.value else dim.length(config)
-            for axis, dim in enumerate(source.shape)
-        )
+    def shape(self, source: Source) -> tuple[int, ...]:
+        """This rank's part of a source."""
+        return tuple(self.length(axis) for axis in source.axes)
 
-    def numbers(self, weights: Iterable[Weight], config: DecoderConfig) -> int:
-        """How many numbers this rank's weights are, of tables that were written out."""
-        return sum(
-            math.prod(self.shape(source, weight.split, config))
-            for weight in weights
-            for source in weight.sources
-        )
+    def numbers(self, weights: Iterable[Weight]) -> int:
+        """How many numbers this rank's weights are."""
+        return sum(math.prod(self.shape(s)) for weight in weights for s in weight.sources)
 
-    def _kv_heads(self, config: DecoderConfig) -> int:
-        return max(config.kv_heads // self.world, 1)
+    def _layer(self, layer: LayerSpec) -> LayerSpec:
+        mlp = replace(layer.mlp, width=layer.mlp.width // self.world)
+        return replace(layer, attention=self._attention(layer.attention), mlp=mlp)
+
+    def _attention(self, attention: Attention) -> Attention:
+        heads, positions = attention.heads // self.world, attention.positions
+        if isinstance(positions, Alibi):
+            positions = Alibi(positions.slopes[self.rank * heads : (self.rank + 1) * heads])
+        kv_heads = self._kv_heads(attention.kv_heads)
+        return replace(attention, heads=heads, kv_heads=kv_heads, positions=positions)
+
+    def _kv_heads(self, kv_heads: int) -> int:
+        return max(kv_heads // self.world, 1)
 
 
 #: All of it.
 WHOLE = Share()
 
 
-def _problem(config: DecoderConfig, world: int) -> str | None:
+def _problem(spec: ModelSpec, world: int) -> str | None:
     """Why a model can't be divided among so many ranks, as the beginning of a sentence."""
-    divided = [(config.heads, "query heads")]
-    experts = config.experts
-    if experts is None or len(experts.layers) < config.layers:
-        divided.append((config.intermediate_size, "features of a feed-forward block"))
-    if experts is not None:
-        divided.append((experts.intermediate_size, "features of an expert"))
-    for count, what in divided:
-        if count % world:
-            return f"{count} {what} can't be divided among {world} ranks"
-    if config.kv_heads % world and world % config.kv_heads:
-        return (
-            f"{config.kv_heads} key/value heads can't be divided among {world} ranks, "
-            f"nor {world} ranks among them"
-        )
+    for layer in dict.fromkeys(spec.layers):
+        attention, mlp = layer.attention, layer.mlp
+        block = "an expert" if isinstance(mlp, Experts) else "a feed-forward block"
+        divided = [(attention.heads, "query heads"), (mlp.width, f"features of {block}")]
+        for count, what in divided:
+            if count % world:
+                return f"{count} {what} can't be divided among {world} ranks"
+        if attention.kv_heads % world and world % attention.kv_heads:
+            return (
+                f"{attention.kv_heads} key/value heads can't be divided among {world} ranks, "
+                f"nor {world} ranks among them"
+            )
     return None
 
 

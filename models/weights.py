@@ -1,95 +1,115 @@
-"""Weights as data: our name, the checkpoint's, how they are merged and how ranks share them."""
+"""Weights as data: our name, the checkpoint's tensors, how they are read and how ranks divide them.
+
+A spec says which weights a model has and of what shapes; a family's `Names` say where they lie.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
-from operator import attrgetter
 
-from tokenpod.models.config import DecoderConfig
-
-
-class Dim(Enum):
-    """An axis of a tensor, named by the path in the config to its length."""
-
-    VOCABULARY = "vocab_size"
-    HIDDEN = "hidden_size"
-    INTERMEDIATE = "intermediate_size"
-    QUERY = "query_width"
-    KEY = "key_width"
-    HEAD = "head_dim"
-    EXPERTS = "experts.count"
-    EXPERT_INTERMEDIATE = "experts.intermediate_size"
-
-    def length(self, config: DecoderConfig) -> int:
-        """Its length in a model."""
-        length: int = attrgetter(self.value)(config)
-        return length
+import numpy as np
+import numpy.typing as npt
+import torch
 
 
-class Split(Enum):
-    """Which axis of each source tensor parallel ranks divide among themselves."""
+class Division(Enum):
+    """How parallel ranks divide an axis."""
 
-    #: None: every rank has all of it.
-    WHOLE = None
-    #: The output features, or an embedding's tokens: each rank computes some.
-    OUTPUT = 0
-    #: The input features: ranks' results are summed.
-    INPUT = 1
+    #: Every rank has all of it.
+    WHOLE = "whole"
+    #: Into equal parts.
+    EVEN = "even"
+    #: By key/value heads: evenly, or, of fewer heads than ranks, each rank has one.
+    KEY = "key"
+    #: Into blocks of one length, the last of which may reach beyond the end.
+    VOCABULARY = "vocabulary"
 
 
-class Merge(Enum):
-    """How several sources become one tensor."""
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The length of an axis, and how ranks divide it; `unit` features are never parted."""
 
-    #: One after the other along the output features, so that one product computes them all.
-    STACK = "stack"
+    length: int
+    division: Division = Division.WHOLE
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Some rows of a fused tensor, which has `groups` times so many rows of each of its weights."""
+
+    #: Rows of each weight in a group, in their order.
+    sizes: tuple[int, ...]
+    #: Which of them this is.
+    index: int
+    groups: int = 1
+
+    def stored(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where the weight's own `rows` lie in the fused tensor."""
+        size = self.sizes[self.index]
+        return rows // size * sum(self.sizes) + sum(self.sizes[: self.index]) + rows % size
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of the checkpoint; `{i}` in its name is the layer, `{e}` the expert."""
+    """A tensor of the checkpoint, or rows of one, and how it becomes (a part of) a weight."""
 
     name: str
-    shape: tuple[Dim, ...]
+    #: As we hold it: [out, in] or [out]; one of them may be divided.
+    axes: tuple[Axis, ...]
+    #: None: the tensor has no other rows.
+    segment: Segment | None = None
+    #: Within each head of so many rows, row r is the checkpoint's order[r].
+    order: tuple[int, ...] | None = None
+    #: The checkpoint has [in, out].
+    transposed: bool = False
+    #: Applied to what was read.
+    function: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def divided(self) -> int | None:
+        """Which axis ranks divide."""
+        divided = [i for i, x in enumerate(self.axes) if x.division is not Division.WHOLE]
+        return divided[0] if divided else None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        shape = [axis.length for axis in self.axes]
+        if self.segment is not None:
+            shape[0] = sum(self.segment.sizes) * self.segment.groups
+        return tuple(reversed(shape) if self.transposed else shape)
+
+    def stored_rows(self, part: range) -> npt.NDArray[np.int64] | None:
+        """Which rows of the checkpoint's tensor are our rows `part`; None: the same."""
+        if self.segment is None and self.order is None:
+            return None
+        rows = np.arange(part.start, part.stop)
+        if self.order is not None:
+            head = len(self.order)
+            rows = rows // head * head + np.array(self.order)[rows % head]
+        return rows if self.segment is None else self.segment.stored(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of the decoder; `{i}` in its name is the layer.
+    """A tensor of the decoder: its sources, one after the other along their rows.
 
-    With `experts`, every source is there for each of so many: the tensor is [experts, out, in].
+    With `experts` the sources are those of so many experts, and the tensor is [experts, out, in].
     """
 
     name: str
     sources: tuple[Source, ...]
-    split: Split = Split.WHOLE
-    merge: Merge = Merge.STACK
-    #: The layers that have one, if it is not all of them.
-    layers: frozenset[int] | None = None
     experts: int | None = None
+    #: None: the model's.
+    dtype: torch.dtype | None = None
+    #: Whether products are made with it, so that it may be held in a format of fewer bits.
+    multiplied: bool = False
 
     @property
-    def per_layer(self) -> bool:
-        """Layers have one each."""
-        return "{i}" in self.name
-
-    def of_layer(self, layer: int) -> Weight:
-        """The same with the layer's number filled in, and the experts' in sources."""
-        sources = tuple(
-            Source(source.name.format(i=layer, e=expert), source.shape)
-            for expert in range(self.experts or 1)
-            for source in self.sources
-        )
-        return replace(self, name=self.name.format(i=layer), sources=sources)
-
-
-def expand(table: tuple[Weight, ...], layers: int) -> list[Weight]:
-    """The table with every layer's weights written out, layer by layer."""
-    shared = [weight for weight in table if not weight.per_layer]
-    layered = [weight for weight in table if weight.per_layer]
-    return shared + [
-        weight.of_layer(layer)
-        for layer in range(layers)
-        for weight in layered
-        if weight.layers is None or layer in weight.layers
-    ]
+    def shape(self) -> tuple[int, ...]:
+        """Of all ranks' together, experts' rows one after the other."""
+        rows = sum(source.axes[0].length for source in self.sources)
+        return (rows, *(axis.length for axis in self.sources[0].axes[1:]))

@@ -146,6 +146,13 @@ class ServerSettings(BaseSettings):
         "Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the"
         " checkpoint's on a GPU, float32 on a CPU.",
     )
+    quantize: Literal["none", "int8"] = _setting(
+        "none",
+        Group.MODEL,
+        "Format of the weights of products, made while they are loaded. int8: 8 bits and a scale"
+        " per output, half of bfloat16's memory, a little less exact; embedding, head and norms"
+        " stay as they are. Not for mixtures of experts.",
+    )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _setting(
         "auto",
         Group.MEMORY,

@@ -55,6 +55,8 @@ class Job(msgspec.Struct):
     options: EngineOptions
     #: With the executor of GPUs, its kernels interpreted.
     interpreted: bool = False
+    #: Folders of models whose weights are to be of 8 bits.
+    quantised: list[str] = []
 
 
 class Recorder:
@@ -112,6 +114,8 @@ def answer(
         progress=lambda done, total: None,
         share=Share(group.rank, group.world) if group else Share(),
         group=group,
+        max_total_tokens=options.max_total_tokens,
+        quantize=options.quantize,
     )
     positions = options.max_total_tokens
     assert positions is not None
@@ -175,6 +179,12 @@ def as_on_a_gpu(
     return Assembled(executor, slots, model.dtype, overlap=True)
 
 
+def options_for(job: Job, folder: str) -> EngineOptions:
+    """What the engine of one of the job's models is told."""
+    quantize = "int8" if folder in job.quantised else None
+    return msgspec.structs.replace(job.options, quantize=quantize)
+
+
 def start(job: Job) -> subprocess.Popen[bytes]:
     """A process that does its job and prints what was said, group by group and model by model."""
     process = subprocess.Popen(
@@ -209,7 +219,9 @@ def main() -> None:
         group = join_group(job.rank, world, "127.0.0.1", port, device=CPU, timeout=TIMEOUT)
         said.append(
             [
-                answer(Path(f), job.requests, job.options, group, interpreted=job.interpreted)
+                answer(
+                    Path(f), job.requests, options_for(job, f), group, interpreted=job.interpreted
+                )
                 for f in folders
             ]
         )

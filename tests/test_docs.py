@@ -32,7 +32,7 @@ FOREIGN = {
     "--disable-grammar-support",
     *("--http2-prior-knowledge", "--protocol"),
     *("--waiting-served-ratio", "--max-waiting-tokens"),
-    *("--quantize", "--lora-adapters"),
+    "--lora-adapters",
 }
 COMMANDS = {
     **typer.main.get_command(app).commands,  # type: ignore[attr-defined]

@@ -26,9 +26,10 @@ from tokenpod.kernels.compiled.loops import (
 )
 from tokenpod.kernels.cpu.attention import (
     Extend,
+    are_fast,
     attend_extends,
+    attend_rows,
     plan_extends,
-    refuse_options,
     visible_runs,
 )
 from tokenpod.kernels.cpu.rotary import refuse_scales
@@ -51,6 +52,8 @@ class Plan:
     #: [single_rows + 1] int64: row b has runs b_first[b] to b_first[b + 1].
     b_first: torch.Tensor
     extends: list[Extend]
+    batch: ForwardBatch
+    window: int | None
 
 
 def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
@@ -64,6 +67,8 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
         runs=torch.tensor(runs, dtype=torch.int64),
         b_first=torch.tensor(firsts, dtype=torch.int64),
         extends=plan_extends(batch, window),
+        batch=batch,
+        window=window,
     )
 
 
@@ -75,13 +80,14 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`; no options and no scales yet.
+    """See `ops.Attention`; no scales yet.
 
     Raises:
-        NotImplementedError: `options` ask for anything, or there are scales.
+        NotImplementedError: there are scales.
     """
-    refuse_options(options)
     refuse_scales(scales)
+    if not are_fast(options):
+        return attend_rows(q, keys, values, plan.batch, plan.window, options)
     tokens, heads, head_dim = q.shape
     slots, kv_heads, _ = keys.shape
     out = torch.empty((tokens, heads, head_dim))
@@ -89,20 +95,20 @@ def attention(
     if rows:
         # Few rows are shared out by their heads, so that every thread has something to do.
         parts = 1 if rows >= 2 * torch.get_num_threads() else kv_heads
-        _decode(heads // kv_heads, head_dim)(
+        _decode(heads // kv_heads, head_dim, options.scale_of(head_dim))(
             rows * parts,
             *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
             *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
             *(rows, slots, kv_heads, parts, len(plan.runs)),
         )
-    attend_extends(plan.extends, q, keys, values, out)
+    attend_extends(plan.extends, q, keys, values, out, options.scale)
     return out.flatten(1)
 
 
 @functools.cache
-def _decode(group: int, head_dim: int) -> Loop:
+def _decode(group: int, head_dim: int, factor: float) -> Loop:
     """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
-    scale = _F(head_dim**-0.5) * LOG2_E
+    scale = _F(factor) * LOG2_E
 
     def body(address):
         a = arguments(address)

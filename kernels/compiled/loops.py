@@ -94,6 +94,12 @@ def floats(address, shape):
 
 
 @inlined()
+def small_integers(address, shape):
+    """The int8 tensor of `shape` at `address`."""
+    return carray(_pointer(address), shape, numba.int8)
+
+
+@inlined()
 def integers(address, shape):
     """The int64 tensor of `shape` at `address`."""
     return carray(_pointer(address), shape, numba.int64)

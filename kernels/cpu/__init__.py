@@ -3,20 +3,23 @@
 from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.cpu.attention import attention, plan_attention
 from tokenpod.kernels.cpu.experts import experts_of
-from tokenpod.kernels.cpu.pointwise import act_mul, embed, rms_norm
-from tokenpod.kernels.cpu.product import prepare_linear
+from tokenpod.kernels.cpu.pointwise import act_mul, activate, embed, layer_norm, rms_norm
+from tokenpod.kernels.cpu.product import prepare_int8_linear, prepare_linear
 from tokenpod.kernels.cpu.rotary import rotate, store_key_value
 from tokenpod.kernels.ops import Operations
 
 OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
+    layer_norm=layer_norm,
     rotate=rotate,
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
     act_mul=act_mul,
+    activate=activate,
     prepare_linear=prepare_linear,
+    prepare_int8_linear=prepare_int8_linear,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),

@@ -16,9 +16,10 @@ import torch
 from tokenpod.kernels.batch import ForwardBatch, Run
 from tokenpod.kernels.cpu.rotary import refuse_scales
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.reference.attention import attend
 
-#: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask) -> (output like q, logarithms
-#: of the softmax's sums [N, H, n] float32). Causal means that query i sees keys 0 to i.
+#: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask, scale) -> (output like q,
+#: logarithms of the softmax's sums [N, H, n] float32). Causal: query i sees keys 0 to i.
 _flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 )
@@ -55,6 +56,8 @@ class Plan:
 
     singles: list[Single]
     extends: list[Extend]
+    batch: ForwardBatch
+    window: int | None
 
 
 def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
@@ -62,7 +65,7 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
     singles = [
         _plan_single(visible_runs(batch, row, 1, window)) for row in range(batch.single_rows)
     ]
-    return Plan(singles, plan_extends(batch, window))
+    return Plan(singles, plan_extends(batch, window), batch, window)
 
 
 def plan_extends(batch: ForwardBatch, window: int | None) -> list[Extend]:
@@ -83,24 +86,44 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`; no options and no scales yet.
+    """See `ops.Attention`; no scales yet.
 
     Raises:
-        NotImplementedError: `options` ask for anything, or there are scales.
+        NotImplementedError: there are scales.
     """
-    refuse_options(options)
     refuse_scales(scales)
+    if not are_fast(options):
+        return attend_rows(q, keys, values, plan.batch, plan.window, options)
     out = torch.empty_like(q)
+    scale = options.scale
     if plan.singles:
-        _attend_singles(plan.singles, _grouped(q, keys), keys, values, _grouped(out, keys))
-    attend_extends(plan.extends, q, keys, values, out)
+        _attend_singles(plan.singles, _grouped(q, keys), keys, values, _grouped(out, keys), scale)
+    attend_extends(plan.extends, q, keys, values, out, scale)
     return out.flatten(1)
 
 
-def refuse_options(options: AttentionOptions) -> None:
-    """No model for a CPU needs them yet."""
-    if options != NO_OPTIONS:
-        raise NotImplementedError(f"attention on a CPU has no options, and was asked for {options}")
+def are_fast(options: AttentionOptions) -> bool:
+    """Whether flash attention, which knows a scale only, can do it."""
+    return options.softcap is None and options.alibi_slopes is None and options.sinks is None
+
+
+def attend_rows(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: ForwardBatch,
+    window: int | None,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    """See `ops.Attention`: row by row by the definition, what a window hides left out."""
+    exact = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty_like(q)
+    for row in range(batch.rows):
+        start, end = batch.b_start[row], batch.b_start[row + 1]
+        slots = _slots(visible_runs(batch, row, end - start, window))
+        k, v = (pool.index_select(0, slots).to(exact) for pool in (keys, values))
+        out[start:end] = attend(q[start:end].to(exact), k, v, window, options).to(q.dtype)
+    return out.flatten(1)
 
 
 def attend_extends(
@@ -109,6 +132,7 @@ def attend_extends(
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
+    scale: float | None = None,
 ) -> None:
     """Write the rows of several tokens to `out`, like q [T, H, D]."""
     grouped, grouped_out = _grouped(q, keys), _grouped(out, keys)
@@ -116,7 +140,7 @@ def attend_extends(
         rows = slice(extend.start, extend.end)
         # The heads of a group share keys and values: groups are the batch, stride 0 repeats.
         queries = grouped[rows].permute(1, 2, 0, 3)
-        grouped_out[rows] = _attend_extend(extend, queries, keys, values).permute(2, 0, 1, 3)
+        grouped_out[rows] = _attend_extend(extend, queries, keys, values, scale).permute(2, 0, 1, 3)
 
 
 def _grouped(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -199,6 +223,7 @@ def _attend_singles(
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
+    scale: float | None,
 ) -> None:
     """Rows of one token: the heads of a group are queries of one product with their keys."""
     count = len(singles)
@@ -209,13 +234,14 @@ def _attend_singles(
         if single.index is not None:
             k = keys_of.index_select(2, single.index)
             v = values_of.index_select(2, single.index)
-            results.append(_flash(query, k, v)[0])
+            results.append(_flash(query, k, v, scale=scale)[0])
             continue
         parts = [
             _flash(
                 query,
                 keys_of.narrow(2, start, end - start),
                 values_of.narrow(2, start, end - start),
+                scale=scale,
             )
             for start, end in single.runs
         ]
@@ -224,7 +250,11 @@ def _attend_singles(
 
 
 def _attend_extend(
-    extend: Extend, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    extend: Extend,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float | None,
 ) -> torch.Tensor:
     """Q [K, H/K, n, D] -> the same shape."""
     group = q.shape[1]
@@ -236,10 +266,14 @@ def _attend_extend(
         k = _spread(keys.index_select(0, extend.index), group)
         v = _spread(values.index_select(0, extend.index), group)
         mask = None if extend.mask is None else extend.mask.to(q.dtype)
-        return _flash(q, k, v, attn_mask=mask)[0]
+        return _flash(q, k, v, attn_mask=mask, scale=scale)[0]
     (own,) = extend.own
-    parts = [_flash(q, heads_first(keys, *run), heads_first(values, *run)) for run in extend.prefix]
-    parts.append(_flash(q, heads_first(keys, *own), heads_first(values, *own), is_causal=True))
+    parts = [
+        _flash(q, heads_first(keys, *run), heads_first(values, *run), scale=scale)
+        for run in extend.prefix
+    ]
+    own_keys, own_values = heads_first(keys, *own), heads_first(values, *own)
+    parts.append(_flash(q, own_keys, own_values, is_causal=True, scale=scale))
     return parts[0][0] if len(parts) == 1 else _merge(parts)
 
 

@@ -6,7 +6,10 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels.ops import Activation
-from tokenpod.kernels.reference.pointwise import ACTIVATIONS
+from tokenpod.kernels.reference import pointwise as reference
+from tokenpod.kernels.reference.pointwise import ACTIVATIONS, activate, layer_norm
+
+__all__ = ["act_mul", "activate", "embed", "layer_norm", "rms_norm"]
 
 
 def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
@@ -16,6 +19,8 @@ def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """See `ops.RmsNorm`."""
+    if weight.dtype != x.dtype:
+        return reference.rms_norm(x, weight, epsilon)
     return functional.rms_norm(x, weight.shape, weight, epsilon)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.ops import Linear
+from tokenpod.kernels.ops import Int8Weight, Linear
 from tokenpod.kernels.reference import product as reference
 
 #: Rows that the layout is chosen for.
@@ -31,15 +31,25 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     product: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
     no_scalars: list[Any] = []
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
+    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         rows = x.shape[0]
         filled = filled_rows(rows)
         if filled == rows:
-            return product(x, laid_out, bias, "none", no_scalars, "")
-        x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
-        return product(x, laid_out, bias, "none", no_scalars, "")[:rows]
+            y = product(x, laid_out, bias, "none", no_scalars, "")
+        else:
+            x = torch.nn.functional.pad(x, (0, 0, 0, filled - rows))
+            y = product(x, laid_out, bias, "none", no_scalars, "")[:rows]
+        return y if delta is None else y + delta
 
     return linear
+
+
+def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
+    """See `ops.PrepareInt8Linear`."""
+    # Not above: that package is made of this one.
+    from tokenpod.kernels.compiled import int8
+
+    return int8.prepare_int8_linear(weight, bias)
 
 
 def filled_rows(rows: int) -> int:

@@ -4,19 +4,22 @@ from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.reference.attention import attention, plan_attention
 from tokenpod.kernels.reference.experts import prepare_experts
-from tokenpod.kernels.reference.pointwise import act_mul, embed, rms_norm
-from tokenpod.kernels.reference.product import prepare_linear
+from tokenpod.kernels.reference.pointwise import act_mul, activate, embed, layer_norm, rms_norm
+from tokenpod.kernels.reference.product import prepare_int8_linear, prepare_linear
 from tokenpod.kernels.reference.rotary import rotate, store_key_value
 
 OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
+    layer_norm=layer_norm,
     rotate=rotate,
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
     act_mul=act_mul,
+    activate=activate,
     prepare_linear=prepare_linear,
+    prepare_int8_linear=prepare_int8_linear,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=prepare_experts,

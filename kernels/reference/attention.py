@@ -44,7 +44,7 @@ def attention(
         if context == 0:  # padding
             out[tokens] = 0
             continue
-        out[tokens] = _attend(
+        out[tokens] = attend(
             q[tokens].to(exact),
             _read(keys, slots, exact, scales and scales.keys),
             _read(values, slots, exact, scales and scales.values),
@@ -62,7 +62,7 @@ def _read(
     return read if scale is None else read * scale[:, None]
 
 
-def _attend(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -73,7 +73,7 @@ def _attend(
     heads, context = q.shape[1], len(k)
     k = k.repeat_interleave(heads // k.shape[1], dim=1)
     v = v.repeat_interleave(heads // v.shape[1], dim=1)
-    logits = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+    logits = torch.einsum("qhd,khd->hqk", q, k) * options.scale_of(q.shape[2])
     seen_at = torch.arange(context, device=q.device)
     asked_at = seen_at[context - len(q) :, None]
     if options.softcap is not None:

@@ -32,7 +32,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     # Rounded before the weight is applied, as in the models' own training code.
-    return normed.to(x.dtype) * weight
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """See `ops.LayerNorm`."""
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `ops.Activate`."""
+    return ACTIVATIONS[activation](x)
 
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -24,7 +24,8 @@ def rotate(
 ) -> Rotation:
     """See `ops.Rotate`."""
     angles = (t_position.float()[:, None] * inverse_frequencies)[:, None, :]
-    return Rotation((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
+    scales = torch.where(inverse_frequencies == 0, 1.0, scale)
+    return Rotation((angles.cos() * scales).to(dtype), (angles.sin() * scales).to(dtype))
 
 
 def apply_rotation(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.triton.attention import attention, plan_attention, tile_extends
 from tokenpod.kernels.triton.experts import prepare_experts
-from tokenpod.kernels.triton.pointwise import act_mul, embed, rms_norm
+from tokenpod.kernels.triton.int8 import prepare_int8_linear
+from tokenpod.kernels.triton.pointwise import act_mul, activate, embed, layer_norm, rms_norm
 from tokenpod.kernels.triton.product import (
     prepare_add_linear,
     prepare_linear,
@@ -15,12 +16,15 @@ from tokenpod.kernels.triton.rotary import rotate, store_key_value
 OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
+    layer_norm=layer_norm,
     rotate=rotate,
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
     act_mul=act_mul,
+    activate=activate,
     prepare_linear=prepare_linear,
+    prepare_int8_linear=prepare_int8_linear,
     prepare_norm_linear=prepare_norm_linear,
     prepare_add_linear=prepare_add_linear,
     prepare_experts=prepare_experts,

@@ -24,11 +24,11 @@ from tokenpod.kernels.triton.attention_extend import (
     queries_per_tile,
     unpack_tiles,
 )
-from tokenpod.kernels.triton.attention_tiles import HOPPER, decode_tile_for, tiles_for
+from tokenpod.kernels.triton.attention_tiles import HOPPER, decode_tile_for, extend_tile_for
 
 #: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
 LARGEST_HEAD_DIM = 256
-LARGEST_GROUP = 16
+LARGEST_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ def tile_extends(
     rows: RaggedRows, window: int | None, heads: Heads, most: int
 ) -> npt.NDArray[np.int32] | None:
     """See `ops.TileExtends`."""
-    tile = tiles_for(heads.head_dim, heads.dtype, _describe(heads.device).capability).extend
+    group = heads.heads // heads.kv_heads
+    capability = _describe(heads.device).capability
+    tile = extend_tile_for(heads.head_dim, heads.dtype, capability, group)
     queries = queries_per_tile(heads.heads, heads.kv_heads, tile)
     return pack_tiles(*cut_rows(rows, window, queries), most)
 
@@ -100,17 +102,17 @@ def attention(
     """See `ops.Attention`.
 
     Raises:
-        ValueError: heads larger than 256, or more than 16 of them to a key/value head.
+        ValueError: heads larger than 256, or more than 128 of them to a key/value head.
     """
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     _check_heads(heads, kv_heads, head_dim)
-    device = _describe(q.device)
+    device, group = _describe(q.device), heads // kv_heads
     batch = plan.batch
     out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
     if batch.single_rows:
         pairs = batch.single_rows * kv_heads
-        decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs)
+        decoded = decode_tile_for(head_dim, keys.dtype, device.capability, pairs, group)
         splits = choose_splits(batch.single_rows, kv_heads, device.processors, decoded)
         decode(
             q,
@@ -128,7 +130,7 @@ def attention(
         )
     if batch.rows > batch.single_rows:
         # By the queries' type, as `tile_extends` has it: a pool may be of fewer bits.
-        extended = tiles_for(head_dim, q.dtype, device.capability).extend
+        extended = extend_tile_for(head_dim, q.dtype, device.capability, group)
         tiles = plan.tiles(queries_per_tile(heads, kv_heads, extended))
         extend(
             q,

@@ -98,7 +98,7 @@ def decode(
         values.stride(0),
         values.stride(1),
         row_table.stride(0),
-        head_dim**-0.5,
+        options.scale_of(head_dim),
         options.softcap or 0.0,
         window or 0,
         splits,

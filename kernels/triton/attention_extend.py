@@ -203,7 +203,7 @@ def _launch(
         out.stride(0),
         *strides,
         row_table.stride(0),
-        head_dim**-0.5,
+        options.scale_of(head_dim),
         options.softcap or 0.0,
         window or 0,
         GROUP=heads // kv_heads,

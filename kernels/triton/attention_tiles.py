@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -99,6 +99,9 @@ SMALL_TILES = {
     (256, 4): Tiles(always(DecodeTile(16, 4, 2, 2)), ExtendTile(16, 16, 4, 2)),
 }
 
+#: Query heads of a key/value head that decode tiles were measured for, at most.
+MEASURED_GROUP = 16
+
 #: Compute capability from which `TILES` fit.
 HOPPER = (9, 0)
 
@@ -110,7 +113,7 @@ def tiles_for(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) ->
 
 
 def decode_tile_for(
-    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], pairs: int
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], pairs: int, group: int = 1
 ) -> DecodeTile:
     """How rows of heads of up to 256 numbers, in a pool of 1, 2 or 4 bytes, are decoded.
 
@@ -119,12 +122,29 @@ def decode_tile_for(
         dtype: of the pool.
         capability: of the GPU.
         pairs: rows times key/value heads.
+        group: query heads that share a key/value head.
     """
     if dtype.itemsize == 1:
         tiles = EIGHT_BIT_TILES[_padded(head_dim)]
     else:
         tiles = tiles_for(head_dim, dtype, capability).decode
-    return next(tile for most, tile in tiles if pairs <= most)
+    tile = next(tile for most, tile in tiles if pairs <= most)
+    # Sums of many heads take the registers that blocks would.
+    return tile if group <= MEASURED_GROUP else replace(tile, block=min(tile.block, 32))
+
+
+def extend_tile_for(
+    head_dim: int, dtype: torch.dtype, capability: tuple[int, int], group: int
+) -> ExtendTile:
+    """How rows of several queries are cut, `group` query heads sharing a key/value head.
+
+    The heads of one query fit into a tile, whose keys are fewer if it grows for that.
+    """
+    tile = tiles_for(head_dim, dtype, capability).extend
+    if group <= tile.block_m:
+        return tile
+    grown = 1 << (group - 1).bit_length()
+    return replace(tile, block_m=grown, block_n=max(16, tile.block_n * tile.block_m // grown))
 
 
 def _padded(head_dim: int) -> int:

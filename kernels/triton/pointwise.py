@@ -38,6 +38,44 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     return out.view(x.shape)
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """See `ops.LayerNorm`."""
+    rows, n = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(n)
+    _layer_norm[(rows,)](
+        x,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        n,
+        epsilon,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        **launch_options(x.device),
+    )
+    return out
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """See `ops.Activate`."""
+    tokens, n = x.shape
+    out = torch.empty_like(x)
+    _activate[(tokens, triton.cdiv(n, GATE_BLOCK))](
+        x,
+        out,
+        x.stride(0),
+        n,
+        ACTIVATION=activation.value,
+        BLOCK=GATE_BLOCK,
+        **launch_options(x.device),
+    )
+    return out
+
+
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See `ops.ActMul`."""
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
@@ -64,9 +102,41 @@ def _rms_norm(
     await_inputs(OVERLAP)
     values = tl.load(x + row * x_stride + i, mask=i < n, other=0.0)
     normed = rms_normalised(values.to(tl.float32), n, epsilon)
-    # Rounded before the weight is applied, as in the models' own training code.
-    normed = normed.to(values.dtype).to(tl.float32) * scale.to(tl.float32)
+    if scale.dtype == values.dtype:
+        # Rounded before the weight is applied, as in the models' own training code.
+        normed = normed.to(values.dtype).to(tl.float32)
+    normed *= scale.to(tl.float32)
     tl.store(out + row * n + i, normed.to(values.dtype), mask=i < n)
+
+
+@triton.jit
+def _layer_norm(
+    x, weight, bias, out, x_stride, n, epsilon, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    await_inputs(OVERLAP)
+    values = tl.load(x + row * x_stride + i, mask=i < n, other=0.0)
+    wide = values.to(tl.float32)
+    centred = tl.where(i < n, wide - tl.sum(wide) / n, 0.0)
+    normed = rms_normalised(centred, n, epsilon)
+    if weight is not None:
+        normed *= tl.load(weight + i, mask=i < n, other=0.0).to(tl.float32)
+    if bias is not None:
+        normed += tl.load(bias + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(out + row * n + i, normed.to(values.dtype), mask=i < n)
+
+
+@triton.jit
+def _activate(
+    x, out, stride, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_inputs(OVERLAP)
+    values = tl.load(x + row * stride + i, mask=i < n, other=0.0)
+    y = activated(values.to(tl.float32), ACTIVATION)
+    tl.store(out + row * n + i, y.to(values.dtype), mask=i < n)
 
 
 @triton.jit

@@ -30,13 +30,14 @@ def prepare_linear(
     """See `ops.PrepareLinear`; `tiles` None means those measured."""
     table, (n, k) = _table_for(weight, tiles), weight.shape
 
-    def linear(x: torch.Tensor) -> torch.Tensor:
+    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
         tile = table.choose(n, k, len(x))
         if tile.kind is Kind.LIBRARY:
-            return functional.linear(x, weight, bias)
-        y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
-        multiply(x, weight, bias, y, tile)
-        return y
+            y = functional.linear(x, weight, bias)
+        else:
+            y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
+            multiply(x, weight, bias, y, tile)
+        return y if delta is None else y.add_(delta)
 
     return linear
 
@@ -51,8 +52,12 @@ def prepare_norm_linear(
     """See `ops.PrepareNormLinear`: one kernel for a handful of tokens."""
     table, (n, k) = _table_for(weight, tiles), weight.shape
     outputs = n if activation is None else n // 2
+    plain = prepare_linear(weight, bias, tiles)
 
-    def normed_product(x: torch.Tensor) -> torch.Tensor:
+    def normed_product(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        if delta is not None:
+            y = plain(rms_norm(x, norm.weight, norm.epsilon), delta)
+            return y if activation is None else act_mul(y, activation)
         tile = table.choose(n, k, len(x))
         inner = None if tile.kind is Kind.MULTIPLY_ADD else norm
         if inner is not None:
@@ -74,7 +79,11 @@ def prepare_add_linear(
     table, (n, k) = _table_for(weight, tiles), weight.shape
     transposed = weight.t()
 
-    def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+    def add_product(
+        x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
+    ) -> None:
+        if delta is not None:
+            residual += delta
         tile = table.choose(n, k, len(x))
         if tile.kind is not Kind.LIBRARY:
             multiply(x, weight, bias, residual, tile, add=True)
@@ -96,13 +105,16 @@ def prepare_sum_linear(
     """See `ops.PrepareSumLinear`: one kernel for few tokens, whose programs join their outputs."""
     table, (n, k) = _table_for(weight, tiles), weight.shape
 
-    def sum_product(x: torch.Tensor, residual: torch.Tensor) -> None:
+    def sum_product(
+        x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
+    ) -> None:
         tile = table.choose_own(n, k, len(x))
         whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
-        if whole and fits(residual, inboxes, _outputs_of(tile, gated=False)):
+        joined = whole and fits(residual, inboxes, _outputs_of(tile, gated=False))
+        if joined and delta is None:
             multiply(x, weight, bias, residual, tile, inboxes=inboxes)
         else:
-            apart(x, residual)
+            apart(x, residual, delta)
 
     return sum_product
 

@@ -131,6 +131,7 @@ def _angles(position, inverse_frequencies, scale, i, HALF: tl.constexpr):
     """Scaled cosine and sine of pairs i, float32."""
     frequency = tl.load(inverse_frequencies + i, mask=i < HALF, other=0.0)
     angle = tl.load(position).to(tl.float32) * frequency
+    scale = tl.where(frequency == 0.0, 1.0, scale)
     return tl.cos(angle) * scale, tl.sin(angle) * scale
 
 

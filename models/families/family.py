@@ -4,25 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tokenpod.kernels.ops import Activation
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
+from tokenpod.models.names import Names
 from tokenpod.models.rope import rope_of
-from tokenpod.models.weights import Dim, Source, Split, Weight
+from tokenpod.models.spec import (
+    Alibi,
+    Attention,
+    Head,
+    LayerSpec,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Norms,
+    Rope,
+)
 
-#: `hidden_act` in config.json.
+#: `hidden_act` in config.json, whatever the family calls it.
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu": Activation.GELU,
     "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
 }
+
+LLAMA_NAMES = Names()
 
 #: Weights are served in one of these.
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -30,17 +44,93 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A group of architectures that one config map and one weight table describe."""
+    """A group of architectures that one map from config.json and one set of names describe."""
 
     architectures: tuple[str, ...]
-    #: From config.json to the decoder's config.
-    config: Callable[[Fields], DecoderConfig]
-    #: The tensors of a model with that config.
-    weights: Callable[[DecoderConfig], tuple[Weight, ...]]
+    #: config.json, and the longest sequence that will be served (None: what the model can) -> spec.
+    spec: Callable[[Fields, int | None], ModelSpec]
+    #: Where its checkpoints have the weights; of some families it depends on the model.
+    names: Names | Callable[[ModelSpec], Names] = LLAMA_NAMES
+    #: What names of tensors begin with: the first, or whichever a checkpoint has.
+    prefixes: tuple[str, ...] = ("model.",)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The numbers that any model has."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def attention(self, positions: Rope | Alibi | None, *, bias: bool) -> Attention:
+        """Attention with a bias in all of its products, or in none."""
+        return Attention(
+            self.heads, self.kv_heads, self.head_dim, positions, qkv_bias=bias, output_bias=bias
+        )
+
+
+def plain_mlp(width: int, activation: Activation, *, bias: bool) -> Mlp:
+    """A block without gates, with a bias in both products or in none."""
+    return Mlp(width, activation, gated=False, up_bias=bias, down_bias=bias)
+
+
+def sizes_of(
+    fields: Fields,
+    *,
+    hidden: str = "hidden_size",
+    layers: str = "num_hidden_layers",
+    heads: str = "num_attention_heads",
+    kv_heads: str | int = "num_key_value_heads",
+    head_dim: int | None = None,
+) -> Sizes:
+    """Sizes by the names of their fields, or the number itself; `head_dim` is the family's default.
+
+    Raises ModelError, naming the field, where one does not divide another.
+    """
+    hidden_size = fields.integer(hidden, most=1 << 20)
+    count = fields.integer(heads, most=1 << 14)
+    groups = kv_heads if isinstance(kv_heads, int) else fields.integer(kv_heads, count, most=count)
+    if count % groups:
+        raise ModelError(
+            f"{fields.source}: {kv_heads} is {groups}: {count} query heads can't share {groups} "
+            "key/value heads evenly"
+        )
+    if head_dim is None and "head_dim" not in fields:
+        if hidden_size % count:
+            raise ModelError(
+                f"{fields.source}: {heads} is {count}: {hidden} {hidden_size} can't be divided "
+                f"among {count} heads"
+            )
+        head_dim = hidden_size // count
+    return Sizes(
+        hidden=hidden_size,
+        layers=fields.integer(layers, most=1 << 12),
+        heads=count,
+        kv_heads=groups,
+        head_dim=fields.integer("head_dim", head_dim, most=1 << 12),
+    )
+
+
+def model_spec(fields: Fields, sizes: Sizes, *, tied: bool, **more: Any) -> ModelSpec:
+    """A spec with what all families say alike; `tied` is the family's default."""
+    head = more.pop("head", Head())
+    return ModelSpec(
+        architecture=fields.texts("architectures")[0],
+        vocab_size=fields.integer("vocab_size", most=1 << 26),
+        hidden_size=sizes.hidden,
+        head=Head(fields.flag("tie_word_embeddings", tied), head.softcap),
+        dtype=_dtype(fields),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        **more,
+    )
 
 
 def gated_decoder(
     fields: Fields,
+    served: int | None,
     *,
     windows: Callable[[Fields, int], tuple[int | None, ...]],
     qkv_bias: bool = False,
@@ -48,54 +138,58 @@ def gated_decoder(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     head_dim: int | None = None,
-) -> DecoderConfig:
-    """A config from the field names that all these families share.
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    tied: bool = False,
+) -> ModelSpec:
+    """A spec from the field names that all families share that follow Llama.
 
-    `windows` reads each layer's window; `head_dim` is the family's own default.
+    `windows` reads each layer's window; `head_dim` and `tied` are the family's own defaults,
+    `activation` the name of the field and its default.
     """
-    hidden = fields.integer("hidden_size", most=1 << 20)
-    layers = fields.integer("num_hidden_layers", most=1 << 12)
-    heads = fields.integer("num_attention_heads", most=1 << 14)
-    kv_heads = fields.integer("num_key_value_heads", heads, most=heads)
-    if heads % kv_heads:
-        raise ModelError(
-            f"{fields.source}: {heads} query heads can't share {kv_heads} key/value heads evenly"
-        )
-    head_dim = fields.integer("head_dim", head_dim or max(hidden // heads, 1), most=1 << 12)
+    sizes = sizes_of(fields, head_dim=head_dim)
     max_positions = fields.integer("max_position_embeddings")
-    activation = fields.text("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
-        raise ModelError(
-            f"{fields.source}: hidden_act {activation!r} is not supported "
-            f"(supported: {', '.join(ACTIVATIONS)})"
+    norm = Norm("rms", fields.real("rms_norm_eps", 1e-6))
+    mlp = Mlp(
+        width=fields.integer("intermediate_size", most=1 << 24),
+        activation=fields.choice(activation[0], ACTIVATIONS, activation[1]),
+        gated=True,
+        up_bias=mlp_bias,
+        down_bias=mlp_bias,
+    )
+    rope = rope_of(fields, sizes.head_dim, max_positions, served=served)
+
+    def layer(window: int | None) -> LayerSpec:
+        attention = Attention(
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            positions=rope,
+            window=window,
+            qk_norm=norm if qk_norm else None,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
         )
-    return DecoderConfig(
-        architecture=fields.texts("architectures")[0],
-        vocab_size=fields.integer("vocab_size", most=1 << 26),
-        hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", most=1 << 24),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        return LayerSpec(attention, mlp, Norms(attention_in=norm, mlp_in=norm))
+
+    return model_spec(
+        fields,
+        sizes,
+        tied=tied,
         max_positions=max_positions,
-        norm_epsilon=fields.real("rms_norm_eps", 1e-6),
-        activation=ACTIVATIONS[activation],
-        rope=rope_of(fields, head_dim, max_positions),
-        windows=windows(fields, layers),
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        tied_head=fields.flag("tie_word_embeddings", False),
-        dtype=_dtype(fields),
-        eos_token_ids=fields.token_ids("eos_token_id"),
+        layers=tuple(map(layer, windows(fields, sizes.layers))),
+        norm=norm,
     )
 
 
 def no_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """Every layer sees everything."""
     return (None,) * layers
+
+
+def some_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """One for all layers, if `sliding_window` is there."""
+    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    return (window,) * layers
 
 
 def _dtype(fields: Fields) -> torch.dtype | None:
@@ -106,105 +200,3 @@ def _dtype(fields: Fields) -> torch.dtype | None:
             f"{fields.source}: dtype {name!r} is not supported (supported: {', '.join(DTYPES)})"
         )
     return DTYPES.get(name)
-
-
-def gated_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The tensors under the names that all these families share."""
-    return (*outer_weights(config), *attention_weights(config), *dense_weights(config))
-
-
-def outer_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """What is there once: embedding, final norm and head."""
-    return (*_OUTER, *(() if config.tied_head else _HEAD))
-
-
-def attention_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The layers' norms and attention."""
-    return (
-        *_LAYER,
-        *(_QKV_BIAS if config.qkv_bias else ()),
-        *(_OUTPUT_BIAS if config.output_bias else ()),
-        *(_QK_NORM if config.qk_norm else ()),
-    )
-
-
-def dense_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The layers' feed-forward blocks, as if all were dense."""
-    return (*_DENSE, *(_MLP_BIAS if config.mlp_bias else ()))
-
-
-_ATTENTION = "model.layers.{i}.self_attn"
-_MLP = "model.layers.{i}.mlp"
-
-_OUTER = (
-    Weight(
-        "embedding",
-        (Source("model.embed_tokens.weight", (Dim.VOCABULARY, Dim.HIDDEN)),),
-        Split.OUTPUT,
-    ),
-    Weight("norm", (Source("model.norm.weight", (Dim.HIDDEN,)),)),
-)
-_HEAD = (Weight("head", (Source("lm_head.weight", (Dim.VOCABULARY, Dim.HIDDEN)),), Split.OUTPUT),)
-_LAYER = (
-    Weight("{i}.input_norm", (Source("model.layers.{i}.input_layernorm.weight", (Dim.HIDDEN,)),)),
-    Weight(
-        "{i}.qkv",
-        (
-            Source(f"{_ATTENTION}.q_proj.weight", (Dim.QUERY, Dim.HIDDEN)),
-            Source(f"{_ATTENTION}.k_proj.weight", (Dim.KEY, Dim.HIDDEN)),
-            Source(f"{_ATTENTION}.v_proj.weight", (Dim.KEY, Dim.HIDDEN)),
-        ),
-        Split.OUTPUT,
-    ),
-    Weight(
-        "{i}.output",
-        (Source(f"{_ATTENTION}.o_proj.weight", (Dim.HIDDEN, Dim.QUERY)),),
-        Split.INPUT,
-    ),
-    Weight(
-        "{i}.mlp_norm",
-        (Source("model.layers.{i}.post_attention_layernorm.weight", (Dim.HIDDEN,)),),
-    ),
-)
-_DENSE = (
-    Weight(
-        "{i}.gate_up",
-        (
-            Source(f"{_MLP}.gate_proj.weight", (Dim.INTERMEDIATE, Dim.HIDDEN)),
-            Source(f"{_MLP}.up_proj.weight", (Dim.INTERMEDIATE, Dim.HIDDEN)),
-        ),
-        Split.OUTPUT,
-    ),
-    Weight(
-        "{i}.down",
-        (Source(f"{_MLP}.down_proj.weight", (Dim.HIDDEN, Dim.INTERMEDIATE)),),
-        Split.INPUT,
-    ),
-)
-_QKV_BIAS = (
-    Weight(
-        "{i}.qkv_bias",
-        (
-            Source(f"{_ATTENTION}.q_proj.bias", (Dim.QUERY,)),
-            Source(f"{_ATTENTION}.k_proj.bias", (Dim.KEY,)),
-            Source(f"{_ATTENTION}.v_proj.bias", (Dim.KEY,)),
-        ),
-        Split.OUTPUT,
-    ),
-)
-_OUTPUT_BIAS = (Weight("{i}.output_bias", (Source(f"{_ATTENTION}.o_proj.bias", (Dim.HIDDEN,)),)),)
-_MLP_BIAS = (
-    Weight(
-        "{i}.gate_up_bias",
-        (
-            Source(f"{_MLP}.gate_proj.bias", (Dim.INTERMEDIATE,)),
-            Source(f"{_MLP}.up_proj.bias", (Dim.INTERMEDIATE,)),
-        ),
-        Split.OUTPUT,
-    ),
-    Weight("{i}.down_bias", (Source(f"{_MLP}.down_proj.bias", (Dim.HIDDEN,)),)),
-)
-_QK_NORM = (
-    Weight("{i}.q_norm", (Source(f"{_ATTENTION}.q_norm.weight", (Dim.HEAD,)),)),
-    Weight("{i}.k_norm", (Source(f"{_ATTENTION}.k_norm.weight", (Dim.HEAD,)),)),
-)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from tokenpod.models.config import DecoderConfig
-from tokenpod.models.families.family import Family, gated_decoder, gated_weights, no_windows
+from tokenpod.models.families.family import Family, gated_decoder, no_windows
 from tokenpod.models.fields import Fields
+from tokenpod.models.spec import ModelSpec
 
 
-def _config(fields: Fields) -> DecoderConfig:
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
     bias = fields.flag("attention_bias", False)
     return gated_decoder(
         fields,
+        served,
         windows=no_windows,
         qkv_bias=bias,
         output_bias=bias,
@@ -18,4 +19,4 @@ def _config(fields: Fields) -> DecoderConfig:
     )
 
 
-LLAMA = Family(("LlamaForCausalLM",), config=_config, weights=gated_weights)
+LLAMA = Family(("LlamaForCausalLM",), _spec)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.errors import ModelError
-from tokenpod.models.families.family import Family, gated_decoder, gated_weights
+from tokenpod.models.families.family import Family, gated_decoder
 from tokenpod.models.fields import Fields
+from tokenpod.models.spec import ModelSpec
 
 
-def _config(fields: Fields) -> DecoderConfig:
-    return gated_decoder(fields, windows=qwen_windows, qkv_bias=True)
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    return gated_decoder(fields, served, windows=qwen_windows, qkv_bias=True)
 
 
 def qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -23,6 +23,11 @@ def qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
         if not isinstance(first, int):
             raise ModelError(f"{fields.source}: max_window_layers is not a whole number")
         return tuple(window if layer >= first else None for layer in range(layers))
+    return windows_by_type(fields, layers, window)
+
+
+def windows_by_type(fields: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The window where `layer_types` says so."""
     types = fields.texts("layer_types")
     if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
         raise ModelError(
@@ -32,4 +37,4 @@ def qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-QWEN2 = Family(("Qwen2ForCausalLM",), config=_config, weights=gated_weights)
+QWEN2 = Family(("Qwen2ForCausalLM",), _spec)

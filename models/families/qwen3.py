@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from tokenpod.models.config import DecoderConfig
-from tokenpod.models.families.family import Family, gated_decoder, gated_weights
+from tokenpod.models.families.family import Family, gated_decoder
 from tokenpod.models.families.qwen2 import qwen_windows
 from tokenpod.models.fields import Fields
+from tokenpod.models.spec import ModelSpec
 
 
-def _config(fields: Fields) -> DecoderConfig:
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
     bias = fields.flag("attention_bias", False)
     return gated_decoder(
-        fields, windows=qwen_windows, qkv_bias=bias, output_bias=bias, qk_norm=True, head_dim=128
+        fields,
+        served,
+        windows=qwen_windows,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        head_dim=128,
     )
 
 
-QWEN3 = Family(("Qwen3ForCausalLM",), config=_config, weights=gated_weights)
+QWEN3 = Family(("Qwen3ForCausalLM",), _spec)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from tokenpod.models.config import DecoderConfig
-from tokenpod.models.families.experts import expert_weights, experts_of
+from tokenpod.models.families.experts import with_experts
 from tokenpod.models.families.family import Family, gated_decoder
 from tokenpod.models.fields import Fields
-from tokenpod.models.weights import Weight
+from tokenpod.models.names import ExpertNames, Names
+from tokenpod.models.spec import ModelSpec
+
+_EXPERT = "mlp.experts.{e}"
 
 
-def _config(fields: Fields) -> DecoderConfig:
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
     bias = fields.flag("attention_bias", False)
-    config = gated_decoder(fields, windows=_windows, qkv_bias=bias, output_bias=bias, qk_norm=True)
-    experts = experts_of(
-        fields,
-        intermediate_size=fields.integer("moe_intermediate_size", most=1 << 24),
-        normalised=fields.flag("norm_topk_prob", False),
-        layers=_sparse_layers(fields, config.layers),
+    spec = gated_decoder(
+        fields, served, windows=_windows, qkv_bias=bias, output_bias=bias, qk_norm=True
     )
-    return replace(config, experts=experts)
+    return with_experts(
+        spec,
+        fields,
+        width=fields.integer("moe_intermediate_size", most=1 << 24),
+        normalised=fields.flag("norm_topk_prob", False),
+        layers=_sparse_layers(fields, len(spec.layers)),
+    )
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -35,9 +37,15 @@ def _sparse_layers(fields: Fields, layers: int) -> frozenset[int]:
     return frozenset(range(step - 1, layers, step)) - fields.indices("mlp_only_layers")
 
 
-def _weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    block = "model.layers.{i}.mlp"
-    return expert_weights(config, block=block, gate="gate_proj", up="up_proj", down="down_proj")
-
-
-QWEN3_MOE = Family(("Qwen3MoeForCausalLM",), config=_config, weights=_weights)
+QWEN3_MOE = Family(
+    ("Qwen3MoeForCausalLM",),
+    _spec,
+    Names(
+        experts=ExpertNames(
+            "mlp.gate",
+            f"{_EXPERT}.gate_proj",
+            up=f"{_EXPERT}.up_proj",
+            down=f"{_EXPERT}.down_proj",
+        )
+    ),
+)

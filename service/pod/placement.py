@@ -32,6 +32,7 @@ def engine_options(
         max_batch_total_tokens=settings.max_batch_total_tokens,
         memory_fraction=settings.memory_fraction,
         kv_cache_dtype=settings.kv_cache_dtype,
+        quantize=None if settings.quantize == "none" else settings.quantize,
         max_logit_edits=2 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,
     )

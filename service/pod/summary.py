@@ -14,6 +14,8 @@ def summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict[
         "address": listener.address,
         "dtype": ready.dtype,
         "kv_cache_dtype": ready.kv_cache_dtype,
+        "quantize": settings.quantize,
+        "rope": ready.rope,
         "device": ready.device_type,
         "front_ends": settings.resolved_front_ends,
         "max_connections": settings.resolved_max_connections,

@@ -26,39 +26,38 @@ from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.integers import Counts, fill, pad, views
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels import cpu, reference, triton
-from tokenpod.kernels.ops import Activation, KVScales
+from tokenpod.kernels.ops import KVScales
 from tokenpod.kernels.pool import KVPool
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
-from tokenpod.models.families import FAMILIES
-from tokenpod.models.rope import Rope
-from tokenpod.models.weights import expand
+from tokenpod.models.families.qwen2 import QWEN2
+from tokenpod.models.fields import Fields
+from tokenpod.models.names import Names, weights_of
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
 ROWS, SLOTS, POSITIONS, PREFILL, VOCABULARY = 6, 160, 64, 12, 97
 
-CONFIG = DecoderConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=96,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    max_positions=POSITIONS,
-    norm_epsilon=1e-6,
-    activation=Activation.SILU,
-    rope=Rope(tuple((1 / 100 ** (torch.arange(0, 16, 2) / 16)).tolist())),
-    windows=(None, 9),
-    qkv_bias=False,
-    output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    tied_head=False,
-    dtype=torch.float32,
-    eos_token_ids=frozenset(),
+CONFIG = QWEN2.spec(
+    Fields(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": POSITIONS,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 100.0,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            "torch_dtype": "float32",
+        },
+        "a test's",
+    ),
+    None,
 )
 
 
@@ -109,10 +108,8 @@ class Recorder:
 def model(ops, device, poison=None):
     generator = torch.Generator().manual_seed(4)
     weights = {}
-    for weight in expand(FAMILIES[0].weights(CONFIG), CONFIG.layers):
-        rows = sum(source.shape[0].length(CONFIG) for source in weight.sources)
-        columns = [dim.length(CONFIG) for dim in weight.sources[0].shape[1:]]
-        weights[weight.name] = torch.randn(rows, *columns, generator=generator).to(device) * 0.3
+    for weight in weights_of(CONFIG, Names(), "model."):
+        weights[weight.name] = torch.randn(weight.shape, generator=generator).to(device) * 0.3
     if poison is not None:
         weights["embedding"][poison] = torch.nan
     return Decoder(CONFIG, weights, ops)

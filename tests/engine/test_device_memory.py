@@ -18,12 +18,10 @@ from tokenpod.engine.assemble import assemble
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
 from tokenpod.kernels import triton
-from tokenpod.kernels.ops import Activation
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.decoder import Decoder
-from tokenpod.models.families import FAMILIES
-from tokenpod.models.rope import Rope
-from tokenpod.models.weights import expand
+from tokenpod.models.families.llama import LLAMA
+from tokenpod.models.fields import Fields
+from tokenpod.models.names import Names, weights_of
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -56,35 +54,30 @@ class Crowd:
 
 def engine(crowd, *, layers, hidden, vocabulary, rows, prefill, positions, fraction):
     heads = hidden // HEAD_DIM
-    config = DecoderConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads // 2,
-        head_dim=HEAD_DIM,
-        max_positions=positions,
-        norm_epsilon=1e-6,
-        activation=Activation.SILU,
-        rope=Rope(tuple((1 / 10_000 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM)).tolist())),
-        windows=(None,) * layers,
-        qkv_bias=False,
-        output_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        tied_head=False,
-        dtype=torch.bfloat16,
-        eos_token_ids=frozenset(),
+    config = LLAMA.spec(
+        Fields(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": vocabulary,
+                "hidden_size": hidden,
+                "intermediate_size": 2 * hidden,
+                "num_hidden_layers": layers,
+                "num_attention_heads": heads,
+                "num_key_value_heads": heads // 2,
+                "head_dim": HEAD_DIM,
+                "max_position_embeddings": positions,
+                "torch_dtype": "bfloat16",
+            },
+            "a test's",
+        ),
+        None,
     )
     device = torch.device("cuda")
     torch.manual_seed(2)
     weights = {}
-    for weight in expand(FAMILIES[0].weights(config), layers):
-        shape = [sum(source.shape[0].length(config) for source in weight.sources)]
-        shape += [dim.length(config) for dim in weight.sources[0].shape[1:]]
-        weights[weight.name] = torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.05
+    for weight in weights_of(config, Names(), "model."):
+        drawn = torch.randn(weight.shape, device=device, dtype=torch.bfloat16)
+        weights[weight.name] = drawn * 0.05
     options = EngineOptions(
         model_folder="",
         dtype=None,

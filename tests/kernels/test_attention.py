@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenpod.kernels import compiled, cpu, reference
-from tokenpod.kernels.ops import AttentionOptions
+from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 
 SLOTS = 700
 
@@ -34,17 +34,19 @@ def batch(request, row, step_over):
     return step_over([row(*spec) for spec in STEPS[request.param]], SLOTS)
 
 
-def agree(batch, window, heads, kv_heads, head_dim, draw, dtype=torch.float32):
+def agree(batch, window, heads, kv_heads, head_dim, draw, dtype=torch.float32, options=NO_OPTIONS):
     q = draw(batch.tokens, heads, head_dim, dtype=dtype)
     keys = draw(SLOTS, kv_heads, head_dim, dtype=dtype)
     values = draw(SLOTS, kv_heads, head_dim, dtype=dtype)
     used = batch.row_table[batch.row_table >= 0].long()
     unused = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, used, False)
     keys[unused] = values[unused] = float("nan")
-    expected = reference.attention(q, keys, values, reference.plan_attention(batch, window))
+    expected = reference.attention(
+        q, keys, values, reference.plan_attention(batch, window), options
+    )
     implementations = [cpu, compiled.OPERATIONS] if dtype == torch.float32 else [cpu]
     for ops in implementations:
-        got = ops.attention(q, keys, values, ops.plan_attention(batch, window))
+        got = ops.attention(q, keys, values, ops.plan_attention(batch, window), options)
         assert got.shape == (batch.tokens, heads * head_dim)
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
@@ -80,12 +82,18 @@ def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
     )
 
 
-def test_options_are_refused_on_a_cpu(row, step_over, draw):
-    batch = step_over([row(1, (9,))], SLOTS)
-    q, keys, values = draw(1, 4, 16), draw(SLOTS, 2, 16), draw(SLOTS, 2, 16)
-    options = AttentionOptions(alibi_slopes=draw(4))
-    with pytest.raises(NotImplementedError, match="alibi_slopes=tensor"):
-        cpu.attention(q, keys, values, cpu.plan_attention(batch, None), options)
+@pytest.mark.parametrize("name", ["scale", "softcap", "alibi", "sinks", "all"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_every_option(batch, window, name, draw):
+    slopes, sinks = draw(4).abs(), draw(4)
+    options = {
+        "scale": AttentionOptions(scale=0.7),
+        "softcap": AttentionOptions(softcap=1.5),
+        "alibi": AttentionOptions(alibi_slopes=slopes),
+        "sinks": AttentionOptions(sinks=sinks),
+        "all": AttentionOptions(0.7, 1.5, slopes, sinks),
+    }[name]
+    agree(batch, window, 4, 2, 16, draw, options=options)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -49,6 +49,37 @@ def test_rms_norm_survives_squares_beyond_half_precision(draw):
         assert ops.rms_norm(x, weight, 1e-6).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm(affine, dtype, draw):
+    x = draw(3, 72, dtype=dtype) * 3 + 1
+    weight, bias = draw(2, 72, dtype=dtype) if affine else (None, None)
+    exact = (x.double() - x.double().mean(-1, keepdim=True)).div(x.double().std(-1, False, True))
+    if affine:
+        exact = exact * weight.double() + bias.double()
+    for ops in (reference.OPERATIONS, *cpu_operations(dtype)):
+        got = ops.layer_norm(x, weight, bias, 1e-9)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, exact.to(dtype), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
+@pytest.mark.parametrize("activation", [None, Activation.SILU])
+def test_a_product_starts_from_what_is_given(ops, activation, draw):
+    """Before the bias, the activation and the residual."""
+    x, weight, offset, delta = draw(5, 24), draw(32, 24), draw(32), draw(5, 32)
+    norm, residual = RowNorm(draw(24), 1e-6), draw(5, 32)
+    expected = torch.nn.functional.linear(x, weight, offset) + delta
+    torch.testing.assert_close(ops.OPERATIONS.prepare_linear(weight, offset)(x, delta), expected)
+    total = residual + expected
+    ops.OPERATIONS.prepare_add_linear(weight, offset)(x, residual, delta)
+    torch.testing.assert_close(residual, total)
+    normed = torch.nn.functional.linear(reference.rms_norm(x, *norm), weight, offset) + delta
+    expected = normed if activation is None else reference.act_mul(normed, activation)
+    product = ops.OPERATIONS.prepare_norm_linear(weight, offset, norm, activation)
+    torch.testing.assert_close(product(x, delta), expected)
+
+
 @pytest.mark.parametrize("ops", [cpu, compiled, reference], ids=["cpu", "compiled", "reference"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_adding_product_changes_the_residual_in_place(ops, bias, draw):

@@ -35,6 +35,44 @@ SMALL = {
 }
 
 
+#: As SMALL, for families that name things otherwise.
+OPT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "ffn_dim": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "init_std": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FALCON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "ffn_hidden_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_POSITIONS,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+BLOOM = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+#: By model class; others get SMALL.
+BASES = {"OPT": OPT, "Falcon": FALCON, "Bloom": BLOOM}
+
+FACTORS = {"long_factor": [2.0, 3.5, 5.0, 9.0], "short_factor": [1.0, 1.1, 1.3, 1.7]}
+
+
 def rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
@@ -112,6 +150,65 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "opt": ("OPT", {}),
+    "opt-350m": ("OPT", {"do_layer_norm_before": False, "word_embed_proj_dim": 48}),
+    "opt-plain": ("OPT", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": 4}),
+    "gpt-neox-sequential": (
+        "GPTNeoX",
+        {
+            "num_key_value_heads": 4,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            **rope("default", partial_rotary_factor=0.5),
+        },
+    ),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}),
+    "gemma2-no-caps": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "num_key_value_heads": 1,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
+    "falcon-7b": ("Falcon", {}),
+    "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-rw": (
+        "Falcon",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+    ),
+    "bloom": ("Bloom", {}),
+    "bloom-odd-heads": ("Bloom", {"hidden_size": 48, "n_head": 6}),
+    "phi3": ("Phi3", {"sliding_window": 19, "pad_token_id": None}),
+    "phi3-short": (
+        "Phi3",
+        {
+            "pad_token_id": None,
+            "max_position_embeddings": 4 * MAX_POSITIONS,
+            "original_max_position_embeddings": MAX_POSITIONS,
+            **rope("longrope", partial_rotary_factor=0.5, **FACTORS),
+        },
+    ),
+    # transformers chooses by the length of a text, we by that of all that may come.
+    "phi3-long": (
+        "Phi3",
+        {
+            "pad_token_id": None,
+            "original_max_position_embeddings": 32,
+            **rope(
+                "longrope",
+                partial_rotary_factor=0.5,
+                long_factor=FACTORS["long_factor"],
+                short_factor=FACTORS["long_factor"],
+            ),
+        },
+    ),
     "qwen3-moe-some-dense": (
         "Qwen3Moe",
         {
@@ -163,13 +260,15 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Golden]:
         key = f"{kind} {dtype} {more}"
         if key not in made:
             family, settings = KINDS[kind]
-            config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings, **more})
+            base = BASES.get(family, SMALL)
+            config = getattr(transformers, f"{family}Config")(**{**base, **settings, **more})
             torch.manual_seed(7)
             model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
             for name, parameter in model.named_parameters():
                 # Biases begin as zeros and norms as ones: tests would not see them left out.
                 if parameter.ndim == 1:
-                    torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
+                    scales = "norm" in name or "ln_" in name
+                    torch.nn.init.normal_(parameter, mean=float(scales), std=0.2)
             folder = tmp_path_factory.mktemp(kind)
             model.to(dtype).save_pretrained(folder)
             made[key] = Golden(folder, model)
@@ -179,7 +278,13 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Golden]:
 
 
 def load(folder: Path, dtype: torch.dtype | None = None) -> Decoder:
-    return load_model(folder, dtype=dtype, device=CPU, progress=lambda done, total: None)
+    return load_model(
+        folder,
+        dtype=dtype,
+        device=CPU,
+        progress=lambda done, total: None,
+        max_total_tokens=MAX_POSITIONS,
+    )
 
 
 @dataclass
@@ -209,7 +314,7 @@ class HandScheduler:
         self.model = model
         config = model.config
         self.pool = KVPool(
-            layers=config.layers,
+            layers=len(config.layers),
             slots=slots,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tokenpod.models.checkpoint import Checkpoint, read_weights
-from tokenpod.models.families import FAMILIES
-from tokenpod.models.load import read_config
+from tokenpod.models.checkpoint import Checkpoint, read_source, read_weights
+from tokenpod.models.load import read_layout
 from tokenpod.models.share import Share
-from tokenpod.models.weights import Split, expand
+from tokenpod.models.weights import Axis, Division, Segment, Source
 
 
 def read(folder, rank=0, world=1, dtype=torch.float32):
-    config = read_config(folder)
-    (family,) = (f for f in FAMILIES if config.architecture in f.architectures)
-    weights = expand(family.weights(config), config.layers)
     with Checkpoint(folder) as checkpoint:
+        weights = read_layout(folder, checkpoint).weights
         return weights, read_weights(
             checkpoint,
             weights,
-            config,
             dtype=dtype,
             device=torch.device("cpu"),
             progress=lambda done, total: None,
@@ -54,7 +50,7 @@ def test_experts_are_stacked_with_gate_and_up_of_each_together(golden):
 def test_layers_have_experts_or_a_dense_block(golden):
     _, loaded = read(golden("qwen3-moe-some-dense").folder)
     assert [f"{i}.experts.router" in loaded for i in range(5)] == [0, 0, 0, 1, 0]
-    assert [f"{i}.gate_up" in loaded for i in range(5)] == [1, 1, 1, 0, 1]
+    assert [f"{i}.up" in loaded for i in range(5)] == [1, 1, 1, 0, 1]
 
 
 def test_ranks_share_out_the_features_of_every_expert(golden):
@@ -90,13 +86,63 @@ def test_the_parts_of_all_ranks_make_the_whole(golden):
     parts = [read(folder, rank, 2)[1] for rank in range(2)]
     for weight in weights:
         ours = [part[weight.name] for part in parts]
-        if weight.split is Split.WHOLE:
+        axis = weight.sources[0].divided
+        if axis is None:
             assert all(torch.equal(part, whole[weight.name]) for part in ours)
             continue
-        if weight.split is Split.INPUT:
+        if axis == 1:
             assert torch.equal(torch.cat(ours, dim=1), whole[weight.name])
             continue
         halves = [part.chunk(len(weight.sources)) for part in ours]
-        if weight.name.endswith(("qkv", "gate_up", "head")):
+        if weight.name.endswith(("qkv", "up", "head")):
             joined = torch.cat([half for pair in zip(*halves, strict=True) for half in pair])
             assert torch.equal(joined, whole[weight.name])
+
+
+def test_parts_of_a_fused_tensor_are_found_by_heads_or_in_order(tmp_path):
+    """Two key/value heads of 3 numbers, each with two query heads."""
+    rows = torch.arange(2 * 4 * 3).float()
+    save_file({"fused": torch.stack([rows, -rows], dim=1)}, tmp_path / "model.safetensors")
+    by_heads = {"sizes": (6, 3, 3), "groups": 2}
+    queries, keys = (12, Division.EVEN, 3), (6, Division.KEY, 3)
+    for index, axis, whole, second in (
+        (0, queries, [*range(6), *range(12, 18)], range(12, 18)),
+        (1, keys, [6, 7, 8, 18, 19, 20], [18, 19, 20]),
+        (2, keys, [9, 10, 11, 21, 22, 23], [21, 22, 23]),
+    ):
+        source = Source("fused", (Axis(*axis), Axis(2)), Segment(index=index, **by_heads))
+        assert source.stored_shape == (24, 2)
+        assert rows_read(tmp_path, source) == list(whole)
+        assert rows_read(tmp_path, source, Share(1, 2)) == list(second)
+    in_order = Source("fused", (Axis(6, Division.KEY, 3), Axis(2)), Segment((12, 6, 6), 1))
+    assert rows_read(tmp_path, in_order, Share(1, 2)) == [15, 16, 17]
+
+
+def test_rows_of_heads_are_held_in_another_order(tmp_path):
+    save_file({"q": torch.arange(8.0)[:, None]}, tmp_path / "model.safetensors")
+    source = Source("q", (Axis(8, Division.EVEN, 4), Axis(1)), order=(0, 2, 1, 3))
+    assert rows_read(tmp_path, source) == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert rows_read(tmp_path, source, Share(1, 2)) == [4, 6, 5, 7]
+
+
+def test_a_transposed_tensor_is_turned_and_its_inputs_are_divided(tmp_path):
+    stored = torch.arange(12.0).view(4, 3)  # [in, out]
+    save_file({"w": stored}, tmp_path / "model.safetensors")
+    source = Source("w", (Axis(3), Axis(4, Division.EVEN)), transposed=True)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(read_source(checkpoint, source, Share()), stored.t())
+        half = read_source(checkpoint, source, Share(1, 2))
+    assert torch.equal(half, stored[2:].t())
+
+
+def test_a_function_makes_a_weight_of_what_is_stored(tmp_path):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    source = Source("w", (Axis(3),), function=lambda stored: stored * 2)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert read_source(checkpoint, source, Share()).tolist() == [2, 2, 2]
+
+
+def rows_read(folder, source, share=Share()):  # noqa: B008 - it is frozen
+    """The first column, which tells the rows apart."""
+    with Checkpoint(folder) as checkpoint:
+        return read_source(checkpoint, source, share)[:, 0].tolist()

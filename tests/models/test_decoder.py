@@ -89,7 +89,20 @@ def test_two_samples_continue_one_prompt(pod, text):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "qwen2-window",
+        "qwen3",
+        "mixtral",
+        "qwen3-moe",
+        "gemma2",
+        "opt",
+        "gpt-neox",
+        "bloom",
+    ],
+)
 def test_half_precision_errs_no_more_than_transformers(
     name, dtype, golden, load_folder, schedule, text
 ):

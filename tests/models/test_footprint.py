@@ -10,13 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tokenpod.models.checkpoint import Checkpoint, read_weights
-from tokenpod.models.config import DecoderConfig
 from tokenpod.models.errors import ModelError
-from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.footprint import footprint_of
-from tokenpod.models.load import read_config
+from tokenpod.models.load import read_layout
 from tokenpod.models.share import Share
-from tokenpod.models.weights import expand
+from tokenpod.models.spec import ModelSpec
 
 
 @pytest.fixture
@@ -38,24 +36,26 @@ def test_config_alone_tells_the_same(folder: Path, tmp_path: Path):
 
 def test_a_rank_alone_holds_all_weights(folder: Path, load_folder: Callable):
     model = load_folder(folder, dtype=torch.bfloat16)
-    assert footprint_of(folder).weight_bytes(1, 2) == model.weight_bytes
+    wider = [weight for weight in read_layout(folder, None).weights if weight.dtype]
+    assert all("norm" in weight.sources[0].name for weight in wider)
+    more = 2 * Share().numbers(wider)  # kept in float32
+    assert footprint_of(folder).weight_bytes(1, 2) + more == model.weight_bytes
 
 
 def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
     folder = golden("llama").folder
     footprint = footprint_of(folder)
-    config = read_config(folder)
+    layout = read_layout(folder, None)
+    config = layout.spec
     assert sorted(footprint.portions) == [
         world for world in range(1, config.heads + 1) if not divides_badly(config, world)
     ]
     for world, portion in footprint.portions.items():
         share = Share(0, world)
         with Checkpoint(folder) as checkpoint:
-            weights = expand(LLAMA.weights(config), config.layers)
             tensors = read_weights(
                 checkpoint,
-                weights,
-                config,
+                layout.weights,
                 dtype=torch.float32,
                 device=torch.device("cpu"),
                 progress=lambda done, total: None,
@@ -65,7 +65,7 @@ def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
         assert portion.kv_heads == share.config(config).kv_heads
 
 
-def divides_badly(config: DecoderConfig, world: int) -> bool:
+def divides_badly(config: ModelSpec, world: int) -> bool:
     try:
         Share(0, world).check(config)
     except ModelError:

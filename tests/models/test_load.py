@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.kv_scales import read_scales
-from tokenpod.models.load import ModelError, load_model, read_config
+from tokenpod.models.load import ModelError, load_model, read_config, read_layout
 from tokenpod.models.share import Share
+from tokenpod.models.spec import Experts
 
 CPU = torch.device("cpu")
 
@@ -70,14 +71,14 @@ def test_shards_are_read_like_a_single_file(golden, tmp_path, load_folder, sched
 def test_a_head_that_is_absent_is_the_embedding(folder, schedule, text):
     change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     absent = load(folder)
-    assert absent.config.tied_head
+    assert absent.config.head.tied
 
     def tie(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     change_tensors(folder, tie)
     equal = load(folder)
-    assert not equal.config.tied_head
+    assert not equal.config.head.tied
     tokens = text(9)
     assert torch.equal(logprobs(absent, schedule, tokens), logprobs(equal, schedule, tokens))
 
@@ -169,16 +170,17 @@ def test_a_config_that_is_no_json_object(folder, content):
         ("hidden_size", -1, "hidden_size is -1; expected a whole number from 1"),
         ("hidden_size", 2**40, "hidden_size is 1099511627776; expected"),
         ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; expected"),
-        ("num_key_value_heads", 3, "4 query heads can't share 3 key/value heads"),
+        ("num_key_value_heads", 3, "num_key_value_heads is 3: 4 query heads can't share 3"),
         ("head_dim", 15, "head_dim is 15; rotation needs an even number"),
         ("rms_norm_eps", 0, "rms_norm_eps is 0; expected a positive"),
         ("hidden_act", "quick_gelu", "hidden_act 'quick_gelu' is not supported"),
         ("dtype", "int8", "dtype 'int8' is not supported"),
         ("eos_token_id", "end", "eos_token_id is 'end'; expected a token id"),
         ("quantization_config", {"quant_method": "gptq"}, "quantised checkpoints"),
-        ("rope_parameters", {"rope_type": "longrope"}, "rope_type 'longrope' is not supported"),
+        ("rope_parameters", {"rope_type": "spiral"}, "rope_type 'spiral' is not supported"),
+        ("rope_parameters", {"rope_type": "longrope"}, "rope_parameters: short_factor is missing"),
         ("rope_parameters", {"rope_type": "linear"}, "rope_parameters: factor is missing"),
-        ("rope_parameters", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not"),
+        ("rope_parameters", {"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2: of 16"),
         ("rope_parameters", {"full_attention": {}}, "per layer type is not supported"),
         ("rope_parameters", {"rope_theta": float("inf")}, "rope_theta is inf; expected"),
         ("intermediate_size", 100, r"gate_proj.weight has shape \[112, 64\].*says \[100, 64\]"),
@@ -221,7 +223,7 @@ def test_the_number_of_experts_has_an_older_name(golden, tmp_path):
     for name in ("num_experts", "num_local_experts"):
         (tmp_path / "config.json").write_text(json.dumps(config | {name: count}))
         assert read_config(tmp_path) == read_config(new)
-        assert read_config(tmp_path).experts.count == 8
+        assert read_config(tmp_path).layers[0].mlp.count == 8
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,8 @@ def test_the_number_of_experts_has_an_older_name(golden, tmp_path):
 def test_which_layers_have_experts(golden, tmp_path, settings, layers):
     shutil.copytree(golden("qwen3-moe").folder, tmp_path, dirs_exist_ok=True)
     change_config(tmp_path, num_hidden_layers=5, **settings)
-    assert read_config(tmp_path).experts.layers == layers
+    spec = read_config(tmp_path)
+    assert {i for i in range(5) if isinstance(spec.layers[i].mlp, Experts)} == layers
 
 
 def test_a_config_without_a_field_that_matters(folder):
@@ -322,9 +325,9 @@ def test_scales_of_keys_and_values_are_read(folder):
 
 def test_a_rank_reads_the_scales_of_its_heads(folder):
     add_scales(folder)
-    config = read_config(folder)
     with Checkpoint(folder) as checkpoint:
-        scales = read_scales(checkpoint, config, Share(1, 2), CPU)
+        layout = read_layout(folder, checkpoint)
+        scales = read_scales(checkpoint, layout.scales, 4, Share(1, 2), CPU)
     assert scales.values.tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
 
 
@@ -349,3 +352,63 @@ def test_a_checkpoint_whose_weights_are_quantised_too_is_refused(folder):
         folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups}
     )
     refused(folder, "quantised checkpoints")
+
+
+def test_long_factors_are_for_servers_of_long_texts(golden, tmp_path):
+    """Once for all texts: keys that are cached must not change."""
+    shutil.copytree(golden("phi3-short").folder, tmp_path, dirs_exist_ok=True)
+    short, long = (read_config(tmp_path, limit) for limit in (256, 257))
+    assert read_config(tmp_path) == long
+    for spec, variant, factors in ((short, "short", [1.0, 1.7]), (long, "long", [2.0, 9.0])):
+        assert spec.rope_variant == f"longrope, {variant} factors"
+        rope = spec.layers[0].attention.positions
+        plain = [1.0, 10000.0**-0.75]
+        found = [rope.inverse_frequencies[i] for i in (0, 3)]
+        assert found == pytest.approx([x / f for x, f in zip(plain, factors, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("opt", "hidden_size", 62, "num_attention_heads is 4: hidden_size 62 can't be divided"),
+        ("opt", "activation_function", "selu", "activation_function 'selu' is not supported"),
+        ("gpt-neox", "layer_norm_eps", -1, "layer_norm_eps is -1; expected a positive"),
+        ("gemma2", "hidden_activation", "tanh", "hidden_activation 'tanh' is not supported"),
+        ("gemma2", "attn_logit_softcapping", 0, "attn_logit_softcapping is 0; expected a pos"),
+        ("gemma2", "layer_types", ["full_attention"], "layer_types must name full_attention"),
+        ("falcon-40b", "num_kv_heads", 3, "num_kv_heads is 3: 4 query heads can't share 3"),
+        ("falcon-40b", "num_ln_in_parallel_attn", 3, "num_ln_in_parallel_attn is 3; expected"),
+        ("falcon-40b", "num_kv_heads", 4, r"query_key_value.weight has shape \[128, 64\]"),
+        ("bloom", "n_head", 5, "n_head is 5: hidden_size 64 can't be divided among 5 heads"),
+        (
+            "bloom",
+            "apply_residual_connection_post_layernorm",
+            True,
+            "apply_residual_connection_post_layernorm is true; only false",
+        ),
+        ("phi3-short", "rope_parameters", {"rope_type": "longrope"}, "_factor is missing"),
+    ],
+)
+def test_a_config_of_another_family_that_does_not_fit(
+    golden, tmp_path, name, field, value, message
+):
+    shutil.copytree(golden(name).folder, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, **{field: value})
+    refused(tmp_path, message)
+
+
+def test_a_checkpoint_without_the_familys_prefix(golden, tmp_path, load_folder, schedule, text):
+    """BLOOM's own are published like that."""
+    whole = golden("bloom")
+    shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    change_tensors(tmp_path, rename)
+    tokens = text(9)
+    one, other = (
+        logprobs(load_folder(folder), schedule, tokens) for folder in (whole.folder, tmp_path)
+    )
+    assert torch.equal(one, other)

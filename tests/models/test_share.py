@@ -11,7 +11,8 @@ from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.share import Share
-from tokenpod.models.weights import Dim
+from tokenpod.models.spec import Alibi, ModelSpec
+from tokenpod.models.weights import Axis, Division
 
 SMALL_PARTS = {
     "num_attention_heads": 12,
@@ -27,42 +28,60 @@ def config(golden):
     return read_config(golden("llama", **SMALL_PARTS).folder)
 
 
-def parts(dim, config, world):
-    return [Share(rank, world).part(dim, config) for rank in range(world)]
+def parts(axis, world):
+    return [Share(rank, world).part(axis) for rank in range(world)]
+
+
+def changed(spec: ModelSpec, **attention) -> ModelSpec:
+    """The same with other attention."""
+    layers = [replace(x, attention=replace(x.attention, **attention)) for x in spec.layers]
+    return replace(spec, layers=tuple(layers))
+
+
+def with_width(spec: ModelSpec, width: int) -> ModelSpec:
+    """The same with feed-forward blocks of another width."""
+    layers = [replace(layer, mlp=replace(layer.mlp, width=width)) for layer in spec.layers]
+    return replace(spec, layers=tuple(layers))
+
+
+QUERIES, KEYS = Axis(96, Division.EVEN, unit=8), Axis(32, Division.KEY, unit=8)
 
 
 def test_a_single_rank_has_all(config):
     assert Share().config(config) == config
-    assert parts(Dim.QUERY, config, 1) == [range(96)]
+    assert parts(QUERIES, 1) == [range(96)]
 
 
 def test_heads_and_features_are_divided_evenly(config):
-    assert parts(Dim.QUERY, config, 2) == [range(48), range(48, 96)]
-    assert parts(Dim.KEY, config, 2) == [range(16), range(16, 32)]
-    assert parts(Dim.INTERMEDIATE, config, 2) == [range(56), range(56, 112)]
+    assert parts(QUERIES, 2) == [range(48), range(48, 96)]
+    assert parts(KEYS, 2) == [range(16), range(16, 32)]
+    assert parts(Axis(112), 2) == [range(112), range(112)]
     local = Share(1, 2).config(config)
-    assert (local.heads, local.kv_heads, local.intermediate_size) == (6, 2, 56)
+    assert (local.heads, local.kv_heads, local.widest) == (6, 2, 56)
     assert local.vocab_size == config.vocab_size
 
 
 def test_ranks_have_the_key_head_that_their_query_heads_read(config):
-    few = replace(config, kv_heads=2)
-    assert parts(Dim.KEY, few, 4) == [range(8), range(8), range(8, 16), range(8, 16)]
-    assert Share(3, 4).config(few).kv_heads == 1
+    few = Axis(16, Division.KEY, unit=8)
+    assert parts(few, 4) == [range(8), range(8), range(8, 16), range(8, 16)]
+    assert Share(3, 4).config(changed(config, kv_heads=2)).kv_heads == 1
+
+
+def test_ranks_have_the_slopes_of_their_heads(config):
+    sloped = changed(config, positions=Alibi(tuple(range(12))))
+    assert Share(1, 4).config(sloped).layers[0].attention.positions == Alibi((3, 4, 5))
 
 
 @pytest.mark.parametrize(
     ("tokens", "world", "lengths"),
     [(96, 4, [24, 24, 24, 24]), (97, 4, [25, 25, 25, 22]), (9, 4, [3, 3, 3, 0])],
 )
-def test_a_vocabulary_is_cut_into_blocks_of_one_length(config, tokens, world, lengths):
-    config = replace(config, vocab_size=tokens)
-    cut = parts(Dim.VOCABULARY, config, world)
+def test_a_vocabulary_is_cut_into_blocks_of_one_length(tokens, world, lengths):
+    axis = Axis(tokens, Division.VOCABULARY)
+    cut = parts(axis, world)
     assert [len(part) for part in cut] == lengths
     assert [token for part in cut for token in part] == list(range(tokens))
-    assert {Share(rank, world).length(Dim.VOCABULARY, config) for rank in range(world)} == {
-        lengths[0]
-    }
+    assert {Share(rank, world).length(axis) for rank in range(world)} == {lengths[0]}
 
 
 @pytest.mark.parametrize(
@@ -102,14 +121,14 @@ def test_the_refusal_says_what_would_fit(golden):
     with pytest.raises(ModelError, match=r"LlamaForCausalLM here runs on 1, 2 or 4 ranks$"):
         Share(0, 3).check(config)
     with pytest.raises(ModelError, match=r"runs on 1 rank only$"):
-        Share(0, 2).check(replace(config, intermediate_size=113))
+        Share(0, 2).check(with_width(config, 113))
 
 
 def test_a_dense_width_that_no_layer_has_need_not_divide(golden):
     config = read_config(golden("qwen3-moe", intermediate_size=113).folder)
     Share(0, 4).check(config)
-    with pytest.raises(ModelError, match="113 features"):
-        Share(0, 4).check(replace(config, experts=None))
+    with pytest.raises(ModelError, match="113 features of an expert"):
+        Share(0, 4).check(with_width(config, 113))
 
 
 def test_ranks_of_one_host_need_memory_for_all_of_them(golden, monkeypatch):

@@ -26,6 +26,7 @@ from tokenpod.kernels.ops import (
     AttentionOptions,
     ExpertWeights,
     HeadNorm,
+    Int8Weight,
     KVScales,
     Routing,
     RowNorm,
@@ -33,6 +34,7 @@ from tokenpod.kernels.ops import (
 from tokenpod.kernels.triton import (
     attention_extend,
     experts,
+    int8,
     launch,
     peers,
     pointwise,
@@ -106,8 +108,16 @@ def attend_plainly() -> None:
 
 
 def attend_with_everything() -> None:
-    options = AttentionOptions(2.0, torch.ones(HEADS), torch.ones(HEADS))
+    options = AttentionOptions(0.1, 2.0, torch.ones(HEADS), torch.ones(HEADS))
     attend(False, options, 100)
+
+
+def attend_many_heads() -> None:
+    """Falcon 7b's 71 share one key/value head."""
+    step = lay_out([Spec(1, 40), Spec(9, 40)], CPU)
+    pools, q = draw(2, step.slots, 1, 64), draw(step.batch.tokens, 71, 64)
+    plan = attention.plan_attention(step.batch, None)
+    attention.attention(q, pools[0], pools[1], plan, AttentionOptions(), None)
 
 
 def attend_8_bits() -> None:
@@ -151,6 +161,12 @@ def multiply() -> None:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
 
 
+def multiply_8_bits() -> None:
+    weight = Int8Weight(draw(HIDDEN, HIDDEN, dtype=torch.int8), torch.ones(HIDDEN))
+    for tokens in (1, 64):
+        int8.prepare_int8_linear(weight, draw(HIDDEN))(draw(tokens, HIDDEN))
+
+
 def sum_over_ranks() -> None:
     """In kernels of both kinds, with fewer words than threads and with more."""
     weight, table = draw(2 * HIDDEN, HIDDEN), measured(product.capability(CPU))
@@ -172,7 +188,11 @@ def experts_block() -> None:
 
 def others() -> None:
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN), 1e-6)
+    pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN, dtype=torch.float32), 1e-6)
+    pointwise.layer_norm(draw(3, HIDDEN), draw(HIDDEN), draw(HIDDEN), 1e-6)
+    pointwise.layer_norm(draw(3, HIDDEN), None, None, 1e-6)
     pointwise.act_mul(draw(3, HIDDEN), Activation.SILU)
+    pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
     inboxes = peers.Inboxes.at([0, 0], 0, peers.BLOCK, CPU)
@@ -191,10 +211,12 @@ FAMILIES: dict[str, Callable[[], None]] = {
     for family in (
         attend_plainly,
         attend_with_everything,
+        attend_many_heads,
         attend_8_bits,
         store,
         store_8_bits,
         multiply,
+        multiply_8_bits,
         sum_over_ranks,
         experts_block,
         others,

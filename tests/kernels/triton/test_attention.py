@@ -126,18 +126,25 @@ def _options(heads, device):
     slopes = torch.rand(heads, generator=generator, device=device) * 0.2
     sinks = torch.randn(heads, generator=generator, device=device) + 1
     return {
+        "scale": AttentionOptions(scale=0.3),
         "softcap": AttentionOptions(softcap=1.5),
         "alibi": AttentionOptions(alibi_slopes=slopes),
         "sinks": AttentionOptions(sinks=sinks),
-        "all": AttentionOptions(softcap=1.5, alibi_slopes=slopes, sinks=sinks),
+        "all": AttentionOptions(scale=0.3, softcap=1.5, alibi_slopes=slopes, sinks=sinks),
     }
 
 
-@pytest.mark.parametrize("name", ["softcap", "alibi", "sinks", "all"])
+@pytest.mark.parametrize("name", ["scale", "softcap", "alibi", "sinks", "all"])
 @pytest.mark.parametrize("window", [None, 20])
 def test_every_option(name, window, device):
     step = lay_out(DECODES + EXTENDS, device)
     agree(step, device, heads=(6, 2), window=window, options=_options(6, device)[name])
+
+
+@pytest.mark.parametrize("heads", [(71, 1), (40, 2)], ids=str)
+def test_many_heads_that_share_keys(heads, device):
+    step = lay_out([Spec(1, 70), Spec(1, 3), Spec(5, 40), Spec(3, 9, piece=2)], device)
+    agree(step, device, heads=heads, window=30)
 
 
 def test_a_batch_without_rows_on_the_device_is_refused(device):
@@ -148,7 +155,7 @@ def test_a_batch_without_rows_on_the_device_is_refused(device):
 
 @pytest.mark.parametrize(
     ("heads", "head_dim", "message"),
-    [((2, 1), 320, "heads of size 320: at most 256"), ((17, 1), 64, "17 query heads share 1")],
+    [((2, 1), 320, "heads of size 320: at most 256"), ((129, 1), 64, "129 query heads share 1")],
 )
 def test_heads_beyond_the_limits_are_refused(heads, head_dim, message, device):
     step = lay_out([Spec(1, 2)], device)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from attention_steps import Spec, lay_out
 
+from tokenpod.kernels.triton.attention import LARGEST_GROUP
 from tokenpod.kernels.triton.attention_decode import choose_splits
 from tokenpod.kernels.triton.attention_extend import list_tiles
-from tokenpod.kernels.triton.attention_tiles import DecodeTile, tiles_for
+from tokenpod.kernels.triton.attention_tiles import DecodeTile, extend_tile_for, tiles_for
 
 CPU = torch.device("cpu")
 TILE = DecodeTile(block=64, warps=4, stages=3, programs=4)
@@ -59,4 +60,8 @@ def test_shares_fill_the_processors(rows, kv_heads, splits):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
 def test_every_size_has_tiles_on_every_gpu(head_dim, dtype, capability):
     tiles = tiles_for(head_dim, dtype, capability)
-    assert tiles.extend.block_m >= 16  # a query's heads, at most 16 to a key/value head
+    for group in (1, 16, 71, LARGEST_GROUP):  # a query's heads
+        tile = extend_tile_for(head_dim, dtype, capability, group)
+        assert tile.block_m >= group
+        assert tile.block_n >= 16
+        assert group > tiles.extend.block_m or tile == tiles.extend

@@ -50,6 +50,36 @@ def test_rms_norm_survives_squares_beyond_half_precision(draw, device):
     assert pointwise.rms_norm(x, x[0], 1e-6).isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_with_a_weight_of_more_bits_is_rounded_once(dtype, draw, device):
+    x, weight = (draw(3, 72, dtype=dtype) * 3).to(device), draw(72).to(device)
+    got = pointwise.rms_norm(x, weight, 1e-5)
+    assert got.dtype == dtype
+    assert error(got, reference.rms_norm(x.double(), weight.double(), 1e-5)) < bound(dtype) / 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 72, 5000])
+@pytest.mark.parametrize("affine", [False, True])
+def test_layer_norm(affine, n, dtype, draw, device):
+    x = (draw(3, n + 3, dtype=dtype) * 3 + 1).to(device)[:, :n]
+    weight, bias = draw(2, n, dtype=dtype).to(device) if affine else (None, None)
+    got = pointwise.layer_norm(x, weight, bias, 1e-5)
+    assert got.dtype == dtype
+    exact = [None if part is None else part.double() for part in (x, weight, bias)]
+    truth = reference.layer_norm(*exact, 1e-5)
+    assert (got.double() - truth).norm() <= bound(dtype) * (truth.norm() + 1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", Activation)
+def test_an_activation_by_itself(activation, dtype, draw, device):
+    x = (draw(3, 1500, dtype=dtype) * 4).to(device)
+    got = pointwise.activate(x.clone(), activation)
+    tolerance = 1e-5 if dtype == torch.float32 else bound(dtype)
+    assert error(got, reference.activate(x.double(), activation)) < tolerance
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("shape", [(1, 40), (3, 1500)], ids=str)

@@ -33,6 +33,24 @@ def test_angles_of_many_tokens_are_found_once(head_dim, device):
         torch.testing.assert_close(a, b.squeeze(1), rtol=0, atol=2**-22)
 
 
+@pytest.mark.parametrize("tokens", [2, rotary.MANY_TOKENS])
+def test_pairs_of_frequency_zero_are_left_alone(tokens, draw, device):
+    """Also by the scale: they are no part of the rotation."""
+    qkv = draw(tokens, 3 * 32).to(device)
+    positions, slots = torch.arange(tokens, device=device) * 77, torch.arange(tokens, device=device)
+    frequencies = frequencies_of(32, device)
+    frequencies[5:] = 0
+    found = []
+    for ops in (reference, rotary):
+        pools = torch.zeros(2, SLOTS, 1, 32, device=device)
+        angles = ops.rotate(positions, frequencies, 1.3, torch.float32)
+        q = ops.store_key_value(qkv.clone(), angles, None, *pools, slots)
+        assert torch.equal(q[:, 0, 5:16], qkv[:, 5:16])
+        assert torch.equal(pools[0, :tokens, 0, 21:], qkv[:, 53:64])
+        found.append(q)
+    torch.testing.assert_close(*found)
+
+
 def test_few_tokens_and_many_turn_a_head_the_same(draw, device):
     """A token's key must not depend on how long the step was that computed it."""
     qkv = draw(rotary.MANY_TOKENS, 4 * 32).to(device)

@@ -1,10 +1,11 @@
-"""Models with experts on the kernels of a GPU say what transformers says."""
+"""Models on the kernels of a GPU say what transformers says: experts, and all kinds of layers."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from interpreted import DEVICE
+from ranks import interpreted_operations
 
 from tokenpod.kernels import triton
 from tokenpod.kernels.batch import ForwardBatch, PagedRows
@@ -51,17 +52,34 @@ def prompt_step(tokens):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-some-dense"])
 def test_a_prompts_logprobs(name, golden, load_on_device, text):
     reference = golden(name)
-    model = load_on_device(reference.folder)
+    agree(load_on_device(reference.folder), reference, text(9))
+
+
+@pytest.mark.parametrize("name", ["opt-350m", "gpt-neox", "gemma2", "bloom-odd-heads"])
+def test_layers_of_other_shapes(name, golden, monkeypatch, text):
+    """With plain products: interpreted, ours take minutes, and have tests of their own."""
+    monkeypatch.setattr(loading, "operations_for", lambda device, dtype: interpreted_operations())
+    reference = golden(name)
+    model = load_model(
+        reference.folder,
+        dtype=None,
+        device=DEVICE,
+        progress=lambda done, total: None,
+        max_total_tokens=64,
+    )
+    agree(model, reference, text(12))
+
+
+def agree(model, reference, tokens):
     config = model.config
     pool = KVPool(
-        layers=config.layers,
+        layers=len(config.layers),
         slots=64,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         dtype=model.dtype,
         device=DEVICE,
     )
-    tokens = text(9)
     hidden = model.forward(prompt_step(tokens), pool)
     got = model.logits(hidden).float().log_softmax(-1).cpu()
     torch.testing.assert_close(got, reference.logprobs(tokens), rtol=0, atol=1e-4)

@@ -1,0 +1,13 @@
+"""The slopes of ALiBi (Press et al. 2021), which follow from the number of heads."""
+
+from __future__ import annotations
+
+from tokenpod.models.spec import Alibi
+
+
+def alibi_of(heads: int, scale: float = 1.0) -> Alibi:
+    """Slopes times `scale`: a geometric series; between powers of two, some of a finer one."""
+    whole = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
+    slopes += [2 ** (-4 * i / whole) for i in range(1, 2 * (heads - whole), 2)]
+    return Alibi(tuple(scale * slope for slope in slopes))

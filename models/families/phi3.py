@@ -1,0 +1,19 @@
+"""Phi-3: Llama with fused tensors, and factors for long sequences."""
+
+from __future__ import annotations
+
+from tokenpod.models.families.family import Family, gated_decoder, some_window
+from tokenpod.models.fields import Fields
+from tokenpod.models.names import Fused, Names
+from tokenpod.models.spec import ModelSpec
+
+
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    return gated_decoder(fields, served, windows=some_window)
+
+
+PHI3 = Family(
+    ("Phi3ForCausalLM",),
+    _spec,
+    Names(qkv=Fused("self_attn.qkv_proj"), up=Fused("mlp.gate_up_proj")),
+)

@@ -1,0 +1,243 @@
+"""One layer: two branches, and how their results meet the stream.
+
+A branch reads the stream [T, hidden], and writes what it found into it. In between lies all but its
+last product, so that branches that read the same stream can run before either writes. Where nothing
+lies between a norm and the product behind it, or between a product and the stream, both are one
+operation; otherwise they are several plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.ops import (
+    AttentionOptions,
+    AttentionPlan,
+    ExpertWeights,
+    HeadNorm,
+    Rotation,
+    RowNorm,
+)
+from tokenpod.kernels.pool import KVPool
+from tokenpod.models.linear import AddProduct, Product, Products
+from tokenpod.models.spec import SAME, Alibi, Attention, Experts, Join, LayerSpec, Mlp, Norm
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step's tokens, and what all layers share of it."""
+
+    batch: ForwardBatch
+    pool: KVPool
+    #: By window.
+    plans: Mapping[int | None, AttentionPlan]
+    #: By the number of the rotation.
+    rotations: list[Rotation]
+
+
+#: The stream [T, hidden] -> what the branch's last product reads.
+Read = Callable[[torch.Tensor, Step], torch.Tensor]
+
+#: What was read, and the stream, changed in place.
+Write = Callable[[torch.Tensor, torch.Tensor, Step], None]
+
+#: [T, n] -> the same, normed.
+NormRows = Callable[[torch.Tensor], torch.Tensor]
+
+#: The stream before a layer -> the stream behind it; may change its argument.
+Layer = Callable[[torch.Tensor, Step], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A layer's attention or its feed-forward block."""
+
+    read: Read
+    write: Write
+
+
+def make_layer(spec: LayerSpec, products: Products, i: int, rotation: int) -> Layer:
+    """Layer `i`, whose heads are turned by the step's rotation of that number."""
+    norms, post = spec.norms, spec.join is Join.POST_NORM
+    mlp_in = None if norms.mlp_in is SAME else norms.mlp_in
+    same = norms.mlp_in is SAME
+    shared = make_norm(norms.attention_in, products, f"{i}.attention_in") if same else None
+    attention = Branch(
+        _read_attention(
+            spec.attention, products, i, rotation, None if same else norms.attention_in
+        ),
+        _write(
+            products, f"{i}.output", None if post else norms.attention_out, f"{i}.attention_out"
+        ),
+    )
+    mlp_out = None if post else norms.mlp_out
+    if isinstance(spec.mlp, Experts):
+        mlp = _experts(spec.mlp, products, i, mlp_in, mlp_out)
+    else:
+        read = _read_mlp(spec.mlp, products, i, mlp_in)
+        mlp = Branch(read, _write(products, f"{i}.down", mlp_out, f"{i}.mlp_out"))
+    if spec.join is Join.PARALLEL:
+        return _parallel(attention, mlp, shared)
+    if not post:
+        return _sequential(attention, mlp)
+    after_attention = make_norm(norms.attention_out, products, f"{i}.attention_out")
+    return _post_norm(
+        attention, mlp, after_attention, make_norm(norms.mlp_out, products, f"{i}.mlp_out")
+    )
+
+
+def _sequential(attention: Branch, mlp: Branch) -> Layer:
+    def layer(x: torch.Tensor, step: Step) -> torch.Tensor:
+        attention.write(attention.read(x, step), x, step)
+        mlp.write(mlp.read(x, step), x, step)
+        return x
+
+    return layer
+
+
+def _parallel(attention: Branch, mlp: Branch, shared: NormRows | None) -> Layer:
+    def layer(x: torch.Tensor, step: Step) -> torch.Tensor:
+        seen = x if shared is None else shared(x)
+        attended, inner = attention.read(seen, step), mlp.read(seen, step)
+        # In this order: a mixture of experts reads the stream when it writes.
+        mlp.write(inner, x, step)
+        attention.write(attended, x, step)
+        return x
+
+    return layer
+
+
+def _post_norm(
+    attention: Branch, mlp: Branch, after_attention: NormRows, after_mlp: NormRows
+) -> Layer:
+    def layer(x: torch.Tensor, step: Step) -> torch.Tensor:
+        attention.write(attention.read(x, step), x, step)
+        x = after_attention(x)
+        mlp.write(mlp.read(x, step), x, step)
+        return after_mlp(x)
+
+    return layer
+
+
+def make_norm(norm: Norm | None, products: Products, name: str) -> NormRows:
+    """The norm whose weight is `name`; without one, nothing is done."""
+    if norm is None:
+        return lambda x: x
+    weight, bias = (
+        products.tensor(at) if has else None
+        for at, has in ((name, norm.weight), (f"{name}_bias", norm.bias))
+    )
+    epsilon = norm.epsilon
+    if norm.kind == "layer":
+        layer_norm = products.ops.layer_norm
+        return lambda x: layer_norm(x, weight, bias, epsilon)
+    assert weight is not None, "an rms norm has one"
+    rms_norm, scale = products.ops.rms_norm, weight
+    return lambda x: rms_norm(x, scale, epsilon)
+
+
+def _norm_product(
+    products: Products, name: str, norm: Norm | None, norm_name: str, mlp: Mlp | None = None
+) -> Product:
+    """The product `name` of the normed stream, activated as `mlp` says."""
+    ops = products.ops
+    gate = mlp.activation if mlp and mlp.gated else None
+    if norm is not None and norm.kind == "rms":
+        row_norm = RowNorm(products.tensor(norm_name), norm.epsilon)
+        return _activated(products, products.norm_linear(name, row_norm, gate), mlp)
+    before, product = make_norm(norm, products, norm_name), products.linear(name)
+
+    def of_normed(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
+        y = product(before(x), step)
+        return y if gate is None else ops.act_mul(y, gate)
+
+    return _activated(products, of_normed, mlp)
+
+
+def _activated(products: Products, product: Product, mlp: Mlp | None) -> Product:
+    """With the activation of a block without gates; gates have had theirs."""
+    if mlp is None or mlp.gated:
+        return product
+    activate, kind = products.ops.activate, mlp.activation
+    return lambda x, step: activate(product(x, step), kind)
+
+
+def _read_attention(
+    spec: Attention, products: Products, i: int, rotation: int, norm: Norm | None
+) -> Read:
+    ops = products.ops
+    qkv = _norm_product(products, f"{i}.qkv", norm, f"{i}.attention_in")
+    head_norm = None
+    if spec.qk_norm is not None:
+        q_norm, k_norm = products.tensor(f"{i}.q_norm"), products.tensor(f"{i}.k_norm")
+        head_norm = HeadNorm(q_norm, k_norm, spec.qk_norm.epsilon)
+    options = _options(spec, products, i)
+    window = spec.window
+
+    def read(x: torch.Tensor, step: Step) -> torch.Tensor:
+        batch, pool = step.batch, step.pool
+        keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
+        angles = step.rotations[rotation]
+        q = ops.store_key_value(
+            qkv(x, batch), angles, head_norm, keys, values, batch.t_slot, scales
+        )
+        return ops.attention(q, keys, values, step.plans[window], options, scales)
+
+    return read
+
+
+def _options(spec: Attention, products: Products, i: int) -> AttentionOptions:
+    slopes = None
+    if isinstance(spec.positions, Alibi):
+        slopes = torch.tensor(spec.positions.slopes, device=products.device)
+    return AttentionOptions(
+        scale=spec.scale,
+        softcap=spec.softcap,
+        alibi_slopes=slopes,
+        sinks=products.tensor(f"{i}.sinks") if spec.sinks else None,
+    )
+
+
+def _read_mlp(spec: Mlp, products: Products, i: int, norm: Norm | None) -> Read:
+    up = _norm_product(products, f"{i}.up", norm, f"{i}.mlp_in", spec)
+    return lambda x, step: up(x, step.batch)
+
+
+def _write(products: Products, name: str, norm: Norm | None, norm_name: str) -> Write:
+    """The product `name`, normed if there is a norm, added to the stream."""
+    if norm is None:
+        add: AddProduct = products.add_linear(name)
+        return lambda inner, x, step: add(inner, x, step.batch)
+    product, after = products.sum_linear(name), make_norm(norm, products, norm_name)
+
+    def write(inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        x += after(product(inner, step.batch))
+
+    return write
+
+
+def _experts(
+    spec: Experts, products: Products, i: int, norm_in: Norm | None, norm_out: Norm | None
+) -> Branch:
+    """One operation from the stream to the stream."""
+    assert norm_in is not None, "a mixture has a norm of its own"
+    row_norm = RowNorm(products.tensor(f"{i}.mlp_in"), norm_in.epsilon)
+    parts = (products.tensor(f"{i}.experts.{part}") for part in ExpertWeights._fields)
+    block = products.ops.prepare_experts(
+        ExpertWeights(*parts), row_norm, spec.activation, spec.routing
+    )
+    after = make_norm(norm_out, products, f"{i}.mlp_out")
+
+    def write(inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
+        if norm_out is None:
+            block(inner, x)
+            return
+        delta = torch.zeros_like(x)
+        block(inner, delta)
+        x += after(delta)
+
+    return Branch(lambda x, step: x, write)

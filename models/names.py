@@ -1,0 +1,226 @@
+"""Where a family's checkpoints have the weights that a spec asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tokenpod.models.rope import head_order
+from tokenpod.models.spec import (
+    Attention,
+    Experts,
+    LayerSpec,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Same,
+)
+from tokenpod.models.weights import Axis, Division, Segment, Source, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One tensor in place of several: all of the first, then of the second ...
+
+    By `heads`, it has one group per key/value head instead: its queries, its key, its value.
+    """
+
+    name: str
+    by_heads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Of a mixture, `{e}` being the expert."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of tensors without `.weight` and `.bias`, as Llama has them.
+
+    All but `head` follow the prefix of the family's checkpoints; those of layers follow `layer`
+    too, in which `{i}` is the number. What a spec has not is not looked for.
+    """
+
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    embedding_norm: str = ""
+    project_in: str = ""
+    project_out: str = ""
+    norm: str = "norm"
+    head: str = "lm_head"
+    layer: str = "layers.{i}."
+    qkv: tuple[str, str, str] | Fused = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    attention_in: str = "input_layernorm"
+    attention_out: str = ""
+    mlp_in: str = "post_attention_layernorm"
+    mlp_out: str = ""
+    #: Gate and up, or up alone.
+    up: tuple[str, ...] | Fused = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    experts: ExpertNames | None = None
+    #: Tensors of one number for all heads or one each, which a checkpoint may have.
+    key_scale: str = "self_attn.k_scale"
+    value_scale: str = "self_attn.v_scale"
+    #: Endings of tensors that no model needs: what they hold follows from the config.
+    surplus: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
+
+
+def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:
+    """All weights of a model, layer by layer."""
+    table = list(_outer(spec, names, prefix))
+    for i, layer in enumerate(spec.layers):
+        at = prefix + names.layer.format(i=i)
+        own = _Layer(spec.hidden_size, layer, names, at).weights()
+        table += [replace(weight, name=f"{i}.{weight.name}") for weight in own]
+    return table
+
+
+def scale_names(spec: ModelSpec, names: Names, prefix: str) -> list[list[str]]:
+    """Of the tensors with each layer's scales of keys, and of values."""
+    return [
+        [prefix + names.layer.format(i=i) + name for i in range(len(spec.layers))]
+        for name in (names.key_scale, names.value_scale)
+    ]
+
+
+def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
+    """What is there once: embedding, positions, projections, norms and head."""
+    hidden, width = Axis(spec.hidden_size), Axis(spec.embedding_width)
+    vocabulary = Axis(spec.vocab_size, Division.VOCABULARY)
+    embedding = spec.embedding
+    yield _weight("embedding", prefix + names.embedding, vocabulary, width)
+    if embedding.positions is not None:
+        rows = Axis(embedding.positions.rows)
+        yield _weight("positions", prefix + names.positions, rows, hidden)
+    if embedding.width is not None:
+        yield _weight("project_in", prefix + names.project_in, hidden, width)
+        yield _weight("project_out", prefix + names.project_out, width, hidden)
+    yield from _norm("embedding_norm", embedding.norm, prefix + names.embedding_norm, hidden)
+    yield from _norm("norm", spec.norm, prefix + names.norm, hidden)
+    if not spec.head.tied:
+        # In no format of fewer bits: here rounding shows at once.
+        yield _weight("head", names.head, vocabulary, width)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's weights, their names without its number."""
+
+    hidden_size: int
+    spec: LayerSpec
+    names: Names
+    at: str
+
+    def weights(self) -> Iterator[Weight]:
+        spec, names, hidden = self.spec, self.names, Axis(self.hidden_size)
+        norms, at = spec.norms, self.at
+        yield from _norm("attention_in", norms.attention_in, at + names.attention_in, hidden)
+        yield from self._attention(spec.attention)
+        yield from _norm("attention_out", norms.attention_out, at + names.attention_out, hidden)
+        if not isinstance(norms.mlp_in, Same):
+            yield from _norm("mlp_in", norms.mlp_in, at + names.mlp_in, hidden)
+        yield from self._experts(spec.mlp) if isinstance(spec.mlp, Experts) else self._mlp(spec.mlp)
+        yield from _norm("mlp_out", norms.mlp_out, at + names.mlp_out, hidden)
+
+    def _attention(self, spec: Attention) -> Iterator[Weight]:
+        names, head, hidden = self.names, spec.head_dim, Axis(self.hidden_size)
+        queries = Axis(spec.heads * head, Division.EVEN, unit=head)
+        keys = Axis(spec.kv_heads * head, Division.KEY, unit=head)
+        order = head_order(spec.positions, head)
+        rows = [(queries, order), (keys, order), (keys, None)]
+        groups = spec.kv_heads if isinstance(names.qkv, Fused) and names.qkv.by_heads else 1
+        yield from self._stacked("qkv", names.qkv, rows, groups, spec.qkv_bias)
+        if spec.qk_norm is not None:
+            for name, stored in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
+                for weight in _norm(name, spec.qk_norm, self.at + stored, Axis(head)):
+                    sources = tuple(replace(source, order=order) for source in weight.sources)
+                    yield replace(weight, sources=sources)
+        if spec.sinks:
+            axis = Axis(spec.heads, Division.EVEN)
+            source = Source(self.at + names.sinks, (axis,))
+            yield Weight("sinks", (source,), dtype=torch.float32)
+        yield from self._product("output", names.output, hidden, queries, spec.output_bias)
+
+    def _mlp(self, spec: Mlp) -> Iterator[Weight]:
+        width, hidden = Axis(spec.width, Division.EVEN), Axis(self.hidden_size)
+        rows: list[tuple[Axis, tuple[int, ...] | None]] = [(width, None)]
+        rows *= 2 if spec.gated else 1
+        yield from self._stacked("up", self.names.up, rows, 1, spec.up_bias)
+        yield from self._product("down", self.names.down, hidden, width, spec.down_bias)
+
+    def _experts(self, spec: Experts) -> Iterator[Weight]:
+        names, width, hidden = self.names.experts, Axis(spec.width, Division.EVEN), self.hidden_size
+        assert names is not None, "a family with experts names them"
+
+        def each(stored: tuple[str, ...], *axes: Axis) -> tuple[Source, ...]:
+            return tuple(
+                Source(self.at + name.format(e=expert) + ".weight", axes)
+                for expert in range(spec.count)
+                for name in stored
+            )
+
+        yield _weight("experts.router", self.at + names.router, Axis(spec.count), Axis(hidden))
+        gate_up = each((names.gate, names.up), width, Axis(hidden))
+        yield Weight("experts.gate_up", gate_up, experts=spec.count)
+        yield Weight("experts.down", each((names.down,), Axis(hidden), width), experts=spec.count)
+
+    def _stacked(
+        self,
+        name: str,
+        stored: tuple[str, ...] | Fused,
+        rows: list[tuple[Axis, tuple[int, ...] | None]],
+        groups: int,
+        bias: bool,
+    ) -> Iterator[Weight]:
+        """A product of several weights' rows, whether the checkpoint has them fused or apart."""
+        sizes = tuple(axis.length // groups for axis, _ in rows)
+        for kind in ("weight", "bias") if bias else ("weight",):
+            sources = []
+            for index, (axis, order) in enumerate(rows):
+                at = stored.name if isinstance(stored, Fused) else stored[index]
+                segment = Segment(sizes, index, groups) if isinstance(stored, Fused) else None
+                axes = (axis, Axis(self.hidden_size)) if kind == "weight" else (axis,)
+                sources.append(Source(f"{self.at}{at}.{kind}", axes, segment, order))
+            ours = name if kind == "weight" else f"{name}_bias"
+            yield Weight(ours, tuple(sources), multiplied=kind == "weight")
+
+    def _product(
+        self, name: str, stored: str, rows: Axis, columns: Axis, bias: bool
+    ) -> Iterator[Weight]:
+        yield replace(_weight(name, self.at + stored, rows, columns), multiplied=True)
+        if bias:
+            yield Weight(f"{name}_bias", (Source(f"{self.at}{stored}.bias", (rows,)),))
+
+
+def _weight(name: str, stored: str, *axes: Axis) -> Weight:
+    return Weight(name, (Source(f"{stored}.weight", axes),))
+
+
+def _norm(name: str, norm: Norm | None, stored: str, axis: Axis) -> Iterator[Weight]:
+    if norm is None:
+        return
+    if norm.weight:
+        weight = _weight(name, stored, axis)
+        if norm.offset:
+            # In float32: what is small beside the offset would be lost in fewer bits.
+            sources = tuple(replace(source, function=_add_one) for source in weight.sources)
+            weight = replace(weight, sources=sources, dtype=torch.float32)
+        yield weight
+    if norm.bias:
+        yield Weight(f"{name}_bias", (Source(f"{stored}.bias", (axis,)),))
+
+
+def _add_one(x: torch.Tensor) -> torch.Tensor:
+    return x.float() + 1

@@ -1,0 +1,93 @@
+"""Products are given the step, and may start from what an adapter adds to some of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tokenpod.kernels import reference
+from tokenpod.models.decoder import Decoder
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "opt-350m", "gemma2", "gpt-neox"])
+def test_a_delta_on_one_row_changes_that_row_alone(name, golden, load_folder, schedule, text):
+    folder = golden(name).folder
+    seen: set[str] = set()
+
+    def on_first_row(weight, x, step):
+        seen.add(weight)
+        if step is None or weight == "head":
+            return None
+        out = sizes[weight]
+        delta = torch.zeros(len(x), out)
+        delta[step.b_start[0] : step.b_start[1]] = 0.5
+        return delta
+
+    plain = load_folder(folder)
+    sizes = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tokenpod.models.load.Decoder", recording(sizes, on_first_row))
+        adapted = load_folder(folder)
+    first, second = text(9), text(7, seed=1)
+    results = []
+    for model in (plain, adapted):
+        scheduler = schedule(model)
+        rows = [(scheduler.sequence(first), 9), (scheduler.sequence(second), 7)]
+        results.append(scheduler.step(rows))
+    (own, other), (own_changed, other_changed) = results
+    torch.testing.assert_close(other_changed, other, rtol=0, atol=1e-5)
+    assert (own_changed - own).abs().max() > 0.1
+    assert {"0.qkv", "2.output", "1.up", "0.down", "head"} <= seen
+
+
+def recording(sizes, delta):
+    """A decoder with this delta, that notes how long each weight's outputs are."""
+
+    def make(config, weights, ops, **more):
+        sizes.update({name: len(w) for name, w in weights.items() if w.ndim == 2})
+        return Decoder(config, weights, ops, delta=delta, **more)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("llama", ["norm_linear", "store_key_value", "attention", "add_linear"]),
+        ("qwen3", ["norm_linear", "store_key_value", "attention", "add_linear"]),
+        ("phi3", ["norm_linear", "store_key_value", "attention", "add_linear"]),
+    ],
+)
+def test_norms_and_sums_are_part_of_products_where_they_can_be(
+    name, layer, golden, load_folder, schedule, text
+):
+    """A layer of Llama's shape is six operations: what is fused on a GPU is asked for as one."""
+    calls: list[str] = []
+
+    def noted(name, operation):
+        def call(*args, **named):
+            calls.append(name)
+            return operation(*args, **named)
+
+        return call
+
+    def recording(device, dtype):
+        ops = reference.OPERATIONS
+        found = {field.name: getattr(ops, field.name) for field in fields(ops)}
+        plain = {n: noted(n, op) for n, op in found.items() if op and not n.startswith("prepare")}
+        made = {
+            n: lambda *args, n=n, op=op: noted(n.removeprefix("prepare_"), op(*args))
+            for n, op in found.items()
+            if op and n.startswith("prepare")
+        }
+        return replace(ops, **plain, **made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tokenpod.models.load.operations_for", recording)
+        scheduler = schedule(load_folder(golden(name).folder))
+    scheduler.step([(scheduler.sequence(text(3)), 3)])
+    inner = [*layer, "norm_linear", "add_linear"]
+    # Plans and rotation, then the layers, the last norm and the head.
+    assert calls == ["plan_attention", "rotate", "embed", *inner * 3, "rms_norm", "linear"]

@@ -1,0 +1,111 @@
+"""Weights of 8 bits, made while loading: the model says what one of their float values says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tokenpod.kernels.int8 import dequantised, quantise_rows
+from tokenpod.kernels.weight import LinearWeight
+from tokenpod.models import load as loading
+from tokenpod.models.checkpoint import Checkpoint, read_weights
+from tokenpod.models.errors import ModelError
+from tokenpod.models.load import load_model, read_layout
+from tokenpod.models.share import Share
+
+CPU = torch.device("cpu")
+KINDS = ["llama-biases", "qwen3", "opt-350m", "gpt-neox", "gemma2", "falcon-40b", "phi3"]
+
+
+def load(folder, **more):
+    return load_model(folder, dtype=None, device=CPU, progress=lambda done, total: None, **more)
+
+
+def read(folder, share=Share()):  # noqa: B008 - it is frozen
+    with Checkpoint(folder) as checkpoint:
+        return read_weights(
+            checkpoint,
+            read_layout(folder, checkpoint).weights,
+            dtype=torch.float32,
+            device=CPU,
+            progress=lambda done, total: None,
+            share=share,
+            quantize="int8",
+        )
+
+
+@pytest.fixture
+def rounded(golden, tmp_path):
+    """A checkpoint of what a kind's weights of 8 bits stand for."""
+
+    def make(name):
+        folder = golden(name).folder
+        stored = load_file(folder / "model.safetensors")
+        layers = re.compile(r"\.(layers|h)\.\d+\..*\.weight$")
+        for key, tensor in stored.items():
+            if layers.search(key) and tensor.ndim == 2:
+                stored[key] = dequantised(quantise_rows(tensor), torch.float32)
+        save_file(stored, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_logprobs_are_those_of_the_rounded_weights(name, golden, rounded, schedule, text):
+    tokens = text(21)
+    results = []
+    for model in (load(golden(name).folder, quantize="int8"), load(rounded(name))):
+        scheduler = schedule(model)
+        sequence = scheduler.sequence(tokens)
+        results.append(torch.cat([scheduler.step([(sequence, n)])[0] for n in (12, 1, 7, 1)]))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-4)
+
+
+def test_products_take_a_byte_per_number_and_the_rest_what_it_took(golden):
+    folder = golden("llama").folder
+    dense, small = load(folder), load(folder, quantize="int8")
+    assert small.parameters_count == dense.parameters_count
+    layout = read_layout(folder, None)
+    multiplied = [weight.shape for weight in layout.weights if weight.multiplied]
+    saved = sum(3 * n * k - 4 * n for n, k in multiplied)
+    assert dense.weight_bytes - small.weight_bytes == saved
+    assert small.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "falcon-40b"])
+def test_ranks_have_parts_of_the_same_numbers(name, golden):
+    folder = golden(name).folder
+    whole, parts = read(folder), [read(folder, Share(rank, 2)) for rank in range(2)]
+    (down,) = whole["1.down"].parts
+    halves = [part["1.down"].parts[0] for part in parts]
+    assert torch.equal(torch.cat([half.weight for half in halves], dim=1), down.weight)
+    assert all(torch.equal(half.scale, down.scale) for half in halves)
+    (up,) = whole["1.up"].parts
+    assert sum(len(part["1.up"].parts[0].scale) for part in parts) == len(up.scale)
+    dense = [name for name, weight in whole.items() if not isinstance(weight, LinearWeight)]
+    assert not [name for name in dense if name.endswith(("qkv", "output", "up", "down"))]
+    assert {"embedding", "head"} <= set(dense) | {"head"}
+
+
+def test_experts_are_refused(golden):
+    with pytest.raises(ModelError, match="quantize is int8: MixtralForCausalLM has experts"):
+        load(golden("mixtral").folder, quantize="int8")
+
+
+def test_an_unknown_format_is_refused(golden):
+    with pytest.raises(ModelError, match="quantize is 'int3'; supported: int8"):
+        load(golden("llama").folder, quantize="int3")
+
+
+def test_memory_is_asked_for_what_is_held(golden, monkeypatch):
+    folder = golden("llama").folder
+    held = load(folder, quantize="int8").weight_bytes
+    monkeypatch.setattr(loading, "available_bytes", lambda device: held)
+    load(folder, quantize="int8")
+    with pytest.raises(ModelError, match="the weights need"):
+        load(folder)

@@ -1,0 +1,77 @@
+"""A spec that can't be is refused where it is made, by the name of what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tokenpod.models.errors import ModelError
+from tokenpod.models.families.alibi import alibi_of
+from tokenpod.models.load import read_config
+from tokenpod.models.rope import head_order, pair_frequencies
+from tokenpod.models.spec import SAME, Alibi, Norm, Rope
+
+
+@pytest.fixture
+def layer(golden):
+    return read_config(golden("llama").folder).layers[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_heads": 3}, "attention.heads is 4: they can't share 3"),
+        ({"head_dim": 15}, "attention.head_dim is 15"),
+        ({"positions": Alibi((1.0,))}, "attention.positions has 1 slopes for 4 heads"),
+        ({"qk_norm": Norm("layer", 1e-5)}, "attention.qk_norm.kind is 'layer'"),
+    ],
+)
+def test_attention_that_can_not_be(layer, changes, message):
+    with pytest.raises(ModelError, match=message):
+        replace(layer.attention, **changes)
+
+
+def test_an_unknown_norm():
+    with pytest.raises(ModelError, match=r"norm\.kind is 'batch'; supported: rms, layer"):
+        Norm("batch", 1e-5)
+    with pytest.raises(ModelError, match=r"norm\.kind is 'rms': it has a weight, and no bias"):
+        Norm("rms", 1e-5, bias=True)
+
+
+def test_norms_that_do_not_go_with_the_join(layer, golden):
+    with pytest.raises(ModelError, match=r"norms\.mlp_in is SAME, and join sequential"):
+        replace(layer, norms=replace(layer.norms, mlp_in=SAME))
+    experts = read_config(golden("mixtral").folder).layers[0]
+    with pytest.raises(ModelError, match=r"norms\.mlp_in: a mixture of experts has an rms norm"):
+        replace(experts, norms=replace(experts.norms, mlp_in=None))
+
+
+def test_layers_of_different_heads(golden, layer):
+    spec = read_config(golden("llama").folder)
+    other = replace(layer, attention=replace(layer.attention, kv_heads=2))
+    with pytest.raises(ModelError, match="key/value heads of 2 shapes"):
+        replace(spec, layers=(layer, other))
+
+
+@pytest.mark.parametrize(
+    ("rotated", "interleaved", "order"),
+    [
+        (8, False, None),
+        (4, False, (0, 1, 4, 5, 2, 3, 6, 7)),
+        (8, True, (0, 2, 4, 6, 1, 3, 5, 7)),
+        (4, True, (0, 2, 4, 5, 1, 3, 6, 7)),
+    ],
+)
+def test_rows_of_a_head_are_ordered_so_that_pairs_lie_half_a_head_apart(
+    rotated, interleaved, order
+):
+    rope = Rope((1.0,) * (rotated // 2), interleaved=interleaved)
+    assert head_order(rope, 8) == order
+    assert pair_frequencies(rope, 8).tolist() == [1.0] * (rotated // 2) + [0.0] * (4 - rotated // 2)
+
+
+def test_slopes_of_heads_between_powers_of_two_are_those_of_a_finer_series():
+    assert alibi_of(2).slopes == (2**-4, 2**-8)
+    assert alibi_of(3).slopes == (2**-4, 2**-8, 2**-2)
+    assert alibi_of(4, 0.5).slopes == (2**-3, 2**-5, 2**-7, 2**-9)

@@ -176,7 +176,7 @@ def as_on_a_gpu(
         device=CPU,
     )
     executor.capture()
-    return Assembled(executor, slots, model.dtype, overlap=True)
+    return Assembled(executor, slots, model.dtype, overlap=True, slots_from="asked for")
 
 
 def options_for(job: Job, folder: str) -> EngineOptions:

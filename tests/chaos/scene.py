@@ -58,11 +58,11 @@ class Pod:
 
     def further(self) -> list[int]:
         """Process ids of the further front ends."""
-        return [pid for pid in self.server.children() if _is_front_end(pid)]
+        return [pid for pid in self.server.children() if _runs(pid, b"pod.front_end")]
 
     def engines(self) -> list[int]:
         """Process ids of the engine, or of its ranks."""
-        return [pid for pid in self.server.children() if not _is_front_end(pid)]
+        return self.server.engine_pids()
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         """Send one to the first front end."""
@@ -251,8 +251,8 @@ def gone(pid: int) -> bool:
         return True
 
 
-def _is_front_end(pid: int) -> bool:
-    return b"service.front_end" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def _runs(pid: int, module: bytes) -> bool:
+    return module in Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def _hint(error: Any) -> float:

@@ -17,8 +17,9 @@ from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 
 def engines(of: int) -> list[int]:
-    """Process ids of a server's children."""
-    return [int(pid) for pid in Path(f"/proc/{of}/task/{of}/children").read_text().split()]
+    """Process ids of a server's engines."""
+    children = Path(f"/proc/{of}/task/{of}/children").read_text().split()
+    return [int(pid) for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 async def test_a_pod_whose_engine_hangs_is_restarted_without_a_drain(

@@ -81,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A pod whose chat template does what a message says."""
     model = with_template(tmp_path_factory.mktemp("model") / "hostile")
     limits = ["--text-timeout", "3", "--text-memory-bytes", str(128 * 2**20)]
-    limits += ["--max-concurrent-requests", "2", "--max-front-end-bytes", str(2**20)]
+    limits += ["--max-concurrent-requests", "2", "--max-front-end-bytes", "1200000"]
     limits += ["--max-message-bytes", str(2**20)]
     with serve("--model-id", str(model), *limits) as running:
         yield running

@@ -13,7 +13,7 @@ IGNORING = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
 
 def test_programs_under_test_take_ctrl_c_when_the_run_itself_ignores_it() -> None:
     pytest = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "--timeout", "120"]
-    chosen = "tests/service/test_cli.py::test_ctrl_c_cancels_the_call"
+    chosen = "tests/cli/test_cli.py::test_ctrl_c_cancels_the_call"
     done = subprocess.run(
         [*IGNORING, *pytest, chosen], cwd=ROOT, capture_output=True, text=True, timeout=240
     )

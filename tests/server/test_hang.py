@@ -65,6 +65,7 @@ def test_a_hung_engine_refuses_new_calls_then_fails_running_ones_and_ends(
     assert "draining" not in text
 
 
+@pytest.mark.slow
 def test_an_engine_that_goes_on_in_time_is_as_before(server: ServerProcess) -> None:
     running = hang(server)
     wait_for(lambda: server.health() != SERVING)
@@ -104,6 +105,7 @@ def test_a_drain_does_not_wait_for_a_hung_engine(server: ServerProcess) -> None:
     assert running.code is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 def test_all_front_ends_refuse_and_end() -> None:
     with serve(*FLAGS, *STALLED, "--front-ends", "3", env=ENV) as pod:
         engine = next(pid for pid in pod.children() if "engine" in command(pid))

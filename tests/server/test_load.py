@@ -223,4 +223,5 @@ def test_waiting_for_a_router_to_let_go_is_no_reason_for_a_restart(tight: Server
     stub.ClearCache(pb.ClearCacheRequest(), timeout=60)
     assert next(waiting).WhichOneof("event") == "started"
     waiting.cancel()
+    wait_for(lambda: tight.health("readiness") == SERVING)
     assert_free(stub)

@@ -246,8 +246,8 @@ def test_a_pool_that_cannot_fit_is_refused_with_its_size() -> None:
 def test_the_slots_are_told_with_what_they_were_computed_from() -> None:
     for flags, said in (
         (("--max-batch-total-tokens", "4096"), "kv_slots_from=--max-batch-total-tokens"),
-        (("--max-batch-size", "4"), "kv_slots_from=4 sequences of 2048 tokens"),
-        (("--memory-fraction", "0.0005"), "kv_slots_from=0% of the "),
+        (("--max-batch-size", "4"), 'kv_slots_from="4 sequences of 2048 tokens'),
+        (("--memory-fraction", "0.0005"), 'kv_slots_from="0% of the '),
     ):
         with serve(*flags) as server:
             assert said in server.log.read_text()
@@ -262,7 +262,7 @@ def test_the_log_tells_of_loading_until_it_serves() -> None:
         os.kill(starting.engine_pid(), signal.SIGCONT)
         starting.wait_until_serving()
         before, _, after = starting.log.read_text().partition("serving")
-        assert "stage=starting the engine" in before
+        assert 'stage="starting the engine"' in before
         assert "loading" not in after
 
 
@@ -280,14 +280,14 @@ def test_an_engine_that_is_killed_while_it_serves_is_named() -> None:
     with serve() as server:
         kill(server.engine_pid())
         assert server.process.wait(SECONDS) == 1
-        assert "reason=the engine was killed by SIGKILL, out of memory?" in server.log.read_text()
+        assert 'reason="the engine was killed by SIGKILL, out of memory?"' in server.log.read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_is_named(rank: int) -> None:
     with serve(*FLAGS, "--num-shard", "2", env=ENV) as server:
         kill(server.children()[rank])
-        said = f"reason=rank {rank} was killed by SIGKILL, out of memory?"
+        said = f'reason="rank {rank} was killed by SIGKILL, out of memory?"'
         wait_for(lambda: said in server.log.read_text(), log=server.log)
 
 

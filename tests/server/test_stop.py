@@ -212,7 +212,7 @@ def test_a_second_signal_a_second_later_ends_all_at_once_whatever_hangs(front_en
         streams = [
             Reader(connection(server), text_request(PROMPT, stopping=LONG)) for _ in range(6)
         ]
-        (engine,) = (pid for pid in children if b"front_end" not in command_of(pid))
+        engine = server.engine_pid()
         os.kill(engine, signal.SIGSTOP)
         shard = server.stub().Prefill.future(pb.PrefillRequest(batch=batch()), timeout=60)
         socket_shard = rpc.TextGenerationServiceStub(server.channel(f"unix:{server.uds}"))

@@ -16,6 +16,7 @@ from deploy.rollout import assert_nothing_was_lost, traffic, until, values
 LENGTHS = (20, 60, 300)
 
 
+@pytest.mark.slow
 async def test_no_accepted_request_fails_while_the_pods_of_a_group_are_replaced(
     helm: Helm, tmp_path: Path, claims: Path
 ) -> None:

@@ -57,6 +57,7 @@ class Script:
         return process.returncode, said
 
 
+@pytest.mark.slow
 def test_it_waits_for_a_server_that_is_still_starting(helm: Helm, tmp_path: Path) -> None:
     script = Script(helm, tmp_path, {})
     with serve(wait=False) as starting:

@@ -97,6 +97,7 @@ def test_a_call_that_was_given_up_leaves_no_doubt_about_an_engine_that_runs(
         wait_for(lambda: server.health() != SERVING, seconds=7)
 
 
+@pytest.mark.slow
 def test_a_drain_does_not_wait_for_a_hung_engine(server: ServerProcess) -> None:
     running = hang(server)
     server.process.send_signal(signal.SIGTERM)

@@ -123,6 +123,7 @@ def test_no_call_is_cancelled_and_every_connection_but_the_routers_is_closed(
         channel.close()
 
 
+@pytest.mark.slow
 def test_a_client_that_retries_as_it_is_told_loses_no_call(server: ServerProcess) -> None:
     options = [*OWN, ("grpc.service_config", json.dumps(RETRYING))]
     with grpc.insecure_channel(server.address, options=options) as channel:
@@ -134,6 +135,7 @@ def test_a_client_that_retries_as_it_is_told_loses_no_call(server: ServerProcess
         assert server.health("startup") == SERVING
 
 
+@pytest.mark.slow
 def test_who_watches_health_hears_of_it_and_is_not_cancelled(server: ServerProcess) -> None:
     with grpc.insecure_channel(server.address, options=OWN) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

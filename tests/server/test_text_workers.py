@@ -229,6 +229,7 @@ def unlimited(tmp_path: Path) -> list[str]:
     return ["--model-id", str(model), "--text-timeout", "3600"]
 
 
+@pytest.mark.slow
 def test_an_abandoned_rendering_does_not_keep_a_pod_from_stopping(unlimited: list[str]) -> None:
     with serve(*unlimited) as server:
         workers = server.text_worker_pids()

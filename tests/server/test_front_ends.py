@@ -336,7 +336,7 @@ def test_a_front_end_that_hangs_is_replaced_and_costs_its_own_streams_alone() ->
         os.kill(before[0], signal.SIGSTOP)
         # Whoever waits for nobody hears of it too.
         assert streams[1].code() is grpc.StatusCode.UNAVAILABLE
-        assert gone(before[0])
+        wait_for(lambda: gone(before[0]))
         for stream in (streams[0], streams[2]):
             assert len(collect(stream.rest(), 1).samples[0].token_ids) == 1900
         wait_for(lambda: "a front end serves again" in server.log.read_text())

@@ -1,7 +1,7 @@
 """Random requests of every rpc, in any order and at once: nothing breaks, and nothing is forgotten.
 
 Requests begin plain and have some fields replaced, by extremes or by plausible values, so that many
-get past the checks and into the engine. TOKENPOD_FUZZ_EXAMPLES says how many sequences of calls are
+get past the checks and into the engine. FUZZ_EXAMPLES says how many sequences of calls are
 tried (CI: about a minute's worth); they are the same in every run.
 """
 
@@ -23,7 +23,7 @@ from wirefuzz import F, Rpc
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 
-EXAMPLES = int(os.environ.get("TOKENPOD_FUZZ_EXAMPLES", "10"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))
 #: A call that takes longer hangs.
 HANG_SECONDS = 60.0
 ANSWERS = {

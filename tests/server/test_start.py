@@ -192,8 +192,8 @@ def test_a_port_that_this_user_may_not_have_is_not_called_taken() -> None:
 def test_what_ends_a_start_is_json_where_logs_are(flags: tuple[str, ...], status: int) -> None:
     ran = start(*flags, "--json-output")
     assert ran.returncode == status
-    # Libraries may have had something to say before: theirs is not ours to format.
-    entry = json.loads(ran.stderr.splitlines()[-1])
+    (line,) = ran.stderr.splitlines()
+    entry = json.loads(line)
     assert (entry["level"], entry["logger"]) == ("ERROR", "tokenpod")
     assert flags[0] in entry["message"]
 

@@ -1,5 +1,5 @@
 import pytest
-from scheduler_house import House, request
+from scheduler_driver import House, request
 
 
 @pytest.fixture(params=[False, True], ids=["settled at once", "overlapped"])

@@ -1,7 +1,7 @@
 import random
 
 import numpy as np
-from scheduler_house import House, request
+from scheduler_driver import House, request
 
 from tokenpod.scheduler.admission import FOREVER
 from tokenpod.scheduler.forecast import Forecast

@@ -7,7 +7,7 @@ import random
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from scheduler_house import House, request
+from scheduler_driver import House, request
 
 #: Prompts are cut from few texts, so that many begin alike.
 TEXTS = [[1] * 60, [1, 2] * 30, [2, 2, 1] * 20, [1] * 10 + [2] * 50]

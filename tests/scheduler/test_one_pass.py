@@ -10,7 +10,7 @@ import random
 from itertools import count
 
 import pytest
-from scheduler_house import House, request
+from scheduler_driver import House, request
 
 
 def path(sequence):

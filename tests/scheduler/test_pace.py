@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from scheduler_house import House, request
+from scheduler_driver import House, request
 
 from tokenpod.scheduler.pace import Pace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduler_house import House, request
+from scheduler_driver import House, request
 
 
 def soak(seed: int, turns: int) -> House:

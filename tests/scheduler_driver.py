@@ -215,7 +215,7 @@ class Owed:
     ended: str = ""
 
 
-class House:
+class Driver:
     """Drives a scheduler step by step, with or without overlap, and checks all that comes out."""
 
     def __init__(self, *, overlap=False, choose=lambda sequence_id, index: 0, **limits) -> None:
@@ -418,4 +418,4 @@ def expected_finish(owed: Owed, now: int) -> FinishCode:
     return FinishCode.RUNNING
 
 
-__all__ = ["SECOND", "FailureCode", "House", "ReferenceExecutor", "expected_finish", "request"]
+__all__ = ["SECOND", "FailureCode", "Driver", "ReferenceExecutor", "expected_finish", "request"]

@@ -1,7 +1,7 @@
 import random
 
 import numpy as np
-from scheduler_driver import House, request
+from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.admission import FOREVER
 from tokenpod.scheduler.forecast import Forecast
@@ -58,18 +58,18 @@ def test_who_computed_the_same_prompt_second_keeps_its_own_slots():
 
 
 def test_without_a_cache_only_the_samples_of_a_request_share_their_prompt():
-    house = House(slots=100, max_rows=4, prefill_tokens=32, prefix_caching=False)
-    house.submit(request([1, 2, 3], [5] * 30, max_new_tokens=4))
-    house.turn()
-    house.turn()
-    kv = house.scheduler.kv
+    driver = Driver(slots=100, max_rows=4, prefill_tokens=32, prefix_caching=False)
+    driver.submit(request([1, 2, 3], [5] * 30, max_new_tokens=4))
+    driver.turn()
+    driver.turn()
+    kv = driver.scheduler.kv
     assert kv.tree.tokens == 29
-    house.run()
+    driver.run()
     assert (kv.tree.tokens, kv.free) == (0, kv.total)
-    house.submit(request(4, [5] * 30))
-    house.turn()
-    assert house.planned() == {4: 30}
-    house.drain()
+    driver.submit(request(4, [5] * 30))
+    driver.turn()
+    assert driver.planned() == {4: 30}
+    driver.drain()
 
 
 def test_the_cache_gives_way_to_who_needs_the_slots():
@@ -113,12 +113,12 @@ def test_a_frozen_sequence_counts_with_all_it_holds_and_may_come_to_hold():
 
 
 def test_long_lives_of_many_leave_nothing_behind():
-    house = House(slots=64, max_rows=6, prefill_tokens=8, overlap=True)
+    driver = Driver(slots=64, max_rows=6, prefill_tokens=8, overlap=True)
     for sequence_id in range(1, 40):
         prompt = [sequence_id % 3] * (1 + sequence_id % 17)
-        house.submit(request(sequence_id, prompt, max_new_tokens=1 + sequence_id % 11))
-    house.drain()
-    assert all(len(house.outputs(i)) == 1 + i % 11 for i in range(1, 40))
+        driver.submit(request(sequence_id, prompt, max_new_tokens=1 + sequence_id % 11))
+    driver.drain()
+    assert all(len(driver.outputs(i)) == 1 + i % 11 for i in range(1, 40))
 
 
 def two_samples(kv, prompt, **options):
@@ -167,13 +167,13 @@ def test_samples_share_their_own_copy_of_a_prompt_that_another_brought_meanwhile
 def test_samples_that_fill_the_cache_with_their_prompt_once_are_served():
     # 60 of prompt, 2 x 15 new less the last ones, and the last prompt token again. Twice the prompt
     # would not fit.
-    house = House(slots=60 + 2 * 14 + 1, max_rows=4, prefill_tokens=16)
-    house.submit(request([1, 2], [5] * 60, max_new_tokens=15))
-    house.run()
-    assert [len(house.outputs(i)) for i in (1, 2)] == [15, 15]
-    house.submit(request([3, 4], [6] * 60, max_new_tokens=16))
-    assert house.sequences[3].ended == "failure INVALID_ARGUMENT"
-    house.drain()
+    driver = Driver(slots=60 + 2 * 14 + 1, max_rows=4, prefill_tokens=16)
+    driver.submit(request([1, 2], [5] * 60, max_new_tokens=15))
+    driver.run()
+    assert [len(driver.outputs(i)) for i in (1, 2)] == [15, 15]
+    driver.submit(request([3, 4], [6] * 60, max_new_tokens=16))
+    assert driver.sequences[3].ended == "failure INVALID_ARGUMENT"
+    driver.drain()
 
 
 def test_sequences_that_grow_side_by_side_get_runs_also_when_the_cache_is_full():

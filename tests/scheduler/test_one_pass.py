@@ -10,7 +10,7 @@ import random
 from itertools import count
 
 import pytest
-from scheduler_driver import House, request
+from scheduler_driver import Driver, request
 
 
 def path(sequence):
@@ -20,9 +20,9 @@ def path(sequence):
         node = node.parent
 
 
-def reference_peak(house, extra):
+def reference_peak(driver, extra):
     """The most slots ever held: those with a row, then requests `extra` (lists of samples)."""
-    scheduler = house.scheduler
+    scheduler = driver.scheduler
     batcher, routed = scheduler._batcher, scheduler._routed
     quantum, line, spans = batcher.quantum, 0, []
     nodes = {}
@@ -84,9 +84,9 @@ def reference_peak(house, extra):
     )
 
 
-def reference_count(house):
+def reference_count(driver):
     """How many requests are let in if each is asked for in its turn."""
-    scheduler = house.scheduler
+    scheduler = driver.scheduler
     line, rows, taken = scheduler._queue._waiting, scheduler._rows.free, []
     for _, _, samples in line:
         rows -= len(samples)
@@ -94,10 +94,10 @@ def reference_count(house):
             break
         scheduler.kv.begin(samples[0])
         taken.append(samples)
-        if reference_peak(house, taken) > scheduler.limits.slots:
+        if reference_peak(driver, taken) > scheduler.limits.slots:
             break
     fits = len(taken)
-    if taken and reference_peak(house, taken) > scheduler.limits.slots:
+    if taken and reference_peak(driver, taken) > scheduler.limits.slots:
         fits -= 1
     for samples in reversed(taken):
         scheduler.kv.withdraw(samples[0])
@@ -107,18 +107,18 @@ def reference_count(house):
 @pytest.mark.parametrize("seed", range(4))
 def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
     chance, ids = random.Random(seed), count(1)
-    house = House(
+    driver = Driver(
         slots=chance.choice([60, 300, 1000]),
         max_rows=chance.choice([4, 16]),
         prefill_tokens=chance.choice([8, 64]),
         overlap=seed % 2 == 0,
     )
-    queue, decisions = house.scheduler._queue, []
+    queue, decisions = driver.scheduler._queue, []
     admit = queue.admit
 
     def compared():
         full = queue._full
-        wanted = 0 if full else reference_count(house)
+        wanted = 0 if full else reference_count(driver)
         before = len(queue)
         admit()
         assert before - len(queue) == wanted
@@ -133,18 +133,18 @@ def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
             new = chance.randint(1, 20)
             if chance.random() < 0.15:
                 held.append(next(ids))
-                failure = house.advance(next(ids), [request(held[-1], prompt, max_new_tokens=new)])
+                failure = driver.advance(next(ids), [request(held[-1], prompt, max_new_tokens=new)])
                 if failure:
                     held.pop()
             else:
                 samples = [next(ids) for _ in range(chance.choice([1, 1, 1, 3]))]
-                house.submit(request(samples, prompt, max_new_tokens=new))
+                driver.submit(request(samples, prompt, max_new_tokens=new))
         if chance.random() < 0.1:
-            house.abort(chance.randint(1, next(ids)))
+            driver.abort(chance.randint(1, next(ids)))
         for _ in range(chance.randint(1, 6)):
-            house.turn()
+            driver.turn()
         if held and chance.random() < 0.5:
-            house.abort(held.pop(0))
-    house.drain()
+            driver.abort(held.pop(0))
+    driver.drain()
     assert any(wanted > 1 for wanted, _ in decisions)
     assert any(0 < wanted < line for wanted, line in decisions)

@@ -418,4 +418,4 @@ def expected_finish(owed: Owed, now: int) -> FinishCode:
     return FinishCode.RUNNING
 
 
-__all__ = ["SECOND", "FailureCode", "Driver", "ReferenceExecutor", "expected_finish", "request"]
+__all__ = ["SECOND", "Driver", "FailureCode", "ReferenceExecutor", "expected_finish", "request"]

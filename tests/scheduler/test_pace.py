@@ -78,7 +78,7 @@ def test_more_tokens_never_take_less():
 # -- in the driver ------------------------------------------------------------------------------
 
 
-def busy_house(**limits) -> Driver:
+def busy_driver(**limits) -> Driver:
     """A driver where every step of 8 prompt tokens has taken 100."""
     driver = Driver(**{"slots": 400, "max_rows": 8, "prefill_tokens": 8, "overlap": True} | limits)
     driver.submit(request(1000, [9] * 200, max_new_tokens=1))
@@ -92,7 +92,7 @@ def drop_times(driver: Driver) -> list[str]:
 
 
 def test_a_deadline_that_the_prompt_alone_outlasts_is_refused_at_once():
-    driver = busy_house()
+    driver = busy_driver()
     # Five steps: 250 at the least, by the careful half.
     driver.submit(request(1, list(range(40)), deadline_at=driver.now + 240))
     driver.submit(request(2, list(range(100, 140)), deadline_at=driver.now + 260))
@@ -106,7 +106,7 @@ def test_a_deadline_that_the_prompt_alone_outlasts_is_refused_at_once():
 
 
 def test_a_prompt_that_falls_behind_is_dropped_between_its_pieces():
-    driver = busy_house()
+    driver = busy_driver()
     driver.submit(request(1, list(range(40)), deadline_at=driver.now + 400))
     for _ in range(3):
         driver.turn()
@@ -118,7 +118,7 @@ def test_a_prompt_that_falls_behind_is_dropped_between_its_pieces():
 
 
 def test_what_the_cache_holds_needs_no_time():
-    driver = busy_house()
+    driver = busy_driver()
     driver.submit(request(1, [9] * 200, deadline_at=driver.now + 60, max_new_tokens=1))
     driver.submit(request(2, [8] * 200, deadline_at=driver.now + 60, max_new_tokens=1))
     driver.run()
@@ -127,7 +127,7 @@ def test_what_the_cache_holds_needs_no_time():
 
 
 def test_all_samples_of_a_request_are_dropped_together():
-    driver = busy_house()
+    driver = busy_driver()
     driver.submit(request([1, 2, 3], list(range(40)), deadline_at=driver.now + 100))
     driver.turn()
     assert drop_times(driver) == ["failure DEADLINE_EXCEEDED"] * 3

@@ -1,5 +1,5 @@
 import pytest
-from scheduler_driver import FailureCode, Driver, request
+from scheduler_driver import Driver, FailureCode, request
 
 
 @pytest.fixture(params=[False, True], ids=["settled at once", "overlapped"])

@@ -15,7 +15,7 @@ from itertools import compress
 
 import numpy as np
 
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.exact import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence

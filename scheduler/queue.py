@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.exact import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Owner, Sequence

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenpod.core.messages import Advance
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.exact import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import Step, StepBuilder

@@ -24,7 +24,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.deadlines import Deadlines
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.exact import Forecast
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pace import Pace
 from tokenpod.scheduler.probe import Probes

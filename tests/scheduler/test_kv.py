@@ -3,9 +3,9 @@ import random
 import numpy as np
 from scheduler_driver import Driver, request
 
-from tokenpod.scheduler.admission import FOREVER
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.exact import Forecast
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.peak import FOREVER
 from tokenpod.scheduler.sequence import Sequence
 
 

@@ -1,4 +1,4 @@
-"""What all admitted sequences will need at most: the input of `admission.peak_tokens`.
+"""What all admitted sequences will need at most: the input of `peak.peak_tokens`.
 
 Each thing that is held is an entry (tokens, growth, end). Entries are only ever added, so the need
 of the first k of some candidates is the peak of the entries up to the k-th one's last.
@@ -12,7 +12,7 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
-from tokenpod.scheduler.admission import FOREVER, peak_tokens
+from tokenpod.scheduler.peak import FOREVER, peak_tokens
 from tokenpod.scheduler.radix import Node
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.table import Ints, Table

@@ -116,6 +116,12 @@ class SchedulerLife(RuleBasedStateMachine):
         alive = self.alive()
         self.driver.abort(*pick.sample(alive, min(n, len(alive))))
 
+    @rule(pick=st.randoms(use_true_random=False), n=st.integers(1, 4), turns=st.integers(0, 3))
+    def preempt(self, pick, n, turns):
+        alive = self.alive()
+        self.driver.preempt(*pick.sample(alive, min(n, len(alive))))
+        self.turns(turns)
+
     @rule(
         starts=st.lists(st.tuples(prompts(), stops(), st.integers(0, 12)), max_size=3),
         pick=st.randoms(use_true_random=False),

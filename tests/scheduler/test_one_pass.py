@@ -24,7 +24,7 @@ def reference_peak(driver, extra):
     """The most slots ever held: those with a row, then requests `extra` (lists of samples)."""
     scheduler = driver.scheduler
     batcher, routed = scheduler._batcher, scheduler._routed
-    quantum, line, spans = batcher.quantum, 0, []
+    quantum, line, spans = scheduler._batching.quantum, 0, []
     nodes = {}
 
     def hold(sequence, held, left, end):
@@ -35,32 +35,34 @@ def reference_peak(driver, extra):
     def in_line(sequence, need):
         nonlocal line
         line += need
-        end = -(-line // quantum) + 3 + sequence.bound - sequence.prompt_length + 1
-        hold(sequence, sequence.held + need, sequence.bound - sequence.prompt_length, end)
+        growth = sequence.bound - sequence.needed
+        end = -(-line // quantum) + 3 + growth + 1
+        hold(sequence, sequence.private + need, growth, end)
         return end
 
     def follow(first, siblings):
         ends = [in_line(sibling, 1) for sibling in siblings]
         if ends:
-            spans.append((first.prompt_length - first.shared, 0, ends[-1]))
+            spans.append((first.needed - first.shared, 0, ends[-1]))
             for node in path(first):
                 nodes[node] = max(nodes[node], ends[-1])
 
     def own(sequence):
         """What it holds alone: its prompt is its siblings' too."""
         siblings = batcher._siblings.get(sequence.id)
-        return sequence.held - (sequence.prompt_length - sequence.shared if siblings else 0)
+        return sequence.private - (sequence.needed - sequence.shared if siblings else 0)
 
-    for sequence in batcher._leaving.values():
-        hold(sequence, sequence.held, 0, 2)
+    for sequence in [*batcher._leaving.values(), *batcher._vacating.values()]:
+        hold(sequence, sequence.private, 0, 2)
     for sequence in batcher._decoding.values():
         left = sequence.bound - sequence.computed
         hold(sequence, own(sequence), left, left + 1)
     for sequence in batcher._ready:
-        in_line(sequence, sequence.prompt_length - sequence.computed)
+        in_line(sequence, sequence.needed - sequence.computed)
     for first, siblings in batcher._siblings.items():
-        if first in batcher._decoding:
-            follow(batcher._decoding[first], siblings)
+        computed = batcher._decoding.get(first) or batcher._vacating.get(first)
+        if computed is not None:
+            follow(computed, siblings)
     waiting = [[s, *batcher._siblings.get(s.id, [])] for s in batcher._prefilling]
     frozen = list(routed.sequences)
     for samples in extra:
@@ -69,9 +71,9 @@ def reference_peak(driver, extra):
         else:
             waiting.append(samples)
     for first, *siblings in waiting:
-        end = in_line(first, first.prompt_length - first.computed)
+        end = in_line(first, first.needed - first.computed)
         if siblings:
-            spans[-1] = (spans[-1][0] - (first.prompt_length - first.shared), *spans[-1][1:])
+            spans[-1] = (spans[-1][0] - (first.needed - first.shared), *spans[-1][1:])
             assert end == spans[-1][2]
         follow(first, siblings)
     for_ever = 1 << 30
@@ -88,7 +90,7 @@ def reference_count(driver):
     """How many requests are let in if each is asked for in its turn."""
     scheduler = driver.scheduler
     line, rows, taken = scheduler._queue._waiting, scheduler._rows.free, []
-    for _, _, samples in line:
+    for *_, samples in line:
         rows -= len(samples)
         if rows < 0:
             break
@@ -139,6 +141,8 @@ def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
             else:
                 samples = [next(ids) for _ in range(chance.choice([1, 1, 1, 3]))]
                 driver.submit(request(samples, prompt, max_new_tokens=new))
+        if chance.random() < 0.1:
+            driver.preempt(*(i for i, s in driver.sequences.items() if chance.random() < 0.3))
         if chance.random() < 0.1:
             driver.abort(chance.randint(1, next(ids)))
         for _ in range(chance.randint(1, 6)):

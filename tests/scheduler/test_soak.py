@@ -20,7 +20,7 @@ def soak(seed: int, turns: int) -> Driver:
     )
     texts = [[1] * 30, [1, 2] * 15, [2, 2, 1] * 10]
     ids = op = 0
-    routed = chance.random() < 0.3
+    routed, preempts = chance.random() < 0.3, chance.random() < 0.3
     for _ in range(turns):
         driver.now += 1
         while driver.scheduler.load().waiting < 4:
@@ -34,6 +34,8 @@ def soak(seed: int, turns: int) -> Driver:
         alive = [i for i, s in driver.sequences.items() if not s.ended]
         if chance.random() < 0.08:
             driver.abort(*chance.sample(alive, min(len(alive), 2)))
+        if preempts and chance.random() < 0.3:
+            driver.preempt(*chance.sample(alive, min(len(alive), 3)))
         if routed and chance.random() < 0.3:
             held = [i for i in alive if driver.sequences[i].held and not driver.sequences[i].ended]
             ids, op = ids + 1, op + 1

@@ -1,0 +1,63 @@
+"""How memory is promised to requests: the protocol that every admission policy implements.
+
+A policy is one module with a class of its own and one for its ledgers (see exact.py). The queue
+asks whether requests may join, the planners say what theirs need, and the batcher asks who gives
+way when slots run out. None of them knows which policy it talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+from typing import Protocol
+
+from tokenpod.scheduler.sequence import Sequence
+
+
+class Ledger(Protocol):
+    """What all admitted sequences need, and then, in the queue's order, some that wait.
+
+    Entries are only added. Adding one never lets more fit, so the first request that does not fit
+    can be found by bisection over marks.
+    """
+
+    def decoding(self, sequences: Listing[Sequence]) -> None:
+        """Add sequences that take one slot per step from now on."""
+
+    def leaving(self, sequences: Listing[Sequence]) -> None:
+        """Add sequences whose slots will be free once the step in flight has settled."""
+
+    def reserved(self, sequence: Sequence) -> None:
+        """Add one whose whole bound must stay reserved: a router decides when it runs."""
+
+    def prefilling(self, sequence: Sequence) -> None:
+        """Add one that is computed after those that were added before."""
+
+    def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
+        """Add samples that wait for the prompt of `first`, which was added before."""
+
+    @property
+    def mark(self) -> int:
+        """Names what has been added so far."""
+
+    def fits(self, mark: int) -> bool:
+        """Whether the policy lets everything join that was added until `mark`."""
+
+
+class Admission(Protocol):
+    """Decides which requests join, and which running one gives way when slots run out."""
+
+    def ledger(self) -> Ledger:
+        """An empty ledger."""
+
+    def victim(self, running: Listing[Sequence]) -> Sequence | None:
+        """The sequence to preempt when a step needs more slots than there are.
+
+        Args:
+            running: the batcher's, at least one. A router's are never preempted.
+
+        Returns None if none is to be: sequences without a slot then pause.
+        """
+
+    def ended(self, sequence: Sequence) -> None:
+        """Learn from a sequence that has ended, whatever the reason; its outputs are complete."""

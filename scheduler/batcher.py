@@ -134,11 +134,12 @@ class Batcher:
             step.decode(sequences, places)
         self._compute(step, portion.prompt_tokens, slots - len(sequences))
 
-    def inputs_settled(self, sequence: Sequence) -> None:
-        """The first output after a sequence's needed positions has come: publish these.
+    def inputs_proven(self, sequence: Sequence) -> None:
+        """The first output after a sequence's needed positions has settled: publish these.
 
         Samples that have waited for its prompt can begin.
         """
+        sequence.proven = True
         siblings = self._siblings.pop(sequence.id, [])
         self._kv.publish_inputs(sequence, awaited=bool(siblings))
         self._rows.promise(-len(siblings))

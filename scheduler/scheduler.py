@@ -256,10 +256,10 @@ class Scheduler:
             self._end(sequence)
             return
         finish = sequence.append(token, now)
-        if len(sequence.outputs) == 1:
-            settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
-        if sequence.length == len(sequence.inputs) + 1:
-            self._batcher.inputs_settled(sequence)
+        if not sequence.proven:
+            if len(sequence.outputs) == 1:
+                settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
+            self._batcher.inputs_proven(sequence)
         settled.sequence_ids.append(sequence.id)
         settled.token_ids.append(token)
         settled.finishes.append(finish)

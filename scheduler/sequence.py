@@ -70,6 +70,7 @@ class Sequence:
         "outputs",
         "owner",
         "place",
+        "proven",
         "request",
         "stream",
         "table",
@@ -91,9 +92,10 @@ class Sequence:
         self.place = table.take()
         #: [needed] the tokens at the positions that must be computed.
         self.inputs = prompt
-        self.needed = len(prompt)
-        # The keys and values of the last token are never written.
-        self.bound = len(prompt) + request.stopping.max_new_tokens - 1
+        table.needed[self.place] = self.needed
+        table.bound[self.place] = self.bound
+        #: An output has been sampled after all of `inputs` had been computed.
+        self.proven = False
         #: Its place in the queue within its priority.
         self.arrival = 0
         self.outputs: list[int] = []
@@ -124,14 +126,13 @@ class Sequence:
         assert not self.in_flight
         assert self.node is None
         self.inputs = self.all_tokens(self.length)
-        self.needed = len(self.inputs)
+        self.proven = False
+        self.table.needed[self.place] = self.needed
         self.computed = self.shared = 0
 
     row = Counted("The executor's row; -1: none.")
     computed = Counted("Positions whose keys and values are written, or being written.")
     shared = Counted("Of these, the first ones that are in the tree.")
-    needed = Counted("Positions that must be computed before an output can be sampled.")
-    bound = Counted("Positions that will be computed at most.")
     launched = Counted("Outputs that have been sampled or are being sampled.")
     in_flight = Counted("Steps launched and not settled.")
 
@@ -139,6 +140,16 @@ class Sequence:
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt)
+
+    @property
+    def needed(self) -> int:
+        """Positions that must be computed before an output can be sampled."""
+        return len(self.inputs)
+
+    @property
+    def bound(self) -> int:
+        """Positions that will be computed at most: the last token's keys are never written."""
+        return len(self.request.prompt) + self.request.stopping.max_new_tokens - 1
 
     @property
     def length(self) -> int:

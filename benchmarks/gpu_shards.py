@@ -51,7 +51,7 @@ from tokenpod.kernels.triton.launch import capability
 from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.names import Names, weights_of
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 from tokenpod.models.spec import ModelSpec
 
 WORLD = 2

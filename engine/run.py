@@ -21,7 +21,7 @@ from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
-from tokenpod.models.share import WHOLE, Share
+from tokenpod.models.shard import WHOLE, Share
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 

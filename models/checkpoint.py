@@ -19,7 +19,7 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.formats import quantised
 from tokenpod.models.linear import Weights
-from tokenpod.models.share import WHOLE, Share
+from tokenpod.models.shard import WHOLE, Share
 from tokenpod.models.weights import Source, Weight
 
 SINGLE = "model.safetensors"

@@ -15,7 +15,7 @@ import msgspec
 from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.load import Layout, ModelError, read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 
 
 def main() -> int:

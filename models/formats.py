@@ -10,7 +10,7 @@ from tokenpod.kernels.int8 import quantise_rows
 from tokenpod.kernels.ops import Int8Weight
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.errors import ModelError
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 from tokenpod.models.spec import Experts, ModelSpec
 from tokenpod.models.weights import Weight
 

@@ -7,7 +7,7 @@ import torch
 from tokenpod.kernels.ops import KVScales
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 from tokenpod.models.weights import Axis, Division
 
 

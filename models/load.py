@@ -20,7 +20,7 @@ from tokenpod.models.formats import bytes_needed, check_format
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import scale_names, weights_of
-from tokenpod.models.share import WHOLE, Share
+from tokenpod.models.shard import WHOLE, Share
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Weight
 

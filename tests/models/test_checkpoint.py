@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from tokenpod.models.checkpoint import Checkpoint, read_source, read_weights
 from tokenpod.models.load import read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 from tokenpod.models.weights import Axis, Division, Segment, Source
 
 

@@ -13,7 +13,7 @@ from tokenpod.models.checkpoint import Checkpoint, read_weights
 from tokenpod.models.errors import ModelError
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.load import read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 from tokenpod.models.spec import ModelSpec
 
 

@@ -15,7 +15,7 @@ from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.load import ModelError, load_model, read_config, read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 from tokenpod.models.spec import Experts
 
 CPU = torch.device("cpu")

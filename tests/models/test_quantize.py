@@ -14,7 +14,7 @@ from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint, read_weights
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model, read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 
 CPU = torch.device("cpu")
 KINDS = ["llama-biases", "qwen3", "opt-350m", "gpt-neox", "gemma2", "falcon-40b", "phi3"]

@@ -25,7 +25,7 @@ from tokenpod.kernels.ops import Operations
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.load import load_model
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")

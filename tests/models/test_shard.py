@@ -10,7 +10,7 @@ import torch
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model, read_config
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Share
 from tokenpod.models.spec import Alibi, ModelSpec
 from tokenpod.models.weights import Axis, Division
 

@@ -89,8 +89,9 @@ class KV:
 
     def prefix_slots(self, sequence: Sequence) -> Slots:
         """[shared] the slots of the cached prefix, int64, of a sequence that begins."""
-        assert sequence.node is not None
-        return self.tree.slots(sequence.node) if sequence.shared else _NO_SLOTS
+        node = sequence.node
+        assert node is not None
+        return _NO_SLOTS if node.parent is None else self.tree.slots(node)
 
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions, int64. Raises OutOfSlots if fewer are available."""

@@ -91,7 +91,7 @@ class Forecast:
 
     def prefilling(self, sequence: Sequence) -> None:
         """See `Ledger`."""
-        self._behind_all(sequence, sequence.to_compute)
+        self._behind_all(sequence, len(sequence.inputs) - sequence.computed)
 
     def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
         """See `Ledger`.
@@ -137,7 +137,7 @@ class Forecast:
         # A sibling waits until the prompt is settled, and rounds up to whole steps once more.
         delay = -(-self._prompt_tokens // self._quantum) + 3
         # The last of these steps brings the first new token; the last one is not written.
-        growth = sequence.bound - sequence.needed
+        growth = sequence.bound - len(sequence.inputs)
         end = delay + growth + _SLACK
         self._add(sequence.private + need, growth, end)
         self._ends_at[sequence.id] = end

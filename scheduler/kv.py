@@ -62,8 +62,10 @@ class KV:
         The last one is always computed: its logits are wanted. A prompt whose tokens are to be
         scored is computed whole, by its first sample.
         """
-        usable = 0 if sequence.scored or not self._caching else sequence.needed - 1
-        node, length = self.tree.match(sequence.inputs[:usable], sequence.request.salt)
+        request, usable = sequence.request, sequence.inputs[:-1]
+        if not self._caching or (request.prompt_logprobs and sequence.scored):
+            usable = usable[:0]
+        node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
 

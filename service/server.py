@@ -28,16 +28,16 @@ import grpc
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.client import EngineLost
+from tokenpod.service.pod.counters import House
 from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
-from tokenpod.service.pod.forming import Forming
 from tokenpod.service.pod.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
-from tokenpod.service.pod.house import House
-from tokenpod.service.pod.leaving import drain, end_stalled, make_way, send_away, take_leave
-from tokenpod.service.pod.parts import CurrentLoad, Listener, Parts, Public, Renewal
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
+from tokenpod.service.pod.shutdown import drain, end_stalled, make_way, send_away, take_leave
+from tokenpod.service.pod.startup import Forming
+from tokenpod.service.pod.state import CurrentLoad, Listener, Parts, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.pod.summary import summary
 from tokenpod.service.rpc.admission import Admission

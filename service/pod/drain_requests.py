@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tokenpod.core.messages import Letter
-from tokenpod.service.pod.rank_line import RankLine
+from tokenpod.service.pod.control_stream import RankLine
 from tokenpod.service.rpc.errors import Unavailable
 
 log = logging.getLogger("tokenpod")

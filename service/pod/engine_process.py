@@ -15,7 +15,7 @@ import msgspec
 from tokenpod.core.link import give_link
 from tokenpod.core.messages import EngineOptions, Letter, Loading, Ready
 from tokenpod.service.pod.client import EngineClient, EngineLost
-from tokenpod.service.pod.rank_line import RankLine
+from tokenpod.service.pod.control_stream import RankLine
 
 #: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
 #: from the working directory.

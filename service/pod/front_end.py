@@ -25,8 +25,8 @@ from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.client import EngineClient, EngineLost
+from tokenpod.service.pod.counters import House
 from tokenpod.service.pod.front_ends import Order
-from tokenpod.service.pod.house import House
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.closing import Closing

@@ -35,7 +35,7 @@ import msgspec
 from tokenpod.core.silence import BEAT_SECONDS, Silence
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import House
 
 log = logging.getLogger("tokenpod")
 

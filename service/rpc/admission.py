@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import House
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import House
 from tokenpod.service.rpc.errors import ResourceExhausted
 
 #: Seconds after which a refused client should try again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import House
 from tokenpod.service.rpc.errors import ResourceExhausted
 from tokenpod.service.rpc.memory_budget import MemoryBudget
 

@@ -10,8 +10,8 @@ from typing import Any
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.front_ends import FrontEnds
-from tokenpod.service.pod.parts import Parts
 from tokenpod.service.pod.ranks import Ranks
+from tokenpod.service.pod.state import Parts
 from tokenpod.service.rpc.closing import AGAIN_SECONDS
 from tokenpod.service.rpc.health import HealthBoard
 

@@ -11,8 +11,8 @@ import grpc
 
 from tokenpod.core.messages import Load
 from tokenpod.service.pod.client import NO_LOAD, EngineClient
-from tokenpod.service.pod.forming import Forming
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import House
+from tokenpod.service.pod.startup import Forming
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.closing import Closing

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import House
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 
 JOINED = """
 import sys
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import House
 house = House.join(int(sys.argv[1]), 1, 3)
 house.add(requests=int(sys.argv[2]), waiting_tokens=50)
 house.set_serving()

@@ -13,7 +13,7 @@ from tokenpod.core.link import FrameDecoder, encode_frame
 from tokenpod.core.messages import Broken, FromRank, Joined, Letter, Pulse, ToRank, Waiting
 
 
-class RankLine(asyncio.Protocol):
+class ControlStream(asyncio.Protocol):
     """Hears one rank. Make it with `connect`.
 
     Args:
@@ -43,7 +43,7 @@ class RankLine(asyncio.Protocol):
         endpoint: socket.socket,
         on_waiting: Callable[[str], None],
         on_letter: Callable[[Letter], None],
-    ) -> RankLine:
+    ) -> ControlStream:
         """Take over `endpoint`."""
         loop = asyncio.get_running_loop()
         _, line = await loop.create_connection(lambda: cls(on_waiting, on_letter), sock=endpoint)

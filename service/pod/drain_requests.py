@@ -1,6 +1,6 @@
 """A follower's pod that is told to stop asks the leader's to drain first: the group ends with it.
 
-The request and its answer go by way of the ranks, whose streams are there anyway, are mutually
+The request and its answer pass through the ranks, whose streams are there anyway, are mutually
 authenticated, and end when the group does.
 """
 
@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tokenpod.core.messages import Letter
-from tokenpod.service.pod.control_stream import RankLine
+from tokenpod.service.pod.control_stream import ControlStream
 from tokenpod.service.rpc.errors import Unavailable
 
 log = logging.getLogger("tokenpod")
@@ -28,12 +28,12 @@ class DrainRequests:
         #: Drains the leader's pod, once it serves.
         self.drain: Callable[[], Awaitable[None]] | None = None
         self._leads = leads
-        self._line: RankLine | None = None
+        self._line: ControlStream | None = None
         self._drained: asyncio.Future[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
 
-    def open(self, line: RankLine | None) -> None:
-        """Write by way of this rank."""
+    def open(self, line: ControlStream | None) -> None:
+        """Write through this rank."""
         self._line = line
 
     def close(self) -> None:

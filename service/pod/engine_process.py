@@ -15,7 +15,7 @@ import msgspec
 from tokenpod.core.link import give_link
 from tokenpod.core.messages import EngineOptions, Letter, Loading, Ready
 from tokenpod.service.pod.client import EngineClient, EngineLost
-from tokenpod.service.pod.control_stream import RankLine
+from tokenpod.service.pod.control_stream import ControlStream
 
 #: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
 #: from the working directory.
@@ -34,7 +34,7 @@ class EngineProcess:
         name: str,
         process: subprocess.Popen[bytes],
         client: EngineClient,
-        line: RankLine | None,
+        line: ControlStream | None,
         spare_links: Sequence[socket.socket],
         joins: socket.socket | None,
     ) -> None:
@@ -90,7 +90,7 @@ class EngineProcess:
             end.close()
         ours, *spare = [pair[0] for pair in pairs]
         client = await EngineClient.connect(ours, options, on_loading, count=links)
-        line = await RankLine.connect(line_end, on_waiting, on_letter) if line_end else None
+        line = await ControlStream.connect(line_end, on_waiting, on_letter) if line_end else None
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
         return cls(name, process, client, line, spare, joins)
 

@@ -1,6 +1,6 @@
 """A further front end as a process of its own: `python -m tokenpod.service.pod.front_end`.
 
-It is started by the first one, which writes an `Order` to its standard input, and ends when that
+The first one starts it and writes a `FrontEndConfig` to its standard input; it ends when that
 closes. Signals are the first one's business. See front_ends.py for who does what.
 """
 
@@ -25,8 +25,8 @@ from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.client import EngineClient, EngineLost
-from tokenpod.service.pod.counters import House
-from tokenpod.service.pod.front_ends import Order
+from tokenpod.service.pod.counters import PodCounters
+from tokenpod.service.pod.front_ends import FrontEndConfig
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.closing import Closing
@@ -52,16 +52,16 @@ class FrontEnd:
     """One further front end.
 
     Args:
-        order: from the first.
+        config: from the first.
         settings: the operator's.
     """
 
-    order: Order
+    config: FrontEndConfig
     settings: ServerSettings
 
     async def run(self) -> int:
         """Serve until the first front end hangs up; the exit status. Raises StartError."""
-        settings, order = self.settings, self.order
+        settings, config = self.settings, self.config
         hung_up = asyncio.create_task(_end_of_input())
         telemetry = Telemetry.start(
             TelemetrySettings(
@@ -71,25 +71,25 @@ class FrontEnd:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(telemetry.shutdown)
             client = await EngineClient.connect(
-                socket.socket(fileno=order.link),
+                socket.socket(fileno=config.link),
                 None,
                 _ignore,
-                index=order.index,
-                count=order.count,
-                life=order.life,
+                index=config.index,
+                count=config.count,
+                life=config.life,
             )
             stack.callback(client.close)
-            house = House.join(order.house, order.index, order.count)
+            counters = PodCounters.join(config.counters, config.index, config.count)
             admission = Admission(
                 max_requests=settings.resolved_concurrent_requests,
                 max_bytes=settings.resolved_front_end_bytes,
                 max_message_bytes=settings.max_message_bytes,
-                house=house,
+                counters=counters,
             )
             generate = GenerateService(admission, telemetry)
             closing = Closing(settings.resolved_concurrent_requests)
             server = await self._server(admission, generate, telemetry, closing, stack)
-            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(order.model_folder))
+            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_folder))
             encoder = await Encoder.start(tokenizer, settings, stack)
             events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
             await asyncio.wait(events, return_when="FIRST_COMPLETED")
@@ -103,17 +103,17 @@ class FrontEnd:
             # As in the first one.
             gc.collect()
             gc.freeze()
-            bind(server, order.address, credentials(settings))
+            bind(server, config.address, credentials(settings))
             await server.start()
-            house.set_serving()
-            await _keep_in_touch(client, house, hung_up)
+            counters.set_serving()
+            await _keep_in_touch(client, counters, hung_up)
             if not client.lost.done():
                 await closing.stop(server, 0.5)
                 return 0
             # Its calls have been told already; a moment for the answers to leave. If the engine
             # lives and has only given up on this front end, the first one hears of it by our end.
             await closing.stop(server, 1.0)
-            log.error("the link to the engine was lost", extra={"front_end": order.index})
+            log.error("the link to the engine was lost", extra={"front_end": config.index})
         return 1
 
     async def _server(
@@ -132,7 +132,7 @@ class FrontEnd:
         interceptors.append(closing)
         interceptors.append(intake_of(self.settings, generate.check))
         relay = await stack.enter_async_context(
-            relay_of(self.order.relay_address, self.order.relay_secret)
+            relay_of(self.config.relay_address, self.config.relay_secret)
         )
         interceptors.append(relay)
         options = channel_options(self.settings, shared_port=True)
@@ -149,25 +149,27 @@ def main() -> int:
     # The first front end decides when to stop; a terminal's Ctrl-C reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
-    settings = ServerSettings.model_validate(order.settings)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndConfig)
+    settings = ServerSettings.model_validate(config.settings)
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
-        return uvloop.run(FrontEnd(order, settings).run())
+        return uvloop.run(FrontEnd(config, settings).run())
     except (StartError, TokenizerError, EngineLost) as error:
         log.error("a front end cannot start", extra={"reason": str(error)})
         return 1
 
 
-async def _keep_in_touch(client: EngineClient, house: House, hung_up: asyncio.Task[None]) -> None:
+async def _keep_in_touch(
+    client: EngineClient, counters: PodCounters, hung_up: asyncio.Task[None]
+) -> None:
     """Show the first front end that we live, and what waits here, until it or the engine is gone.
 
     Its health is the pod's.
     """
     gone: set[asyncio.Future[Any]] = {client.lost, hung_up}
     while not any(future.done() for future in gone):
-        house.beat()
-        house.set_pending(client.pending)
+        counters.beat()
+        counters.set_pending(client.pending)
         await asyncio.wait(gone, timeout=_TELL_SECONDS, return_when="FIRST_COMPLETED")
 
 

@@ -11,8 +11,8 @@ import grpc
 
 from tokenpod.core.messages import Load
 from tokenpod.service.pod.client import NO_LOAD, EngineClient
-from tokenpod.service.pod.counters import House
-from tokenpod.service.pod.startup import Forming
+from tokenpod.service.pod.counters import PodCounters
+from tokenpod.service.pod.startup import GroupStartup
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.closing import Closing
@@ -128,16 +128,16 @@ class CurrentLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """All of it."""
+class PodState:
+    """What lasts as long as the pod's process, however often its engines start."""
 
-    house: House
+    counters: PodCounters
     admission: Admission
     board: HealthBoard
     generate: GenerateService
     rpcs: Rpcs
     listener: Listener
     stopping: Stopping
-    forming: Forming
+    startup: GroupStartup
     load: CurrentLoad
     renewal: Renewal

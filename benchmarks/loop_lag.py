@@ -27,7 +27,7 @@ import uvloop
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.convert import codecs
+from tokenpod.service.dialects.tgi.codec import codecs
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.server import Server
 

@@ -27,6 +27,7 @@ import grpc
 
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.dialects.tgi.methods import Rpcs, Shard, add_servicers
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.drain_requests import DrainRequests
@@ -56,7 +57,6 @@ from tokenpod.service.rpc.listen import StartError, bind, channel_options, check
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.rpc.servicers import Rpcs, Shard, add_servicers
 from tokenpod.service.serving.follower import FollowerShard
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.serving.shard import ShardService

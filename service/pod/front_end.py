@@ -24,6 +24,7 @@ import uvloop
 from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.dialects.tgi.methods import Rpcs, add_servicers
 from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.front_ends import FrontEndConfig
@@ -35,7 +36,6 @@ from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod.service.rpc.listen import StartError, bind, channel_options
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.relay import relay_of
-from tokenpod.service.rpc.servicers import Rpcs, add_servicers
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.telemetry.logs import configure_logging
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from tokenpod.core.messages import Load
+from tokenpod.service.dialects.tgi.methods import Rpcs
 from tokenpod.service.pod.client import NO_LOAD, EngineClient
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.startup import GroupStartup
@@ -20,7 +21,6 @@ from tokenpod.service.rpc.errors import ServiceError
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError
 from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.rpc.servicers import Rpcs
 from tokenpod.service.serving.generate import GenerateService
 
 #: Seconds that calls get which run while connections are closed: those for health.

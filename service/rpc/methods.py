@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health_pb2
 
-from tokenpod.service.dialects.convert import codecs
+from tokenpod.service.dialects.tgi.codec import codecs
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
 

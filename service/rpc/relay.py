@@ -18,12 +18,12 @@ from typing import Any
 import grpc
 
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.convert import codecs
+from tokenpod.service.dialects.tgi.codec import codecs
+from tokenpod.service.dialects.tgi.methods import Rpcs, add_servicers
 from tokenpod.service.rpc.errors import Unauthenticated
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import Continuation, ErrorInterceptor, refusing
-from tokenpod.service.rpc.servicers import Rpcs, add_servicers
 
 _HEALTH = HealthBoard.service_name
 #: Metadata of a relayed call: the secret that the front ends share.

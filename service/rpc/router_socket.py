@@ -18,10 +18,10 @@ import grpc
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.config_rules import SOCKET_SUFFIX
+from tokenpod.service.dialects.tgi.methods import Rpcs, add_servicers
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError, bind
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.rpc.servicers import Rpcs, add_servicers
 
 
 class RouterSocket:

@@ -16,8 +16,9 @@ import grpc
 from tokenpod.core.messages import Ready, Request, StoppingParams
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects import convert, validate
-from tokenpod.service.dialects.events import EventWriter
+from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.generate_v3.writer import EventWriter
+from tokenpod.service.dialects.tgi import codec as convert
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.admission import Admission, Place
 from tokenpod.service.rpc.errors import FailedPrecondition

@@ -11,13 +11,13 @@ import pytest
 from rpcs import Scripted, serving
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.dialects.tgi.methods import Rpcs
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 from tokenpod.service.rpc.intake import Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.rpc.methods import MethodLimits, method_limits
-from tokenpod.service.rpc.servicers import Rpcs
 from tokenpod.service.rpc.wire import Size
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings

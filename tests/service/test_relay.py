@@ -14,12 +14,12 @@ import pytest
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.dialects.tgi.methods import Rpcs
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import Unavailable
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.relay import SECRET_KEY, Relay, RelayGuard, serve_relay
-from tokenpod.service.rpc.servicers import Rpcs
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tokenpod.service.dialects.convert import ShardCodec, codecs
+from tokenpod.service.dialects.tgi.codec import ShardCodec, codecs
 from tokenpod.service.serving.calls import (
     CachedBatch,
     ShardGeneration,

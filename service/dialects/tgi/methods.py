@@ -14,8 +14,8 @@ from tokenpod.core.messages import Ready
 from tokenpod.protos.generate.v1 import generate_pb2_grpc as v1_grpc
 from tokenpod.protos.generate.v2 import generate_pb2_grpc as v2_grpc
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as v3_grpc
-from tokenpod.service.dialects import convert
-from tokenpod.service.dialects.convert import ShardCodec
+from tokenpod.service.dialects.tgi import codec as convert
+from tokenpod.service.dialects.tgi.codec import ShardCodec
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ServiceError, Unavailable
 from tokenpod.service.rpc.memory_budget import Lease

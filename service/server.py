@@ -27,7 +27,7 @@ import grpc
 
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.tgi.methods import Rpcs, Shard, add_servicers
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.drain_requests import DrainRequests
@@ -54,10 +54,11 @@ from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod.service.rpc.listen import StartError, bind, channel_options, check_port, reason
+from tokenpod.service.rpc.methods import add_methods
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.serving.follower import FollowerShard
+from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.serving.shard import ShardService
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
@@ -117,17 +118,16 @@ class Server:
         )
         stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
-        rpcs = Rpcs(admission, generate, healthy=board.is_serving)
+        backend = Backend(TABLE, admission, generate, healthy=board.is_serving)
         stopping = Stopping.by_signals()
-        listener = await self._listen(rpcs, telemetry, board, stack)
+        listener = await self._listen(backend, telemetry, board, stack)
         # Whatever the way out, also while a group forms.
         stack.push_async_callback(listener.stop, 0.5, stopping.sleep)
         return PodState(
             counters=counters,
             admission=admission,
             board=board,
-            generate=generate,
-            rpcs=rpcs,
+            backend=backend,
             listener=listener,
             stopping=stopping,
             startup=GroupStartup(settings.start_timeout),
@@ -136,42 +136,46 @@ class Server:
         )
 
     async def _public(
-        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, address: str
+        self, backend: Backend, telemetry: Telemetry, board: HealthBoard, address: str
     ) -> Public:
         """A server that listens on `address`. Raises StartError."""
         settings = self.settings
-        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors(TABLE.untraced)]
         interceptors.append(ErrorInterceptor())
         if settings.auth_token_file is not None:
-            interceptors.append(AuthInterceptor(settings.auth_token_file))
-        closing = Closing(settings.resolved_concurrent_requests)
+            interceptors.append(AuthInterceptor(settings.auth_token_file, TABLE.open))
+        closing = Closing(settings.resolved_concurrent_requests, TABLE.open)
         interceptors.append(closing)
-        interceptors.append(intake_of(settings, rpcs.check))
+        interceptors.append(intake_of(settings, backend))
         shared = settings.resolved_front_ends > 1
         options = channel_options(settings, shared_port=shared)
         server = grpc.aio.server(interceptors=interceptors, options=options)
-        names = add_servicers(rpcs, server)
-        await board.add_to(server, names)
-        enable_reflection([*names, board.service_name], server)
+        add_methods(backend, server)
+        await board.add_to(server, TABLE.served)
+        enable_reflection(TABLE, server)
         port = bind(server, address, credentials(settings))
         await server.start()
         return Public(server, closing, port)
 
     async def _listen(
-        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
+        self,
+        backend: Backend,
+        telemetry: Telemetry,
+        board: HealthBoard,
+        stack: contextlib.AsyncExitStack,
     ) -> Listener:
         settings = self.settings
         if settings.resolved_front_ends > 1:
             check_port(settings)
-        make = functools.partial(self._public, rpcs, telemetry, board)
+        make = functools.partial(self._public, backend, telemetry, board)
         public = await make(settings.address)
         stack.push_async_callback(public.server.stop, None)
         address = f"{settings.address.rpartition(':')[0]}:{public.port}"
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
-            trusting = [*telemetry.interceptors(), ErrorInterceptor()]
-            trusting.append(intake_of(settings, rpcs.check, trusted=True))
-            socket = await RouterSocket.listen(settings, path, rpcs, board, trusting)
+            trusting = [*telemetry.interceptors(TABLE.untraced), ErrorInterceptor()]
+            trusting.append(intake_of(settings, backend, trusted=True))
+            socket = await RouterSocket.listen(settings, path, backend, board, trusting)
             stack.push_async_callback(socket.stop, None)
             shard_url = f"unix://{path}"
         if (health_address := settings.health_address) is not None:
@@ -253,7 +257,7 @@ class Server:
         for index in range(1, counters.count):
             # What a life before has left.
             counters.forget(index)
-        relay, address, secret = await serve_relay(self.settings, state.rpcs, state.board)
+        relay, address, secret = await serve_relay(self.settings, state.backend, state.board)
         life.push_async_callback(relay.stop, None)
         others = FrontEnds.start(
             self.settings,
@@ -304,22 +308,16 @@ class Server:
         settings = self.settings
         limits = request_limits(settings, ready)
         state.admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
-        leader = ranks.leader_address
-        serving = Serving(ranks.client, encoder, limits, settings.model_id, leader)
-        state.generate.start(serving)
-        shard: Shard
-        if leader:
-            shard = FollowerShard(leader)
+        serving = Serving(ranks.client, encoder, limits, settings.model_id)
+        backend, model_id = state.backend, settings.model_id
+        backend.generate.start(serving)
+        if leader := ranks.leader_address:
+            backend.follow(ready, model_id=model_id, leader_address=leader)
         else:
-            shard = leading = ShardService(
-                serving,
-                state.admission,
-                urls=[state.listener.shard_url],
-                lease=settings.router_lease,
-            )
-            life.callback(leading.close)
+            shard = ShardService(serving, state.admission, lease=settings.router_lease)
+            life.callback(shard.close)
+            backend.start(ready, shard, model_id=model_id, url=state.listener.shard_url)
             drains.drain = lambda: drain_for_follower(settings, state)
-        state.rpcs.start(ready, shard, model_id=settings.model_id)
         if state.listener.socket is not None:
             state.listener.socket.show()
 

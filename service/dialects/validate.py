@@ -1,13 +1,17 @@
 """Every limit on what clients send, in one place.
 
-Each check names the field, its value and the limit, and raises InvalidArgument. Zero is neutral: a
-proto3 client cannot tell 0 from "not set", so both mean the same where a field is not `optional`.
+Each check names the field, its value and the limit, and raises InvalidArgument. Fields have the
+names that `serving/calls.py` and generate.v3 give them; a dialect with other names passes
+`field_names` a map. Zero is neutral: a proto3 client cannot tell 0 from "not set", so both mean the
+same where a field is not `optional`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenpod.core.messages import SamplingParams
@@ -52,6 +56,19 @@ class RequestLimits:
     slots: int
     #: Sequences that can run at once.
     rows: int
+
+
+@contextlib.contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Let InvalidArgument name fields as a dialect's clients know them.
+
+    Args:
+        names: the dialect's path of a field or of a message, by ours; others stay as they are.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(_renamed(error.field, names), error.problem) from None
 
 
 def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
@@ -330,6 +347,15 @@ def shard_sampling_params(request: ShardRequest) -> SamplingParams:
 
 
 # -- shared ------------------------------------------------------------------------------------
+
+
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    """`field` with the longest part of its path that has another name replaced."""
+    ends = [len(field), *(match.start() for match in reversed([*re.finditer(r"[.\[]", field)]))]
+    for end in ends:
+        if field[:end] in names:
+            return names[field[:end]] + field[end:]
+    return field
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:

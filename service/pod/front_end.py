@@ -24,7 +24,7 @@ import uvloop
 from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.tgi.methods import Rpcs, add_servicers
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.front_ends import FrontEndConfig
@@ -34,8 +34,10 @@ from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod.service.rpc.listen import StartError, bind, channel_options
+from tokenpod.service.rpc.methods import add_methods
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.rpc.relay import relay_of
+from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.telemetry.logs import configure_logging
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
@@ -87,7 +89,7 @@ class FrontEnd:
                 counters=counters,
             )
             generate = GenerateService(admission, telemetry)
-            closing = Closing(settings.resolved_concurrent_requests)
+            closing = Closing(settings.resolved_concurrent_requests, TABLE.open)
             server = await self._server(admission, generate, telemetry, closing, stack)
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_folder))
             encoder = await Encoder.start(tokenizer, settings, stack)
@@ -125,21 +127,22 @@ class FrontEnd:
         stack: contextlib.AsyncExitStack,
     ) -> grpc.aio.Server:
         """All of the pod's services, not listening yet."""
-        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors(TABLE.untraced)]
         interceptors.append(ErrorInterceptor())
         if self.settings.auth_token_file is not None:
-            interceptors.append(AuthInterceptor(self.settings.auth_token_file))
+            interceptors.append(AuthInterceptor(self.settings.auth_token_file, TABLE.open))
         interceptors.append(closing)
-        interceptors.append(intake_of(self.settings, generate.check))
+        # Whether the pod is healthy is the first one's to say, and is relayed.
+        backend = Backend(TABLE, admission, generate, healthy=_never_asked)
+        interceptors.append(intake_of(self.settings, backend))
         relay = await stack.enter_async_context(
-            relay_of(self.config.relay_address, self.config.relay_secret)
+            relay_of(self.config.relay_address, self.config.relay_secret, TABLE)
         )
         interceptors.append(relay)
         options = channel_options(self.settings, shared_port=True)
         server = grpc.aio.server(interceptors=interceptors, options=options)
-        # Whether the pod is healthy is the first one's to say, and is relayed.
-        names = add_servicers(Rpcs(admission, generate, healthy=_never_asked), server)
-        enable_reflection([*names, "grpc.health.v1.Health"], server)
+        add_methods(backend, server)
+        enable_reflection(TABLE, server)
         return server
 
 

@@ -37,7 +37,7 @@ async def drain(settings: ServerSettings, state: PodState, others: FrontEnds) ->
     await _quiet(settings, state)
     cut_off = {
         "cut_off": admission.requests,
-        "cut_off_batches": await state.rpcs.shard.end(stopping.sleep),
+        "cut_off_batches": await state.backend.shard.end(stopping.sleep),
     }
     grace, patience = (_HASTE_SECONDS, 2 * _HASTE_SECONDS) if stopping.urgent else (0.5, None)
     # Closes the listener, so it comes last.
@@ -98,7 +98,7 @@ async def end_stalled(settings: ServerSettings, board: HealthBoard, ranks: Ranks
 
 async def _quiet(settings: ServerSettings, state: PodState) -> None:
     """Wait until no request runs and no router has a batch, as long as the operator allows."""
-    admission, shard = state.admission, state.rpcs.shard
+    admission, shard = state.admission, state.backend.shard
     began = time.monotonic()
     deadline = began + settings.graceful_termination_timeout
     while (admission.requests or shard.awaited(began)) and time.monotonic() < deadline:

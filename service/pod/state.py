@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 
 from tokenpod.core.messages import Load
-from tokenpod.service.dialects.tgi.methods import Rpcs
 from tokenpod.service.pod.client import NO_LOAD, EngineClient
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.startup import GroupStartup
@@ -21,7 +20,7 @@ from tokenpod.service.rpc.errors import ServiceError
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError
 from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.serving.backend import Backend
 
 #: Seconds that calls get which run while connections are closed: those for health.
 _GRACE_SECONDS = 0.5
@@ -134,8 +133,7 @@ class PodState:
     counters: PodCounters
     admission: Admission
     board: HealthBoard
-    generate: GenerateService
-    rpcs: Rpcs
+    backend: Backend
     listener: Listener
     stopping: Stopping
     startup: GroupStartup

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import grpc
 
@@ -30,14 +30,14 @@ class Closing(grpc.aio.ServerInterceptor):
 
     Args:
         most: calls that are kept at once; more are refused at once.
-        exempt: services whose calls pass: probes must not wait.
+        exempt: full names of the methods whose calls pass: probes must not wait.
         now: seconds of a clock that never goes back.
     """
 
     def __init__(
         self,
         most: int,
-        exempt: frozenset[str] = frozenset({"grpc.health.v1.Health"}),
+        exempt: Collection[str] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = most
@@ -83,7 +83,7 @@ class Closing(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.split("/")[1] in self._exempt:
+        if handler is None or handler_call_details.method in self._exempt:
             return handler
         self._called_at = self._now()
         if self._told is None:

@@ -18,9 +18,9 @@ import grpc
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.config_rules import SOCKET_SUFFIX
-from tokenpod.service.dialects.tgi.methods import Rpcs, add_servicers
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError, bind
+from tokenpod.service.rpc.methods import Backend, add_methods
 from tokenpod.service.rpc.reflection import enable_reflection
 
 
@@ -42,7 +42,7 @@ class RouterSocket:
         cls,
         settings: ServerSettings,
         path: str,
-        rpcs: Rpcs,
+        backend: Backend,
         board: HealthBoard,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> RouterSocket:
@@ -54,9 +54,9 @@ class RouterSocket:
                 ("grpc.max_send_message_length", -1),
             ],
         )
-        names = add_servicers(rpcs, server)
-        await board.add_to(server, names)
-        enable_reflection([*names, board.service_name], server)
+        add_methods(backend, server)
+        await board.add_to(server, backend.table.served)
+        enable_reflection(backend.table, server)
         hidden = path + SOCKET_SUFFIX
         for each in (path, hidden):
             _free(each)

@@ -1,4 +1,4 @@
-"""What clients ask for, as plain values: protobuf on one side of `convert`, these on the other."""
+"""What clients ask for, as plain values: the codecs of the dialects make them from messages."""
 
 from __future__ import annotations
 
@@ -203,7 +203,4 @@ class WarmupCall:
     """A router's Warmup: only the limits matter."""
 
     max_input_tokens: int | None
-    max_prefill_tokens: int
     max_total_tokens: int | None
-    #: What this wire generation calls the first of them.
-    input_field: str = "max_input_tokens"

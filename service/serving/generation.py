@@ -197,6 +197,22 @@ class Generation:
         return all(sample.ending for sample in self.samples)
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values were still in the cache."""
+        return self.started.cached_tokens if self.started else 0
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all samples so far."""
+        return sum(sample.generated for sample in self.samples)
+
+    def best(self, n: int) -> Sequence[Sample]:
+        """The `n` samples of highest mean log probability; where they are all, in their order."""
+        if len(self.samples) <= n:
+            return self.samples
+        return sorted(self.samples, key=lambda sample: -sample.mean_logprob)[:n]
+
+    @property
     def unread_bytes(self) -> int:
         """Bytes that wait for the stream's reader."""
         return sum(sample.unread_bytes for sample in self.samples)

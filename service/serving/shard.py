@@ -61,7 +61,6 @@ class ShardService:
     Args:
         serving: engine, tokenizer and limits.
         admission: says no while the pod drains.
-        urls: the addresses of all shards, this one included.
         lease: seconds after which a batch that no call names is released.
     """
 
@@ -70,10 +69,8 @@ class ShardService:
         serving: Serving,
         admission: Admission,
         *,
-        urls: Sequence[str],
         lease: float,
     ) -> None:
-        self.urls = urls
         self.batches = Batches(lease, self._release)
         self._serving = serving
         self._admission = admission

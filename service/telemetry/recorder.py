@@ -9,7 +9,7 @@ Prompts and generated texts never leave through here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,8 +55,12 @@ class Telemetry:
 
         return OtlpTelemetry(settings)
 
-    def interceptors(self) -> list[grpc.aio.ServerInterceptor]:
-        """What to put around rpcs: outermost, so that what other interceptors do is seen."""
+    def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
+        """What to put around rpcs: outermost, so that what other interceptors do is seen.
+
+        Args:
+            untraced: full names of the methods that are not recorded.
+        """
         return []
 
     def current_call(self) -> RecordedCall | None:

@@ -100,8 +100,12 @@ class ShardCodec:
             watermark=parameters.watermark,
             grammar=parameters.grammar if has.grammar else "",
             grammar_type=parameters.grammar_type if has.grammar else 0,
-            adapter_id=given(request, "adapter_id"),
-            chunk_len=given(request, "chunk_len"),
+            adapter_id=request.adapter_id
+            if has.adapter_id and request.HasField("adapter_id")
+            else None,
+            chunk_len=request.chunk_len
+            if has.chunk_len and request.HasField("chunk_len")
+            else None,
         )
 
     # -- out -----------------------------------------------------------------------------------

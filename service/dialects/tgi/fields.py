@@ -17,6 +17,8 @@ class Fields:
     #: `Request`.
     input_chunks: bool
     add_special_tokens: bool
+    adapter_id: bool
+    chunk_len: bool
     #: `NextTokenChooserParameters`; a `grammar` has a `grammar_type`.
     frequency_penalty: bool
     grammar: bool
@@ -41,6 +43,8 @@ class Fields:
         return cls(
             input_chunks=has("Request", "input_chunks"),
             add_special_tokens=has("Request", "add_special_tokens"),
+            adapter_id=has("Request", "adapter_id"),
+            chunk_len=has("Request", "chunk_len"),
             frequency_penalty=has("NextTokenChooserParameters", "frequency_penalty"),
             grammar=has("NextTokenChooserParameters", "grammar"),
             cached_batch=has("PrefillRequest", "cached_batch"),

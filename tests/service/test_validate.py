@@ -288,3 +288,22 @@ def test_a_routers_prompt_and_bound_fit_together() -> None:
         validate.check_shard_length(SHARD, 0, 46, LIMITS)
     with pytest.raises(InvalidArgument, match="has no tokens"):
         validate.check_shard_length(SHARD, 0, 0, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("sampling.top_p", "params.sampling.top_p"),
+        ("sampling.logit_bias[7]", "params.bias[7]"),
+        ("sampling", "params.sampling"),
+        ("samplings", "samplings"),
+        ("prompt", "prompt"),
+        ("max_new", "max_new"),
+    ],
+)
+def test_a_dialect_tells_its_own_names_of_fields(field: str, told: str) -> None:
+    names = {"sampling": "params.sampling", "sampling.logit_bias": "params.bias"}
+    with pytest.raises(InvalidArgument) as refused, validate.field_names(names):
+        raise InvalidArgument(field, "is 2; must be from 0 to 1")
+    assert refused.value.field == told
+    assert refused.value.message == f"{told} is 2; must be from 0 to 1"

@@ -304,7 +304,7 @@ class Server:
         ready: Ready,
         life: contextlib.AsyncExitStack,
     ) -> None:
-        """Put the services behind the rpcs."""
+        """Give the rpcs their services."""
         settings = self.settings
         limits = request_limits(settings, ready)
         state.admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
@@ -339,7 +339,7 @@ class Server:
         return 1 if others.lost.done() or state.board.stuck.done() else 0
 
     async def _lose(self, state: PodState, ranks: Ranks) -> int | None:
-        """An engine is gone, and its clients have been told."""
+        """An engine is lost, and its calls have failed."""
         lost = ranks.lost.result()
         await state.board.set_serving(False)
         await state.board.unwatch()
@@ -348,7 +348,7 @@ class Server:
             log.error("the engine was lost", extra={"reason": str(lost)})
             # What is stopped or stuck is killed first: that is how further front ends hear of it.
             await ranks.stop()
-            # A moment for the answers to leave.
+            # A moment for the answers to be sent.
             await state.listener.stop(1.0, state.stopping.sleep)
             return 1
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})

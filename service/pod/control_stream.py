@@ -25,7 +25,7 @@ class ControlStream(asyncio.Protocol):
         self, on_waiting: Callable[[str], None], on_letter: Callable[[Letter], None]
     ) -> None:
         loop = asyncio.get_running_loop()
-        #: The rank's last words.
+        #: Why the rank ends, once it has said so.
         self.broken: asyncio.Future[Broken] = loop.create_future()
         #: Where clients reach the leader's pod; of followers alone.
         self.leader_address = ""

@@ -25,7 +25,7 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.process")
 class EngineProcess:
     """One engine and the link to it. Make it with `start`.
 
-    `spare_links` are the ends of further links, for front ends to come: sockets to be handed on.
+    `spare_links` are the ends of further links: sockets that further front ends inherit.
     `line` is that of a rank of a group. `joins` brings the engine new links, where it has several.
     """
 
@@ -63,7 +63,7 @@ class EngineProcess:
             options: with a placement, the engine is a rank and has a line.
             on_loading: hears of progress while weights are read.
             command: what runs it.
-            links: one a front end.
+            links: one per front end.
             on_waiting: hears what keeps the group from forming.
             on_letter: hears what other pods' front ends say.
         """
@@ -141,7 +141,7 @@ class EngineProcess:
         return f"{self.name} was killed by {signal.Signals(-status).name}{memory}"
 
     async def stop(self, seconds: float) -> None:
-        """Hang up and wait so long; kill what does not leave."""
+        """Hang up and wait so many seconds; kill the process if it has not ended."""
         self.client.close()
         if self.line is not None:
             self.line.close()

@@ -112,7 +112,7 @@ class FrontEnd:
             if not client.lost.done():
                 await closing.stop(server, 0.5)
                 return 0
-            # Its calls have been told already; a moment for the answers to leave. If the engine
+            # Its calls have failed already; a moment for the answers to be sent. If the engine
             # lives and has only given up on this front end, the first one hears of it by our end.
             await closing.stop(server, 1.0)
             log.error("the link to the engine was lost", extra={"front_end": config.index})

@@ -1,9 +1,9 @@
-"""The further front ends of a pod, as the first one sees them: child processes on the same port.
+"""The further front ends of a pod: child processes of the first one, on the same port.
 
 One Python process streams some 12,000 messages a second, about as many tokens as one GPU makes;
 beyond, tokens share messages and readers get them later. Further processes share the port (the
-kernel gives each new connection to one of them) and serve what streams tokens; all else they hand
-on to the first, which is the pod (`relay.py`).
+kernel gives each new connection to one of them) and serve what streams tokens; other calls they
+pass on to the first (`relay.py`), which is the one that decides for the pod.
 
     first        health, a router's batches, drain, the engine's life      + Generate, Tokens
     further      the relay                                                 + Generate, Tokens
@@ -68,7 +68,7 @@ class RelayAddress:
 
 @dataclass(frozen=True, slots=True)
 class PodProgress:
-    """The engine's pulse as the whole pod feels it: the first front end hears of every step."""
+    """The engine's progress for the whole pod: the first front end receives every step."""
 
     client: EngineClient
     counters: PodCounters
@@ -99,7 +99,7 @@ class PodProgress:
 
 
 class FrontEndConfig(msgspec.Struct, frozen=True):
-    """What a new front end is told on its standard input, in a line of JSON."""
+    """The configuration of a new front end, written to its standard input as a line of JSON."""
 
     index: int
     count: int
@@ -187,7 +187,7 @@ class FrontEnds:
             await asyncio.sleep(_POLL_SECONDS / 4)
 
     async def stop(self, patience: float | None = None) -> None:
-        """Hang up and wait `patience` seconds (None: the usual); kill what does not leave.
+        """Hang up and wait `patience` seconds (None: the usual); kill what has not ended.
 
         Also twice.
         """

@@ -1,4 +1,4 @@
-"""How a pod stops without cutting anybody off: its own drain, and a follower's leave."""
+"""How a pod stops without ending accepted requests: its own drain, and a follower's shutdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("tokenpod")
 
 #: Seconds that closing connections takes, and some.
 _CLOSING_SECONDS = AGAIN_SECONDS + 1.0
-#: Seconds in which the last answers leave when it is urgent.
+#: Seconds in which the last answers are sent when it is urgent.
 _HASTE_SECONDS = 0.1
 
 #: Why nothing is taken in until the group has formed again.
@@ -46,7 +46,7 @@ async def drain(settings: ServerSettings, state: PodState, others: FrontEnds) ->
 
 
 async def drain_for_follower(settings: ServerSettings, state: PodState) -> None:
-    """A follower's pod is to stop: let what runs finish. The group is lost with the pod."""
+    """A follower's pod is to stop: let running calls finish. The group ends with the pod."""
     log.info("a pod of the group stops: draining")
     await state.board.set_serving(False)
     await state.stopping.sleep(settings.lame_duck_seconds)
@@ -60,20 +60,20 @@ async def stop_follower(
     """Stop a follower's pod once the leader lets it."""
     log.info("stopping: asking the leader to drain")
     await state.board.drain()
-    leave = asyncio.create_task(drains.ask())
+    drained = asyncio.create_task(drains.ask())
     seconds = settings.lame_duck_seconds + settings.graceful_termination_timeout
     enough = asyncio.create_task(state.stopping.sleep(seconds))
-    futures: set[asyncio.Future[Any]] = {leave, enough, ranks.lost}
+    futures: set[asyncio.Future[Any]] = {drained, enough, ranks.lost}
     await asyncio.wait(futures, return_when="FIRST_COMPLETED")
     enough.cancel()
-    leave.cancel()
-    await asyncio.gather(leave, return_exceptions=True)
+    drained.cancel()
+    await asyncio.gather(drained, return_exceptions=True)
     await state.listener.stop(0.5, state.stopping.sleep)
     log.info("stopped")
 
 
 def send_away(settings: ServerSettings, state: PodState) -> None:
-    """The group is lost, and forms again: refuse who comes, and let clients find another copy."""
+    """The group is lost, and starts again: refuse new calls, and let clients find another copy."""
     admission, duck = state.admission, settings.lame_duck_seconds
     # Whoever obeys the hint is not on the way while connections are closed: see `Closing`.
     away = max(state.startup.took, duck + _CLOSING_SECONDS)

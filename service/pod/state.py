@@ -62,7 +62,7 @@ class Listener:
         is another one afterwards. The router's socket is as it was.
 
         Args:
-            why: what those are told who call meanwhile.
+            why: the error of calls that come meanwhile.
             sleep: may return early, if it has become urgent.
         """
         await self.public.closing.stop(self.public.server, _GRACE_SECONDS, sleep, why)
@@ -88,7 +88,7 @@ class Listener:
 
 
 class Renewal:
-    """Sends clients away from a copy that has lost a rank: they may reach another one.
+    """Closes the connections of a copy that has lost a rank: clients may reach another one.
 
     Connections are closed once the copy has been NOT_SERVING for some time: before, clients would
     come straight back.
@@ -122,7 +122,7 @@ class CurrentLoad:
     client: EngineClient | None = None
 
     def __call__(self) -> Load:
-        """Of none: nothing."""
+        """The load; of no engine, none."""
         return self.client.load if self.client else NO_LOAD
 
 

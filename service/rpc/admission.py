@@ -18,9 +18,9 @@ from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
 RETRY_SECONDS = 1.0
 #: Clients are not sent away for longer, whatever is expected: it may be over sooner.
 MOST_RETRY_SECONDS = 30.0
-#: What those are told who come while the server stops.
+#: Why new calls are refused while the server stops.
 DRAINING = "the server is draining"
-#: What new calls are told while the engine has not moved for seconds, and when to try again.
+#: Why new calls are refused while the engine has not settled a step for seconds, and the hint.
 STALLED = "the engine makes no progress"
 STALLED_RETRY_SECONDS = 5.0
 
@@ -87,7 +87,7 @@ class Admission:
             raise self.refusal()
 
     def refusal(self) -> Unavailable:
-        """What those are told who come while nothing is taken in."""
+        """The error of calls that come while no new work is admitted."""
         # What takes longer than expected may go on: clients try a few times only.
         left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
         return Unavailable(self.closed or DRAINING, retry_after=min(left, MOST_RETRY_SECONDS))

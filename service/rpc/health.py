@@ -134,7 +134,7 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
 
 
 class HealthBoard:
-    """What probes and load balancers are told.
+    """The health statuses that probes and load balancers read.
 
     Args:
         follows: this pod has no part in serving but to follow the leader.
@@ -263,7 +263,7 @@ class HealthBoard:
 async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:
     """A second server with health alone: plaintext and open, for kubelet's gRPC probes.
 
-    It is open to whoever reaches it, so it takes small messages only. It has no limit on
+    Everybody who reaches it may call, so it takes small messages only. It has no limit on
     connections: probes must get through.
 
     Raises RuntimeError if the address is taken.

@@ -1,4 +1,4 @@
-"""Where requests come in: who is refused is refused first, then bytes are checked, then parsed.
+"""Reads requests: calls that are refused anyway are refused first, then bytes are checked, parsed.
 
 grpcio reads and parses a unary request before it calls anybody. So handlers of one request are
 served as handlers of a stream, which read the one message when they want it: a call that is refused

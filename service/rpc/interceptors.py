@@ -1,4 +1,4 @@
-"""What wraps every rpc: exceptions become statuses, callers show a token.
+"""Interceptors around every rpc: exceptions become statuses, callers show a token.
 
 One wrapper serves all four arities and both ways to write a streaming handler: as an async
 generator, or as a coroutine that calls `context.write` (as grpcio's own Health/Watch does).
@@ -84,7 +84,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if scheme.lower() != "bearer" or not token:
             return False
         given = token.strip().encode()
-        # Every token is compared, so that time tells nothing about which one was near.
+        # Every token is compared, so that the time does not show which one was similar.
         found = [hmac.compare_digest(given, known) for known in self._known()]
         return any(found)
 

@@ -1,7 +1,7 @@
 """What calls take of the front ends' memory: messages, prompts, answers that were not sent yet.
 
     reserve(limit)      before the message is read: it may be as large as its method allows
-    resize(size)        once it is there, and as texts and answers grow or leave
+    resize(size)        once it has arrived, and as texts and answers grow or are sent
     release()           the call is over
 
 Only `reserve` refuses. What a call needs later is counted at once and may pass the limit by what

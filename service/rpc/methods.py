@@ -185,7 +185,7 @@ class MethodTable:
 
     @property
     def served(self) -> list[str]:
-        """Names of the services that this project implements: their health is told by name."""
+        """Names of the services that this project implements: they have a health status each."""
         return list(dict.fromkeys(row.service for row in self if row.serve is not None))
 
     def limits(

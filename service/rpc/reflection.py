@@ -44,7 +44,7 @@ def enable_reflection(
     *,
     files: Sequence[FileDescriptor] | None = None,
 ) -> None:
-    """Describe these services to whoever asks.
+    """Serve reflection of these services.
 
     Args:
         table: what is served; its services are listed.

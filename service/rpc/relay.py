@@ -1,9 +1,9 @@
-"""Calls that reach a further front end but belong to the first: handed on as they are.
+"""Passes calls that reach a further front end but belong to the first on to it, unparsed.
 
 A TGI router's batches, health and everything else of which a pod has one live in the first front
 end. A connection lands on any of them. So a further one serves streams itself and passes the rest
 on, undecoded, over a socket that has no name in any file system; the table of methods says which.
-The socket is open to whoever shares the network namespace, hence the secret: callers have shown
+Every process in the network namespace can open the socket, hence the secret: clients have shown
 their own tokens to the front end that they reached.
 """
 
@@ -27,7 +27,7 @@ from tokenpod.service.rpc.methods import Backend, MethodTable, add_methods
 #: Metadata of a relayed call: the secret that the front ends share.
 SECRET_KEY = "tokenpod-relay"  # noqa: S105 (a name, not a secret)
 
-#: What the transport makes itself, or what the other hop must not be told, or not twice.
+#: Metadata that the transport sets itself, or that must not reach the other hop, or not twice.
 _HOP = frozenset({"user-agent", "te", "content-type", SECRET_KEY})
 _HOP_PREFIXES = ("grpc-", ":")
 #: What the contract promises of an error, though the names begin with grpc-.
@@ -43,9 +43,9 @@ async def serve_relay(
 ) -> tuple[grpc.aio.Server, str, str]:
     """Serve the further front ends; the server, its address and the secret that it asks for.
 
-    It records nothing: the front end that a call reached has done so. Whoever shares the network
-    namespace can connect, so it takes no more than the public port does, reads no message of who
-    does not know the secret, and has few connections.
+    It records nothing: the front end that a call reached has done so. Every process in the network
+    namespace can connect, so it takes no larger messages than the public port, reads no message
+    without the secret, and has few connections.
     """
     secret = secrets.token_hex(32)
     server = grpc.aio.server(
@@ -78,7 +78,7 @@ async def relay_of(address: str, secret: str, table: MethodTable) -> AsyncIterat
 
 
 class RelayGuard(grpc.aio.ServerInterceptor):
-    """Lets relayed calls pass alone.
+    """Refuses calls that were not relayed.
 
     Args:
         secret: what they carry.
@@ -101,7 +101,7 @@ class RelayGuard(grpc.aio.ServerInterceptor):
 
 
 class Relay(grpc.aio.ServerInterceptor):
-    """Answers for the first front end by asking it. The innermost interceptor: callers have passed.
+    """Answers calls by asking the first front end. The innermost interceptor: tokens are checked.
 
     Args:
         channel: to the first front end.

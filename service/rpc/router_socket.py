@@ -1,7 +1,7 @@
 """The unix socket that routers of TGI connect to: a gRPC server of its own.
 
 A router can send no token, so the file's mode guards it. It sends messages of many megabytes, and
-can't stand a connection that is told to go. Its launcher takes the file for the sign that the model
+fails if a connection is sent a GOAWAY. Its launcher takes the file for the sign that the model
 is ready: so the socket is bound under another name in the same folder, and gets its own only then.
 """
 

@@ -133,7 +133,7 @@ class FrontEnd:
             interceptors.append(AuthInterceptor(self.settings.auth_token_file, TABLE.open))
         interceptors.append(closing)
         # Whether the pod is healthy is the first one's to say, and is relayed.
-        backend = Backend(TABLE, admission, generate, healthy=_never_asked)
+        backend = Backend(TABLE, admission, generate, healthy=_never_asked, relays=True)
         interceptors.append(intake_of(self.settings, backend))
         relay = await stack.enter_async_context(
             relay_of(self.config.relay_address, self.config.relay_secret, TABLE)

@@ -21,6 +21,7 @@ class Backend:
         admission: refuses calls while the server starts or drains.
         generate: streams of text, and tokenising.
         healthy: whether the engine moves.
+        relays: this is a further front end: the first one checks what is relayed to it.
     """
 
     def __init__(
@@ -29,8 +30,11 @@ class Backend:
         admission: Admission,
         generate: GenerateService,
         healthy: Callable[[], bool],
+        *,
+        relays: bool = False,
     ) -> None:
         self.table = table
+        self._relays = relays
         self.admission = admission
         self.generate = generate
         self.healthy = healthy
@@ -64,6 +68,8 @@ class Backend:
             FailedPrecondition: this pod follows, and the leader alone answers such calls.
         """
         row = self.table[method]
+        if self._relays and row.relayed:
+            return None
         if row.gate is Gate.READY:
             _ = self.ready
         elif row.gate is Gate.QUEUE:

@@ -60,11 +60,11 @@ def test_every_rpc_has_a_row_and_every_row_an_rpc() -> None:
     assert {row.name: row.streams for row in TABLE} == described()
 
 
-def backend() -> Backend:
+def backend(*, relays: bool = False) -> Backend:
     """One whose model is not ready."""
     admission = Admission(max_requests=9, max_queue_tokens=9)
     generate = GenerateService(admission, Telemetry.start(TelemetrySettings()))
-    return Backend(TABLE, admission, generate, healthy=lambda: True)
+    return Backend(TABLE, admission, generate, healthy=lambda: True, relays=relays)
 
 
 @pytest.fixture
@@ -103,6 +103,16 @@ def test_a_pod_that_follows_answers_what_its_rows_say_and_names_the_leader_else(
             with pytest.raises(FailedPrecondition, match="ask the leader at pod-0:50051"):
                 follower.check(row.name)
     assert list(follower.urls) == ["pod-0:50051"]
+
+
+def test_a_further_front_end_checks_what_it_serves_itself_alone() -> None:
+    further = backend(relays=True)
+    for row in TABLE:
+        if row.gate is Gate.NONE or row.relayed:
+            assert further.check(row.name) is None
+        else:
+            with pytest.raises(Unavailable, match="not loaded"):
+                further.check(row.name)
 
 
 def literals(path: Path) -> Iterator[str]:

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
@@ -49,13 +47,11 @@ from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.pod.summary import summary
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
-from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind, channel_options, check_port, reason
-from tokenpod.service.rpc.methods import add_methods
-from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.listen import StartError, bind, check_port, reason
+from tokenpod.service.rpc.public import public_server
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
@@ -139,21 +135,10 @@ class Server:
         self, backend: Backend, telemetry: Telemetry, board: HealthBoard, address: str
     ) -> Public:
         """A server that listens on `address`. Raises StartError."""
-        settings = self.settings
-        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors(TABLE.untraced)]
-        interceptors.append(ErrorInterceptor())
-        if settings.auth_token_file is not None:
-            interceptors.append(AuthInterceptor(settings.auth_token_file, TABLE.open))
-        closing = Closing(settings.resolved_concurrent_requests, TABLE.open)
-        interceptors.append(closing)
-        interceptors.append(intake_of(settings, backend))
-        shared = settings.resolved_front_ends > 1
-        options = channel_options(settings, shared_port=shared)
-        server = grpc.aio.server(interceptors=interceptors, options=options)
-        add_methods(backend, server)
+        recording = telemetry.interceptors(TABLE.untraced)
+        server, closing = public_server(self.settings, backend, recording)
         await board.add_to(server, TABLE.served)
-        enable_reflection(TABLE, server)
-        port = bind(server, address, credentials(settings))
+        port = bind(server, address, credentials(self.settings))
         await server.start()
         return Public(server, closing, port)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
 import uvloop
 
@@ -30,12 +29,8 @@ from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.front_ends import FrontEndConfig
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
-from tokenpod.service.rpc.closing import Closing
-from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind, channel_options
-from tokenpod.service.rpc.methods import add_methods
-from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.rpc.listen import StartError, bind
+from tokenpod.service.rpc.public import public_server
 from tokenpod.service.rpc.relay import relay_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
@@ -89,8 +84,13 @@ class FrontEnd:
                 counters=counters,
             )
             generate = GenerateService(admission, telemetry)
-            closing = Closing(settings.resolved_concurrent_requests, TABLE.open)
-            server = await self._server(admission, generate, telemetry, closing, stack)
+            # Whether the pod is healthy is the first one's to say, and is relayed.
+            backend = Backend(TABLE, admission, generate, healthy=_never_asked, relays=True)
+            relay = await stack.enter_async_context(
+                relay_of(config.relay_address, config.relay_secret, TABLE)
+            )
+            recording = telemetry.interceptors(TABLE.untraced)
+            server, closing = public_server(settings, backend, recording, [relay])
             tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_folder))
             encoder = await Encoder.start(tokenizer, settings, stack)
             events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
@@ -117,33 +117,6 @@ class FrontEnd:
             await closing.stop(server, 1.0)
             log.error("the link to the engine was lost", extra={"front_end": config.index})
         return 1
-
-    async def _server(
-        self,
-        admission: Admission,
-        generate: GenerateService,
-        telemetry: Telemetry,
-        closing: Closing,
-        stack: contextlib.AsyncExitStack,
-    ) -> grpc.aio.Server:
-        """All of the pod's services, not listening yet."""
-        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors(TABLE.untraced)]
-        interceptors.append(ErrorInterceptor())
-        if self.settings.auth_token_file is not None:
-            interceptors.append(AuthInterceptor(self.settings.auth_token_file, TABLE.open))
-        interceptors.append(closing)
-        # Whether the pod is healthy is the first one's to say, and is relayed.
-        backend = Backend(TABLE, admission, generate, healthy=_never_asked, relays=True)
-        interceptors.append(intake_of(self.settings, backend))
-        relay = await stack.enter_async_context(
-            relay_of(self.config.relay_address, self.config.relay_secret, TABLE)
-        )
-        interceptors.append(relay)
-        options = channel_options(self.settings, shared_port=True)
-        server = grpc.aio.server(interceptors=interceptors, options=options)
-        add_methods(backend, server)
-        enable_reflection(TABLE, server)
-        return server
 
 
 def main() -> int:

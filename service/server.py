@@ -92,11 +92,7 @@ class Server:
 
     async def _pod_state(self, stack: contextlib.AsyncExitStack) -> PodState:
         settings = self.settings
-        telemetry = Telemetry.start(
-            TelemetrySettings(
-                settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio
-            )
-        )
+        telemetry = Telemetry.start(TelemetrySettings.of(settings))
         stack.callback(telemetry.shutdown)
         load = CurrentLoad()
         telemetry.watch(load)
@@ -226,7 +222,7 @@ class Server:
             self.engine_command,
             links=state.counters.count,
             on_waiting=state.startup.wait_for,
-            on_letter=drains.deliver,
+            on_drain=drains.deliver,
         )
         life.push_async_callback(ranks.stop)
         drains.open(ranks.first.line)

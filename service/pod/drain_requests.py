@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tokenpod.core.messages import Letter
+from tokenpod.core.messages import Drain
 from tokenpod.service.pod.control_stream import ControlStream
 from tokenpod.service.rpc.errors import Unavailable
 
@@ -49,21 +49,21 @@ class DrainRequests:
         if self._line is None:
             raise Unavailable("the group has not formed yet", retry_after=1.0)
         self._drained = asyncio.get_running_loop().create_future()
-        self._line.send(Letter(0, 1, b""))
+        self._line.send(Drain(0))
         await self._drained
 
-    def deliver(self, letter: Letter) -> None:
+    def deliver(self, drain: Drain) -> None:
         """A request has come, or its answer."""
         if self._leads:
-            task = asyncio.create_task(self._answer(letter))
+            task = asyncio.create_task(self._answer(drain))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
         elif self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    async def _answer(self, letter: Letter) -> None:
+    async def _answer(self, drain: Drain) -> None:
         if self.drain is not None:
             # A leader that does not serve yet has nothing to drain.
             await self.drain()
         if self._line is not None:
-            self._line.send(Letter(letter.rank, letter.id, b""))
+            self._line.send(Drain(drain.rank))

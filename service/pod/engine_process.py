@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tokenpod.core.link import give_link
-from tokenpod.core.messages import EngineOptions, Letter, Loading, Ready
+from tokenpod.core.messages import Drain, EngineOptions, Loading, Ready
 from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.control_stream import ControlStream
 
@@ -55,7 +55,7 @@ class EngineProcess:
         *,
         links: int = 1,
         on_waiting: Callable[[str], None] = lambda reason: None,
-        on_letter: Callable[[Letter], None] = lambda letter: None,
+        on_drain: Callable[[Drain], None] = lambda drain: None,
     ) -> EngineProcess:
         """Start the process and connect; the model is not loaded yet (await `ready`).
 
@@ -65,7 +65,7 @@ class EngineProcess:
             command: what runs it.
             links: one per front end.
             on_waiting: hears what keeps the group from forming.
-            on_letter: hears what other pods' front ends say.
+            on_drain: called with another pod's request to drain, or its answer.
         """
         pairs = [socket.socketpair() for _ in range(links)]
         theirs = [pair[1].fileno() for pair in pairs]
@@ -90,7 +90,7 @@ class EngineProcess:
             end.close()
         ours, *spare = [pair[0] for pair in pairs]
         client = await EngineClient.connect(ours, options, on_loading, count=links)
-        line = await ControlStream.connect(line_end, on_waiting, on_letter) if line_end else None
+        line = await ControlStream.connect(line_end, on_waiting, on_drain) if line_end else None
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
         return cls(name, process, client, line, spare, joins)
 

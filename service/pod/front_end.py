@@ -60,11 +60,7 @@ class FrontEnd:
         """Serve until the first front end hangs up; the exit status. Raises StartError."""
         settings, config = self.settings, self.config
         hung_up = asyncio.create_task(_end_of_input())
-        telemetry = Telemetry.start(
-            TelemetrySettings(
-                settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio
-            )
-        )
+        telemetry = Telemetry.start(TelemetrySettings.of(settings))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(telemetry.shutdown)
             client = await EngineClient.connect(

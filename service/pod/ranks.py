@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenpod.core.messages import EngineOptions, Letter, Loading, Over, Ready
+from tokenpod.core.messages import Drain, EngineOptions, Loading, Over, Ready
 from tokenpod.core.silence import (
     BEAT_SECONDS,
     LOADING_PATIENCE_SECONDS,
@@ -52,7 +52,7 @@ class Ranks:
         *,
         links: int,
         on_waiting: Callable[[str], None],
-        on_letter: Callable[[Letter], None],
+        on_drain: Callable[[Drain], None],
     ) -> Ranks:
         """Start a process for each of `options`; the first one has `links` links."""
         engines = [
@@ -62,7 +62,7 @@ class Ranks:
                 command,
                 links=1 if at else links,
                 on_waiting=on_waiting,
-                on_letter=on_letter,
+                on_drain=on_drain,
             )
             for at, option in enumerate(options)
         ]

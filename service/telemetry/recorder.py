@@ -16,6 +16,7 @@ from typing import Protocol
 import grpc
 
 from tokenpod.core.messages import Load
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.serving.generation import Generation
 
 
@@ -33,6 +34,11 @@ class TelemetrySettings:
     otlp_endpoint: str | None = None
     otlp_service_name: str = "tokenpod"
     otlp_sample_ratio: float = 1.0
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> TelemetrySettings:
+        """The operator's."""
+        return cls(settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio)
 
 
 class RecordedCall(Protocol):

@@ -171,7 +171,7 @@ class FrontEnds:
         """
 
         def start(index: int, life: int, link: socket.socket) -> subprocess.Popen[bytes]:
-            return _start(settings, model_folder, link, index, life, counters, relay)
+            return _start(settings, model_folder, link, counters, relay, index=index, life=life)
 
         return cls(
             [start(index, 0, link) for index, link in enumerate(links, start=1)],
@@ -260,10 +260,11 @@ def _start(
     settings: ServerSettings,
     model_folder: Path,
     link: socket.socket,
-    index: int,
-    life: int,
     counters: PodCounters,
     relay: RelayAddress,
+    *,
+    index: int,
+    life: int,
 ) -> subprocess.Popen[bytes]:
     assert counters.descriptor is not None
     config = FrontEndConfig(

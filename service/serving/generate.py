@@ -25,6 +25,7 @@ from tokenpod.service.rpc.admission import Admission, Place
 from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.serving.sampling import sampling_params
 from tokenpod.service.telemetry.recorder import RecordedCall, Telemetry
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.stops import StopMatcher
@@ -247,9 +248,7 @@ class AdmittedCall:
         return Request(
             sequence_ids=serving.client.new_sequence_ids(samples),
             prompt=prompt,
-            sampling=validate.sampling_params(
-                call.sampling, secrets.randbits(64) if seed is None else seed
-            ),
+            sampling=sampling_params(call.sampling, secrets.randbits(64) if seed is None else seed),
             stopping=StoppingParams(
                 max_new_tokens=new_tokens,
                 min_new_tokens=min(stopping.min_new_tokens, new_tokens),

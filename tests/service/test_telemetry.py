@@ -498,7 +498,9 @@ async def test_a_generation_that_never_left_the_queue_has_only_that_phase(
 
 
 def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector) -> None:
-    telemetry.watch(lambda: Load(3, 5, 90, slots=100, free_slots=40, evictable_slots=20))
+    telemetry.watch(
+        lambda: Load(3, 5, 90, slots=100, free_slots=40, evictable_slots=20, preemptions=7)
+    )
     telemetry.shutdown()
     found = {
         name: collector.points(name)[0][1]
@@ -507,6 +509,7 @@ def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector
     assert found["tokenpod.queue.requests"].as_int == 5
     assert found["tokenpod.requests.running"].as_int == 3
     assert collector.points("tokenpod.kv.utilization")[0][1].as_double == pytest.approx(0.4)
+    assert collector.points("tokenpod.preemptions")[0][1].as_int == 7
 
 
 async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little() -> None:

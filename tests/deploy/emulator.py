@@ -67,8 +67,8 @@ class Namespace:
         """Replace every pod, as after a change of the template."""
         for each in self.rendered.all("Deployment"):
             await self._roll_deployment(each)
-        for each in self.rendered.all("StatefulSet"):
-            await self._roll_stateful_set(each)
+        # Controllers know nothing of each other.
+        await asyncio.gather(*map(self._roll_stateful_set, self.rendered.all("StatefulSet")))
         for each in self.rendered.all("LeaderWorkerSet"):
             await self._roll_leader_worker_set(each)
 

@@ -65,7 +65,7 @@
 {{- end -}}
 {{- if or .hpa.enabled .keda.enabled -}}
 {{- if eq $.Values.parallelism.mode "statefulset" -}}
-{{- fail "autoscaling is enabled with parallelism.mode statefulset: the replicas of a StatefulSet are the ranks of one model, and another number can't run it. Use mode lws, where a replica is a whole group" -}}
+{{- fail "autoscaling is enabled with parallelism.mode statefulset: a copy of the model is a pod of each StatefulSet, and a scaler would change one of them. Use mode lws, where a replica is a whole group" -}}
 {{- end -}}
 {{- if gt (int .minReplicas) (int .maxReplicas) -}}
 {{- fail (printf "autoscaling.minReplicas is %v: it must be at most autoscaling.maxReplicas, which is %v" .minReplicas .maxReplicas) -}}

@@ -112,6 +112,7 @@ class Namespace:
         for ordinal in reversed(range(stateful_set["spec"]["replicas"])):
             await self._end(self._named(f"{stateful_set['metadata']['name']}-{ordinal}"))
             await self._create_ordinal(stateful_set, ordinal).until_ready()
+            await asyncio.sleep(stateful_set["spec"]["minReadySeconds"])
 
     async def _roll_leader_worker_set(self, lws: Object) -> None:
         """Group by group. Workers belong to their leader: they are told to end once it has."""

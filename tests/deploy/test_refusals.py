@@ -67,6 +67,7 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str, as_s
         ({"parallelism": {"tensor": 4, "pods": 2}}, "need mode statefulset or lws"),
         ({"parallelism": {"mode": "statefulset", "tensor": 4}}, "take mode pod"),
         ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "set gpu.enabled"),
+        ({"resources": {"requests": {"nvidia.com/gpu": 1}}}, "set gpu.enabled"),
         ({"model": {"source": "hf", "id": "a/b"}}, "nothing is downloaded at start"),
         ({"model": {"source": "pvc"}}, "model.existingClaim"),
         ({"model": {"source": "hostPath"}}, "model.hostPath"),

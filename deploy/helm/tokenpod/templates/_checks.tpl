@@ -21,8 +21,10 @@
 {{- fail (printf "parallelism.pods is 1 with parallelism.mode %s: one pod holds the whole model, so take mode pod" .mode) -}}
 {{- end -}}
 {{- end -}}
-{{- if hasKey (dig "limits" dict .Values.resources) .Values.gpu.resourceName -}}
-{{- fail (printf "resources.limits has %s: set gpu.enabled, then a pod gets one for each of its ranks" .Values.gpu.resourceName) -}}
+{{- range $kind := list "limits" "requests" -}}
+{{- if hasKey (dig $kind dict $.Values.resources) $.Values.gpu.resourceName -}}
+{{- fail (printf "resources.%s has %s: set gpu.enabled, then a pod gets one for each of its ranks" $kind $.Values.gpu.resourceName) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 

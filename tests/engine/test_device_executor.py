@@ -225,6 +225,7 @@ def test_the_device_samples_what_the_host_samples(overlap, captured, expected):
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.gpu
 def test_preempted_rows_sample_what_they_would_have_sampled(expected):
     # In the middle of a prompt that is scored, after it, and one of two samples.
     got = run(*on_device(overlap=True), preempted={3: [13], 4: [11, 12], 8: [13], 12: [21]})

@@ -13,8 +13,9 @@ then ends by itself, or forms its group again.
 Work that clients have given up is no sign of life: until the engine has been heard of again, it
 counts as pending.
 
-A pod that follows is `startup` and `readiness` as soon as it listens: nobody sends it requests, and
-a rolling update that waited for it to serve would wait for the pods that it has yet to replace.
+A pod that follows is `startup` as soon as it listens: its group may wait for pods that are yet to
+come. It is `readiness` in a group that serves, so that whoever replaces pods one after the other
+waits for the whole group.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class HealthBoard:
         self._follows = follows
         self._stall_timeout = stall_timeout
         self._on_stall = on_stall
-        self._ready_names = {""} if follows else {"", "readiness"}
+        self._ready_names = {"", "readiness"}
         self._added = False
         self._unready_at = 0.0
         self._serving = False
@@ -255,9 +256,6 @@ class HealthBoard:
         ready = self._serving and self._moving and not self._draining
         for name in self._ready_names:
             await self._servicer.set(name, _SERVING if ready else _NOT_SERVING)
-        if self._follows:
-            there = not self._draining
-            await self._servicer.set("readiness", _SERVING if there else _NOT_SERVING)
 
 
 async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:

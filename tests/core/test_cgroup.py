@@ -32,7 +32,11 @@ class Tree:
             (folder / name).write_text(f"{value}\n")
         # Version 1 has the same numbers without those of the cgroups below, under these names.
         own, whole = ("", "total_") if self.version == 1 else ("own_", "")
-        statistics = (f"{own}inactive_file 1", "active_file 7", f"{whole}inactive_file {idle_files}")
+        statistics = (
+            f"{own}inactive_file 1",
+            "active_file 7",
+            f"{whole}inactive_file {idle_files}",
+        )
         (folder / "memory.stat").write_text("\n".join(statistics) + "\n")
 
     def limits(self, path: str) -> list[MemoryLimit]:

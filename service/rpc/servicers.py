@@ -108,12 +108,12 @@ class Rpcs:
         self._ready = ready
         self._shard = shard
 
-    def check(self, method: str) -> Lease | None:
+    def check(self, method: str, seconds: float | None = None) -> Lease | None:
         """See `GenerateService.check`."""
         if method.rpartition("/")[2] in _SHARD_RPCS:
             _ = self.shard
             return None
-        return self.generate.check(method)
+        return self.generate.check(method, seconds)
 
     @property
     def shard(self) -> Shard:

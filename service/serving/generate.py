@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import msgspec
 
 from tokenpod.core.messages import Ready, Request, StoppingParams
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
@@ -86,16 +87,20 @@ class GenerateService:
     def start(self, serving: Serving) -> None:
         """The model is ready."""
         self._serving = serving
+        self._admission.turnover.watch(serving.client, serving.limits.rows)
 
-    def check(self, method: str) -> Lease | None:
+    def check(self, method: str, seconds: float | None = None) -> Lease | None:
         """Raise what a call would be refused with, whatever it asks.
+
+        Args:
+            seconds: until its deadline; None: it has none.
 
         Returns:
             Memory for the message of a `Generate` or `Tokens`; other calls need none to speak of.
         """
         if not method.endswith(("/Generate", "/Tokens")):
             return None
-        self._admission.check_room()
+        self._admission.check_room(seconds if method.endswith("/Generate") else None)
         return self._admission.expect()
 
     async def generate(
@@ -108,7 +113,11 @@ class GenerateService:
         """
         arrived_at = time.monotonic_ns()
         recorded = self._telemetry.current_call()
-        with self._admission.enter() as place, contextlib.ExitStack() as stack:
+        with (
+            self._admission.enter(context.time_remaining()) as place,
+            contextlib.ExitStack() as stack,
+        ):
+            place.line_up()
             serving = self._ready()
             if serving.leader_address:
                 raise FailedPrecondition(
@@ -134,6 +143,8 @@ class GenerateService:
                         await context.write(event)
             finally:
                 generation.cancel()
+                if (seconds := generation.ran_seconds) is not None:
+                    self._admission.turnover.note(seconds)
                 self._report(request_id, generation, writer)
                 if recorded is not None:
                     recorded.generated(generation, model_id=serving.model_id, request_id=request_id)
@@ -183,13 +194,14 @@ class GenerateService:
         samples = call.sampling.best_of or call.sampling.n or 1
         validate.check_group(len(prompt), new_tokens, samples, serving.limits)
         place.queue(len(prompt))
-        remaining = context.time_remaining()
-        deadline_at = None
+        remaining, deadline_at, begin_by = context.time_remaining(), None, None
         if remaining is not None and remaining < _FOREVER_SECONDS:
-            deadline_at = time.monotonic_ns() + int(remaining * 1e9)
-        request = self._engine_request(
-            serving, call, prompt, new_tokens, samples, arrived_at, deadline_at
-        )
+            now = time.monotonic_ns()
+            deadline_at = now + int(remaining * 1e9)
+            within = self._admission.turnover.begin_within(remaining, new_tokens)
+            begin_by = now + int(within * 1e9)
+        request = self._engine_request(serving, call, prompt, new_tokens, samples, arrived_at)
+        request = msgspec.structs.replace(request, deadline_at=deadline_at, begin_by=begin_by)
         generation = Generation(
             request,
             _samples(serving.tokenizer, call, request),
@@ -210,7 +222,6 @@ class GenerateService:
         new_tokens: int,
         samples: int,
         arrived_at: int,
-        deadline_at: int | None,
     ) -> Request:
         seed = call.sampling.seed
         stopping = call.stopping
@@ -234,7 +245,6 @@ class GenerateService:
             prompt_logprobs=call.output.prompt_logprobs,
             priority=call.priority,
             arrived_at=arrived_at,
-            deadline_at=deadline_at,
         )
 
     def _report(self, request_id: str, generation: Generation, writer: EventWriter) -> None:

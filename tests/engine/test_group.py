@@ -84,7 +84,7 @@ def test_columns_are_gathered_in_the_order_of_ranks():
 def test_the_leaders_tokens_reach_everybody():
     def act(group):
         tokens = torch.tensor([5, -1, 1 << 40]) if group.rank == 0 else torch.zeros(3).long()
-        group.share(tokens)
+        group.broadcast(tokens)
         return tokens.tolist()
 
     assert together(3, act) == [[5, -1, 1 << 40]] * 3
@@ -95,7 +95,7 @@ def test_ranks_agree_on_the_least_number():
 
 
 def test_ranks_of_one_host_know_how_many_they_are():
-    assert together(2, lambda group: group.neighbours) == [2, 2]
+    assert together(2, lambda group: group.local_ranks) == [2, 2]
 
 
 def test_a_lost_rank_ends_the_others_collective():

@@ -28,7 +28,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 START_SECONDS = 60.0
 #: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
-#: and test processes that run side by side, whose ids are neighbours, begin far from each other.
+#: and test processes that run side by side, whose ids are local_ranks, begin far from each other.
 _PORTS = range(10_000, 32_000)
 _turns = itertools.count(os.getpid() * 997)
 

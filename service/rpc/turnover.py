@@ -1,13 +1,14 @@
 """What a call that comes now has to expect, by how long calls have run of late.
 
-One that waits begins when one that runs has ended. So with c of them running, each for s seconds,
-who has n others before it begins after n * s / c. s is counted in steps and told in the time that
-a step takes now, so that a burst is seen before its first calls have ended.
+One that waits begins when one that runs has ended. So with c of them running, each for s seconds
+in the mean, who has n others before it begins after n * s / c. s is counted in steps and told in
+the time that a step takes now, so that a burst is seen before its first calls have ended.
 
 Overload settles where the next call is just still taken in: whoever is taken in then has exactly
 the time that this module foretells. An estimate that is too short by a little makes all of them
-late, one that is too long refuses a few that might have been in time. So it errs to the long side,
-where there is a line; where there is none, nobody is refused.
+late, one that is too long refuses a few that might have been in time. So from its first step to its
+end a call gets the mean and two mean deviations (as TCP waits for an answer; Jacobson, "Congestion
+Avoidance and Control", 1988). Where there is no line to speak of nobody is refused.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Turnover:
         self._engine: Engine | None = None
         self._rows = 0
         self._ended = 0
-        #: Steps of a call from its first to its last.
-        self._steps = 0.0
+        #: Steps of a call from its first to its last: their mean and mean deviation.
+        self._steps = self._deviation = 0.0
 
     def watch(self, engine: Engine, rows: int) -> None:
         """An engine that runs `rows` sequences at most is there."""
@@ -73,8 +74,11 @@ class Turnover:
         if self._engine is None or not self._engine.usual_step:
             return
         self._ended += 1
-        steps = seconds / self._engine.usual_step
-        self._steps += max(1 / self._ended, _WEIGHT) * (steps - self._steps)
+        off = seconds / self._engine.usual_step - self._steps
+        weight = max(1 / self._ended, _WEIGHT)
+        self._steps += weight * off
+        # The first one is no deviation from anything.
+        self._deviation += weight * (abs(off) * (self._ended > 1) - self._deviation)
 
     def begin_within(self, seconds: float, new_tokens: int) -> float:
         """Seconds within which a call has to begin, to end in so many: after them it is dropped.
@@ -84,17 +88,23 @@ class Turnover:
         """
         if self._engine is None or self._ended < _ENOUGH:
             return seconds
-        run = min(self._steps, new_tokens + 1) * self._engine.usual_step
+        run = min(self._most_steps, new_tokens + 1) * self._engine.usual_step
         return max(seconds - run / _USABLE, _HARMLESS * seconds)
 
     def outlook(self) -> Outlook:
         """Of a call that comes now; nothing at all while too little is known."""
         if self._engine is None or self._ended < _ENOUGH:
             return Outlook()
-        load, run = self._engine.load, self._steps * self._engine.usual_step
+        load, step = self._engine.load, self._engine.usual_step
         # While the engine lets somebody wait, as many run as can; else those rows are free.
         most = load.running if load.waiting else self._rows
         # Each of both counts some too many: whose prompt is being computed, whose answer is read.
         waiting = min(self._house.waiting, self._house.requests - load.running)
         ahead = waiting - (most - load.running)
-        return Outlook(max(ahead, 0) * run / max(most, 1), run)
+        wait = max(ahead, 0) * self._steps * step / max(most, 1)
+        return Outlook(wait, self._most_steps * step)
+
+    @property
+    def _most_steps(self) -> float:
+        """Steps that hardly any call exceeds."""
+        return self._steps + 2 * self._deviation

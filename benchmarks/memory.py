@@ -53,8 +53,8 @@ SETTLE_SECONDS = 10.0
 
 def main() -> None:
     arguments = parse()
-    with serving(arguments.flags) as (address, _):
-        report = asyncio.run(measure(arguments, address, server_processes()))
+    with serving(arguments.flags) as server:
+        report = asyncio.run(measure(arguments, server.address, server_processes(server.pid)))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
 
@@ -76,9 +76,8 @@ def parse() -> argparse.Namespace:
 # -- processes ---------------------------------------------------------------------------------
 
 
-def server_processes() -> dict[str, list[int]]:
-    """Process ids of the server that this process has just started, by what they are."""
-    (server,) = children(Path("/proc/self"))
+def server_processes(server: int) -> dict[str, list[int]]:
+    """Process ids of a server, by what they are."""
     found: dict[str, list[int]] = {"engine": [], "front ends": [server]}
     for pid in children(Path(f"/proc/{server}")):
         front = b"front_end" in Path(f"/proc/{pid}/cmdline").read_bytes()

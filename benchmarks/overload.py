@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -50,9 +50,9 @@ def main() -> None:
     arguments = parse()
     if arguments.client_cores:
         os.sched_setaffinity(0, cores(arguments.client_cores))
-    with serving(arguments.flags, arguments.server_cores) as (address, health_address):
-        probes = Probes({"health port": health_address, "main port": address})
-        with probes, Clients(arguments, address) as clients:
+    with serving(arguments.flags, arguments.server_cores) as server:
+        probes = Probes({"health port": server.health_address, "main port": server.address})
+        with probes, Clients(arguments, server.address) as clients:
             report = measure(arguments, clients, probes)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
@@ -83,9 +83,17 @@ def cores(text: str) -> set[int]:
 # -- the server --------------------------------------------------------------------------------
 
 
+class Server(NamedTuple):
+    """Where a server that has been started is reached, and its process."""
+
+    address: str
+    health_address: str
+    pid: int
+
+
 @contextlib.contextmanager
-def serving(flags: Sequence[str], on_cores: str | None = None) -> Iterator[tuple[str, str]]:
-    """A server that is SERVING, on those cores: its address and its health port's."""
+def serving(flags: Sequence[str], on_cores: str | None = None) -> Iterator[Server]:
+    """A server that is SERVING, on those cores."""
     port, health = free_port(), free_port()
     command = ["taskset", "-c", on_cores] if on_cores else []
     command += [sys.executable, "-P", "-m", "tokenpod", "serve", "--hostname", "127.0.0.1"]
@@ -98,7 +106,7 @@ def serving(flags: Sequence[str], on_cores: str | None = None) -> Iterator[tuple
                 check = health_pb2.HealthCheckRequest(service="readiness")
                 while stub.Check(check, wait_for_ready=True, timeout=60).status != 1:
                     time.sleep(0.05)
-            yield f"127.0.0.1:{port}", f"127.0.0.1:{health}"
+            yield Server(f"127.0.0.1:{port}", f"127.0.0.1:{health}", process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
 
@@ -203,6 +211,8 @@ def measure(arguments: argparse.Namespace, clients: Clients, probes: Probes) -> 
     clients.run(Segment(lead, 0, clients=arguments.clients))
     (load,) = clients.run(closed)
     peak = load.goodput()
+    if not peak:
+        raise SystemExit(f"no call of the closed loop ended within {seconds:g} s: {load.codes}")
     calm = Segment(seconds / 2, 0, calls_per_second=peak / NEW_TOKENS / 2)
     (quiet,) = clients.run(calm)
     calm_median = statistics.median(quiet.latencies())

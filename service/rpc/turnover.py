@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tokenpod.core.messages import Load
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import PodCounters
 
 #: Calls that have to end before anything is foretold, and what the newest one weighs at least.
 _ENOUGH = 16
@@ -54,11 +54,11 @@ class Turnover:
     """How soon rows come free.
 
     Args:
-        house: counts the calls of all front ends.
+        counters: of the calls of all front ends.
     """
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(self, counters: PodCounters) -> None:
+        self._counters = counters
         self._engine: Engine | None = None
         self._rows = 0
         self._ended = 0
@@ -99,7 +99,7 @@ class Turnover:
         # While the engine lets somebody wait, as many run as can; else those rows are free.
         most = load.running if load.waiting else self._rows
         # Each of both counts some too many: whose prompt is being computed, whose answer is read.
-        waiting = min(self._house.waiting, self._house.requests - load.running)
+        waiting = min(self._counters.waiting, self._counters.requests - load.running)
         ahead = waiting - (most - load.running)
         wait = max(ahead, 0) * self._steps * step / max(most, 1)
         return Outlook(wait, self._most_steps * step)

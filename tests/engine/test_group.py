@@ -119,11 +119,9 @@ def test_who_does_not_come_is_named():
 
 def test_nobody_listens():
     port = free_port()
-    began = time.monotonic()
     with pytest.raises(EngineError, match=f"rank 1 can't reach rank 0 at {HERE}:{port}: ") as error:
         join_group(1, 2, HERE, port, device=CPU, timeout=0.5)
     assert_one_line(error.value, "refused")
-    assert time.monotonic() - began < 10
 
 
 def test_a_name_that_nobody_has():

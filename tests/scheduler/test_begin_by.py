@@ -27,40 +27,40 @@ def request(*sequence_ids: int, prompt: int = 4, begin_by: int | None = SECOND) 
     )
 
 
-def failures(house: Scheduler, now: int) -> list[Failure]:
+def failures(one: Scheduler, now: int) -> list[Failure]:
     """Of sequences, at a moment in which a step is planned."""
-    house.plan(now)
-    return house.drain_events().failures
+    one.plan(now)
+    return one.drain_events().failures
 
 
 def test_who_has_not_begun_by_then_is_dropped_with_all_samples() -> None:
-    house = scheduler()
-    house.submit(request(1, 2))
-    house.submit(request(3, 4))
-    assert not failures(house, 1)
-    assert not failures(house, SECOND - 1)
-    late = failures(house, SECOND)
+    one = scheduler()
+    one.submit(request(1, 2))
+    one.submit(request(3, 4))
+    assert not failures(one, 1)
+    assert not failures(one, SECOND - 1)
+    late = failures(one, SECOND)
     assert [failure.sequence_id for failure in late] == [3, 4]
     assert {failure.code for failure in late} == {FailureCode.DEADLINE_EXCEEDED}
     assert "can't be met any more: it is 1.000 s away" in late[0].message
-    house.check()
+    one.check()
 
 
 def test_who_has_begun_goes_on_though_its_prompt_is_not_computed() -> None:
-    house = scheduler(prefill_tokens=4)
-    house.submit(request(1, 2, prompt=20))
-    assert not failures(house, 1)
-    assert not failures(house, SECOND)
-    assert house.load().running == 2
-    house.check()
+    one = scheduler(prefill_tokens=4)
+    one.submit(request(1, 2, prompt=20))
+    assert not failures(one, 1)
+    assert not failures(one, SECOND)
+    assert one.load().running == 2
+    one.check()
 
 
 def test_who_waits_without_such_a_moment_waits_for_its_deadline() -> None:
-    house = scheduler()
-    house.submit(request(1, 2))
-    house.submit(request(3, begin_by=None))
-    failures(house, 1)
-    assert not failures(house, 2 * SECOND - 1)
-    late = failures(house, 2 * SECOND)
+    one = scheduler()
+    one.submit(request(1, 2))
+    one.submit(request(3, begin_by=None))
+    failures(one, 1)
+    assert not failures(one, 2 * SECOND - 1)
+    late = failures(one, 2 * SECOND)
     assert {failure.message for failure in late} == {"the deadline passed"}
     assert [failure.sequence_id for failure in late] == [1, 2, 3]

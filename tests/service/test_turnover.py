@@ -18,7 +18,7 @@ from tokenpod.core.messages import (
     StoppingParams,
 )
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.turnover import Outlook, Turnover
 
 SECOND = 1_000_000_000
@@ -32,13 +32,13 @@ class Pod:
 
     Args:
         step_seconds: what a step with so many rows takes, at a moment.
-        most: requests in the house.
+        most: requests at once.
     """
 
     def __init__(self, step_seconds: Callable[[float, int], float], most: int = 4 * ROWS) -> None:
         self.now = 0
-        self.house = House.create(1)
-        self.turnover = Turnover(self.house)
+        self.counters = PodCounters.create(1)
+        self.turnover = Turnover(self.counters)
         self.ends: Counter[str] = Counter()
         #: Tokens of calls that ended well.
         self.good = 0
@@ -60,7 +60,7 @@ class Pod:
 
     def call(self, new_tokens: int, seconds: float | None = DEADLINE) -> bool:
         """A call arrives; whether it is taken in."""
-        if self.house.requests >= self._most:
+        if self.counters.requests >= self._most:
             self.ends["full"] += 1
             return False
         begin_by = deadline_at = None
@@ -72,7 +72,7 @@ class Pod:
             within = self.turnover.begin_within(seconds, new_tokens)
             begin_by = self.now + int(within * SECOND)
         self._count += 1
-        self.house.add(requests=1, waiting=1)
+        self.counters.add(requests=1, waiting=1)
         self._calls[self._count] = request = Request(
             sequence_ids=[self._count],
             prompt=[self._count % 1000 + 1] * PROMPT,
@@ -100,7 +100,7 @@ class Pod:
 
     def _take(self, settled: Settled) -> None:
         for started in settled.started:
-            self.house.add(waiting=-1)
+            self.counters.add(waiting=-1)
             self._began[started.sequence_id] = started.began_at
         for sequence_id, finish in zip(settled.sequence_ids, settled.finishes, strict=True):
             if finish is FinishCode.LENGTH:
@@ -114,7 +114,7 @@ class Pod:
         del self._calls[sequence_id]
         self.ends[how] += 1
         began_at = self._began.pop(sequence_id, None)
-        self.house.add(requests=-1, waiting=-(began_at is None))
+        self.counters.add(requests=-1, waiting=-(began_at is None))
         if began_at is not None:
             self.turnover.note((self.now - began_at) / SECOND)
 
@@ -146,7 +146,7 @@ def warm(step_seconds: Callable[[float, int], float], lengths: Lengths) -> tuple
     """A pod that has served 128 clients, each of which waits for an answer; their tokens/s."""
     chance, pod = random.Random(1), Pod(step_seconds)
     while pod.now < 10 * SECOND:
-        while pod.house.requests < 2 * ROWS:
+        while pod.counters.requests < 2 * ROWS:
             pod.call(lengths(chance), None)
         pod.step()
     return pod, pod.good / 10
@@ -176,13 +176,13 @@ def test_beyond_the_load_that_can_be_served_as_much_ends_in_time(
 
 def busy(running: int, waiting: int) -> Turnover:
     """Of 10 rows; 100 calls have run for a second each, and so many are there."""
-    house = House.create(1)
-    turnover = Turnover(house)
+    counters = PodCounters.create(1)
+    turnover = Turnover(counters)
     load = Load(running, max(running + waiting - 10, 0), 0, 100, 100, 0)
     turnover.watch(SimpleNamespace(load=load, usual_step=0.1), 10)
     for _ in range(100):
         turnover.note(1.0)
-    house.add(requests=running + waiting, waiting=waiting)
+    counters.add(requests=running + waiting, waiting=waiting)
     return turnover
 
 
@@ -212,14 +212,14 @@ def test_a_call_for_few_tokens_may_begin_later() -> None:
 
 def test_calls_that_have_been_served_and_are_still_read_are_not_ahead() -> None:
     turnover = busy(running=10, waiting=0)
-    turnover._house.add(requests=50)
+    turnover._counters.add(requests=50)
     assert turnover.outlook().wait == 0.0
 
 
 def test_nothing_is_foretold_by_few_calls() -> None:
-    house = House.create(1)
-    turnover = Turnover(house)
-    house.add(requests=50, waiting=50)
+    counters = PodCounters.create(1)
+    turnover = Turnover(counters)
+    counters.add(requests=50, waiting=50)
     assert turnover.outlook() == Outlook()
     turnover.watch(SimpleNamespace(load=Load(1, 49, 0, 100, 0, 0), usual_step=0.1), 1)
     for _ in range(15):
@@ -230,8 +230,8 @@ def test_nothing_is_foretold_by_few_calls() -> None:
 
 
 def test_different_calls_are_given_more_time_than_equal_ones() -> None:
-    house = House.create(1)
-    turnover = Turnover(house)
+    counters = PodCounters.create(1)
+    turnover = Turnover(counters)
     turnover.watch(SimpleNamespace(load=Load(1, 1, 0, 100, 0, 0), usual_step=0.1), 1)
     for _ in range(200):
         turnover.note(0.5)

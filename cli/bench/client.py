@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from tokenpod.cli.bench.arrivals import Closed, Share, arrival_times
-from tokenpod.cli.bench.asks import (
+from tokenpod.cli.bench.messages import Level, Plan, Record, Sampling
+from tokenpod.cli.bench.prompts import (
     Ask,
     Listed,
     Text,
@@ -21,7 +22,6 @@ from tokenpod.cli.bench.asks import (
     arrivals_random,
     ask,
 )
-from tokenpod.cli.bench.messages import Level, Plan, Record, Sampling
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from tokenpod.cli.bench.arrivals import Load
-from tokenpod.cli.bench.asks import Prompts
+from tokenpod.cli.bench.prompts import Prompts
 
 _LENGTH = struct.Struct(">I")
 

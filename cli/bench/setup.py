@@ -14,7 +14,10 @@ from pathlib import Path
 import typer
 
 from tokenpod.cli.bench.arrivals import Closed, Load, Open, Replay
-from tokenpod.cli.bench.asks import (
+from tokenpod.cli.bench.figures import parse_bounds
+from tokenpod.cli.bench.lengths import Lengths, parse_lengths
+from tokenpod.cli.bench.messages import Level, Plan, Sampling, Target
+from tokenpod.cli.bench.prompts import (
     Drawn,
     Listed,
     PromptFileError,
@@ -23,9 +26,6 @@ from tokenpod.cli.bench.asks import (
     TokenPrompts,
     read_texts,
 )
-from tokenpod.cli.bench.figures import parse_bounds
-from tokenpod.cli.bench.lengths import Lengths, parse_lengths
-from tokenpod.cli.bench.messages import Level, Plan, Sampling, Target
 from tokenpod.cli.bench.workload import Case, WorkloadError, read_cases
 from tokenpod.cli.remote import Remote
 

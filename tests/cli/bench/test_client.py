@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from tokenpod.cli.bench.arrivals import Closed, Open, Share
-from tokenpod.cli.bench.asks import Ask, Drawn, Text, TextPrompts, TokenPrompts
 from tokenpod.cli.bench.client import LevelRun, message
 from tokenpod.cli.bench.figures import latency
 from tokenpod.cli.bench.lengths import Fixed
 from tokenpod.cli.bench.messages import Level, Plan, Sampling, Target
+from tokenpod.cli.bench.prompts import Ask, Drawn, Text, TextPrompts, TokenPrompts
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import (
     TextGenerationServiceServicer,

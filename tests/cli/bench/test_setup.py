@@ -9,9 +9,9 @@ import pytest
 import typer
 
 from tokenpod.cli.bench.arrivals import Closed, Open, Replay
-from tokenpod.cli.bench.asks import Drawn, Listed, Text, TextPrompts, TokenPrompts
 from tokenpod.cli.bench.lengths import Fixed, Uniform
 from tokenpod.cli.bench.messages import Level
+from tokenpod.cli.bench.prompts import Drawn, Listed, Text, TextPrompts, TokenPrompts
 from tokenpod.cli.bench.setup import BenchOptions, make_setup
 from tokenpod.cli.remote import Remote
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.cli.bench.asks import (
+from tokenpod.cli.bench.lengths import Fixed, Uniform
+from tokenpod.cli.bench.prompts import (
     Drawn,
     Listed,
     PromptFileError,
@@ -14,7 +15,6 @@ from tokenpod.cli.bench.asks import (
     ask,
     read_texts,
 )
-from tokenpod.cli.bench.lengths import Fixed, Uniform
 
 DRAWN = TokenPrompts(Drawn(Uniform(5, 9), Uniform(2, 4)), low=100, high=110)
 

@@ -1,9 +1,9 @@
-"""What a request's record tells: latencies, percentiles of them, and whether they were in bounds.
+"""What the records of a level tell: latencies, their percentiles, and whether they were in bounds.
 
 | name | meaning, in seconds |
 |---|---|
 | ttft | from when the request was due until its first message with tokens, any sample's |
-| itl  | between two messages with tokens of one sample, one value a gap whatever they hold |
+| itl  | between two messages with tokens of one sample, one value per gap whatever they hold |
 | tpot | of one sample: from its first message to its last, over the tokens after the first one |
 | e2e  | from when the request was due until its status |
 """
@@ -13,46 +13,46 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenpod.cli.bench.messages import Record
+from tokenpod.cli.bench.messages import Level, Outcome, Plan, Record
 
 Floats = NDArray[np.float64]
 
-#: The latencies of a request, by name.
-LATENCIES = ("ttft", "itl", "tpot", "e2e")
+#: The latencies of a request by name, and how tables and pictures call them.
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "between messages",
+    "tpot": "time per output token",
+    "e2e": "end to end",
+}
 
 
 class Spread(msgspec.Struct, frozen=True):
     """How values are spread. Every percentile is a value that was observed; None: there is none."""
 
     count: int
-    mean: float | None
-    p50: float | None
-    p90: float | None
-    p95: float | None
-    p99: float | None
-    max: float | None
-
-
-def percentile(ordered: Floats, share: float) -> float:
-    """The least of `ordered` (ascending, not empty) that at least `share` of them don't exceed."""
-    # The product of a share and a count can be a hair above the whole number that is meant.
-    rank = math.ceil(share * len(ordered) - 1e-9)
-    return float(ordered[max(rank, 1) - 1])
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
 
 
 def spread(values: Floats | Sequence[float]) -> Spread:
     """The spread of values; NaN is left out."""
-    ordered = np.sort(np.asarray(values, np.float64))
-    ordered = ordered[~np.isnan(ordered)]
-    if not len(ordered):
-        return Spread(0, None, None, None, None, None, None)
-    p50, p90, p95, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.95, 0.99))
-    return Spread(len(ordered), float(ordered.mean()), p50, p90, p95, p99, float(ordered[-1]))
+    found = np.asarray(values, np.float64)
+    found = found[~np.isnan(found)]
+    if not len(found):
+        return Spread(0)
+    # Nearest rank: the least value that at least such a part of all values does not exceed.
+    ranks = np.quantile(found, (0.5, 0.9, 0.95, 0.99, 1.0), method="inverted_cdf")
+    return Spread(len(found), float(found.mean()), *ranks.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,74 +60,97 @@ class Latency:
     """One request's latencies, in seconds.
 
     Args:
-        ttft: None if no token came.
+        ttft: NaN if no token came.
         itl: every gap, of all samples.
         tpot: one per sample that had more than one message.
         output_tokens: tokens that came.
     """
 
-    ttft: float | None
+    record: Record
+    ttft: float
     itl: Floats
     tpot: Floats
     e2e: float
     output_tokens: int
 
-    def worst(self, name: str) -> float:
-        """The latency that a bound is compared with: of several values the largest; 0 of none."""
-        if name == "ttft":
-            return math.inf if self.ttft is None else self.ttft
-        if name == "e2e":
-            return self.e2e
-        values = self.itl if name == "itl" else self.tpot
-        return float(values.max(initial=0.0))
-
 
 def latency(record: Record) -> Latency:
     """The latencies of one request, failed or not."""
-    times = np.frombuffer(record.times, np.float64)
-    tokens = np.frombuffer(record.tokens, np.uint32)
-    samples = np.frombuffer(record.samples, np.uint32)
+    came = record.arrivals
     gaps, paces = [np.zeros(0)], []
-    for sample in np.unique(samples):
-        own = samples == sample
-        came = times[own]
-        gaps.append(np.diff(came))
-        after_first = int(tokens[own][1:].sum())
+    for sample in np.unique(came["sample"]):
+        own = came[came["sample"] == sample]
+        gaps.append(np.diff(own["time"]))
+        after_first = int(own["tokens"][1:].sum())
         if after_first:
-            paces.append((came[-1] - came[0]) / after_first)
+            paces.append((own["time"][-1] - own["time"][0]) / after_first)
     return Latency(
-        ttft=float(times[0]) - record.due if len(times) else None,
+        record,
+        ttft=float(came["time"][0]) - record.due if len(came) else math.nan,
         itl=np.concatenate(gaps),
         tpot=np.asarray(paces, np.float64),
         e2e=record.ended - record.due,
-        output_tokens=int(tokens.sum()),
+        output_tokens=int(came["tokens"].sum()),
     )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One level that has ended, with the outcome of each client process that took part."""
+
+    plan: Plan
+    level: Level
+    outcomes: list[Outcome]
+
+    @cached_property
+    def requests(self) -> list[Latency]:
+        """Every request, in the order of their numbers."""
+        records = [record for outcome in self.outcomes for record in outcome.records]
+        return [latency(record) for record in sorted(records, key=lambda record: record.index)]
+
+    @cached_property
+    def good(self) -> list[Latency]:
+        """The requests that succeeded."""
+        return [request for request in self.requests if request.record.ok]
+
+    @cached_property
+    def failed(self) -> list[Latency]:
+        """The requests that did not."""
+        return [request for request in self.requests if not request.record.ok]
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the start until the last request had ended."""
+        return max((request.record.ended for request in self.requests), default=0.0)
+
+    def values(self, name: str) -> Floats:
+        """Every value of a latency of the requests that succeeded, in seconds."""
+        return np.hstack([np.zeros(0), *(getattr(request, name) for request in self.good)])
 
 
 def within(bounds: Mapping[str, float], found: Latency) -> bool:
     """Whether no latency of a request exceeds its bound (by name, in seconds)."""
-    return all(found.worst(name) <= bound for name, bound in bounds.items())
+    # NaN, the ttft of a request without tokens, is within no bound.
+    return all(np.all(getattr(found, name) <= bound) for name, bound in bounds.items())
 
 
 def parse_bounds(text: str) -> dict[str, float]:
     """`ttft=200ms,itl=50ms` as seconds by name. Raises ValueError that quotes the wrong part."""
     bounds: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, bound = part.strip().partition("=")
+    for part in map(str.strip, text.split(",")):
+        name, _, bound = part.partition("=")
         if name not in LATENCIES:
-            raise ValueError(f"has {part.strip()!r}: write NAME=TIME, of {', '.join(LATENCIES)}")
-        bounds[name] = _seconds(part.strip(), bound)
+            raise ValueError(f"has {part!r}: write NAME=TIME, of {', '.join(LATENCIES)}")
+        bounds[name] = _seconds(bound)
+        if not 0 < bounds[name] < math.inf:
+            raise ValueError(f"has {part!r}: the time must be above 0, as 200ms or 1.5s")
     return bounds
 
 
-def _seconds(part: str, text: str) -> float:
-    for unit, seconds in (("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            try:
-                value = float(text.removesuffix(unit)) * seconds
-            except ValueError:
-                break
-            if 0 < value < math.inf:
-                return value
-            break
-    raise ValueError(f"has {part!r}: the time must be above 0, as 200ms or 1.5s")
+def _seconds(text: str) -> float:
+    """The time; NaN if it is none."""
+    number, scale = (text[:-2], 1e-3) if text.endswith("ms") else (text[:-1], 1.0)
+    try:
+        return float(number) * scale if text.endswith("s") else math.nan
+    except ValueError:
+        return math.nan

@@ -8,80 +8,41 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TypeVar
 
-import msgspec
-
+from tokenpod.cli.bench.figures import Measured
 from tokenpod.cli.bench.messages import (
-    HEAD_BYTES,
-    Answer,
+    LENGTH_BYTES,
+    Begin,
     Go,
     Level,
+    Message,
     Outcome,
     Plan,
     Progress,
-    Ready,
-    Record,
-    Request,
-    body_length,
-    decode_answer,
-    frame,
+    decode,
+    encode,
 )
+from tokenpod.cli.remote import RemoteError
 
-#: Seconds from the word to the start: enough for it to reach every worker.
+#: Seconds from `Go` to the start: enough for it to reach every worker.
 _HEAD_START = 0.05
-
-AnswerType = TypeVar("AnswerType", bound=Answer)
-OnProgress = Callable[[int, int], None]
-
-
-class FleetError(Exception):
-    """A client process ended before its work; the text is for the operator."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientShare:
-    """What one client process spent: `cpu_seconds` of `wall_seconds`."""
-
-    cpu_seconds: float
-    wall_seconds: float
-
-    @property
-    def busy(self) -> float:
-        """Computing time over time. Above 1: its threads ran at once."""
-        return self.cpu_seconds / self.wall_seconds if self.wall_seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One level: every request, in the order of their numbers, and what the clients spent.
-
-    Args:
-        lags: how late the clients' event loops came, in seconds.
-    """
-
-    level: Level
-    records: list[Record]
-    clients: list[ClientShare]
-    lags: list[float]
 
 
 @asynccontextmanager
 async def fleet(plan: Plan) -> AsyncIterator[Fleet]:
-    """Worker processes for a plan (whose `process` is ignored); gone when the block is left."""
+    """Worker processes for a plan; gone when the block is left."""
     workers: list[Process] = []
     try:
-        for process in range(plan.processes):
+        for _ in range(plan.options.processes):
             # -P: nothing is imported from the working directory.
             command = [sys.executable, "-P", "-m", "tokenpod.cli.bench.worker"]
-            # A group of its own: Ctrl-C is the command's to hear, also while a worker starts.
+            # A group of its own: Ctrl-C ends the command, also while a worker starts.
             worker = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, process_group=0
             )
             workers.append(worker)
-            await _tell(worker, msgspec.structs.replace(plan, process=process))
-        yield Fleet(workers)
+            await _send(worker, plan)
+        yield Fleet(plan, workers)
         for worker in workers:
             if worker.stdin:
                 worker.stdin.close()
@@ -98,64 +59,62 @@ async def fleet(plan: Plan) -> AsyncIterator[Fleet]:
 class Fleet:
     """Runs levels on its workers. Made by `fleet`."""
 
-    def __init__(self, workers: list[Process]) -> None:
-        self._workers = workers
-        self._progress = [Progress(0, 0) for _ in workers]
+    def __init__(self, plan: Plan, workers: list[Process]) -> None:
+        self._plan, self._workers = plan, workers
 
-    async def run(self, level: Level, on_progress: OnProgress) -> Measured:
+    async def run(self, level: Level, on_progress: Callable[[int, int], None]) -> Measured:
         """Run one level to its end.
 
         Args:
             on_progress: called with how many requests have ended and how many of them failed.
 
-        Raises FleetError.
+        Raises RemoteError if a worker ends.
         """
-        self._progress = [Progress(0, 0) for _ in self._workers]
-        await self._to_all(level)
-        await asyncio.gather(*(self._expect(i, Ready) for i in range(len(self._workers))))
-        await self._to_all(Go(time.monotonic() + _HEAD_START))
-        waits = (self._outcome(i, on_progress) for i in range(len(self._workers)))
-        outcomes = await asyncio.gather(*waits)
-        records = [record for outcome in outcomes for record in outcome.records]
-        records.sort(key=lambda record: record.index)
-        clients = [ClientShare(o.cpu_seconds, o.wall_seconds) for o in outcomes if o.wall_seconds]
-        return Measured(level, records, clients, [lag for o in outcomes for lag in o.lags])
+        parts = divide(level, len(self._workers))
+        workers = self._workers[: len(parts)]
+        for worker, begin in zip(workers, parts, strict=True):
+            await _send(worker, begin)
+        await asyncio.gather(*map(self._receive, workers))
+        start = Go(time.monotonic() + _HEAD_START)
+        for worker in workers:
+            await _send(worker, start)
+        latest = {worker: Progress() for worker in workers}
 
-    async def _to_all(self, message: Request) -> None:
-        for worker in self._workers:
-            await _tell(worker, message)
+        async def outcome(worker: Process) -> Outcome:
+            while not isinstance(answer := await self._receive(worker), Outcome):
+                assert isinstance(answer, Progress), f"a worker says {answer!r}"
+                latest[worker] = answer
+                ended = sum(each.ended for each in latest.values())
+                on_progress(ended, sum(each.failed for each in latest.values()))
+            return answer
 
-    async def _outcome(self, index: int, on_progress: OnProgress) -> Outcome:
-        while True:
-            answer = await self._read(index)
-            if isinstance(answer, Outcome):
-                return answer
-            if isinstance(answer, Progress):
-                self._progress[index] = answer
-                ended = sum(p.ended for p in self._progress)
-                on_progress(ended, sum(p.failed for p in self._progress))
+        return Measured(self._plan, level, await asyncio.gather(*map(outcome, workers)))
 
-    async def _expect(self, index: int, kind: type[AnswerType]) -> AnswerType:
-        answer = await self._read(index)
-        assert isinstance(answer, kind), f"a worker says {answer!r}"
-        return answer
-
-    async def _read(self, index: int) -> Answer:
-        pipe = self._workers[index].stdout
+    async def _receive(self, worker: Process) -> Message:
+        pipe = worker.stdout
         assert pipe is not None
         try:
-            return decode_answer(
-                await pipe.readexactly(body_length(await pipe.readexactly(HEAD_BYTES)))
-            )
+            length = int.from_bytes(await pipe.readexactly(LENGTH_BYTES))
+            return decode(await pipe.readexactly(length))
         except asyncio.IncompleteReadError as error:
-            status = await self._workers[index].wait()
-            raise FleetError(f"client process {index} ended with status {status}") from error
+            number, status = self._workers.index(worker), await worker.wait()
+            raise RemoteError(f"client process {number} ended with status {status}") from error
 
 
-async def _tell(worker: Process, message: Request) -> None:
+async def _send(worker: Process, message: Message) -> None:
     assert worker.stdin is not None
-    worker.stdin.write(frame(message))
+    worker.stdin.write(encode(message))
     try:
         await worker.stdin.drain()
     except ConnectionError as error:
-        raise FleetError(f"a client process ended with status {await worker.wait()}") from error
+        raise RemoteError(f"a client process ended with status {await worker.wait()}") from error
+
+
+def divide(level: Level, processes: int) -> list[Begin]:
+    """What the first processes begin, together all requests; the other processes have none."""
+    slots = level.load.concurrency
+    if slots is None:
+        return [Begin(level, process, processes) for process in range(processes)]
+    # A process without a slot could never send its requests: fewer processes take part.
+    active = min(processes, slots)
+    return [Begin(level, i, active, slots // active + (i < slots % active)) for i in range(active)]

@@ -1,66 +1,35 @@
-"""What the command and its worker processes tell each other, and how it is framed.
+"""Messages between the command and its worker processes.
 
-A frame is its length in 4 bytes, big-endian, and one struct in msgpack. A worker gets one `Plan`,
-then a `Begin` a level, each of which it answers with `Ready`; a `Go` it answers with any number of
-`Progress` and one `Outcome`. When its standard input ends, so does the worker.
+A worker reads one `Plan`, and a `Begin` for each level that it takes part in. It answers a `Begin`
+with a `Progress` once its first requests are made, and the `Go` after it with any number of
+`Progress` and one `Outcome`. It ends when its standard input does. On the wire a message is its
+length, 4 bytes big-endian, and a struct in msgpack.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from typing import BinaryIO
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from tokenpod.cli.bench.arrivals import Load
+from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.prompts import Prompts
+from tokenpod.cli.remote import Remote
 
-_LENGTH = struct.Struct(">I")
+#: Bytes before a message that are its length.
+LENGTH_BYTES = 4
 
-
-class Target(msgspec.Struct, frozen=True):
-    """How to reach the servers; as `Remote`, with any number of addresses.
-
-    Args:
-        connections: HTTP/2 connections a process opens to each address.
-    """
-
-    addresses: list[str]
-    token: str | None = None
-    tls: bool = False
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    connections: int = 1
+#: A message with tokens as `Record.stream` keeps it: when it came in seconds, how many tokens it
+#: had, of which sample.
+ARRIVAL = struct.Struct("=dII")
+_ARRIVALS = np.dtype([("time", np.float64), ("tokens", np.uint32), ("sample", np.uint32)])
 
 
-class Sampling(msgspec.Struct, frozen=True):
-    """What every request has in common. None and 0 leave a field unset."""
-
-    ignore_eos: bool = True
-    temperature: float | None = None
-    top_p: float = 0.0
-    n: int = 1
-
-
-class Plan(msgspec.Struct, frozen=True, tag=True):
-    """All that a worker needs.
-
-    Args:
-        process, processes: which of how many this worker is.
-        deadline: seconds a request may take, or None.
-    """
-
-    process: int
-    processes: int
-    target: Target
-    prompts: Prompts
-    sampling: Sampling
-    seed: int
-    deadline: float | None
-
-
-class Level(msgspec.Struct, frozen=True, tag=True):
+class Level(msgspec.Struct, frozen=True):
     """One run under one load.
 
     Args:
@@ -72,15 +41,43 @@ class Level(msgspec.Struct, frozen=True, tag=True):
     number: int
     load: Load
     requests: int | None
-    duration: float | None
+    duration: float | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The first requests of a level are made."""
+class Plan(msgspec.Struct, frozen=True, tag=True):
+    """All that is to be done.
+
+    Args:
+        remotes: the servers, which take turns.
+        options: as typed.
+        levels: in order.
+        bounds: for goodput, in seconds by latency; may be empty.
+    """
+
+    remotes: list[Remote]
+    options: BenchOptions
+    prompts: Prompts
+    seed: int
+    ignore_eos: bool
+    levels: list[Level]
+    bounds: dict[str, float]
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """The next level. The worker sends the requests `first`, `first + step`, ... of it.
+
+    Args:
+        slots: requests it may have in flight; None: any number.
+    """
+
+    level: Level
+    first: int = 0
+    step: int = 1
+    slots: int | None = None
 
 
 class Go(msgspec.Struct, frozen=True, tag=True):
-    """Begin at this moment of the system's monotonic clock, which all processes share."""
+    """Begin at this moment of the system's monotonic clock, which all processes read."""
 
     at: float
 
@@ -88,52 +85,55 @@ class Go(msgspec.Struct, frozen=True, tag=True):
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """How many requests of the level have ended so far, and how many of those failed."""
 
-    ended: int
-    failed: int
+    ended: int = 0
+    failed: int = 0
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What became of one request. Times are seconds from the level's start.
+class Record(msgspec.Struct, array_like=True):
+    """One request and what became of it. Times are seconds from the level's start.
 
     Args:
+        target: which server.
         due: when it was to be sent; earlier than `sent` where the client could not keep up.
         ended: when its status came.
         code: the status code's name; UNFINISHED where an OK stream lacked a `finished`.
         detail: the status' message; "" for OK.
         prompt_tokens, cached_tokens: as the server counted them; 0 before it did.
         queue_s, first_token_s: as the server measured them, of sample 0; NaN if it did not.
-        times, tokens, samples: when each message with tokens came (float64), how many it held
-            (uint32), and of which sample (uint32).
+        stream: the messages with tokens, each as `ARRIVAL`.
     """
 
     index: int
     target: int
     due: float
     sent: float
-    ended: float
-    code: str
-    detail: str
-    prompt_tokens: int
-    cached_tokens: int
-    queue_s: float
-    first_token_s: float
-    times: bytes
-    tokens: bytes
-    samples: bytes
+    ended: float = math.nan
+    code: str = "OK"
+    detail: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue_s: float = math.nan
+    first_token_s: float = math.nan
+    stream: bytearray = msgspec.field(default_factory=bytearray)
 
     @property
     def ok(self) -> bool:
         """Whether it succeeded."""
         return self.code == "OK"
 
+    @property
+    def arrivals(self) -> np.ndarray:
+        """The messages with tokens: columns `time`, `tokens` and `sample`."""
+        return np.frombuffer(self.stream, _ARRIVALS)
+
 
 class Outcome(msgspec.Struct, frozen=True, tag=True):
-    """A worker's share of a level.
+    """A worker's part of a level.
 
     Args:
-        cpu_seconds: what the process computed, all threads together.
+        cpu_seconds: CPU time of the process, all threads together.
         wall_seconds: from the start until its last request had ended.
-        lags: how late its event loop came, in seconds, every so often.
+        lags: how late its event loop was, in seconds, every so often.
     """
 
     records: list[Record]
@@ -141,37 +141,24 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     wall_seconds: float
     lags: list[float]
 
-
-Request = Plan | Level | Go
-Answer = Ready | Progress | Outcome
-
-
-def frame(message: Request | Answer) -> bytes:
-    """A message as it is sent."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
+    @property
+    def busy(self) -> float:
+        """CPU time over time. Above 1: its threads ran at once."""
+        return self.cpu_seconds / self.wall_seconds if self.wall_seconds else 0.0
 
 
-def body_length(head: bytes) -> int:
-    """Bytes that follow a frame's first `HEAD_BYTES`."""
-    (length,) = _LENGTH.unpack(head)
-    return int(length)
+Message = Plan | Begin | Go | Progress | Outcome
 
 
-#: Bytes of a frame before its body.
-HEAD_BYTES = _LENGTH.size
+def encode(message: Message) -> bytes:
+    """A message with its length."""
+    body = msgspec.msgpack.encode(message, enc_hook=str)
+    return len(body).to_bytes(LENGTH_BYTES) + body
 
 
-def read_request(pipe: BinaryIO) -> Request | None:
-    """The next message for a worker; None when the pipe has ended."""
-    head = pipe.read(HEAD_BYTES)
-    if len(head) < HEAD_BYTES:
-        return None
-    request: Request = msgspec.msgpack.decode(pipe.read(body_length(head)), type=Request)
-    return request
-
-
-def decode_answer(body: bytes) -> Answer:
-    """A worker's message."""
-    answer: Answer = msgspec.msgpack.decode(body, type=Answer)
-    return answer
+def decode(body: bytes) -> Message:
+    """The message in what follows the length."""
+    # Paths alone have no form of their own in msgpack.
+    hook: Any = lambda kind, text: kind(text)  # noqa: E731
+    message: Message = msgspec.msgpack.decode(body, type=Message, dec_hook=hook)
+    return message

@@ -1,47 +1,68 @@
-"""What is asked: prompts and output lengths, each a function of (seed, level, request number)."""
+"""What requests ask for: prompts and output lengths, each a function of (seed, level, number)."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import msgspec
 import numpy as np
-
-from tokenpod.cli.bench.lengths import Lengths
 
 #: Which stream of random numbers: none of them may repeat another.
 _REQUEST, _PREFIX, _ARRIVALS = range(3)
 
 
-class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
-    """Lengths from distributions, independent of each other."""
+class Uniform(msgspec.Struct, frozen=True, tag=True):
+    """Every length from `low` to `high` tokens, both included, equally often."""
 
-    prompt: Lengths
-    output: Lengths
-
-
-class Listed(msgspec.Struct, frozen=True, tag="listed"):
-    """Pairs of prompt and output tokens, in order, from the start again after the last."""
-
-    pairs: list[tuple[int, int]]
-    at: list[float] = []
-
-
-class TokenPrompts(msgspec.Struct, frozen=True, tag="tokens"):
-    """Prompts of random token ids.
-
-    Args:
-        lengths: tokens of each prompt, without its prefix, and of each output.
-        low, high: ids are drawn from [low, high).
-        prefix_tokens: tokens before each prompt that all requests of a group share.
-        prefix_groups: how many groups; each request is of one, at random.
-    """
-
-    lengths: Drawn | Listed
     low: int
     high: int
-    prefix_tokens: int = 0
-    prefix_groups: int = 1
+
+    def draw(self, random: np.random.Generator) -> int:
+        """A length in tokens."""
+        return int(random.integers(self.low, self.high + 1))
+
+
+class LogNormal(msgspec.Struct, frozen=True, tag=True):
+    """Many short, few long: the logarithm is normal with deviation `sigma`, cut at 1 and `most`."""
+
+    median: int
+    sigma: float
+    most: int
+
+    def draw(self, random: np.random.Generator) -> int:
+        """A length in tokens."""
+        exponent = math.log(self.median) + self.sigma * float(random.normal())
+        # Compared as logarithms: a wide sigma overflows `exp`.
+        return self.most if exponent >= math.log(self.most) else max(1, round(math.exp(exponent)))
+
+
+Lengths = Uniform | LogNormal
+
+
+def parse_lengths(text: str) -> Lengths:
+    """`128`, `uniform:16:256` or `lognormal:180:0.9:2048` (median, sigma, longest).
+
+    Raises ValueError that quotes the text and says what is wrong.
+    """
+    found: Lengths
+    try:
+        match text.split(":"):
+            case ["uniform", low, high]:
+                found, rule = Uniform(int(low), int(high)), "needs 1 <= LOW <= HIGH"
+                right = 1 <= found.low <= found.high
+            case ["lognormal", median, sigma, most]:
+                found = LogNormal(int(median), float(sigma), int(most))
+                rule = "needs 1 <= MEDIAN <= MAX and SIGMA >= 0"
+                right = 1 <= found.median <= found.most and 0 <= found.sigma < math.inf
+            case _:
+                found, rule = Uniform(int(text), int(text)), "a length is at least 1 token"
+                right = found.low >= 1
+    except ValueError:
+        rule, right = "write N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA:MAX", False
+    if not right:
+        raise ValueError(f"is {text!r}: {rule}")
+    return found
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -52,14 +73,27 @@ class Text(msgspec.Struct, frozen=True):
     max_new_tokens: int | None = None
 
 
-class TextPrompts(msgspec.Struct, frozen=True, tag="texts"):
-    """Prompts from a file, in order, from the start again after the last."""
+class Prompts(msgspec.Struct, frozen=True):
+    """The prompts of a run: of random token ids, or from a file. Lists begin again at their end.
 
-    texts: list[Text]
+    Args:
+        input, output: tokens of each prompt without its prefix, and to generate.
+        token_range: ids are drawn from [low, high).
+        prefix_tokens: tokens before each prompt that all requests of a group have in common.
+        prefix_groups: how many groups; each request is of one, at random.
+        pairs: prompt and output tokens of each request, in place of `input` and `output`.
+        at: when each of `pairs` arrives, in units of 1 / rate; may be empty.
+        texts: prompts in place of token ids.
+    """
+
+    input: Lengths
     output: Lengths
-
-
-Prompts = TokenPrompts | TextPrompts
+    token_range: tuple[int, int] = (10, 1000)
+    prefix_tokens: int = 0
+    prefix_groups: int = 1
+    pairs: tuple[tuple[int, int], ...] = ()
+    at: tuple[float, ...] = ()
+    texts: tuple[Text, ...] = ()
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -71,22 +105,21 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 def ask(prompts: Prompts, seed: int, level: int, index: int) -> Ask:
-    """Request `index` of a level. Two levels share no prompt and no prefix."""
+    """Request `index` of a level. Two levels have no prompt and no prefix in common."""
     random = np.random.default_rng([seed, level, _REQUEST, index])
-    if isinstance(prompts, TextPrompts):
+    if prompts.texts:
         text = prompts.texts[index % len(prompts.texts)]
         return Ask(index, text, text.max_new_tokens or prompts.output.draw(random))
-    if isinstance(prompts.lengths, Listed):
-        length, output = prompts.lengths.pairs[index % len(prompts.lengths.pairs)]
+    if prompts.pairs:
+        length, output = prompts.pairs[index % len(prompts.pairs)]
     else:
-        length = prompts.lengths.prompt.draw(random)
-        output = prompts.lengths.output.draw(random)
+        length, output = prompts.input.draw(random), prompts.output.draw(random)
     prefix: list[int] = []
     if prompts.prefix_tokens:
         group = int(random.integers(0, prompts.prefix_groups))
         of_group = np.random.default_rng([seed, level, _PREFIX, group])
-        prefix = _ids(prompts, of_group, prompts.prefix_tokens)
-    return Ask(index, prefix + _ids(prompts, random, length), output)
+        prefix = of_group.integers(*prompts.token_range, prompts.prefix_tokens).tolist()
+    return Ask(index, prefix + random.integers(*prompts.token_range, length).tolist(), output)
 
 
 def arrivals_random(seed: int, level: int) -> np.random.Generator:
@@ -94,36 +127,27 @@ def arrivals_random(seed: int, level: int) -> np.random.Generator:
     return np.random.default_rng([seed, level, _ARRIVALS])
 
 
-def _ids(prompts: TokenPrompts, random: np.random.Generator, count: int) -> list[int]:
-    ids: list[int] = random.integers(prompts.low, prompts.high, count).tolist()
-    return ids
-
-
-class PromptFileError(ValueError):
-    """A file of prompts that is not what it should be; the text names the line."""
-
-
-def read_texts(content: str, *, json_lines: bool) -> list[Text]:
-    """The prompts of a file: a line each, or a JSON object a line.
+def read_texts(content: str, *, json_lines: bool) -> tuple[Text, ...]:
+    """The prompts of a file, one per line as a text or as a JSON object.
 
     An object has a `prompt`, or `messages` with `role` and `content` each, and may have
-    `max_new_tokens`. Empty lines are skipped. Raises PromptFileError.
+    `max_new_tokens`. Empty lines are skipped. Raises ValueError that names the line.
     """
     lines = [(n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
     if not lines:
-        raise PromptFileError("has no prompts")
-    return [_text(n, line) if json_lines else Text(line) for n, line in lines]
+        raise ValueError("has no prompts")
+    return tuple(_text(n, line) if json_lines else Text(line) for n, line in lines)
 
 
 def _text(number: int, line: str) -> Text:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise PromptFileError(f"line {number} is not JSON: {error}") from error
+        raise ValueError(f"line {number} is not JSON: {error}") from error
     row = row if isinstance(row, dict) else {}
     tokens = row.get("max_new_tokens")
     if tokens is not None and not (type(tokens) is int and tokens > 0):
-        raise PromptFileError(f"line {number}: max_new_tokens is {tokens!r}: must be at least 1")
+        raise ValueError(f"line {number}: max_new_tokens is {tokens!r}: must be at least 1")
     if isinstance(row.get("prompt"), str):
         return Text(row["prompt"], max_new_tokens=tokens)
     try:
@@ -131,5 +155,5 @@ def _text(number: int, line: str) -> Text:
     except (KeyError, TypeError):
         messages = []
     if not messages:
-        raise PromptFileError(f"line {number} has neither a prompt nor messages")
+        raise ValueError(f"line {number} has neither a prompt nor messages")
     return Text(messages=messages, max_new_tokens=tokens)

@@ -1,6 +1,6 @@
-"""`python -m tokenpod.cli.bench.worker`: one client process, told what to do over its pipes.
+"""`python -m tokenpod.cli.bench.worker`: one client process, which does what its pipes say.
 
-The pipes are read and written between levels and in small frames only, so blocking ones do. The
+The pipes are read and written between levels and in small messages only, so blocking ones do. The
 event loop lives on between levels, and the connections with it.
 """
 
@@ -11,125 +11,69 @@ import gc
 import os
 import signal
 import sys
-import time
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import BinaryIO
 
 import uvloop
 
-from tokenpod.cli.bench.arrivals import share
-from tokenpod.cli.bench.client import LevelRun
+from tokenpod.cli.bench.client import LevelRun, Stubs
 from tokenpod.cli.bench.messages import (
-    Answer,
+    LENGTH_BYTES,
+    Begin,
     Go,
-    Level,
-    Outcome,
+    Message,
     Plan,
     Progress,
-    Ready,
-    Target,
-    frame,
-    read_request,
+    decode,
+    encode,
 )
-from tokenpod.cli.remote import Remote
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 
-#: Seconds between two reports of progress.
-_PROGRESS_SECONDS = 0.2
+
+def serve() -> None:
+    """Work through one plan, which comes on standard input; answers go to standard output."""
+    plan = _read()
+    if not isinstance(plan, Plan):
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        channels = AsyncExitStack()
+        stubs = runner.run(_connect(plan, channels))
+        while isinstance(begin := _read(), Begin):
+            run = LevelRun(plan, begin, stubs)
+            # The collector would stop the clock now and then to look at requests that live on.
+            gc.collect()
+            gc.freeze()
+            _write(Progress())
+            if isinstance(go := _read(), Go):
+                _write(runner.run(run.run(go.at, _write)))
+        runner.run(channels.aclose())
 
 
-class Worker:
-    """Answers to `requests` on `answers` until the former end."""
+async def _connect(plan: Plan, channels: AsyncExitStack) -> Stubs:
+    async def stub(index: int) -> TextGenerationServiceStub:
+        # Channels to one address would use one connection otherwise.
+        channel = plan.remotes[index].open(("grpc.use_local_subchannel_pool", 1))
+        return TextGenerationServiceStub(await channels.enter_async_context(channel))
 
-    def __init__(self, requests: BinaryIO, answers: BinaryIO) -> None:
-        self._requests, self._answers = requests, answers
-
-    def serve(self) -> None:
-        """Work through one plan."""
-        plan = read_request(self._requests)
-        if not isinstance(plan, Plan):
-            return
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            channels = AsyncExitStack()
-            stubs = runner.run(_connect(plan.target, channels))
-            while isinstance(level := read_request(self._requests), Level):
-                self._level(runner, plan, level, stubs)
-            runner.run(channels.aclose())
-
-    def _level(
-        self,
-        runner: asyncio.Runner,
-        plan: Plan,
-        level: Level,
-        stubs: list[list[TextGenerationServiceStub]],
-    ) -> None:
-        own = share(level.load, plan.process, plan.processes)
-        metadata = _remotes(plan.target)[0].metadata
-        run = LevelRun(plan, level, own, stubs, metadata) if own else None
-        # The collector would stop the clock now and then to look at requests that live on anyway.
-        gc.collect()
-        gc.freeze()
-        self._answer(Ready())
-        go = read_request(self._requests)
-        if not isinstance(go, Go):
-            return
-        if run is None:
-            self._answer(Outcome([], 0.0, 0.0, []))
-            return
-        cpu_before = time.process_time()
-        runner.run(self._observed(run, go.at))
-        cpu = time.process_time() - cpu_before
-        wall = time.monotonic() - go.at
-        self._answer(Outcome(run.records, cpu, wall, run.lags))
-
-    async def _observed(self, run: LevelRun, at: float) -> None:
-        reports = asyncio.create_task(self._report(run))
-        try:
-            await run.run(at)
-        finally:
-            reports.cancel()
-
-    async def _report(self, run: LevelRun) -> None:
-        while True:
-            await asyncio.sleep(_PROGRESS_SECONDS)
-            self._answer(Progress(len(run.records), run.failed))
-
-    def _answer(self, message: Answer) -> None:
-        try:
-            self._answers.write(frame(message))
-            self._answers.flush()
-        except BrokenPipeError:
-            # The command is gone, and a load that nobody measures must not go on.
-            os._exit(1)
+    connections = range(plan.options.connections)
+    return [[await stub(index) for _ in connections] for index in range(len(plan.remotes))]
 
 
-async def _connect(
-    target: Target, channels: AsyncExitStack
-) -> list[list[TextGenerationServiceStub]]:
-    """Stubs by address, one for each connection."""
-    stubs: list[list[TextGenerationServiceStub]] = []
-    for remote in _remotes(target):
-        row = []
-        for _ in range(target.connections):
-            # Channels to one address would share their connection otherwise.
-            channel = remote.open(("grpc.use_local_subchannel_pool", 1))
-            row.append(TextGenerationServiceStub(await channels.enter_async_context(channel)))
-        stubs.append(row)
-    return stubs
+def _read() -> Message | None:
+    """The next message; None when the pipe has ended."""
+    length = int.from_bytes(sys.stdin.buffer.read(LENGTH_BYTES))
+    return decode(sys.stdin.buffer.read(length)) if length else None
 
 
-def _remotes(target: Target) -> list[Remote]:
-    files = [Path(path) if path else None for path in (target.ca, target.cert, target.key)]
-    return [Remote(address, target.token, target.tls, *files) for address in target.addresses]
-
-
-def main() -> None:
-    """Serve on standard input and output."""
-    # Ctrl-C reaches the whole group; the command is the one that ends us.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Worker(sys.stdin.buffer, sys.stdout.buffer).serve()
+def _write(message: Message) -> None:
+    try:
+        sys.stdout.buffer.write(encode(message))
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # The command is gone, and a load that nobody measures must not go on.
+        os._exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    # Ctrl-C reaches the whole group; the command is the one that ends us.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.cli.bench.lengths import Fixed, Uniform
 from tokenpod.cli.bench.prompts import (
-    Drawn,
-    Listed,
-    PromptFileError,
+    Prompts,
     Text,
-    TextPrompts,
-    TokenPrompts,
+    Uniform,
     ask,
     read_texts,
 )
 
-DRAWN = TokenPrompts(Drawn(Uniform(5, 9), Uniform(2, 4)), low=100, high=110)
+ONE = Uniform(1, 1)
+DRAWN = Prompts(Uniform(5, 9), Uniform(2, 4), (100, 110))
 
 
 def test_a_request_is_a_function_of_seed_level_and_number():
@@ -33,14 +30,14 @@ def test_drawn_lengths_and_ids_are_within_their_ranges():
 
 
 def test_listed_lengths_come_in_order_and_begin_again_with_other_tokens():
-    prompts = TokenPrompts(Listed([(30, 1), (40, 2)]), low=0, high=1000)
+    prompts = Prompts(ONE, ONE, (0, 1000), pairs=((30, 1), (40, 2)))
     asked = [ask(prompts, 0, 1, i) for i in range(4)]
     assert [(len(a.prompt), a.max_new_tokens) for a in asked] == [(30, 1), (40, 2)] * 2
     assert asked[0].prompt != asked[2].prompt
 
 
 def test_requests_of_a_group_share_their_prefix_and_nothing_more():
-    prompts = TokenPrompts(Drawn(Fixed(20), Fixed(1)), 0, 1000, prefix_tokens=16, prefix_groups=3)
+    prompts = Prompts(Uniform(20, 20), ONE, (0, 1000), prefix_tokens=16, prefix_groups=3)
     asked = [ask(prompts, 0, 1, i) for i in range(60)]
     assert {len(a.prompt) for a in asked} == {36}
     assert len({tuple(a.prompt[:16]) for a in asked}) == 3
@@ -48,28 +45,28 @@ def test_requests_of_a_group_share_their_prefix_and_nothing_more():
 
 
 def test_levels_share_no_prefix():
-    prompts = TokenPrompts(Drawn(Fixed(1), Fixed(1)), 0, 1000, prefix_tokens=16)
+    prompts = Prompts(ONE, ONE, (0, 1000), prefix_tokens=16)
     assert ask(prompts, 0, 1, 0).prompt[:16] != ask(prompts, 0, 2, 0).prompt[:16]
 
 
 def test_texts_come_in_order_and_their_own_length_wins():
-    prompts = TextPrompts([Text("a"), Text("b", max_new_tokens=3)], Fixed(9))
+    prompts = Prompts(ONE, Uniform(9, 9), texts=(Text("a"), Text("b", max_new_tokens=3)))
     asked = [ask(prompts, 0, 1, i) for i in range(3)]
     assert [(a.prompt.text, a.max_new_tokens) for a in asked] == [("a", 9), ("b", 3), ("a", 9)]
 
 
 def test_a_text_file_has_a_prompt_a_line():
-    assert read_texts("one\n\n  two \n", json_lines=False) == [Text("one"), Text("  two ")]
+    assert read_texts("one\n\n  two \n", json_lines=False) == (Text("one"), Text("  two "))
 
 
 def test_a_json_lines_file_has_prompts_and_chats():
     content = """{"prompt": "one", "max_new_tokens": 5, "id": 3}
 {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]}
 """
-    assert read_texts(content, json_lines=True) == [
+    assert read_texts(content, json_lines=True) == (
         Text("one", max_new_tokens=5),
         Text(messages=[("system", "be brief"), ("user", "hi")]),
-    ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,5 +81,5 @@ def test_a_json_lines_file_has_prompts_and_chats():
     ],
 )
 def test_what_is_wrong_in_a_file_is_told_with_its_line(content, problem):
-    with pytest.raises(PromptFileError, match=problem):
+    with pytest.raises(ValueError, match=problem):
         read_texts(content, json_lines=True)

@@ -1,0 +1,55 @@
+"""Tables of options: dataclasses whose fields become a command's flags."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import field, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+
+def option(default: Any, text: str, metavar: str | None = None, *flags: str, **more: Any) -> Any:
+    """A field of a table.
+
+    Args:
+        default: where the flag is not given.
+        text: help.
+        flags: names in place of the one that the field's name gives.
+        more: for `typer.Option`; `panel` is short for `rich_help_panel`.
+    """
+    panel = more.pop("panel", None)
+    made = typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel, **more)
+    return field(default=default, metadata={"option": made})
+
+
+def parameters(table: type, **defaults: Any) -> list[inspect.Parameter]:
+    """The fields of a table as parameters, with other defaults for those that are named."""
+    kinds = get_type_hints(table)
+    return [
+        keyword(
+            each.name,
+            Annotated[kinds[each.name], each.metadata["option"]],
+            defaults.get(each.name, each.default),
+        )
+        for each in fields(table)
+    ]
+
+
+def keyword(name: str, kind: Any, default: Any = None) -> inspect.Parameter:
+    """A parameter that is given by its name."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def takes(found: Iterable[inspect.Parameter]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function of `**values` a command with these parameters."""
+    wanted = list(found)
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        # Typer reads a command's options off its signature.
+        command.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in wanted}
+        return command
+
+    return decorate

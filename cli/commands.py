@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import typer
@@ -42,9 +43,16 @@ _OUTPUT = ("stream", "logprobs", "top_n_tokens", "prompt_logprobs")
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a command to its end; a RemoteError becomes lines on standard error and exit status 1."""
-    try:
+    """Run a command to its end, within `remote_errors`."""
+    with remote_errors():
         return asyncio.run(work)
+
+
+@contextmanager
+def remote_errors() -> Iterator[None]:
+    """A RemoteError within becomes lines on standard error and exit status 1."""
+    try:
+        yield
     except RemoteError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

@@ -18,12 +18,12 @@ from rich.console import Console
 import tokenpod
 from tokenpod.cli.bench.figures import Measured
 from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.fleet import fleet
+from tokenpod.cli.bench.fleet import Fleet
 from tokenpod.cli.bench.messages import Plan
 from tokenpod.cli.bench.report import SCHEMA_VERSION, LevelReport, Report, section
 from tokenpod.cli.bench.screen import print_level, print_sweep, progress
 from tokenpod.cli.bench.setup import make_plan
-from tokenpod.cli.commands import MODEL_ID_KEY, run
+from tokenpod.cli.commands import MODEL_ID_KEY, remote_errors, run
 from tokenpod.cli.remote import Remote, RemoteError
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
@@ -48,7 +48,9 @@ def bench(remotes: Sequence[Remote], options: BenchOptions) -> int:
     screen = Console(stderr=options.json_file == _STDOUT, highlight=False)
     if not screen.is_terminal:
         screen.width = _FILE_COLUMNS
-    models, rows = run(_measure(plan, screen))
+    models = run(_model_ids(plan.remotes))
+    with remote_errors():
+        rows = _measure(plan, screen)
     levels = [report for _, report in rows]
     if len(levels) > 1:
         print_sweep(screen, levels)
@@ -65,24 +67,27 @@ def bench(remotes: Sequence[Remote], options: BenchOptions) -> int:
     return 0 if all(level.requests.succeeded for level in levels) else 1
 
 
-async def _measure(plan: Plan, screen: Console) -> tuple[dict[str, str | None], _Rows]:
-    """The servers' models by address, and every level but the warm-up. Raises RemoteError."""
-    models = {remote.address: await _model_id(remote) for remote in plan.remotes}
+def _measure(plan: Plan, screen: Console) -> _Rows:
+    """Every level but the warm-up. Raises RemoteError."""
     bar = Console(stderr=True)
     rows: _Rows = []
-    async with fleet(plan) as workers:
+    with Fleet(plan) as workers:
         for level in plan.levels:
             name = level.load.name if level.number else "warm-up"
             total = level.requests if level.duration is None else None
             with progress(bar, name, total) as show:
-                measured = await workers.run(level, show)
+                measured = workers.run(level, show)
             if level.number == 0:
                 _check_warmup(measured)
                 continue
             report = section(LevelReport, measured)
             rows.append((measured, report))
             print_level(screen, report)
-    return models, rows
+    return rows
+
+
+async def _model_ids(remotes: Sequence[Remote]) -> dict[str, str | None]:
+    return {remote.address: await _model_id(remote) for remote in remotes}
 
 
 async def _model_id(remote: Remote) -> str | None:
@@ -97,7 +102,7 @@ async def _model_id(remote: Remote) -> str | None:
 
 def _check_warmup(measured: Measured) -> None:
     if not measured.good:
-        failed = measured.requests[0].record
+        failed = measured.requests[0]
         what = " ".join(failed.detail.split())
         raise RemoteError(f"no request of the warm-up succeeded: {failed.code}: {what}")
 
@@ -144,8 +149,7 @@ def _write(options: BenchOptions, report: Report, rows: _Rows) -> None:
 
 def _record_lines(measured: Measured) -> Iterator[bytes]:
     """One JSON object per request; times in seconds from the level's start."""
-    for found in measured.requests:
-        record = found.record
+    for record in measured.requests:
         fields = {
             "load": measured.level.load.name,
             "index": record.index,
@@ -157,10 +161,10 @@ def _record_lines(measured: Measured) -> Iterator[bytes]:
             "ended_s": record.ended,
             "prompt_tokens": record.prompt_tokens,
             "cached_tokens": record.cached_tokens,
-            "output_tokens": found.output_tokens,
+            "output_tokens": record.output_tokens,
             # JSON has no NaN: msgspec writes null.
-            "ttft_s": found.ttft,
-            "tpot_s": float(np.mean(found.tpot)) if len(found.tpot) else None,
-            "itl_s": found.itl.tolist(),
+            "ttft_s": record.ttft,
+            "tpot_s": float(np.mean(record.tpot)) if len(record.tpot) else None,
+            "itl_s": record.itl.tolist(),
         }
         yield msgspec.json.encode(fields) + b"\n"

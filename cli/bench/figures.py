@@ -1,12 +1,4 @@
-"""What the records of a level tell: latencies, their percentiles, and whether they were in bounds.
-
-| name | meaning, in seconds |
-|---|---|
-| ttft | from when the request was due until its first message with tokens, any sample's |
-| itl  | between two messages with tokens of one sample, one value per gap whatever they hold |
-| tpot | of one sample: from its first message to its last, over the tokens after the first one |
-| e2e  | from when the request was due until its status |
-"""
+"""What the records of a level tell: percentiles of latencies, and whether they were in bounds."""
 
 from __future__ import annotations
 
@@ -17,19 +9,9 @@ from functools import cached_property
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from tokenpod.cli.bench.messages import Level, Outcome, Plan, Record
-
-Floats = NDArray[np.float64]
-
-#: The latencies of a request by name, and how tables and pictures call them.
-LATENCIES = {
-    "ttft": "time to first token",
-    "itl": "between messages",
-    "tpot": "time per output token",
-    "e2e": "end to end",
-}
+from tokenpod.cli.bench.messages import Level, Outcome, Plan
+from tokenpod.cli.bench.record import LATENCIES, Floats, Record
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -55,45 +37,6 @@ def spread(values: Floats | Sequence[float]) -> Spread:
     return Spread(len(found), float(found.mean()), *ranks.tolist())
 
 
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """One request's latencies, in seconds.
-
-    Args:
-        ttft: NaN if no token came.
-        itl: every gap, of all samples.
-        tpot: one per sample that had more than one message.
-        output_tokens: tokens that came.
-    """
-
-    record: Record
-    ttft: float
-    itl: Floats
-    tpot: Floats
-    e2e: float
-    output_tokens: int
-
-
-def latency(record: Record) -> Latency:
-    """The latencies of one request, failed or not."""
-    came = record.arrivals
-    gaps, paces = [np.zeros(0)], []
-    for sample in np.unique(came["sample"]):
-        own = came[came["sample"] == sample]
-        gaps.append(np.diff(own["time"]))
-        after_first = int(own["tokens"][1:].sum())
-        if after_first:
-            paces.append((own["time"][-1] - own["time"][0]) / after_first)
-    return Latency(
-        record,
-        ttft=float(came["time"][0]) - record.due if len(came) else math.nan,
-        itl=np.concatenate(gaps),
-        tpot=np.asarray(paces, np.float64),
-        e2e=record.ended - record.due,
-        output_tokens=int(came["tokens"].sum()),
-    )
-
-
 @dataclass(frozen=True)
 class Measured:
     """One level that has ended, with the outcome of each client process that took part."""
@@ -103,35 +46,35 @@ class Measured:
     outcomes: list[Outcome]
 
     @cached_property
-    def requests(self) -> list[Latency]:
+    def requests(self) -> list[Record]:
         """Every request, in the order of their numbers."""
-        records = [record for outcome in self.outcomes for record in outcome.records]
-        return [latency(record) for record in sorted(records, key=lambda record: record.index)]
+        found = [record for outcome in self.outcomes for record in outcome.records]
+        return sorted(found, key=lambda record: record.index)
 
     @cached_property
-    def good(self) -> list[Latency]:
+    def good(self) -> list[Record]:
         """The requests that succeeded."""
-        return [request for request in self.requests if request.record.ok]
+        return [record for record in self.requests if record.ok]
 
     @cached_property
-    def failed(self) -> list[Latency]:
+    def failed(self) -> list[Record]:
         """The requests that did not."""
-        return [request for request in self.requests if not request.record.ok]
+        return [record for record in self.requests if not record.ok]
 
     @property
     def duration(self) -> float:
         """Seconds from the start until the last request had ended."""
-        return max((request.record.ended for request in self.requests), default=0.0)
+        return max((record.ended for record in self.requests), default=0.0)
 
     def values(self, name: str) -> Floats:
         """Every value of a latency of the requests that succeeded, in seconds."""
-        return np.hstack([np.zeros(0), *(getattr(request, name) for request in self.good)])
+        return np.hstack([np.zeros(0), *(getattr(record, name) for record in self.good)])
 
 
-def within(bounds: Mapping[str, float], found: Latency) -> bool:
+def within(bounds: Mapping[str, float], record: Record) -> bool:
     """Whether no latency of a request exceeds its bound (by name, in seconds)."""
     # NaN, the ttft of a request without tokens, is within no bound.
-    return all(np.all(getattr(found, name) <= bound) for name, bound in bounds.items())
+    return all(np.all(getattr(record, name) <= bound) for name, bound in bounds.items())
 
 
 def parse_bounds(text: str) -> dict[str, float]:

@@ -2,67 +2,49 @@
 
 from __future__ import annotations
 
-import asyncio
+import subprocess
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 from tokenpod.cli.bench.figures import Measured
-from tokenpod.cli.bench.messages import (
-    LENGTH_BYTES,
-    Begin,
-    Go,
-    Level,
-    Message,
-    Outcome,
-    Plan,
-    Progress,
-    decode,
-    encode,
-)
+from tokenpod.cli.bench.messages import Begin, Level, Outcome, Plan, Progress
 from tokenpod.cli.remote import RemoteError
 
-#: Seconds from `Go` to the start: enough for it to reach every worker.
+#: Seconds from telling the workers when to start until then: enough to reach all of them.
 _HEAD_START = 0.05
 
 
-@asynccontextmanager
-async def fleet(plan: Plan) -> AsyncIterator[Fleet]:
-    """Worker processes for a plan; gone when the block is left."""
-    workers: list[Process] = []
-    try:
-        for _ in range(plan.options.processes):
-            # -P: nothing is imported from the working directory.
-            command = [sys.executable, "-P", "-m", "tokenpod.cli.bench.worker"]
-            # A group of its own: Ctrl-C ends the command, also while a worker starts.
-            worker = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, process_group=0
-            )
-            workers.append(worker)
-            await _send(worker, plan)
-        yield Fleet(plan, workers)
-        for worker in workers:
-            if worker.stdin:
-                worker.stdin.close()
-    except BaseException:
-        for worker in workers:
-            if worker.returncode is None:
-                worker.kill()
-        raise
-    finally:
-        for worker in workers:
-            await worker.wait()
-
-
 class Fleet:
-    """Runs levels on its workers. Made by `fleet`."""
+    """A plan's worker processes, which end with the block that they are made for."""
 
-    def __init__(self, plan: Plan, workers: list[Process]) -> None:
-        self._plan, self._workers = plan, workers
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._workers: dict[Connection, subprocess.Popen[bytes]] = {}
 
-    async def run(self, level: Level, on_progress: Callable[[int, int], None]) -> Measured:
+    def __enter__(self) -> Fleet:
+        for _ in range(self._plan.options.processes):
+            own, theirs = Pipe()
+            # -P: nothing is imported from the working directory. A group of its own: Ctrl-C ends
+            # the command, which ends its workers.
+            command = [sys.executable, "-P", "-m", "tokenpod.cli.bench.worker"]
+            self._workers[own] = subprocess.Popen(command, stdin=theirs, process_group=0)
+            theirs.close()
+            self._send(own, self._plan)
+        return self
+
+    def __exit__(self, problem: object, *_: object) -> None:
+        for pipe, worker in self._workers.items():
+            pipe.close()
+            if problem:
+                worker.kill()
+        for worker in self._workers.values():
+            worker.wait()
+
+    def run(self, level: Level, on_progress: Callable[[int, int], None]) -> Measured:
         """Run one level to its end.
 
         Args:
@@ -70,44 +52,42 @@ class Fleet:
 
         Raises RemoteError if a worker ends.
         """
-        parts = divide(level, len(self._workers))
-        workers = self._workers[: len(parts)]
-        for worker, begin in zip(workers, parts, strict=True):
-            await _send(worker, begin)
-        await asyncio.gather(*map(self._receive, workers))
-        start = Go(time.monotonic() + _HEAD_START)
-        for worker in workers:
-            await _send(worker, start)
-        latest = {worker: Progress() for worker in workers}
-
-        async def outcome(worker: Process) -> Outcome:
-            while not isinstance(answer := await self._receive(worker), Outcome):
-                assert isinstance(answer, Progress), f"a worker says {answer!r}"
-                latest[worker] = answer
+        begins = divide(level, len(self._workers))
+        pipes = list(self._workers)[: len(begins)]
+        for pipe, begin in zip(pipes, begins, strict=True):
+            self._send(pipe, begin)
+        latest: dict[Connection, Progress] = {pipe: self._receive(pipe) for pipe in pipes}
+        start = time.monotonic() + _HEAD_START
+        for pipe in pipes:
+            self._send(pipe, start)
+        outcomes: dict[Connection, Outcome] = {}
+        while len(outcomes) < len(pipes):
+            for pipe in wait([pipe for pipe in pipes if pipe not in outcomes]):
+                assert isinstance(pipe, Connection)
+                answer = self._receive(pipe)
+                if isinstance(answer, Outcome):
+                    outcomes[pipe] = answer
+                    continue
+                latest[pipe] = answer
                 ended = sum(each.ended for each in latest.values())
                 on_progress(ended, sum(each.failed for each in latest.values()))
-            return answer
+        return Measured(self._plan, level, [outcomes[pipe] for pipe in pipes])
 
-        return Measured(self._plan, level, await asyncio.gather(*map(outcome, workers)))
-
-    async def _receive(self, worker: Process) -> Message:
-        pipe = worker.stdout
-        assert pipe is not None
+    def _send(self, pipe: Connection, message: Plan | Begin | float) -> None:
         try:
-            length = int.from_bytes(await pipe.readexactly(LENGTH_BYTES))
-            return decode(await pipe.readexactly(length))
-        except asyncio.IncompleteReadError as error:
-            number, status = self._workers.index(worker), await worker.wait()
-            raise RemoteError(f"client process {number} ended with status {status}") from error
+            pipe.send(message)
+        except ConnectionError as error:
+            raise self._ended(pipe) from error
 
+    def _receive(self, pipe: Connection) -> Any:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._ended(pipe) from error
 
-async def _send(worker: Process, message: Message) -> None:
-    assert worker.stdin is not None
-    worker.stdin.write(encode(message))
-    try:
-        await worker.stdin.drain()
-    except ConnectionError as error:
-        raise RemoteError(f"a client process ended with status {await worker.wait()}") from error
+    def _ended(self, pipe: Connection) -> RemoteError:
+        number, status = list(self._workers).index(pipe), self._workers[pipe].wait()
+        return RemoteError(f"client process {number} ended with status {status}")
 
 
 def divide(level: Level, processes: int) -> list[Begin]:

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tokenpod.cli.bench.figures import LATENCIES, Measured
-from tokenpod.cli.bench.messages import Record
+from tokenpod.cli.bench.figures import Measured
+from tokenpod.cli.bench.record import LATENCIES, Record
 from tokenpod.cli.bench.report import LevelReport
 
 _DPI = 130
@@ -53,11 +53,10 @@ def _timeline(measured: Measured) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True)
     above.set(title=measured.level.load.name, ylabel="requests in flight")
     below.set(xlabel="seconds", ylabel="output tokens/s")
-    records = [request.record for request in measured.requests]
-    if records:
-        moments, flying = in_flight(records)
+    if measured.requests:
+        moments, flying = in_flight(measured.requests)
         above.step(moments, flying, where="post")
-        edges, rate = token_rate(records)
+        edges, rate = token_rate(measured.requests)
         below.stairs(rate, edges)
     for axis in (above, below):
         axis.set_ylim(bottom=0)

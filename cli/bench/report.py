@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from tokenpod.cli.bench.arrivals import Load
-from tokenpod.cli.bench.figures import Latency, Measured, Spread, spread, within
+from tokenpod.cli.bench.figures import Measured, Spread, spread, within
+from tokenpod.cli.bench.record import Record
 
 SCHEMA_VERSION = 1
 
@@ -51,7 +52,7 @@ class Requests:
     failed: int = figure(lambda m: len(m.failed))
     #: By status code.
     errors: dict[str, int] = figure(
-        lambda m: dict(Counter(each.record.code for each in m.failed).most_common())
+        lambda m: dict(Counter(each.code for each in m.failed).most_common())
     )
     first_error: str | None = figure(lambda m: _first_error(m))
 
@@ -68,7 +69,7 @@ class Tokens:
     of_failed: int = figure(lambda m: _output_tokens(m.failed))
     #: Output tokens over messages that held any.
     per_message: float | None = figure(
-        lambda m: _over(_output_tokens(m.good), sum(len(e.record.arrivals) for e in m.good)) or None
+        lambda m: _over(_output_tokens(m.good), sum(len(e.arrivals) for e in m.good)) or None
     )
 
 
@@ -97,8 +98,8 @@ class LatencySpreads:
 class ServerSpreads:
     """What the server itself measured: waiting in its queue, and its time to the first token."""
 
-    queue: Spread = figure(lambda m: spread([each.record.queue_s for each in m.good]))
-    ttft: Spread = figure(lambda m: spread([each.record.first_token_s for each in m.good]))
+    queue: Spread = figure(lambda m: spread([each.queue_s for each in m.good]))
+    ttft: Spread = figure(lambda m: spread([each.first_token_s for each in m.good]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,7 @@ class Clients:
         lambda m: spread([lag for outcome in m.outcomes for lag in outcome.lags])
     )
     #: From when a request was due until it was sent.
-    send_lag_s: Spread = figure(
-        lambda m: spread([each.record.sent - each.record.due for each in m.requests])
-    )
+    send_lag_s: Spread = figure(lambda m: spread([each.sent - each.due for each in m.requests]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,23 +178,23 @@ class Report:
 def _offered_per_s(m: Measured) -> float | None:
     if m.level.load.mode == "closed":
         return None
-    return _over(len(m.requests), max((e.record.due for e in m.requests), default=0.0)) or None
+    return _over(len(m.requests), max((e.due for e in m.requests), default=0.0)) or None
 
 
 def _first_error(m: Measured) -> str | None:
-    first = min((each.record for each in m.failed), key=lambda r: r.ended, default=None)
+    first = min(m.failed, key=lambda r: r.ended, default=None)
     return f"{first.code}: {' '.join(first.detail.split())}" if first else None
 
 
-def _prompt_tokens(requests: Iterable[Latency]) -> int:
-    return sum(each.record.prompt_tokens for each in requests)
+def _prompt_tokens(requests: Iterable[Record]) -> int:
+    return sum(each.prompt_tokens for each in requests)
 
 
-def _cached_tokens(requests: Iterable[Latency]) -> int:
-    return sum(each.record.cached_tokens for each in requests)
+def _cached_tokens(requests: Iterable[Record]) -> int:
+    return sum(each.cached_tokens for each in requests)
 
 
-def _output_tokens(requests: Iterable[Latency]) -> int:
+def _output_tokens(requests: Iterable[Record]) -> int:
     return sum(each.output_tokens for each in requests)
 
 
@@ -205,10 +204,10 @@ def _kept(m: Measured) -> int:
 
 def _targets(m: Measured) -> Iterator[TargetReport]:
     for target, remote in enumerate(m.plan.remotes):
-        good = [each for each in m.good if each.record.target == target]
+        good = [each for each in m.good if each.target == target]
         yield TargetReport(
             address=remote.address,
-            sent=sum(each.record.target == target for each in m.requests),
+            sent=sum(each.target == target for each in m.requests),
             succeeded=len(good),
             output_tokens=_output_tokens(good),
             ttft_s=spread([each.ttft for each in good]),

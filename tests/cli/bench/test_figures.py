@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.cli.bench.figures import latency, parse_bounds, spread, within
-from tokenpod.cli.bench.messages import ARRIVAL, Record
+from tokenpod.cli.bench.figures import parse_bounds, spread, within
+from tokenpod.cli.bench.record import ARRIVAL, Record
 
 
 def record(messages=(), *, due=0.0, ended=1.0, code="OK", index=0, **more):
@@ -33,32 +33,32 @@ def record(messages=(), *, due=0.0, ended=1.0, code="OK", index=0, **more):
 
 
 def test_latencies_of_a_stream():
-    found = latency(record([(3.0, 1, 0), (3.5, 1, 0), (4.5, 1, 0)], due=2.0, ended=5.0))
+    found = record([(3.0, 1, 0), (3.5, 1, 0), (4.5, 1, 0)], due=2.0, ended=5.0)
     assert (found.ttft, found.e2e, found.output_tokens) == (1.0, 3.0, 3)
     assert found.itl.tolist() == [0.5, 1.0]
     assert found.tpot.tolist() == [0.75]
 
 
 def test_a_message_of_several_tokens_is_one_gap_and_counts_wholly_per_token():
-    found = latency(record([(1.0, 1, 0), (2.0, 4, 0)]))
+    found = record([(1.0, 1, 0), (2.0, 4, 0)])
     assert found.itl.tolist() == [1.0]
     assert found.tpot.tolist() == [0.25]
     assert found.output_tokens == 5
 
 
 def test_tokens_of_the_first_message_took_no_time_after_it():
-    assert latency(record([(1.0, 8, 0), (2.0, 1, 0)])).tpot.tolist() == [1.0]
+    assert record([(1.0, 8, 0), (2.0, 1, 0)]).tpot.tolist() == [1.0]
 
 
 def test_samples_have_gaps_of_their_own():
-    found = latency(record([(1.0, 1, 0), (1.1, 1, 1), (2.0, 1, 0), (3.1, 1, 1)]))
+    found = record([(1.0, 1, 0), (1.1, 1, 1), (2.0, 1, 0), (3.1, 1, 1)])
     assert found.ttft == 1.0
     assert sorted(found.itl.round(9)) == [1.0, 2.0]
     assert sorted(found.tpot.round(9)) == [1.0, 2.0]
 
 
 def test_a_request_without_tokens_has_an_end_alone():
-    found = latency(record(due=0.25, ended=1.0, code="RESOURCE_EXHAUSTED"))
+    found = record(due=0.25, ended=1.0, code="RESOURCE_EXHAUSTED")
     assert math.isnan(found.ttft)
     assert (found.e2e, found.output_tokens) == (0.75, 0)
     assert not len(found.itl)
@@ -66,7 +66,7 @@ def test_a_request_without_tokens_has_an_end_alone():
 
 
 def test_one_message_has_no_pace():
-    assert not len(latency(record([(1.0, 3, 0)])).tpot)
+    assert not len(record([(1.0, 3, 0)]).tpot)
 
 
 @given(
@@ -127,10 +127,10 @@ def test_what_is_no_bound_is_quoted(text, part):
     ],
 )
 def test_every_bound_is_kept_or_the_request_is_not_good(bounds, kept):
-    found = latency(record([(3.0, 1, 0), (3.5, 1, 0), (4.5, 1, 0)], due=2.0, ended=5.0))
+    found = record([(3.0, 1, 0), (3.5, 1, 0), (4.5, 1, 0)], due=2.0, ended=5.0)
     assert within(bounds, found) is kept
 
 
 def test_a_request_without_tokens_keeps_no_bound_on_its_first():
-    assert not within({"ttft": 1e9}, latency(record()))
-    assert within({"itl": 1e-9, "tpot": 1e-9}, latency(record()))
+    assert not within({"ttft": 1e9}, record())
+    assert within({"itl": 1e-9, "tpot": 1e-9}, record())

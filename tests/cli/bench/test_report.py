@@ -13,8 +13,9 @@ from rich.console import Console
 from tokenpod.cli.bench.arrivals import Load
 from tokenpod.cli.bench.figures import Measured
 from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.messages import ARRIVAL, Level, Outcome, Plan, Record
+from tokenpod.cli.bench.messages import Level, Outcome, Plan
 from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod.cli.bench.record import ARRIVAL, Record
 from tokenpod.cli.bench.report import LevelReport, Report, section
 from tokenpod.cli.bench.screen import print_sweep
 from tokenpod.cli.remote import Remote

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from tokenpod.cli.bench.arrivals import arrival_times
+from tokenpod.cli.bench.figures import ARRIVAL, Record
 from tokenpod.cli.bench.messages import Begin, Outcome, Plan, Progress
 from tokenpod.cli.bench.prompts import Ask, Text, arrivals_random, ask
-from tokenpod.cli.bench.record import ARRIVAL, Record
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 

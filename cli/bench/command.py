@@ -16,9 +16,8 @@ import typer
 from rich.console import Console
 
 import tokenpod
-from tokenpod.cli.bench.figures import Measured
 from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.fleet import Fleet
+from tokenpod.cli.bench.fleet import Fleet, Measured
 from tokenpod.cli.bench.messages import Plan
 from tokenpod.cli.bench.report import SCHEMA_VERSION, LevelReport, Report, section
 from tokenpod.cli.bench.screen import print_level, print_sweep, progress

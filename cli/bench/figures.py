@@ -1,17 +1,117 @@
-"""What the records of a level tell: percentiles of latencies, and whether they were in bounds."""
+"""What became of each request, the latencies that follow from it, and their percentiles."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from tokenpod.cli.bench.messages import Level, Outcome, Plan
-from tokenpod.cli.bench.record import LATENCIES, Floats, Record
+Floats = NDArray[np.float64]
+
+#: A message with tokens as `Record.stream` keeps it: when it came in seconds, how many tokens it
+#: had, of which sample.
+ARRIVAL = struct.Struct("=dII")
+_ARRIVALS = np.dtype([("time", np.float64), ("tokens", np.uint32), ("sample", np.uint32)])
+
+#: The latencies of a request by name, and how tables and pictures call them.
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "between messages",
+    "tpot": "time per output token",
+    "e2e": "end to end",
+}
+
+
+@dataclass
+class Record:
+    """One request. Times are seconds from the level's start, latencies seconds.
+
+    Args:
+        target: which server.
+        due: when it was to be sent; earlier than `sent` where the client could not keep up.
+        ended: when its status came.
+        code: the status code's name; UNFINISHED where an OK stream lacked a `finished`.
+        detail: the status' message; "" for OK.
+        prompt_tokens, cached_tokens: as the server counted them; 0 before it did.
+        queue_s, first_token_s: as the server measured them, of sample 0; NaN if it did not.
+        stream: the messages with tokens, each as `ARRIVAL`.
+    """
+
+    index: int
+    target: int
+    due: float
+    sent: float
+    ended: float = math.nan
+    code: str = "OK"
+    detail: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue_s: float = math.nan
+    first_token_s: float = math.nan
+    stream: bytearray = field(default_factory=bytearray)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it succeeded."""
+        return self.code == "OK"
+
+    @property
+    def arrivals(self) -> np.ndarray:
+        """The messages with tokens: columns `time`, `tokens` and `sample`."""
+        return np.frombuffer(self.stream, _ARRIVALS)
+
+    @cached_property
+    def output_tokens(self) -> int:
+        """Tokens that came."""
+        return int(self.arrivals["tokens"].sum())
+
+    @property
+    def ttft(self) -> float:
+        """From when it was due until its first message with tokens, any sample's; NaN of none."""
+        return float(self.arrivals["time"][0]) - self.due if self.stream else math.nan
+
+    @cached_property
+    def itl(self) -> Floats:
+        """Between two messages of one sample, one value per gap whatever they hold."""
+        return np.concatenate([np.zeros(0), *(np.diff(own["time"]) for own in self._samples)])
+
+    @cached_property
+    def tpot(self) -> Floats:
+        """Of each sample: from its first message to its last, over the tokens after the first."""
+        after_first = [(own, int(own["tokens"][1:].sum())) for own in self._samples]
+        return np.array([np.ptp(own["time"]) / tokens for own, tokens in after_first if tokens])
+
+    @property
+    def e2e(self) -> float:
+        """From when it was due until its status."""
+        return self.ended - self.due
+
+    @property
+    def _samples(self) -> list[np.ndarray]:
+        came = self.arrivals
+        return [came[came["sample"] == sample] for sample in np.unique(came["sample"])]
+
+
+def within(bounds: Mapping[str, float], record: Record) -> bool:
+    """Whether no latency of a request exceeds its bound (by name, in seconds)."""
+    # NaN, the ttft of a request without tokens, is within no bound.
+    return all(np.all(getattr(record, name) <= bound) for name, bound in bounds.items())
+
+
+def values(records: Iterable[Record], name: str) -> Floats:
+    """Every value of a latency or another time of these requests, in seconds."""
+    return np.hstack([np.zeros(0), *(getattr(record, name) for record in records)])
+
+
+def total(records: Iterable[Record], name: str) -> int:
+    """The sum of one of their counts."""
+    return sum(getattr(record, name) for record in records)
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -35,65 +135,3 @@ def spread(values: Floats | Sequence[float]) -> Spread:
     # Nearest rank: the least value that at least such a part of all values does not exceed.
     ranks = np.quantile(found, (0.5, 0.9, 0.95, 0.99, 1.0), method="inverted_cdf")
     return Spread(len(found), float(found.mean()), *ranks.tolist())
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One level that has ended, with the outcome of each client process that took part."""
-
-    plan: Plan
-    level: Level
-    outcomes: list[Outcome]
-
-    @cached_property
-    def requests(self) -> list[Record]:
-        """Every request, in the order of their numbers."""
-        found = [record for outcome in self.outcomes for record in outcome.records]
-        return sorted(found, key=lambda record: record.index)
-
-    @cached_property
-    def good(self) -> list[Record]:
-        """The requests that succeeded."""
-        return [record for record in self.requests if record.ok]
-
-    @cached_property
-    def failed(self) -> list[Record]:
-        """The requests that did not."""
-        return [record for record in self.requests if not record.ok]
-
-    @property
-    def duration(self) -> float:
-        """Seconds from the start until the last request had ended."""
-        return max((record.ended for record in self.requests), default=0.0)
-
-    def values(self, name: str) -> Floats:
-        """Every value of a latency of the requests that succeeded, in seconds."""
-        return np.hstack([np.zeros(0), *(getattr(record, name) for record in self.good)])
-
-
-def within(bounds: Mapping[str, float], record: Record) -> bool:
-    """Whether no latency of a request exceeds its bound (by name, in seconds)."""
-    # NaN, the ttft of a request without tokens, is within no bound.
-    return all(np.all(getattr(record, name) <= bound) for name, bound in bounds.items())
-
-
-def parse_bounds(text: str) -> dict[str, float]:
-    """`ttft=200ms,itl=50ms` as seconds by name. Raises ValueError that quotes the wrong part."""
-    bounds: dict[str, float] = {}
-    for part in map(str.strip, text.split(",")):
-        name, _, bound = part.partition("=")
-        if name not in LATENCIES:
-            raise ValueError(f"has {part!r}: write NAME=TIME, of {', '.join(LATENCIES)}")
-        bounds[name] = _seconds(bound)
-        if not 0 < bounds[name] < math.inf:
-            raise ValueError(f"has {part!r}: the time must be above 0, as 200ms or 1.5s")
-    return bounds
-
-
-def _seconds(text: str) -> float:
-    """The time; NaN if it is none."""
-    number, scale = (text[:-2], 1e-3) if text.endswith("ms") else (text[:-1], 1.0)
-    try:
-        return float(number) * scale if text.endswith("s") else math.nan
-    except ValueError:
-        return math.nan

@@ -6,16 +6,48 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tokenpod.cli.bench.figures import Measured
+from tokenpod.cli.bench.figures import Record
 from tokenpod.cli.bench.messages import Begin, Level, Outcome, Plan, Progress
 from tokenpod.cli.remote import RemoteError
 
 #: Seconds from telling the workers when to start until then: enough to reach all of them.
 _HEAD_START = 0.05
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One level that has ended, with the outcome of each client process that took part."""
+
+    plan: Plan
+    level: Level
+    outcomes: list[Outcome]
+
+    @cached_property
+    def requests(self) -> list[Record]:
+        """Every request, in the order of their numbers."""
+        found = [record for outcome in self.outcomes for record in outcome.records]
+        return sorted(found, key=lambda record: record.index)
+
+    @cached_property
+    def good(self) -> list[Record]:
+        """The requests that succeeded."""
+        return [record for record in self.requests if record.ok]
+
+    @cached_property
+    def failed(self) -> list[Record]:
+        """The requests that did not."""
+        return [record for record in self.requests if not record.ok]
+
+    @property
+    def duration(self) -> float:
+        """Seconds from the start until the last request had ended."""
+        return max((record.ended for record in self.requests), default=0.0)
 
 
 class Fleet:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import msgspec
 
 from tokenpod.cli.bench.arrivals import Load
+from tokenpod.cli.bench.figures import Record
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.prompts import Prompts
-from tokenpod.cli.bench.record import Record
 from tokenpod.cli.remote import Remote
 
 

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tokenpod.cli.bench.figures import Measured
-from tokenpod.cli.bench.record import LATENCIES, Record
+from tokenpod.cli.bench.figures import LATENCIES, Record, values
+from tokenpod.cli.bench.fleet import Measured
 from tokenpod.cli.bench.report import LevelReport
 
 _DPI = 130
@@ -39,9 +39,9 @@ def _distributions(levels: list[Measured]) -> Figure:
     figure = Figure(figsize=(10, 7), layout="constrained")
     for axis, (kind, title) in zip(figure.subplots(2, 2).flat, LATENCIES.items(), strict=True):
         for measured in levels:
-            values = measured.values(kind)
-            if len(values):
-                axis.ecdf(values * 1e3, label=measured.level.load.name)
+            found = values(measured.good, kind) * 1e3
+            if len(found):
+                axis.ecdf(found, label=measured.level.load.name)
         text = {"title": title.capitalize(), "xlabel": "ms", "ylabel": "share of values"}
         axis.set(**text, ylim=(0, 1.02))
         _finish(axis)
@@ -100,8 +100,8 @@ def _sweep(reports: list[LevelReport]) -> Figure:
     good.set(title="Requests/s")
     for axis, kind in ((first, "ttft"), (between, "itl")):
         for share in ("p50", "p95", "p99"):
-            values = [getattr(getattr(r.latency_s, kind), share) for r in reports]
-            in_ms = [np.nan if value is None else value * 1e3 for value in values]
+            found = [getattr(getattr(r.latency_s, kind), share) for r in reports]
+            in_ms = [np.nan if value is None else value * 1e3 for value in found]
             axis.plot(at, in_ms, marker="o", label=share)
         axis.set(title=f"{LATENCIES[kind].capitalize()}, ms")
     for axis in (throughput, good, first, between):

@@ -8,13 +8,13 @@ A section is a table of figures: each field says how it follows from what was me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from tokenpod.cli.bench.arrivals import Load
-from tokenpod.cli.bench.figures import Measured, Spread, spread, within
-from tokenpod.cli.bench.record import Record
+from tokenpod.cli.bench.figures import Spread, spread, total, values, within
+from tokenpod.cli.bench.fleet import Measured
 
 SCHEMA_VERSION = 1
 
@@ -40,7 +40,7 @@ def section(kind: type[Value], measured: Measured) -> Value:
     return kind(**{each.name: each.metadata["of"](measured) for each in fields(found)})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Requests:
     """How many requests there were, and what became of them."""
 
@@ -57,52 +57,55 @@ class Requests:
     first_error: str | None = figure(lambda m: _first_error(m))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tokens:
     """Tokens of successful requests, as the server counts prompts and as outputs came."""
 
-    prompt: int = figure(lambda m: _prompt_tokens(m.good))
+    prompt: int = figure(lambda m: total(m.good, "prompt_tokens"))
     #: Prompt tokens that the server found in its cache.
-    cached: int = figure(lambda m: _cached_tokens(m.good))
-    output: int = figure(lambda m: _output_tokens(m.good))
+    cached: int = figure(lambda m: total(m.good, "cached_tokens"))
+    output: int = figure(lambda m: total(m.good, "output_tokens"))
     #: Output tokens that came of requests which failed later.
-    of_failed: int = figure(lambda m: _output_tokens(m.failed))
+    of_failed: int = figure(lambda m: total(m.failed, "output_tokens"))
     #: Output tokens over messages that held any.
     per_message: float | None = figure(
-        lambda m: _over(_output_tokens(m.good), sum(len(e.arrivals) for e in m.good)) or None
+        lambda m: (
+            _over(total(m.good, "output_tokens"), sum(len(each.arrivals) for each in m.good))
+            or None
+        )
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Throughput:
     """Successful requests, and their tokens, over the level's duration."""
 
     requests_per_s: float = figure(lambda m: _over(len(m.good), m.duration))
-    output_tokens_per_s: float = figure(lambda m: _over(_output_tokens(m.good), m.duration))
+    output_tokens_per_s: float = figure(lambda m: _over(total(m.good, "output_tokens"), m.duration))
     total_tokens_per_s: float = figure(
-        lambda m: _over(_prompt_tokens(m.good) + _output_tokens(m.good), m.duration)
+        lambda m: _over(total(m.good, "prompt_tokens") + total(m.good, "output_tokens"), m.duration)
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LatencySpreads:
     """Latencies of successful requests, as `figures` defines them."""
 
-    ttft: Spread = figure(lambda m: spread(m.values("ttft")))
-    itl: Spread = figure(lambda m: spread(m.values("itl")))
-    tpot: Spread = figure(lambda m: spread(m.values("tpot")))
-    e2e: Spread = figure(lambda m: spread(m.values("e2e")))
+    ttft: Spread = figure(lambda m: spread(values(m.good, "ttft")))
+    itl: Spread = figure(lambda m: spread(values(m.good, "itl")))
+    tpot: Spread = figure(lambda m: spread(values(m.good, "tpot")))
+    e2e: Spread = figure(lambda m: spread(values(m.good, "e2e")))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServerSpreads:
     """What the server itself measured: waiting in its queue, and its time to the first token."""
 
-    queue: Spread = figure(lambda m: spread([each.queue_s for each in m.good]))
-    ttft: Spread = figure(lambda m: spread([each.first_token_s for each in m.good]))
+    queue: Spread = figure(lambda m: spread(values(m.good, "queue_s")))
+    ttft: Spread = figure(lambda m: spread(values(m.good, "first_token_s")))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Goodput:
     """Requests that succeeded within every bound."""
 
@@ -113,7 +116,7 @@ class Goodput:
     share: float = figure(lambda m: _over(_kept(m), len(m.requests)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Clients:
     """Whether the load generator itself was a limit."""
 
@@ -128,7 +131,7 @@ class Clients:
     send_lag_s: Spread = figure(lambda m: spread([each.sent - each.due for each in m.requests]))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TargetReport:
     """What one server did."""
 
@@ -139,7 +142,7 @@ class TargetReport:
     ttft_s: Spread
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LevelReport:
     """One load and what came of it."""
 
@@ -158,7 +161,7 @@ class LevelReport:
     warnings: list[str] = figure(lambda m: list(_warnings(m)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Report:
     """Everything one command measured."""
 
@@ -186,18 +189,6 @@ def _first_error(m: Measured) -> str | None:
     return f"{first.code}: {' '.join(first.detail.split())}" if first else None
 
 
-def _prompt_tokens(requests: Iterable[Record]) -> int:
-    return sum(each.prompt_tokens for each in requests)
-
-
-def _cached_tokens(requests: Iterable[Record]) -> int:
-    return sum(each.cached_tokens for each in requests)
-
-
-def _output_tokens(requests: Iterable[Record]) -> int:
-    return sum(each.output_tokens for each in requests)
-
-
 def _kept(m: Measured) -> int:
     return sum(within(m.plan.bounds, each) for each in m.good)
 
@@ -209,8 +200,8 @@ def _targets(m: Measured) -> Iterator[TargetReport]:
             address=remote.address,
             sent=sum(each.target == target for each in m.requests),
             succeeded=len(good),
-            output_tokens=_output_tokens(good),
-            ttft_s=spread([each.ttft for each in good]),
+            output_tokens=total(good, "output_tokens"),
+            ttft_s=spread(values(good, "ttft")),
         )
 
 
@@ -227,8 +218,8 @@ def _warnings(m: Measured) -> Iterator[str]:
             f"the clients came {lag * 1e3:.0f} ms late at the 99th percentile (limit"
             f" {LAG_LIMIT_S * 1e3:.0f} ms): they lack CPU; run them on another machine"
         )
-    prompts, tokens = m.plan.prompts, _prompt_tokens(m.good)
-    cached = _over(_cached_tokens(m.good), tokens)
+    prompts, tokens = m.plan.prompts, total(m.good, "prompt_tokens")
+    cached = _over(total(m.good, "cached_tokens"), tokens)
     # A file of prompts may well repeat some of them.
     expected = 1.0 if prompts.texts else _over(prompts.prefix_tokens * len(m.good), tokens)
     if cached > expected + CACHED_LIMIT:

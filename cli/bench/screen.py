@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tokenpod.cli.bench.figures import Spread
-from tokenpod.cli.bench.record import LATENCIES
+from tokenpod.cli.bench.figures import LATENCIES, Spread
 from tokenpod.cli.bench.report import LevelReport
 
 _SPREAD = ("mean", "p50", "p90", "p95", "p99", "max")

@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 
 from tokenpod.cli.bench.arrivals import Load
-from tokenpod.cli.bench.figures import parse_bounds
+from tokenpod.cli.bench.figures import LATENCIES
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.messages import Level, Plan
 from tokenpod.cli.bench.prompts import Prompts, parse_lengths, read_texts
@@ -178,3 +178,25 @@ def _named(option: str, where: str = "") -> Iterator[None]:
 
 def _bad(option: str, problem: str) -> typer.BadParameter:
     return typer.BadParameter(problem, param_hint=option)
+
+
+def parse_bounds(text: str) -> dict[str, float]:
+    """`ttft=200ms,itl=50ms` as seconds by name. Raises ValueError that quotes the wrong part."""
+    bounds: dict[str, float] = {}
+    for part in map(str.strip, text.split(",")):
+        name, _, bound = part.partition("=")
+        if name not in LATENCIES:
+            raise ValueError(f"has {part!r}: write NAME=TIME, of {', '.join(LATENCIES)}")
+        bounds[name] = _seconds(bound)
+        if not 0 < bounds[name] < math.inf:
+            raise ValueError(f"has {part!r}: the time must be above 0, as 200ms or 1.5s")
+    return bounds
+
+
+def _seconds(text: str) -> float:
+    """The time; NaN if it is none."""
+    number, scale = (text[:-2], 1e-3) if text.endswith("ms") else (text[:-1], 1.0)
+    try:
+        return float(number) * scale if text.endswith("s") else math.nan
+    except ValueError:
+        return math.nan

@@ -113,14 +113,20 @@ async def health(remote: Remote, service: str, *, watch: bool, deadline: float |
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def info(remote: Remote, *, json_output: bool, deadline: float | None) -> None:
-    """Print what the server tells of its model. Raises RemoteError."""
+async def ask_info(remote: Remote, deadline: float | None) -> tuple[str | None, v3.InfoResponse]:
+    """The name of a server's model, and what the server tells of it. Raises RemoteError."""
     async with remote.channel() as channel:
         stub = TextGenerationServiceStub(channel)
         call = stub.Info(v3.InfoRequest(), timeout=deadline, metadata=remote.metadata)
         metadata = await call.initial_metadata()
         answer = await call
-    model_id = metadata.get(MODEL_ID_KEY) if metadata else None
+    found = metadata.get(MODEL_ID_KEY) if metadata else None
+    return None if found is None else str(found), answer
+
+
+async def info(remote: Remote, *, json_output: bool, deadline: float | None) -> None:
+    """Print what the server tells of its model. Raises RemoteError."""
+    model_id, answer = await ask_info(remote, deadline)
     if json_output:
         print(json_line(answer, model_id=model_id))
         return

@@ -28,19 +28,18 @@ _PEM: dict[str, Any] = {"exists": True, "dir_okay": False}
 class ConnectionOptions:
     """The options of `connected` commands."""
 
-    address: str = _option("", "The server.", "HOST:PORT|unix:PATH")
+    address: str = _option("The server.", "HOST:PORT|unix:PATH", default="")
     token: str | None = _option(
-        None,
         "Bearer token; the variable keeps it out of the process list.",
         envvar="TOKENPOD_TOKEN",
         show_envvar=True,
     )
-    tls: bool = _option(False, "Use TLS and trust the system's authorities.", None, "--tls")
-    tls_ca: Path | None = _option(None, "Use TLS and trust these authorities (PEM).", **_PEM)
-    tls_cert: Path | None = _option(None, "This client's certificate (PEM).", **_PEM)
-    tls_key: Path | None = _option(None, "Private key of --tls-cert (PEM).", **_PEM)
+    tls: bool = _option("Use TLS and trust the system's authorities.", None, "--tls", default=False)
+    tls_ca: Path | None = _option("Use TLS and trust these authorities (PEM).", **_PEM)
+    tls_cert: Path | None = _option("This client's certificate (PEM).", **_PEM)
+    tls_key: Path | None = _option("Private key of --tls-cert (PEM).", **_PEM)
     deadline: float | None = _option(
-        None, "Give up after so long; the server stops working on it too.", "SECONDS", min=0.001
+        "Give up after so long; the server stops working on it too.", "SECONDS", min=0.001
     )
 
 

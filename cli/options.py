@@ -10,13 +10,15 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 
-def option(default: Any, text: str, metavar: str | None = None, *flags: str, **more: Any) -> Any:
+def option(
+    text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any
+) -> Any:
     """A field of a table.
 
     Args:
-        default: where the flag is not given.
         text: help.
         flags: names in place of the one that the field's name gives.
+        default: its value where the flag is not given.
         more: for `typer.Option`; `panel` is short for `rich_help_panel`.
     """
     panel = more.pop("panel", None)

@@ -19,13 +19,11 @@ import tokenpod
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.fleet import Fleet, Measured
 from tokenpod.cli.bench.messages import Plan
-from tokenpod.cli.bench.report import SCHEMA_VERSION, LevelReport, Report, section
+from tokenpod.cli.bench.report import SCHEMA_VERSION, LevelReport, Report, first_error, section
 from tokenpod.cli.bench.screen import print_level, print_sweep, progress
 from tokenpod.cli.bench.setup import make_plan
-from tokenpod.cli.commands import MODEL_ID_KEY, remote_errors, run
+from tokenpod.cli.commands import ask_info, remote_errors, run
 from tokenpod.cli.remote import Remote, RemoteError
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 
 #: Seconds that a server gets to say which model it runs.
 _INFO_SECONDS = 10.0
@@ -77,7 +75,9 @@ def _measure(plan: Plan, screen: Console) -> _Rows:
             with progress(bar, name, total) as show:
                 measured = workers.run(level, show)
             if level.number == 0:
-                _check_warmup(measured)
+                if not measured.good:
+                    what = first_error(measured)
+                    raise RemoteError(f"no request of the warm-up succeeded: {what}")
                 continue
             report = section(LevelReport, measured)
             rows.append((measured, report))
@@ -86,24 +86,7 @@ def _measure(plan: Plan, screen: Console) -> _Rows:
 
 
 async def _model_ids(remotes: Sequence[Remote]) -> dict[str, str | None]:
-    return {remote.address: await _model_id(remote) for remote in remotes}
-
-
-async def _model_id(remote: Remote) -> str | None:
-    async with remote.channel() as channel:
-        stub = TextGenerationServiceStub(channel)
-        call = stub.Info(v3.InfoRequest(), timeout=_INFO_SECONDS, metadata=remote.metadata)
-        metadata = await call.initial_metadata()
-        await call
-    found = metadata.get(MODEL_ID_KEY) if metadata else None
-    return str(found) if found is not None else None
-
-
-def _check_warmup(measured: Measured) -> None:
-    if not measured.good:
-        failed = measured.requests[0]
-        what = " ".join(failed.detail.split())
-        raise RemoteError(f"no request of the warm-up succeeded: {failed.code}: {what}")
+    return {each.address: (await ask_info(each, _INFO_SECONDS))[0] for each in remotes}
 
 
 def _check_outputs(options: BenchOptions) -> None:

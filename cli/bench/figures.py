@@ -6,7 +6,6 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -66,7 +65,12 @@ class Record:
         """The messages with tokens: columns `time`, `tokens` and `sample`."""
         return np.frombuffer(self.stream, _ARRIVALS)
 
-    @cached_property
+    @property
+    def messages(self) -> int:
+        """Messages with tokens that came."""
+        return len(self.arrivals)
+
+    @property
     def output_tokens(self) -> int:
         """Tokens that came."""
         return int(self.arrivals["tokens"].sum())
@@ -76,12 +80,12 @@ class Record:
         """From when it was due until its first message with tokens, any sample's; NaN of none."""
         return float(self.arrivals["time"][0]) - self.due if self.stream else math.nan
 
-    @cached_property
+    @property
     def itl(self) -> Floats:
         """Between two messages of one sample, one value per gap whatever they hold."""
         return np.concatenate([np.zeros(0), *(np.diff(own["time"]) for own in self._samples)])
 
-    @cached_property
+    @property
     def tpot(self) -> Floats:
         """Of each sample: from its first message to its last, over the tokens after the first."""
         after_first = [(own, int(own["tokens"][1:].sum())) for own in self._samples]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from tokenpod.cli.connection import PANEL, ConnectionOptions, remote_of
-from tokenpod.cli.options import keyword, option, parameters, takes
+from tokenpod.cli.options import option, parameters, takes
 
 _load, _prompts = partial(option, panel="Load"), partial(option, panel="Prompts")
 _sampling, _report = partial(option, panel="Sampling"), partial(option, panel="Report")
@@ -21,67 +21,64 @@ class BenchOptions:
     """The command's options as typed; the report repeats them by these names."""
 
     connections: int = option(
-        1, "Connections of each process to each server.", "N", panel=PANEL, min=1
+        "Connections of each process to each server.", "N", panel=PANEL, min=1, default=1
     )
     concurrency: str | None = _load(
-        None,
         "Closed loop: so many requests at a time. With --request-rate: at most so many in"
         " flight. Default: 8, or what the workload says.",
         "N[,N...]",
     )
     request_rate: str | None = _load(
-        None,
         "Open loop: so many requests per second on average, however slow the server is; inf:"
         " all at once. Several are run one after the other.",
         "R[,R...]",
     )
     burstiness: float = _load(
-        1.0,
         "With --request-rate: shape of the gamma distribution of the gaps. 1 is a Poisson"
         " process, less comes in bursts, more comes evenly.",
         "X",
+        default=1.0,
     )
     requests: int | None = _load(
-        None,
         "Requests to send. Default: 64, or as many as the file has; any number with --duration.",
         "N",
         min=1,
     )
     duration: float | None = _load(
-        None, "Stop sending after so long and wait for what is in flight.", "SECONDS", min=0.001
+        "Stop sending after so long and wait for what is in flight.", "SECONDS", min=0.001
     )
-    warmup: int = _load(4, "Requests to send first, all at once and not counted.", "N", min=0)
-    deadline: float | None = _load(
-        None, "Give up on a request after so long.", "SECONDS", min=0.001
+    warmup: int = _load(
+        "Requests to send first, all at once and not counted.", "N", min=0, default=4
     )
+    deadline: float | None = _load("Give up on a request after so long.", "SECONDS", min=0.001)
     processes: int = _load(
-        1,
         "Client processes. One reads some 30,000 messages per second; the report says how busy"
         " they were.",
         "N",
         min=1,
         max=256,
+        default=1,
     )
     input_tokens: str | None = _prompts(
-        None, "Tokens of a prompt. Default: 128.", "N|uniform:LOW:HIGH|lognormal:MEDIAN:SIGMA:MAX"
+        "Tokens of a prompt. Default: 128.", "N|uniform:LOW:HIGH|lognormal:MEDIAN:SIGMA:MAX"
     )
     output_tokens: str | None = _prompts(
-        None, "Tokens to generate; written as --input-tokens is. Default: 64.", "N|..."
+        "Tokens to generate; written as --input-tokens is. Default: 64.", "N|..."
     )
     token_range: str | None = _prompts(
-        None,
         "Prompts are token ids drawn from LOW up to but without HIGH. Default: 10:1000, or what"
         " the workload says.",
         "LOW:HIGH",
     )
-    prefix_tokens: int = _prompts(0, "Tokens before each prompt that a group shares.", "N", min=0)
-    prefix_groups: int = _prompts(1, "How many different shared prefixes.", "N", min=1)
-    workload: Path | None = _prompts(
-        None, "Lengths and load from a case of a JSON file.", "FILE", exists=True, dir_okay=False
+    prefix_tokens: int = _prompts(
+        "Tokens before each prompt that a group shares.", "N", min=0, default=0
     )
-    case: str | None = _prompts(None, "Which case of --workload; not needed if there is one.")
+    prefix_groups: int = _prompts("How many different shared prefixes.", "N", min=1, default=1)
+    workload: Path | None = _prompts(
+        "Lengths and load from a case of a JSON file.", "FILE", exists=True, dir_okay=False
+    )
+    case: str | None = _prompts("Which case of --workload; not needed if there is one.")
     prompts: Path | None = _prompts(
-        None,
         "Prompts from a file: one per line, or, if it ends in .jsonl, one object per line with"
         " prompt or messages.",
         "FILE",
@@ -89,43 +86,42 @@ class BenchOptions:
         dir_okay=False,
     )
     seed: int | None = _prompts(
-        None,
         "Of prompts, lengths and arrivals. Default: the workload's, or drawn and reported.",
         "N",
         min=0,
     )
     ignore_eos: bool | None = _sampling(
-        None, "Go on after an end-of-text token. Default: unless --prompts is given."
+        "Go on after an end-of-text token. Default: unless --prompts is given."
     )
-    temperature: float | None = _sampling(None, "Sample at this temperature.", "X")
-    top_p: float = _sampling(0.0, "Sample from the nucleus of this mass.", "X", show_default=False)
-    n: int = _sampling(1, "Samples per request.", "N", min=1)
+    temperature: float | None = _sampling("Sample at this temperature.", "X")
+    top_p: float = _sampling(
+        "Sample from the nucleus of this mass.", "X", show_default=False, default=0.0
+    )
+    n: int = _sampling("Samples per request.", "N", min=1, default=1)
     slo: str | None = _report(
-        None,
         "Bounds for goodput, such as ttft=200ms,itl=50ms; of ttft, itl, tpot and e2e.",
         "NAME=TIME[,...]",
     )
-    json_file: Path | None = _report(
-        None, "Write the report; - is standard output.", "FILE", "--json"
-    )
-    records: Path | None = _report(None, "Write one JSON line per request.", "FILE", dir_okay=False)
+    json_file: Path | None = _report("Write the report; - is standard output.", "FILE", "--json")
+    records: Path | None = _report("Write one JSON line per request.", "FILE", dir_okay=False)
     plot: Path | None = _report(
-        None, "Write pictures (PNG); needs the extra bench.", "DIR", file_okay=False
+        "Write pictures (PNG); needs the extra bench.", "DIR", file_okay=False
     )
 
 
-_ADDRESSES = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="HOST:PORT|unix:PATH",
-        help="A server; requests take turns. Repeatable. Default: 127.0.0.1:50051.",
-        rich_help_panel=PANEL,
-    ),
-]
+@dataclass(frozen=True)
+class _Servers:
+    address: list[str] | None = option(
+        "A server; requests take turns. Repeatable. Default: 127.0.0.1:50051.",
+        "HOST:PORT|unix:PATH",
+        panel=PANEL,
+    )
+
+
 _CONNECTION = [p for p in parameters(ConnectionOptions) if p.name not in ("address", "deadline")]
 
 
-@takes([keyword("address", _ADDRESSES), *_CONNECTION, *parameters(BenchOptions)])
+@takes([*parameters(_Servers), *_CONNECTION, *parameters(BenchOptions)])
 def bench(*, address: list[str] | None, **given: Any) -> None:
     """Measure a running server under load: throughput, latencies, goodput."""
     connection = {each.name: given.pop(each.name) for each in _CONNECTION}

@@ -8,13 +8,46 @@ follow. It ends when its pipe does.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from tokenpod.cli.bench.arrivals import Load
 from tokenpod.cli.bench.figures import Record
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.prompts import Prompts
 from tokenpod.cli.remote import Remote
+
+
+class Load(msgspec.Struct, frozen=True):
+    """The load of one level, as the report has it too.
+
+    Args:
+        mode: closed: so many clients, each of which sends its next request when its last one has
+            ended; open: requests arrive at random times, however slow the server is; replay: they
+            arrive when a workload file says, `request_rate` times as fast as it is written.
+        concurrency: requests in flight at most; one more waits, and its wait is measured. None: any
+            number.
+        request_rate: requests/s; None in a closed loop and for all at once.
+        burstiness: of an open loop: shape of the gamma distribution of the gaps. 1: a Poisson
+            process; less comes in bursts, more comes evenly.
+    """
+
+    mode: Literal["closed", "open", "replay"]
+    concurrency: int | None = None
+    request_rate: float | None = None
+    burstiness: float | None = None
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether every request is due at the start."""
+        return self.mode == "open" and self.request_rate is None
+
+    @property
+    def name(self) -> str:
+        """How a table names it."""
+        if self.mode == "closed":
+            return f"{self.concurrency} at a time"
+        return "all at once" if self.all_at_once else f"{self.request_rate:g} requests/s"
 
 
 class Level(msgspec.Struct, frozen=True):

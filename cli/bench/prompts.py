@@ -1,4 +1,4 @@
-"""What requests ask for: prompts and output lengths, each a function of (seed, level, number)."""
+"""What requests ask for: prompts of random token ids or from a file, and lengths of outputs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import math
 
 import msgspec
 import numpy as np
-
-#: Which stream of random numbers: none of them may repeat another.
-_REQUEST, _PREFIX, _ARRIVALS = range(3)
 
 
 class Uniform(msgspec.Struct, frozen=True, tag=True):
@@ -94,37 +91,6 @@ class Prompts(msgspec.Struct, frozen=True):
     pairs: tuple[tuple[int, int], ...] = ()
     at: tuple[float, ...] = ()
     texts: tuple[Text, ...] = ()
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """One request: its number in its level, its prompt, and how many tokens it asks for."""
-
-    index: int
-    prompt: list[int] | Text
-    max_new_tokens: int
-
-
-def ask(prompts: Prompts, seed: int, level: int, index: int) -> Ask:
-    """Request `index` of a level. Two levels have no prompt and no prefix in common."""
-    random = np.random.default_rng([seed, level, _REQUEST, index])
-    if prompts.texts:
-        text = prompts.texts[index % len(prompts.texts)]
-        return Ask(index, text, text.max_new_tokens or prompts.output.draw(random))
-    if prompts.pairs:
-        length, output = prompts.pairs[index % len(prompts.pairs)]
-    else:
-        length, output = prompts.input.draw(random), prompts.output.draw(random)
-    prefix: list[int] = []
-    if prompts.prefix_tokens:
-        group = int(random.integers(0, prompts.prefix_groups))
-        of_group = np.random.default_rng([seed, level, _PREFIX, group])
-        prefix = of_group.integers(*prompts.token_range, prompts.prefix_tokens).tolist()
-    return Ask(index, prefix + random.integers(*prompts.token_range, length).tolist(), output)
-
-
-def arrivals_random(seed: int, level: int) -> np.random.Generator:
-    """Where the arrival times of a level are drawn from."""
-    return np.random.default_rng([seed, level, _ARRIVALS])
 
 
 def read_texts(content: str, *, json_lines: bool) -> tuple[Text, ...]:

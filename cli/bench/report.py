@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from tokenpod.cli.bench.arrivals import Load
 from tokenpod.cli.bench.figures import Spread, spread, total, values, within
 from tokenpod.cli.bench.fleet import Measured
+from tokenpod.cli.bench.messages import Load
 
 SCHEMA_VERSION = 1
 
@@ -54,7 +54,7 @@ class Requests:
     errors: dict[str, int] = figure(
         lambda m: dict(Counter(each.code for each in m.failed).most_common())
     )
-    first_error: str | None = figure(lambda m: _first_error(m))
+    first_error: str | None = figure(lambda m: first_error(m))
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,7 @@ class Tokens:
     of_failed: int = figure(lambda m: total(m.failed, "output_tokens"))
     #: Output tokens over messages that held any.
     per_message: float | None = figure(
-        lambda m: (
-            _over(total(m.good, "output_tokens"), sum(len(each.arrivals) for each in m.good))
-            or None
-        )
+        lambda m: _over(total(m.good, "output_tokens"), total(m.good, "messages")) or None
     )
 
 
@@ -184,7 +181,8 @@ def _offered_per_s(m: Measured) -> float | None:
     return _over(len(m.requests), max((e.due for e in m.requests), default=0.0)) or None
 
 
-def _first_error(m: Measured) -> str | None:
+def first_error(m: Measured) -> str | None:
+    """What the request said that failed first, or None."""
     first = min(m.failed, key=lambda r: r.ended, default=None)
     return f"{first.code}: {' '.join(first.detail.split())}" if first else None
 

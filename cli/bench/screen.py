@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from tokenpod.cli.bench.figures import LATENCIES, Spread
@@ -20,15 +20,11 @@ def progress(
     console: Console, name: str, total: int | None
 ) -> Iterator[Callable[[int, int], None]]:
     """A bar on `console` if that is a terminal; yields what takes (ended, failed)."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[failed]}", style="red"),
-        TimeElapsedColumn(),
-    )
+    failures = "[red]{task.fields[failed]}"
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), failures)
+    hidden = not console.is_terminal
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        *columns, TimeElapsedColumn(), console=console, transient=True, disable=hidden
     ) as bar:
         task = bar.add_task(name, total=total, failed="")
 

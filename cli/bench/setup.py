@@ -6,20 +6,23 @@ What the command line says wins over a workload file, and the file over the defa
 from __future__ import annotations
 
 import math
+import re
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import typer
 
-from tokenpod.cli.bench.arrivals import Load
 from tokenpod.cli.bench.figures import LATENCIES
 from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.messages import Level, Plan
+from tokenpod.cli.bench.messages import Level, Load, Plan
 from tokenpod.cli.bench.prompts import Prompts, parse_lengths, read_texts
 from tokenpod.cli.bench.workload import Case, read_cases
 from tokenpod.cli.remote import Remote
+
+Value = TypeVar("Value")
 
 _REQUESTS = 64
 _INPUT_TOKENS, _OUTPUT_TOKENS = "128", "64"
@@ -35,10 +38,8 @@ def make_plan(remotes: Sequence[Remote], options: BenchOptions) -> Plan:
     loads = _loads(options, case)
     if options.burstiness != 1 and not any(load.burstiness and load.request_rate for load in loads):
         raise _bad("--burstiness", "needs --request-rate")
-    with _named("--slo"):
-        bounds = parse_bounds(options.slo) if options.slo is not None else {}
     warmup = [Level(0, Load("closed", options.warmup), options.warmup)] if options.warmup else []
-    seeds = [options.seed, case.seed if case else None, secrets.randbits(32)]
+    seeds = [options.seed, case.seed, secrets.randbits(32)]
     return Plan(
         remotes=list(remotes),
         options=options,
@@ -50,11 +51,11 @@ def make_plan(remotes: Sequence[Remote], options: BenchOptions) -> Plan:
             Level(number, load, _requests(options, prompts, load), options.duration)
             for number, load in enumerate(loads, 1)
         ],
-        bounds=bounds,
+        bounds=_parsed("--slo", options.slo, parse_bounds) if options.slo is not None else {},
     )
 
 
-def _loads(options: BenchOptions, case: Case | None) -> list[Load]:
+def _loads(options: BenchOptions, case: Case) -> list[Load]:
     burstiness = options.burstiness
     if not 0 < burstiness < math.inf:
         raise _bad("--burstiness", f"is {burstiness}: must be above 0")
@@ -68,7 +69,7 @@ def _loads(options: BenchOptions, case: Case | None) -> list[Load]:
     most = clients[0] if clients else None
     if rates:
         return [Load("open", most, None if r == math.inf else r, burstiness) for r in rates]
-    if clients or not case:
+    if clients or not case.pairs:
         return [Load("closed", number) for number in clients or [_CONCURRENCY]]
     if case.rate is None and case.concurrency:
         return [Load("closed", case.concurrency)]
@@ -90,15 +91,14 @@ def _numbers(option: str, text: str | None, *, infinite: bool = False) -> list[f
     return numbers
 
 
-def _case(options: BenchOptions) -> Case | None:
+def _case(options: BenchOptions) -> Case:
+    """The case that is asked for, or an empty one."""
     file = options.workload
     if file is None:
         if options.case is not None:
             raise _bad("--case", "needs --workload")
-        return None
-    content = _read(file, "--workload")
-    with _named("--workload", f"{file}: "):
-        cases = read_cases(content)
+        return Case()
+    cases = _parsed("--workload", file, read_cases)
     if options.case is None and len(cases) == 1:
         return next(iter(cases.values()))
     if options.case not in cases:
@@ -107,26 +107,15 @@ def _case(options: BenchOptions) -> Case | None:
     return cases[options.case]
 
 
-def _prompts(options: BenchOptions, case: Case | None) -> Prompts:
+def _prompts(options: BenchOptions, case: Case) -> Prompts:
     _check_sources(options)
-    with _named("--input-tokens"):
-        prompt = parse_lengths(options.input_tokens or _INPUT_TOKENS)
-    with _named("--output-tokens"):
-        output = parse_lengths(options.output_tokens or _OUTPUT_TOKENS)
+    prompt = _parsed("--input-tokens", options.input_tokens or _INPUT_TOKENS, parse_lengths)
+    output = _parsed("--output-tokens", options.output_tokens or _OUTPUT_TOKENS, parse_lengths)
     if options.prompts is not None:
-        content = _read(options.prompts, "--prompts")
-        with _named("--prompts", f"{options.prompts}: "):
-            texts = read_texts(content, json_lines=options.prompts.suffix == ".jsonl")
-        return Prompts(prompt, output, texts=texts)
-    return Prompts(
-        prompt,
-        output,
-        _token_range(options, case),
-        options.prefix_tokens,
-        options.prefix_groups,
-        pairs=case.pairs if case else (),
-        at=case.at if case else (),
-    )
+        read = partial(read_texts, json_lines=options.prompts.suffix == ".jsonl")
+        return Prompts(prompt, output, texts=_parsed("--prompts", options.prompts, read))
+    ids, prefix = _token_range(options, case), (options.prefix_tokens, options.prefix_groups)
+    return Prompts(prompt, output, ids, *prefix, pairs=case.pairs, at=case.at)
 
 
 def _check_sources(options: BenchOptions) -> None:
@@ -143,9 +132,9 @@ def _check_sources(options: BenchOptions) -> None:
         raise _bad("--prefix-groups", "needs --prefix-tokens")
 
 
-def _token_range(options: BenchOptions, case: Case | None) -> tuple[int, int]:
+def _token_range(options: BenchOptions, case: Case) -> tuple[int, int]:
     if options.token_range is None:
-        return (case.token_range if case else None) or _TOKEN_RANGE
+        return case.token_range or _TOKEN_RANGE
     low, _, high = options.token_range.partition(":")
     if low.isdecimal() and high.isdecimal() and int(low) < int(high) <= 2**32:
         return int(low), int(high)
@@ -160,18 +149,16 @@ def _requests(options: BenchOptions, prompts: Prompts, load: Load) -> int | None
     return len(prompts.texts or prompts.pairs) or _REQUESTS
 
 
-def _read(path: Path, option: str) -> str:
+def _parsed(option: str, given: str | Path, parse: Callable[[str], Value]) -> Value:
+    """What the text of an option, or the file that it names, means."""
+    text, where = str(given), ""
     try:
-        return path.read_text("utf-8")
+        if isinstance(given, Path):
+            text, where = given.read_text("utf-8"), f"{given}: "
     except (OSError, UnicodeError) as error:
-        raise _bad(option, f"{path} can't be read: {error}") from error
-
-
-@contextmanager
-def _named(option: str, where: str = "") -> Iterator[None]:
-    """A ValueError within is the value of an option that can't be."""
+        raise _bad(option, f"{given} can't be read: {error}") from error
     try:
-        yield
+        return parse(text)
     except ValueError as error:
         raise _bad(option, f"{where}{error}") from error
 
@@ -187,16 +174,8 @@ def parse_bounds(text: str) -> dict[str, float]:
         name, _, bound = part.partition("=")
         if name not in LATENCIES:
             raise ValueError(f"has {part!r}: write NAME=TIME, of {', '.join(LATENCIES)}")
-        bounds[name] = _seconds(bound)
+        found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)(ms|s)", bound)
+        bounds[name] = float(found[1]) * (1e-3 if found[2] == "ms" else 1.0) if found else 0.0
         if not 0 < bounds[name] < math.inf:
             raise ValueError(f"has {part!r}: the time must be above 0, as 200ms or 1.5s")
     return bounds
-
-
-def _seconds(text: str) -> float:
-    """The time; NaN if it is none."""
-    number, scale = (text[:-2], 1e-3) if text.endswith("ms") else (text[:-1], 1.0)
-    try:
-        return float(number) * scale if text.endswith("s") else math.nan
-    except ValueError:
-        return math.nan

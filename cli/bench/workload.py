@@ -20,20 +20,15 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
-    """One case of a workload file. None: the file does not say.
+    """One case of a workload file; None: the file does not say.
 
-    Args:
-        pairs: prompt and output tokens of each request.
-        at: arrivals in units of 1 / rate, or () where the file has none.
-        rate: requests/s.
-        concurrency: requests at a time; 0: all at once.
-        seed: of the token ids.
-        token_range: token ids are drawn from [low, high).
+    `pairs` are prompt and output tokens of each request, `at` their arrivals in units of 1 / rate
+    (requests/s), a `concurrency` of 0 is all at once, token ids are drawn from [low, high).
     """
 
-    pairs: tuple[tuple[int, int], ...]
+    pairs: tuple[tuple[int, int], ...] = ()
     at: tuple[float, ...] = ()
     rate: float | None = None
     concurrency: int | None = None
@@ -81,18 +76,18 @@ def _token_range(data: Mapping[str, Any]) -> tuple[int, int] | None:
 
 def _case(where: str, case: Mapping[str, Any], token_range: tuple[int, int] | None) -> Case:
     requests, rate = case.get("requests"), case.get("rate_per_s")
-    filled = isinstance(requests, list) and bool(requests)
-    _need(filled, f"{where}.requests must be a list that is not empty")
-    rows = [_request(f"{where}.requests[{i}]", row) for i, row in enumerate(requests or ())]
-    at = tuple(time for _, _, time in rows if time is not None)
-    uniform = len(at) in (0, len(rows))
-    _need(uniform, f"{where}.requests: either every request has an at, or none")
-    _need(list(at) == sorted(at), f"{where}.requests: at must not decrease")
+    if not isinstance(requests, list) or not requests:
+        raise ValueError(f"{where}.requests must be a list that is not empty")
+    rows = [_request(f"{where}.requests[{i}]", row) for i, row in enumerate(requests)]
+    at = [time for _, _, time in rows if time is not None]
+    some = 0 < len(at) < len(rows)
+    _need(not some, f"{where}.requests: either every request has an at, or none")
+    _need(at == sorted(at), f"{where}.requests: at must not decrease")
     fine = rate is None or (_is_number(rate) and rate > 0)
     _need(fine, f"{where}.rate_per_s is {rate!r}: must be a number above 0")
     return Case(
         pairs=tuple((prompt, output) for prompt, output, _ in rows),
-        at=at,
+        at=tuple(at),
         rate=rate,
         concurrency=_whole(case.get("concurrency"), f"{where}.concurrency", 0),
         seed=_whole(case.get("seed"), f"{where}.seed", 0),

@@ -4,55 +4,61 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.cli.bench.prompts import (
-    Prompts,
-    Text,
-    Uniform,
-    ask,
-    read_texts,
-)
+from tokenpod.cli.bench.flags import BenchOptions
+from tokenpod.cli.bench.messages import Plan
+from tokenpod.cli.bench.prompts import Prompts, Text, Uniform, read_texts
+from tokenpod.cli.bench.worker import make_request
 
 ONE = Uniform(1, 1)
 DRAWN = Prompts(Uniform(5, 9), Uniform(2, 4), (100, 110))
 
 
+def ask(prompts, seed, level, index):
+    return make_request(Plan([], BenchOptions(), prompts, seed, True, [], {}), level, index)
+
+
 def test_a_request_is_a_function_of_seed_level_and_number():
     assert ask(DRAWN, 1, 1, 7) == ask(DRAWN, 1, 1, 7)
-    prompts = [ask(DRAWN, *key).prompt for key in ((1, 1, 7), (1, 1, 8), (1, 2, 7), (2, 1, 7))]
+    prompts = [
+        ask(DRAWN, *key).token_ids.ids for key in ((1, 1, 7), (1, 1, 8), (1, 2, 7), (2, 1, 7))
+    ]
     assert len({tuple(prompt) for prompt in prompts}) == 4
 
 
 def test_drawn_lengths_and_ids_are_within_their_ranges():
     asked = [ask(DRAWN, 0, 1, i) for i in range(300)]
-    assert {len(a.prompt) for a in asked} == {5, 6, 7, 8, 9}
-    assert {a.max_new_tokens for a in asked} == {2, 3, 4}
-    assert {token for a in asked for token in a.prompt} == set(range(100, 110))
+    assert {len(a.token_ids.ids) for a in asked} == {5, 6, 7, 8, 9}
+    assert {a.stopping.max_new_tokens for a in asked} == {2, 3, 4}
+    assert {token for a in asked for token in a.token_ids.ids} == set(range(100, 110))
 
 
 def test_listed_lengths_come_in_order_and_begin_again_with_other_tokens():
     prompts = Prompts(ONE, ONE, (0, 1000), pairs=((30, 1), (40, 2)))
     asked = [ask(prompts, 0, 1, i) for i in range(4)]
-    assert [(len(a.prompt), a.max_new_tokens) for a in asked] == [(30, 1), (40, 2)] * 2
-    assert asked[0].prompt != asked[2].prompt
+    assert [(len(a.token_ids.ids), a.stopping.max_new_tokens) for a in asked] == [
+        (30, 1),
+        (40, 2),
+    ] * 2
+    assert asked[0].token_ids != asked[2].token_ids
 
 
 def test_requests_of_a_group_share_their_prefix_and_nothing_more():
     prompts = Prompts(Uniform(20, 20), ONE, (0, 1000), prefix_tokens=16, prefix_groups=3)
     asked = [ask(prompts, 0, 1, i) for i in range(60)]
-    assert {len(a.prompt) for a in asked} == {36}
-    assert len({tuple(a.prompt[:16]) for a in asked}) == 3
-    assert len({tuple(a.prompt[16:]) for a in asked}) == 60
+    assert {len(a.token_ids.ids) for a in asked} == {36}
+    assert len({tuple(a.token_ids.ids[:16]) for a in asked}) == 3
+    assert len({tuple(a.token_ids.ids[16:]) for a in asked}) == 60
 
 
 def test_levels_share_no_prefix():
     prompts = Prompts(ONE, ONE, (0, 1000), prefix_tokens=16)
-    assert ask(prompts, 0, 1, 0).prompt[:16] != ask(prompts, 0, 2, 0).prompt[:16]
+    assert ask(prompts, 0, 1, 0).token_ids.ids[:16] != ask(prompts, 0, 2, 0).token_ids.ids[:16]
 
 
 def test_texts_come_in_order_and_their_own_length_wins():
     prompts = Prompts(ONE, Uniform(9, 9), texts=(Text("a"), Text("b", max_new_tokens=3)))
     asked = [ask(prompts, 0, 1, i) for i in range(3)]
-    assert [(a.prompt.text, a.max_new_tokens) for a in asked] == [("a", 9), ("b", 3), ("a", 9)]
+    assert [(a.text, a.stopping.max_new_tokens) for a in asked] == [("a", 9), ("b", 3), ("a", 9)]
 
 
 def test_a_text_file_has_a_prompt_a_line():

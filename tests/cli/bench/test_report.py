@@ -10,11 +10,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tokenpod.cli.bench.arrivals import Load
 from tokenpod.cli.bench.figures import ARRIVAL, Record
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.fleet import Measured
-from tokenpod.cli.bench.messages import Level, Outcome, Plan
+from tokenpod.cli.bench.messages import Level, Load, Outcome, Plan
 from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
 from tokenpod.cli.bench.report import LevelReport, Report, section
 from tokenpod.cli.bench.screen import print_sweep

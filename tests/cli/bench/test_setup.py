@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from tokenpod.cli.bench.arrivals import Load
 from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.messages import Level
+from tokenpod.cli.bench.messages import Level, Load
 from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
 from tokenpod.cli.bench.setup import make_plan
 from tokenpod.cli.remote import Remote

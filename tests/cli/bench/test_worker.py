@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from tokenpod.cli.bench.arrivals import Load
-from tokenpod.cli.bench.client import LevelRun, message
 from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.messages import Begin, Level, Plan
-from tokenpod.cli.bench.prompts import Ask, Prompts, Text, Uniform
+from tokenpod.cli.bench.messages import Begin, Level, Load, Plan
+from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod.cli.bench.worker import LevelRun, make_request
 from tokenpod.cli.remote import Remote
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import (
@@ -184,22 +183,24 @@ async def test_requests_take_turns_at_servers_and_connections(server):
     assert [record.target for record in outcome.records] == [0, 1] * 3
 
 
-def test_a_message_asks_for_what_was_drawn():
-    sent = message(Ask(4, [5, 6], 9), plan_of(temperature=0.5, top_p=0.25, n=2))
+def test_a_request_asks_for_what_was_drawn():
+    sent = make_request(plan_of(temperature=0.5, top_p=0.25, n=2), 1, 4)
+    assert len(sent.token_ids.ids) == 3
+    del sent.token_ids.ids[:]
     assert sent == v3.GenerateRequest(
-        token_ids=v3.TokenIds(ids=[5, 6]),
+        token_ids=v3.TokenIds(),
         sampling=v3.SamplingOptions(temperature=0.5, top_p=0.25, n=2, seed=4),
-        stopping=v3.StoppingOptions(max_new_tokens=9, ignore_eos=True),
+        stopping=v3.StoppingOptions(max_new_tokens=5, ignore_eos=True),
     )
 
 
-def test_a_message_leaves_unset_what_is_not_given():
-    sent = message(Ask(0, Text("hi"), 9), plan_of(ignore_eos=False))
+def test_a_request_leaves_unset_what_is_not_given():
+    sent = make_request(plan_of(texts=(Text("hi"),), ignore_eos=False), 1, 0)
     assert sent.text == "hi"
     assert not sent.sampling.HasField("temperature")
     assert not sent.stopping.ignore_eos
 
 
 def test_a_chat_is_sent_as_one():
-    sent = message(Ask(0, Text(messages=[("user", "hi")]), 9), plan_of())
+    sent = make_request(plan_of(texts=(Text(messages=[("user", "hi")]),)), 1, 0)
     assert [(m.role, m.content) for m in sent.chat.messages] == [("user", "hi")]

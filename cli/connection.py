@@ -34,7 +34,7 @@ class ConnectionOptions:
         envvar="TOKENPOD_TOKEN",
         show_envvar=True,
     )
-    tls: bool = _option("Use TLS and trust the system's authorities.", None, "--tls", default=False)
+    tls: bool = _option("Use TLS and trust the system's authorities.", flag="--tls", default=False)
     tls_ca: Path | None = _option("Use TLS and trust these authorities (PEM).", **_PEM)
     tls_cert: Path | None = _option("This client's certificate (PEM).", **_PEM)
     tls_key: Path | None = _option("Private key of --tls-cert (PEM).", **_PEM)

@@ -5,38 +5,41 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import field, fields
-from typing import Annotated, Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+#: What help calls a value unless the table does.
+_METAVARS = {int: "N", float: "X", Path: "FILE"}
+
 
 def option(
-    text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any
+    text: str, metavar: str | None = None, *, flag: str = "", default: Any = None, **more: Any
 ) -> Any:
     """A field of a table.
 
     Args:
         text: help.
-        flags: names in place of the one that the field's name gives.
+        flag: its name, if not the one that the field's name gives.
         default: its value where the flag is not given.
         more: for `typer.Option`; `panel` is short for `rich_help_panel`.
     """
-    panel = more.pop("panel", None)
+    panel, flags = more.pop("panel", None), [flag] if flag else []
     made = typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel, **more)
     return field(default=default, metadata={"option": made})
 
 
 def parameters(table: type, **defaults: Any) -> list[inspect.Parameter]:
     """The fields of a table as parameters, with other defaults for those that are named."""
-    kinds = get_type_hints(table)
-    return [
-        keyword(
-            each.name,
-            Annotated[kinds[each.name], each.metadata["option"]],
-            defaults.get(each.name, each.default),
-        )
-        for each in fields(table)
-    ]
+    found = []
+    for each in fields(table):
+        kind, made = get_type_hints(table)[each.name], each.metadata["option"]
+        plain = next((part for part in get_args(kind) if part is not type(None)), kind)
+        made.metavar = made.metavar or _METAVARS.get(plain)
+        default = defaults.get(each.name, each.default)
+        found.append(keyword(each.name, Annotated[kind, made], default))
+    return found
 
 
 def keyword(name: str, kind: Any, default: Any = None) -> inspect.Parameter:

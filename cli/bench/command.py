@@ -41,7 +41,7 @@ def bench(remotes: Sequence[Remote], options: BenchOptions) -> int:
     """
     plan = make_plan(remotes, options)
     _check_outputs(options)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    started = datetime.now(UTC)
     screen = Console(stderr=options.json_file == _STDOUT, highlight=False)
     if not screen.is_terminal:
         screen.width = _FILE_COLUMNS
@@ -49,17 +49,17 @@ def bench(remotes: Sequence[Remote], options: BenchOptions) -> int:
     with remote_errors():
         rows = _measure(plan, screen)
     levels = [report for _, report in rows]
-    if len(levels) > 1:
-        print_sweep(screen, levels)
     report = Report(
         schema_version=SCHEMA_VERSION,
         tokenpod_version=tokenpod.__version__,
-        started_at=started,
+        started_at=started.isoformat(timespec="seconds"),
         seed=plan.seed,
         model_ids=models,
         options={name: value for name, value in asdict(options).items() if value is not None},
         levels=levels,
     )
+    if len(levels) > 1:
+        print_sweep(screen, levels)
     _write(options, report, rows)
     return 0 if all(level.requests.succeeded for level in levels) else 1
 
@@ -120,8 +120,7 @@ def _write(options: BenchOptions, report: Report, rows: _Rows) -> None:
             options.json_file.write_bytes(text)
     if options.records is not None:
         with options.records.open("wb") as out:
-            for measured, _ in rows:
-                out.writelines(_record_lines(measured))
+            out.writelines(line for measured, _ in rows for line in _record_lines(measured))
     if options.plot is not None:
         from tokenpod.cli.bench.plots import plot
 
@@ -131,21 +130,13 @@ def _write(options: BenchOptions, report: Report, rows: _Rows) -> None:
 
 def _record_lines(measured: Measured) -> Iterator[bytes]:
     """One JSON object per request; times in seconds from the level's start."""
+    same = ("index", "target", "code", "detail", "prompt_tokens", "cached_tokens", "output_tokens")
     for record in measured.requests:
         fields = {
             "load": measured.level.load.name,
-            "index": record.index,
-            "target": record.target,
-            "code": record.code,
-            "detail": record.detail,
-            "due_s": record.due,
-            "sent_s": record.sent,
-            "ended_s": record.ended,
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
-            "output_tokens": record.output_tokens,
+            **{name: getattr(record, name) for name in same},
             # JSON has no NaN: msgspec writes null.
-            "ttft_s": record.ttft,
+            **{f"{name}_s": getattr(record, name) for name in ("due", "sent", "ended", "ttft")},
             "tpot_s": float(np.mean(record.tpot)) if len(record.tpot) else None,
             "itl_s": record.itl.tolist(),
         }

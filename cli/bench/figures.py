@@ -35,8 +35,7 @@ class Record:
         target: which server.
         due: when it was to be sent; earlier than `sent` where the client could not keep up.
         ended: when its status came.
-        code: the status code's name; UNFINISHED where an OK stream lacked a `finished`.
-        detail: the status' message; "" for OK.
+        code, detail: the status; UNFINISHED where an OK stream lacked a `finished`.
         prompt_tokens, cached_tokens: as the server counted them; 0 before it did.
         queue_s, first_token_s: as the server measured them, of sample 0; NaN if it did not.
         stream: the messages with tokens, each as `ARRIVAL`.
@@ -130,9 +129,9 @@ class Spread(msgspec.Struct, frozen=True):
     max: float | None = None
 
 
-def spread(values: Floats | Sequence[float]) -> Spread:
+def spread(observed: Floats | Sequence[float]) -> Spread:
     """The spread of values; NaN is left out."""
-    found = np.asarray(values, np.float64)
+    found = np.asarray(observed, np.float64)
     found = found[~np.isnan(found)]
     if not len(found):
         return Spread(0)

@@ -77,12 +77,9 @@ class Fleet:
             worker.wait()
 
     def run(self, level: Level, on_progress: Callable[[int, int], None]) -> Measured:
-        """Run one level to its end.
+        """Run one level to its end. Raises RemoteError if a worker ends.
 
-        Args:
-            on_progress: called with how many requests have ended and how many of them failed.
-
-        Raises RemoteError if a worker ends.
+        `on_progress` is called with how many requests have ended and how many of them failed.
         """
         begins = divide(level, len(self._workers))
         pipes = list(self._workers)[: len(begins)]

@@ -51,12 +51,10 @@ class Load(msgspec.Struct, frozen=True):
 
 
 class Level(msgspec.Struct, frozen=True):
-    """One run under one load.
+    """One run under one load; `number` 0 is the warm-up.
 
-    Args:
-        number: 0 is the warm-up.
-        requests: how many to send, or None.
-        duration: seconds in which to send them, or None; those in flight are waited for.
+    It sends so many `requests`, if that is not None, within `duration` seconds, if that is not
+    None; those in flight then are waited for.
     """
 
     number: int
@@ -68,11 +66,8 @@ class Level(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """All that is to be done.
 
-    Args:
-        remotes: the servers, which take turns.
-        options: as typed.
-        levels: in order.
-        bounds: for goodput, in seconds by latency; may be empty.
+    The `remotes` take turns; `options` are as typed; `bounds` are for goodput, in seconds by
+    latency, and may be empty.
     """
 
     remotes: list[Remote]
@@ -87,8 +82,7 @@ class Plan(msgspec.Struct, frozen=True):
 class Begin(msgspec.Struct, frozen=True):
     """The next level. The worker sends the requests `first`, `first + step`, ... of it.
 
-    Args:
-        slots: requests it may have in flight; None: any number.
+    It may have `slots` of them in flight; None: any number.
     """
 
     level: Level
@@ -105,12 +99,9 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """A worker's part of a level.
+    """A worker's part of a level, from the start until its last request had ended.
 
-    Args:
-        cpu_seconds: CPU time of the process, all threads together.
-        wall_seconds: from the start until its last request had ended.
-        lags: how late its event loop was, in seconds, every so often.
+    `cpu_seconds` is of all its threads, `lags` are how late its event loop was, in seconds.
     """
 
     records: list[Record]

@@ -20,9 +20,7 @@ _BINS, _BIN_SECONDS = 120, 0.1
 def plot(folder: Path, levels: list[tuple[Measured, LevelReport]]) -> list[Path]:
     """Write every picture that these levels allow into a folder that exists; their paths.
 
-    latency.png: how latencies are distributed. timeline.png, or timeline-1.png and so on for
-    several levels: requests in flight and output tokens/s over time. sweep.png, for several levels:
-    throughput and latencies over the load.
+    docs/benchmarking.md says what they show.
     """
     several = len(levels) > 1
     pictures = {"latency.png": _distributions([measured for measured, _ in levels])}
@@ -42,8 +40,7 @@ def _distributions(levels: list[Measured]) -> Figure:
             found = values(measured.good, kind) * 1e3
             if len(found):
                 axis.ecdf(found, label=measured.level.load.name)
-        text = {"title": title.capitalize(), "xlabel": "ms", "ylabel": "share of values"}
-        axis.set(**text, ylim=(0, 1.02))
+        axis.set(title=title.capitalize(), xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
         _finish(axis)
     return figure
 
@@ -66,10 +63,8 @@ def _timeline(measured: Measured) -> Figure:
 
 def in_flight(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
     """Moments in seconds, and how many requests were in flight from each one on."""
-    sent = np.asarray([record.sent for record in records])
-    ended = np.asarray([record.ended for record in records])
-    moments = np.concatenate([sent, ended])
-    change = np.concatenate([np.ones(len(sent)), -np.ones(len(ended))])
+    moments = np.concatenate([values(records, "sent"), values(records, "ended")])
+    change = np.repeat([1.0, -1.0], len(records))
     order = np.argsort(moments, kind="stable")
     return moments[order], np.cumsum(change[order])
 
@@ -77,7 +72,7 @@ def in_flight(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
 def token_rate(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
     """Edges in seconds, and output tokens/s between two of them, failed requests' included."""
     came = np.concatenate([record.arrivals for record in records])
-    end = max(record.ended for record in records)
+    end = values(records, "ended").max()
     bins = max(1, min(_BINS, int(end / _BIN_SECONDS)))
     counts, edges = np.histogram(came["time"], bins, (0.0, end), weights=came["tokens"] * 1.0)
     return edges, counts / np.diff(edges)

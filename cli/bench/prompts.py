@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import msgspec
@@ -91,35 +90,3 @@ class Prompts(msgspec.Struct, frozen=True):
     pairs: tuple[tuple[int, int], ...] = ()
     at: tuple[float, ...] = ()
     texts: tuple[Text, ...] = ()
-
-
-def read_texts(content: str, *, json_lines: bool) -> tuple[Text, ...]:
-    """The prompts of a file, one per line as a text or as a JSON object.
-
-    An object has a `prompt`, or `messages` with `role` and `content` each, and may have
-    `max_new_tokens`. Empty lines are skipped. Raises ValueError that names the line.
-    """
-    lines = [(n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
-    if not lines:
-        raise ValueError("has no prompts")
-    return tuple(_text(n, line) if json_lines else Text(line) for n, line in lines)
-
-
-def _text(number: int, line: str) -> Text:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"line {number} is not JSON: {error}") from error
-    row = row if isinstance(row, dict) else {}
-    tokens = row.get("max_new_tokens")
-    if tokens is not None and not (type(tokens) is int and tokens > 0):
-        raise ValueError(f"line {number}: max_new_tokens is {tokens!r}: must be at least 1")
-    if isinstance(row.get("prompt"), str):
-        return Text(row["prompt"], max_new_tokens=tokens)
-    try:
-        messages = [(str(m["role"]), str(m["content"])) for m in row["messages"]]
-    except (KeyError, TypeError):
-        messages = []
-    if not messages:
-        raise ValueError(f"line {number} has neither a prompt nor messages")
-    return Text(messages=messages, max_new_tokens=tokens)

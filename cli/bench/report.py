@@ -1,8 +1,8 @@
 """The report of a whole command. Its JSON form is an interface: `SCHEMA_VERSION` says which.
 
 A field may be added without a new version; one that changes its meaning or goes away needs one.
-Names end in their unit: `_s` is seconds, `_per_s` a rate. docs/benchmarking.md explains each field.
-A section is a table of figures: each field says how it follows from what was measured.
+docs/benchmarking.md explains each field; a section's field says how it follows from what was
+measured. Names end in their unit: `_s` is seconds, `_per_s` a rate.
 """
 
 from __future__ import annotations
@@ -45,12 +45,9 @@ class Requests:
     """How many requests there were, and what became of them."""
 
     sent: int = figure(lambda m: len(m.requests))
-    #: With random arrivals a little more or less than was asked for. None in a closed loop, and
-    #: all at once.
     offered_per_s: float | None = figure(lambda m: _offered_per_s(m))
     succeeded: int = figure(lambda m: len(m.good))
     failed: int = figure(lambda m: len(m.failed))
-    #: By status code.
     errors: dict[str, int] = figure(
         lambda m: dict(Counter(each.code for each in m.failed).most_common())
     )
@@ -62,12 +59,9 @@ class Tokens:
     """Tokens of successful requests, as the server counts prompts and as outputs came."""
 
     prompt: int = figure(lambda m: total(m.good, "prompt_tokens"))
-    #: Prompt tokens that the server found in its cache.
     cached: int = figure(lambda m: total(m.good, "cached_tokens"))
     output: int = figure(lambda m: total(m.good, "output_tokens"))
-    #: Output tokens that came of requests which failed later.
     of_failed: int = figure(lambda m: total(m.failed, "output_tokens"))
-    #: Output tokens over messages that held any.
     per_message: float | None = figure(
         lambda m: _over(total(m.good, "output_tokens"), total(m.good, "messages")) or None
     )
@@ -109,7 +103,6 @@ class Goodput:
     bounds_s: dict[str, float] = figure(lambda m: m.plan.bounds)
     requests: int = figure(lambda m: _kept(m))
     requests_per_s: float = figure(lambda m: _over(_kept(m), m.duration))
-    #: Of all that were sent.
     share: float = figure(lambda m: _over(_kept(m), len(m.requests)))
 
 
@@ -118,13 +111,10 @@ class Clients:
     """Whether the load generator itself was a limit."""
 
     processes: int = figure(lambda m: len(m.outcomes))
-    #: CPU time over time, of each process.
     busy: list[float] = figure(lambda m: [outcome.busy for outcome in m.outcomes])
-    #: How late their event loops were.
     loop_lag_s: Spread = figure(
         lambda m: spread([lag for outcome in m.outcomes for lag in outcome.lags])
     )
-    #: From when a request was due until it was sent.
     send_lag_s: Spread = figure(lambda m: spread([each.sent - each.due for each in m.requests]))
 
 
@@ -144,7 +134,6 @@ class LevelReport:
     """One load and what came of it."""
 
     load: Load = figure(lambda m: m.level.load)
-    #: From the level's start until its last request had ended.
     duration_s: float = figure(lambda m: m.duration)
     requests: Requests = figure(lambda m: section(Requests, m))
     tokens: Tokens = figure(lambda m: section(Tokens, m))
@@ -154,7 +143,6 @@ class LevelReport:
     goodput: Goodput | None = figure(lambda m: section(Goodput, m) if m.plan.bounds else None)
     clients: Clients = figure(lambda m: section(Clients, m))
     targets: list[TargetReport] = figure(lambda m: list(_targets(m)))
-    #: What makes the figures doubtful, in sentences.
     warnings: list[str] = figure(lambda m: list(_warnings(m)))
 
 
@@ -164,13 +152,9 @@ class Report:
 
     schema_version: int
     tokenpod_version: str
-    #: UTC, ISO 8601.
     started_at: str
-    #: Repeats prompts, lengths and arrivals.
     seed: int
-    #: What the servers call their models, by address.
     model_ids: dict[str, str | None]
-    #: The command's options as they were used, by name.
     options: dict[str, Any]
     levels: list[LevelReport]
 

@@ -16,17 +16,16 @@ from typing import TypeVar
 import typer
 
 from tokenpod.cli.bench.figures import LATENCIES
+from tokenpod.cli.bench.files import Case, read_cases, read_texts
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.messages import Level, Load, Plan
-from tokenpod.cli.bench.prompts import Prompts, parse_lengths, read_texts
-from tokenpod.cli.bench.workload import Case, read_cases
+from tokenpod.cli.bench.prompts import Prompts, parse_lengths
 from tokenpod.cli.remote import Remote
 
 Value = TypeVar("Value")
 
 _REQUESTS = 64
-_INPUT_TOKENS, _OUTPUT_TOKENS = "128", "64"
-_CONCURRENCY = 8
+_INPUT_TOKENS, _OUTPUT_TOKENS, _CONCURRENCY = "128", "64", 8
 #: Token ids that are ordinary text in practically every vocabulary.
 _TOKEN_RANGE = (10, 1000)
 

@@ -23,6 +23,7 @@ import uvloop
 
 from tokenpod.cli.bench.figures import ARRIVAL, Record
 from tokenpod.cli.bench.messages import Begin, Load, Outcome, Plan, Progress
+from tokenpod.cli.remote import Remote
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 
@@ -65,13 +66,13 @@ def serve(pipe: Connection) -> None:
 
 
 async def _connect(plan: Plan, channels: contextlib.AsyncExitStack) -> Stubs:
-    async def stub(index: int) -> TextGenerationServiceStub:
+    async def stub(remote: Remote) -> TextGenerationServiceStub:
         # Channels to one address would use one connection otherwise.
-        channel = plan.remotes[index].open(("grpc.use_local_subchannel_pool", 1))
+        channel = remote.open(("grpc.use_local_subchannel_pool", 1))
         return TextGenerationServiceStub(await channels.enter_async_context(channel))
 
     connections = range(plan.options.connections)
-    return [[await stub(index) for _ in connections] for index in range(len(plan.remotes))]
+    return [[await stub(remote) for _ in connections] for remote in plan.remotes]
 
 
 class LevelRun:
@@ -79,24 +80,20 @@ class LevelRun:
 
     def __init__(self, plan: Plan, begin: Begin, stubs: Stubs) -> None:
         self._plan, self._level, self._own, self._stubs = plan, begin.level, begin, stubs
-        self._metadata = plan.remotes[0].metadata
         self._records: list[Record] = []
         self._lags: list[float] = []
-        self._failed = 0
+        self._failed, self._began = 0, 0.0
         # Every process draws all times and takes its own.
         random = np.random.default_rng([plan.seed, self._level.number, _ARRIVALS])
         times = arrival_times(self._level.load, random, plan.prompts.at)
         self._due = itertools.islice(times, begin.first, None, begin.step)
         requests = self._make_requests()
         self._requests = itertools.chain(list(itertools.islice(requests, _MADE_BEFORE)), requests)
-        self._began = 0.0
 
     async def run(self, at: float, report: Callable[[Progress], None]) -> Outcome:
-        """Send the requests; returns when the last one has ended.
+        """Send the requests from the moment `at` of the monotonic clock until the last has ended.
 
-        Args:
-            at: the start, a moment of the monotonic clock.
-            report: called with the progress every so often.
+        `report` is called with the progress every so often.
         """
         cpu_before = time.process_time()
         await _sleep_until(at)
@@ -106,12 +103,11 @@ class LevelRun:
             await self._send_all()
         finally:
             watch.cancel()
-        cpu = time.process_time() - cpu_before
-        return Outcome(self._records, cpu, self._now(), self._lags)
+        cpu_seconds = time.process_time() - cpu_before
+        return Outcome(self._records, cpu_seconds, self._now(), self._lags)
 
     def _make_requests(self) -> Iterator[tuple[int, v3.GenerateRequest]]:
-        requests = self._level.requests
-        last = sys.maxsize if requests is None else requests
+        last = sys.maxsize if self._level.requests is None else self._level.requests
         for index in range(self._own.first, last, self._own.step):
             yield index, make_request(self._plan, self._level.number, index)
 
@@ -124,13 +120,12 @@ class LevelRun:
         slots = asyncio.Semaphore(self._own.slots or sys.maxsize)
         async with asyncio.TaskGroup() as calls:
             for due, (index, request) in zip(self._due, self._requests, strict=False):
+                if due < end:
+                    await _sleep_until(self._began + due)
+                    await slots.acquire()
+                    # In a closed loop a request is due when a client is free.
+                    due = self._now() if closed else due
                 if due >= end:
-                    return
-                await _sleep_until(self._began + due)
-                await slots.acquire()
-                # In a closed loop a request is due when a client is free.
-                due = self._now() if closed else due
-                if closed and due >= end:
                     return
                 call = calls.create_task(self._call(index, request, due))
                 call.add_done_callback(lambda _: slots.release())
@@ -139,11 +134,11 @@ class LevelRun:
         """Send one request and read its stream to the end."""
         turn, target = divmod(index, len(self._stubs))
         stub = self._stubs[target][turn % len(self._stubs[target])]
-        options = self._plan.options
+        options, metadata = self._plan.options, self._plan.remotes[0].metadata
         record = Record(index, target, due, sent=self._now())
         finished = 0
         try:
-            call = stub.Generate(request, timeout=options.deadline, metadata=self._metadata)
+            call = stub.Generate(request, timeout=options.deadline, metadata=metadata)
             # `read` costs less than iterating over the call.
             while isinstance(event := await call.read(), v3.GenerateResponse):
                 finished += note(record, event, self._now())
@@ -196,7 +191,6 @@ def arrival_times(
     """Seconds from the start at which each request is due; without end, never decreasing.
 
     Args:
-        load: closed: every request is due when a client is free, which counts as 0.
         random: where the gaps are drawn from.
         written: for replay: the file's times, in units of 1 / rate. After the last one they begin
             again, one unit later.

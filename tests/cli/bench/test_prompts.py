@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tokenpod.cli.bench.files import read_texts
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.messages import Plan
-from tokenpod.cli.bench.prompts import Prompts, Text, Uniform, read_texts
+from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
 from tokenpod.cli.bench.worker import make_request
 
 ONE = Uniform(1, 1)

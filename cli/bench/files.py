@@ -1,14 +1,11 @@
-"""Workload files: lists of lengths that several engines can be measured with.
+"""Files of prompts, and workload files: lengths that several engines can be measured with.
 
-Two forms are read. The first has a list of cases and says which token ids to draw from; the second
-has one case per key:
+A workload file has a list of cases, or one case per key. A request is a pair of prompt and output
+tokens, or an object of them with its arrival in units of 1 / rate. Other keys are ignored.
 
     {"token_low": 10, "token_high": 128000, "cases": [
         {"name": "chat", "seed": 22, "concurrency": 0, "requests": [[128, 256], ...]}]}
     {"d": {"rate_per_s": 2.5, "requests": [{"prompt": 225, "output": 46, "at": 0.0}, ...]}}
-
-A request is a pair of prompt and output tokens, or an object of them with the time of its arrival
-in units of 1 / rate. Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -18,6 +15,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tokenpod.cli.bench.prompts import Text
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,7 @@ def read_cases(text: str) -> dict[str, Case]:
 
     Raises ValueError that names the place in the file.
     """
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from error
+    data = _json(text, "is not JSON")
     _need(isinstance(data, dict), "must be a JSON object")
     listed = data.get("cases")
     if listed is None:
@@ -52,15 +48,15 @@ def read_cases(text: str) -> dict[str, Case]:
         rows = [(name, name, case) for name, case in named if "requests" in case]
     else:
         _need(isinstance(listed, list), "cases must be a list")
-        rows = [(f"cases[{i}]", _name(i, case), case) for i, case in enumerate(listed)]
+        rows = [(f"cases[{i}]", _name(f"cases[{i}]", case), case) for i, case in enumerate(listed)]
     _need(bool(rows), "has no cases")
     token_range = _token_range(data)
     return {name: _case(where, case, token_range) for where, name, case in rows}
 
 
-def _name(index: int, case: Any) -> str:
+def _name(where: str, case: Any) -> str:
     name = case.get("name") if isinstance(case, dict) else None
-    _need(isinstance(name, str), f"cases[{index}] must be an object with a name")
+    _need(isinstance(name, str), f"{where} must be an object with a name")
     return str(name)
 
 
@@ -95,11 +91,8 @@ def _case(where: str, case: Mapping[str, Any], token_range: tuple[int, int] | No
     )
 
 
-def _request(where: str, row: Any) -> tuple[int, int, float | None]:
+def _request(where: str, row: Any) -> tuple[Any, Any, Any]:
     """Prompt tokens, output tokens and arrival."""
-    prompt: Any
-    output: Any
-    at: Any
     if isinstance(row, dict):
         prompt, output, at = row.get("prompt"), row.get("output"), row.get("at")
     else:
@@ -112,8 +105,41 @@ def _request(where: str, row: Any) -> tuple[int, int, float | None]:
     return prompt, output, at
 
 
+def read_texts(content: str, *, json_lines: bool) -> tuple[Text, ...]:
+    """The prompts of a file, one per line as a text or as a JSON object.
+
+    An object has a `prompt`, or `messages` with `role` and `content` each, and may have
+    `max_new_tokens`. Empty lines are skipped. Raises ValueError that names the line.
+    """
+    lines = [(n, line) for n, line in enumerate(content.splitlines(), 1) if line.strip()]
+    _need(bool(lines), "has no prompts")
+    return tuple(_text(n, line) if json_lines else Text(line) for n, line in lines)
+
+
+def _text(number: int, line: str) -> Text:
+    row = _json(line, f"line {number} is not JSON")
+    row = row if isinstance(row, dict) else {}
+    tokens = row.get("max_new_tokens")
+    fine = tokens is None or (type(tokens) is int and tokens > 0)
+    _need(fine, f"line {number}: max_new_tokens is {tokens!r}: must be at least 1")
+    if isinstance(row.get("prompt"), str):
+        return Text(row["prompt"], max_new_tokens=tokens)
+    try:
+        messages = [(str(m["role"]), str(m["content"])) for m in row["messages"]]
+    except (KeyError, TypeError):
+        messages = []
+    _need(bool(messages), f"line {number} has neither a prompt nor messages")
+    return Text(messages=messages, max_new_tokens=tokens)
+
+
+def _json(text: str, problem: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{problem}: {error}") from error
+
+
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number from 0."""
     return type(value) in (int, float) and 0 <= value < math.inf
 
 

@@ -23,23 +23,12 @@ MODEL_ID_KEY = "tokenpod-model-id"
 #: Seconds that a health check may take where no deadline is given: no answer is one too.
 HEALTH_SECONDS = 5.0
 
-_SAMPLING = [
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "watermark",
-    "n",
-    "best_of",
-]
-_OUTPUT = ("stream", "logprobs", "top_n_tokens", "prompt_logprobs")
+#: Parts of a request, by the names of its fields.
+_PARTS: dict[str, Any] = {
+    "sampling": v3.SamplingOptions,
+    "stopping": v3.StoppingOptions,
+    "output": v3.OutputOptions,
+}
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
@@ -59,29 +48,21 @@ def remote_errors() -> Iterator[None]:
         raise typer.Exit(1) from error
 
 
-def generate_request(prompt: str, options: Mapping[str, Any]) -> v3.GenerateRequest:
-    """The message of `generate`'s options, by their names. Expects checked ranges."""
-    request = v3.GenerateRequest(
-        sampling=v3.SamplingOptions(**{name: options[name] for name in _SAMPLING}),
-        stopping=v3.StoppingOptions(
-            max_new_tokens=options["max_new_tokens"],
-            min_new_tokens=options["min_new_tokens"],
-            stop_sequences=options["stop_sequence"] or (),
-            stop_token_ids=options["stop_token_id"] or (),
-            ignore_eos=options["ignore_eos"],
-            include_stop_sequence=options["include_stop_sequence"],
-            time_limit_ms=options["time_limit_ms"],
-        ),
-        output=v3.OutputOptions(**{name: options[name] for name in _OUTPUT}),
-        truncate=options["truncate"],
-        request_id=options["request_id"],
-        priority=options["priority"],
-    )
-    if options["chat"]:
-        request.chat.CopyFrom(_chat(prompt, options["system"]))
+def generate_request(
+    prompt: str, given: Mapping[str, object], *, chat: bool, system: str | None
+) -> v3.GenerateRequest:
+    """The message with these fields, each in the part that has one of its name."""
+    parts = {name: kind(**_fields_of(kind, given)) for name, kind in _PARTS.items()}
+    request = v3.GenerateRequest(**_fields_of(v3.GenerateRequest, given), **parts)
+    if chat:
+        request.chat.CopyFrom(_chat(prompt, system))
     else:
         request.text = prompt
     return request
+
+
+def _fields_of(kind: Any, given: Mapping[str, object]) -> dict[str, Any]:
+    return {name: given[name] for name in kind.DESCRIPTOR.fields_by_name if name in given}
 
 
 async def generate(

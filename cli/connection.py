@@ -51,20 +51,27 @@ class Connection:
     deadline: float | None
 
 
-def connected(address: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `Connection`, and their values as one argument.
+def connected(
+    address: str, table: type | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `Connection`, and their values as the argument `connection`.
 
     Args:
         address: where the server is unless the operator says otherwise.
+        table: more options, whose values are the argument `options`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters.values()
+        more = parameters(table) if table else []
         shared = parameters(ConnectionOptions, address=address)
+        first = [each for each in own if each.name not in ("connection", "options")]
 
-        @takes([*(each for each in own if each.name != "connection"), *shared])
+        @takes([*first, *more, *shared])
         @functools.wraps(command)
         def run(**given: Any) -> None:
+            if table:
+                given["options"] = table(**{each.name: given.pop(each.name) for each in more})
             values = {each.name: given.pop(each.name) for each in shared}
             deadline = values.pop("deadline")
             command(**given, connection=Connection(remote_of(**values), deadline))

@@ -63,7 +63,7 @@ class Fleet:
             # -P: nothing is imported from the working directory. A group of its own: Ctrl-C ends
             # the command, which ends its workers.
             command = [sys.executable, "-P", "-m", "tokenpod.cli.bench.worker"]
-            self._workers[own] = subprocess.Popen(command, stdin=theirs, process_group=0)
+            self._workers[own] = subprocess.Popen(command, stdin=theirs.fileno(), process_group=0)
             theirs.close()
             self._send(own, self._plan)
         return self
@@ -91,13 +91,13 @@ class Fleet:
             self._send(pipe, start)
         outcomes: dict[Connection, Outcome] = {}
         while len(outcomes) < len(pipes):
-            for pipe in wait([pipe for pipe in pipes if pipe not in outcomes]):
-                assert isinstance(pipe, Connection)
-                answer = self._receive(pipe)
+            for ready in wait([pipe for pipe in pipes if pipe not in outcomes]):
+                assert isinstance(ready, Connection)
+                answer = self._receive(ready)
                 if isinstance(answer, Outcome):
-                    outcomes[pipe] = answer
+                    outcomes[ready] = answer
                     continue
-                latest[pipe] = answer
+                latest[ready] = answer
                 ended = sum(each.ended for each in latest.values())
                 on_progress(ended, sum(each.failed for each in latest.values()))
         return Measured(self._plan, level, [outcomes[pipe] for pipe in pipes])

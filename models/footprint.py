@@ -16,7 +16,7 @@ from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.formats import check_format
 from tokenpod.models.load import Layout, ModelError, read_config, read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 
 
 def main() -> int:
@@ -62,19 +62,19 @@ def _footprint(layout: Layout, *, from_tensors: bool) -> Footprint:
 
 def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
     for world in range(1, layout.spec.heads + 1):
-        share = Share(0, world)
+        shard = Shard(0, world)
         try:
-            local = share.config(layout.spec)
+            local = shard.config(layout.spec)
         except ModelError:
             continue
         products = [weight for weight in layout.weights if weight.multiplied]
         yield (
             world,
             Portion(
-                numbers=share.numbers(layout.weights),
+                numbers=shard.numbers(layout.weights),
                 kv_heads=local.kv_heads,
-                product_numbers=share.numbers(products),
-                product_rows=sum(share.shape(s)[0] for each in products for s in each.sources),
+                product_numbers=shard.numbers(products),
+                product_rows=sum(shard.shape(s)[0] for each in products for s in each.sources),
             ),
         )
 

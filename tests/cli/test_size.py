@@ -24,7 +24,7 @@ from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.models.formats import bytes_needed
 from tokenpod.models.load import read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.service.pod.model_store import resolve_model
 
 CONFIG = {
@@ -114,7 +114,7 @@ def test_what_8_bits_take_is_what_the_loader_needs():
     demo = resolve_model("demo", None)
     layout = read_layout(demo, None)
     for world in (1, 2):
-        needed = bytes_needed(layout.weights, Share(0, world), torch.bfloat16, "int8")
+        needed = bytes_needed(layout.weights, Shard(0, world), torch.bfloat16, "int8")
         assert footprint(demo, "int8").weight_bytes(world, 2, "int8") == needed
 
 

@@ -82,6 +82,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     arrived_at: int = 0
     #: Drop the request once this moment has passed.
     deadline_at: int | None = None
+    #: Drop the request if no step has held any of it by this moment: its end would be late.
+    begin_by: int | None = None
     #: Requests share cached prefixes only within one salt (adapter, tenant).
     salt: str = ""
     #: A router's liveness probe: one new token at once, in a row and slots that are kept for it.

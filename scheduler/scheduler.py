@@ -272,19 +272,22 @@ class Scheduler:
             sequence = self._sequences.get(sequence_id)
             if sequence is None or sequence.dead:
                 continue
-            deadline = sequence.request.deadline_at
-            if deadline is not None and now >= deadline:
+            request = sequence.request
+            if _passed(request.deadline_at, now):
                 problem = "the deadline passed"
                 failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
                 self._events.failures.append(failure)
-            elif sequence.launched:
-                # The next token ends it.
-                continue
-            else:
+                self._end(sequence)
+            elif _passed(request.stopping.time_limit_at, now):
+                if sequence.launched:
+                    # The next token ends it.
+                    continue
                 self._events.sequence_ids.append(sequence.id)
                 self._events.token_ids.append(-1)
                 self._events.finishes.append(FinishCode.TIME_LIMIT)
-            self._end(sequence)
+                self._end(sequence)
+            elif not sequence.began_at:
+                self._give_up(request, now, "calls take longer than that now")
 
     def _drop_hopeless(self, now: int) -> None:
         """End sequences that can't have their first token in time, before it costs anything."""
@@ -297,18 +300,20 @@ class Scheduler:
             if now + self._pace.least(sequence.needed) <= deadline:
                 continue
             least = self._pace.least(sequence.needed - self.kv.known(sequence))
-            if now + least <= deadline:
-                continue
-            problem = (
-                f"the deadline can't be met any more: it is {max(deadline - now, 0) / 1e9:.3f} s"
-                f" away, and the prompt takes {least / 1e9:.3f} s at the least"
-            )
-            for sequence_id in sequence.request.sequence_ids:
-                other = self._sequences.get(sequence_id)
-                if other is not None and not other.dead:
-                    failure = Failure(other.id, FailureCode.DEADLINE_EXCEEDED, problem)
-                    self._events.failures.append(failure)
-                    self._end(other)
+            if now + least > deadline:
+                why = f"the prompt takes {least / 1e9:.3f} s at the least"
+                self._give_up(sequence.request, now, why)
+
+    def _give_up(self, request: Request, now: int, why: str) -> None:
+        """End all samples of a request that would be late."""
+        left = max((request.deadline_at or now) - now, 0) / 1e9
+        problem = f"the deadline can't be met any more: it is {left:.3f} s away, and {why}"
+        for sequence_id in request.sequence_ids:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None and not sequence.dead:
+                failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
+                self._events.failures.append(failure)
+                self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.dead:
@@ -329,3 +334,7 @@ class Scheduler:
         self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
         sequence.leave()
+
+
+def _passed(moment: int | None, now: int) -> bool:
+    return moment is not None and now >= moment

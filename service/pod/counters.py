@@ -4,7 +4,7 @@ Each process writes its own row and reads all, so nothing is ever locked. The me
 it is a file descriptor that children inherit, and is gone when the last process is.
 
     row k = [admitted requests, prompt tokens that wait, serving, the engine owes it a step,
-             bytes that its calls hold, heartbeats]
+             bytes that its calls hold, heartbeats, requests without a token yet]
     two more numbers, written by the first process: whether the pod drains, and whether the engine
     makes no progress
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 
-_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS = range(6)
-_COLUMNS = 6
+_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING = range(7)
+_COLUMNS = 7
 _CLOSED, _STALLED = range(2)
 _HEAD = 2
 _NUMBER = 8  # bytes
@@ -55,6 +55,11 @@ class PodCounters:
         return self._sum(_REQUESTS)
 
     @property
+    def waiting(self) -> int:
+        """`Generate` calls that have no token yet."""
+        return self._sum(_WAITING)
+
+    @property
     def waiting_tokens(self) -> int:
         """Prompt tokens that wait for their computation."""
         return self._sum(_WAITING_TOKENS)
@@ -92,10 +97,18 @@ class PodCounters:
         """For the first process, which watches the engine."""
         self._numbers[_STALLED] = stalled
 
-    def add(self, *, requests: int = 0, waiting_tokens: int = 0, call_bytes: int = 0) -> None:
+    def add(
+        self,
+        *,
+        requests: int = 0,
+        waiting: int = 0,
+        waiting_tokens: int = 0,
+        call_bytes: int = 0,
+    ) -> None:
         """Change the counts of this process by these amounts."""
         row = self._row(self.index)
         self._numbers[row + _REQUESTS] += requests
+        self._numbers[row + _WAITING] += waiting
         self._numbers[row + _WAITING_TOKENS] += waiting_tokens
         self._numbers[row + _CALL_BYTES] += call_bytes
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
+from tokenpod.service.rpc.turnover import Turnover
 
 #: Seconds after which a refused client should try again.
 RETRY_SECONDS = 1.0
@@ -53,6 +54,7 @@ class Admission:
         self.max_queue_tokens = max_queue_tokens
         self.counters = counters or PodCounters.create(1)
         self.memory = MemoryBudget(self.counters, max_bytes)
+        self.turnover = Turnover(self.counters)
         self._max_message_bytes = max_message_bytes
         #: Why nothing is taken in: the server is starting or draining.
         self.closed: str | None = "the server is starting: the model is not loaded yet"
@@ -92,7 +94,7 @@ class Admission:
         left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
         return Unavailable(self.closed or DRAINING, retry_after=min(left, MOST_RETRY_SECONDS))
 
-    def check_room(self) -> None:
+    def check_room(self, seconds: float | None = None) -> None:
         """Raise what `enter` would raise now."""
         self.check_open()
         if self.counters.stalled:
@@ -105,15 +107,34 @@ class Admission:
                 limit="max_concurrent_requests",
                 retry_after=RETRY_SECONDS,
             )
+        if seconds is not None:
+            self._check_time(seconds)
+
+    def _check_time(self, seconds: float) -> None:
+        """Refuse who would wait for nothing, before it keeps others waiting."""
+        outlook = self.turnover.outlook()
+        if outlook.fits(seconds):
+            return
+        late = outlook.wait + outlook.run - seconds
+        raise ResourceExhausted(
+            f"a call that comes now waits for about {outlook.wait:.1f} s and then runs for about"
+            f" {outlook.run:.1f} s; this one's deadline is {seconds:.1f} s away",
+            limit="deadline",
+            retry_after=min(max(late, RETRY_SECONDS), MOST_RETRY_SECONDS),
+        )
 
     def expect(self) -> Lease:
         """Memory for the message of a call that there is room for; raises ResourceExhausted."""
         return self.memory.reserve(self._max_message_bytes)
 
     @contextmanager
-    def enter(self) -> Iterator[Place]:
-        """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
-        self.check_room()
+    def enter(self, seconds: float | None = None) -> Iterator[Place]:
+        """Hold a place for one call; raises Unavailable or ResourceExhausted at once.
+
+        Args:
+            seconds: until its deadline; None: it has none, or needs no row.
+        """
+        self.check_room(seconds)
         self.counters.add(requests=1)
         place = Place(self)
         try:
@@ -128,7 +149,13 @@ class Place:
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
+        self._waits = False
         self._tokens = 0
+
+    def line_up(self) -> None:
+        """Be counted among those that wait for a row."""
+        self._waits = True
+        self._admission.counters.add(waiting=1)
 
     def queue(self, prompt_tokens: int) -> None:
         """Join the queue; raises ResourceExhausted if it would overflow.
@@ -148,5 +175,5 @@ class Place:
 
     def leave_queue(self) -> None:
         """The prompt has been computed, or the call is over."""
-        self._admission.counters.add(waiting_tokens=-self._tokens)
-        self._tokens = 0
+        self._admission.counters.add(waiting=-self._waits, waiting_tokens=-self._tokens)
+        self._waits, self._tokens = False, 0

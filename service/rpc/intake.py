@@ -34,7 +34,11 @@ ARRIVAL_SECONDS = 60.0
 _LONG_BYTES = 64 * 1024
 
 
-def open_to_all(method: str) -> Lease | None:
+#: Called with a method's full name and the seconds until the deadline (None: it has none).
+Check = Callable[[str, float | None], Lease | None]
+
+
+def open_to_all(method: str, seconds: float | None) -> Lease | None:
     """A gate that refuses nobody."""
     return None
 
@@ -112,16 +116,16 @@ class Intake(grpc.aio.ServerInterceptor):
 
     Args:
         limits: of each method, by its full name; methods that are not there are not limited.
-        gate: called with a method's full name before a message is read; raises a ServiceError if
-            the call would be refused whatever it says. What it returns holds memory for the
-            message, until that has been parsed.
+        gate: called before a message is read; raises a ServiceError if the call would be refused
+            whatever it says. What it returns holds memory for the message, until that has been
+            parsed.
         arrival: seconds that a message may take to arrive.
     """
 
     def __init__(
         self,
         limits: Mapping[str, MethodLimits],
-        gate: Callable[[str], Lease | None] = open_to_all,
+        gate: Check = open_to_all,
         arrival: float = ARRIVAL_SECONDS,
     ) -> None:
         self._limits = limits
@@ -149,11 +153,13 @@ class Intake(grpc.aio.ServerInterceptor):
         inner, gate, arrival = behaviour_of(handler), self._gate, self._arrival
 
         async def coroutine(requests: Any, context: Context) -> Any:
-            request = await _request(parser, context, arrival, gate(method))
+            lease = gate(method, context.time_remaining())
+            request = await _request(parser, context, arrival, lease)
             return await inner(request, context)
 
         async def generator(requests: Any, context: Context) -> AsyncIterator[Any]:
-            request = await _request(parser, context, arrival, gate(method))
+            lease = gate(method, context.time_remaining())
+            request = await _request(parser, context, arrival, lease)
             async with contextlib.aclosing(inner(request, context)) as answers:
                 async for answer in answers:
                     yield answer

@@ -169,12 +169,18 @@ async def _answer(error: Exception, context: Context, method: str) -> None:
     """End the call with the status that `error` stands for."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    fault: ServiceError
     if not isinstance(error, ServiceError):
-        fault = Internal()
-        extra = {"error_id": fault.error_id, "method": method}
+        fault = internal = Internal()
+        extra = {"error_id": internal.error_id, "method": method}
         log.error("internal error", exc_info=error, extra=extra)
-        error = fault
-    await _abort(context, error)
+    else:
+        fault = error
+    # gRPC keeps what `abort` raises in the call's state, a cycle with every frame on the way here.
+    # So what the call has read goes now, with its frames, and not when garbage is collected.
+    error.with_traceback(None)
+    error.__context__ = error.__cause__ = None
+    await _abort(context, fault)
 
 
 async def _abort(context: Context, error: ServiceError) -> None:

@@ -51,6 +51,8 @@ class Gate(enum.Enum):
     READY = "ready"
     #: Whether the bounded queue has a place, and the front ends memory for the message.
     QUEUE = "queue"
+    #: The same, and whether the call would get a row so early that it ends by its deadline.
+    ROW = "row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +219,12 @@ class Backend(Protocol):
         """The rows."""
         ...
 
-    def check(self, method: str) -> Lease | None:
+    def check(self, method: str, remaining: float | None = None) -> Lease | None:
         """Raise what a call of `method` would be refused with, whatever its message says.
+
+        Args:
+            method: its full name.
+            remaining: seconds until the call's deadline; None: it has none.
 
         Returns:
             Memory for its message; None: it needs none to speak of.

@@ -56,27 +56,33 @@ class Backend:
         self.model_id, self.leader_address, self.urls = model_id, leader_address, [leader_address]
         self._ready, self._shard = ready, None
 
-    def check(self, method: str) -> Lease | None:
+    def check(self, method: str, remaining: float | None = None) -> Lease | None:
         """Raise what a call of `method` would be refused with, whatever its message says.
 
+        Args:
+            method: its full name.
+            remaining: seconds until the call's deadline; None: it has none.
+
         Returns:
-            Memory for a message that passes Gate.QUEUE; others need none to speak of.
+            Memory for a message that passes Gate.QUEUE or ROW; others need none to speak of.
 
         Raises:
             Unavailable: the server starts or drains, or the engine makes no progress.
-            ResourceExhausted: the queue or the front ends' memory is full.
+            ResourceExhausted: the queue or the front ends' memory is full, or the call would end
+                after its deadline.
             FailedPrecondition: this pod follows, and the leader alone answers such calls.
         """
         row = self.table[method]
+        queues = row.gate in (Gate.QUEUE, Gate.ROW)
         if self._relays and row.relayed:
             return None
         if row.gate is Gate.READY:
             _ = self.ready
-        elif row.gate is Gate.QUEUE:
-            self.admission.check_room()
+        elif queues:
+            self.admission.check_room(remaining if row.gate is Gate.ROW else None)
         if self.leader_address and not row.on_followers:
             raise FailedPrecondition(f"this pod follows: ask the leader at {self.leader_address}")
-        return self.admission.expect() if row.gate is Gate.QUEUE else None
+        return self.admission.expect() if queues else None
 
     @property
     def ready(self) -> Ready:

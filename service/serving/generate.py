@@ -22,7 +22,7 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.admission import Admission, Place
-from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
+from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation, Sample
 from tokenpod.service.serving.sampling import sampling_params
@@ -85,18 +85,23 @@ class GenerateService:
     def start(self, serving: Serving) -> None:
         """The model is ready."""
         self._serving = serving
+        self._admission.turnover.watch(serving.client, serving.limits.rows)
 
     @contextlib.contextmanager
-    def admit(self) -> Iterator[AdmittedCall]:
+    def admit(self, remaining: float | None) -> Iterator[AdmittedCall]:
         """Hold a place for one call; what it generates is cancelled and reported at the end.
 
-        Raises Unavailable or ResourceExhausted at once if there is no place.
+        Args:
+            remaining: seconds until its deadline; None: it has none.
+
+        Raises Unavailable or ResourceExhausted at once if there is no place, or no row in time.
         """
         arrived_at = time.monotonic_ns()
         # Before anything is awaited: see `Telemetry.current_call`.
         recorded = self._telemetry.current_call()
-        with self._admission.enter() as place:
-            admitted = AdmittedCall(self._ready(), self._admission.memory, place, arrived_at)
+        with self._admission.enter(remaining) as place:
+            place.line_up()
+            admitted = AdmittedCall(self._ready(), self._admission, place, arrived_at)
             try:
                 yield admitted
             finally:
@@ -132,16 +137,16 @@ class AdmittedCall:
 
     Args:
         serving: engine, tokenizer and limits.
-        memory: what calls may hold of the front ends' memory.
+        admission: memory of the front ends, and how long calls take.
         place: the call's in the queue.
         arrived_at: CLOCK_MONOTONIC nanoseconds.
     """
 
     def __init__(
-        self, serving: Serving, memory: MemoryBudget, place: Place, arrived_at: int
+        self, serving: Serving, admission: Admission, place: Place, arrived_at: int
     ) -> None:
         self._serving = serving
-        self._memory = memory
+        self._admission = admission
         self._place = place
         self._arrived_at = arrived_at
         self._lease: Lease | None = None
@@ -159,7 +164,7 @@ class AdmittedCall:
         Raises InvalidArgument or ResourceExhausted.
         """
         validate.check_generate(call, self._serving.limits)
-        self._lease = self._memory.reserve(prompt_bytes(call.prompt))
+        self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
 
     async def submit(
         self, call: GenerateCall, request_id: str, remaining: float | None
@@ -214,6 +219,8 @@ class AdmittedCall:
         """
         if self._generation is not None:
             self._generation.cancel()
+            if (seconds := self._generation.ran_seconds) is not None:
+                self._admission.turnover.note(seconds)
             self._report(self._generation, recorded)
         if self._lease is not None:
             self._lease.release()
@@ -262,7 +269,16 @@ class AdmittedCall:
             priority=call.priority,
             arrived_at=self._arrived_at,
             deadline_at=deadline_at,
+            begin_by=self._begin_by(deadline_at, new_tokens),
         )
+
+    def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:
+        """When it would be too late to begin."""
+        if deadline_at is None:
+            return None
+        left = (deadline_at - time.monotonic_ns()) / 1e9
+        within = self._admission.turnover.begin_within(left, new_tokens)
+        return deadline_at - int((left - within) * 1e9)
 
 
 def _counted(lease: Lease) -> Callable[[int], None]:

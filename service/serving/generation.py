@@ -197,6 +197,14 @@ class Generation:
         return all(sample.ending for sample in self.samples)
 
     @property
+    def ran_seconds(self) -> float | None:
+        """From the prompt's first step to the last token so far; None: there is no token yet."""
+        if self.started is None:
+            return None
+        last = max(sample.last_token_at for sample in self.samples)
+        return max(last - self.started.began_at, 0) / 1e9
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens whose keys and values were still in the cache."""
         return self.started.cached_tokens if self.started else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
-from tokenpod.service.rpc.intake import Intake, Parser, open_to_all
+from tokenpod.service.rpc.intake import Check, Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.rpc.methods import MethodLimits
@@ -27,13 +27,13 @@ INFO = "/generate.v3.TextGenerationService/Info"
 GENERATE = "/generate.v3.TextGenerationService/Generate"
 
 
-def behind(gate: Callable[[str], Lease | None] = open_to_all, arrival: float = 60.0) -> Any:
+def behind(gate: Check = open_to_all, arrival: float = 60.0) -> Any:
     """A server whose rpcs are read by an intake."""
     intake = Intake(TABLE.limits(), gate, arrival)
     return serving(servicer=Scripted(), interceptors=[ErrorInterceptor(), intake])
 
 
-def closed(method: str) -> Lease | None:
+def closed(method: str, seconds: float | None) -> Lease | None:
     raise ResourceExhausted(f"{method} is full", limit="test", retry_after=1.0)
 
 
@@ -115,9 +115,9 @@ async def test_memory_for_a_message_is_kept_until_the_message_has_been_parsed() 
     admission, asked = narrow(), asyncio.Event()
     service = backend(admission)
 
-    def gate(method: str) -> Lease | None:
+    def gate(method: str, seconds: float | None) -> Lease | None:
         asked.set()
-        return service.check(method)
+        return service.check(method, seconds)
 
     async with behind(gate) as running:
         silent = running.channel.stream_stream(GENERATE)(timeout=60)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,30 @@ async def test_a_push_back_arrives_once_as_metadata_and_as_a_detail(kind: str) -
     assert status is not None
     assert sum(packed.Unpack(retry) for packed in status.details) == 1
     assert retry.retry_delay.seconds == 2
+
+
+class Message:
+    """Stands for megabytes that a call has read."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_failed_call_has_read_is_let_go_at_once(kind: str) -> None:
+    left: list[weakref.ref[Message]] = []
+
+    async def fail(context: Any) -> None:
+        message = Message()
+        left.append(weakref.ref(message))
+        try:
+            raise KeyError(message)
+        except KeyError as error:
+            raise Unavailable("x") from error
+
+    gc.disable()
+    try:
+        await failure(fail, kind)
+        assert left[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("bug", [ValueError, KeyError, StopAsyncIteration, RuntimeError, OSError])

@@ -156,6 +156,7 @@ BEFORE = {
     Gate.NONE: "nothing",
     Gate.READY: "the model is ready",
     Gate.QUEUE: "a place in the queue, and memory",
+    Gate.ROW: "a place in the queue, a row in time, and memory",
 }
 
 

@@ -1,13 +1,20 @@
-"""Raw HTTP/2 connections that misbehave. Frames are written by hand; nothing here is a client."""
+"""Floods: raw HTTP/2 connections that misbehave, frames written by hand; and calls all at once."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 0, 1, 3, 4, 6, 7, 9
@@ -84,6 +91,19 @@ def continuations(payload: bytes) -> Iterator[bytes]:
         yield frame(CONTINUATION, 0, 1, payload) * 50
 
 
+#: Floods that gRPC does not end by itself.
+ONGOING: dict[str, Callable[[], Iterator[bytes]]] = {
+    "HEADERS + RST_STREAM": resets,
+    "SETTINGS": settings,
+    "CONTINUATION of 110 bytes": lambda: continuations(header("x", "y" * 107)),
+}
+#: Floods that it ends.
+CLOSED: dict[str, Callable[[], Iterator[bytes]]] = {
+    "PING": pings,
+    "empty CONTINUATION": lambda: continuations(b""),
+}
+
+
 def flood(port: int, frames: Iterator[bytes], over: threading.Event) -> int:
     """Send until told or cut off; bytes sent. What the server says is read and dropped."""
     sent = 0
@@ -112,3 +132,31 @@ def _drain(connection: socket.socket, over: threading.Event) -> None:
                     return
             except TimeoutError:
                 continue
+
+
+# -- bursts --------------------------------------------------------------------------------------
+
+
+async def burst(address: str, connections: int, calls: int) -> Counter[tuple[str, bool]]:
+    """Make calls at once on each connection: (code, whether there was a hint) and how often."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    ends: Counter[tuple[str, bool]] = Counter()
+    request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 1})
+
+    async def one(channel: grpc.aio.Channel) -> None:
+        try:
+            async for _ in rpc.TextGenerationServiceStub(channel).Generate(request, timeout=300):
+                pass
+            ends["OK", False] += 1
+        except grpc.aio.AioRpcError as error:
+            hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
+            ends[error.code().name, hint] += 1
+
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            for _ in range(connections)
+        ]
+        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        await asyncio.gather(*(one(channel) for channel in channels for _ in range(calls)))
+    return ends

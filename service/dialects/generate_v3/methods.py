@@ -22,7 +22,7 @@ _IDS_AT_ONCE = 16_384
 
 async def generate(backend: Backend, request: pb.GenerateRequest, context: Context) -> None:
     """Write the stream of one generation."""
-    with backend.generate.admit() as admitted:
+    with backend.generate.admit(context.time_remaining()) as admitted:
         call = await generate_call(request)
         admitted.check(call)
         request_id = request_id_of(call.request_id, context)
@@ -50,7 +50,7 @@ async def tokens(backend: Backend, request: pb.TokensRequest, context: Context) 
 
 METHODS = (
     *shard_methods(pb),
-    method_of(service_of(pb), "Generate", PROMPT, gate=Gate.QUEUE, relayed=False, serve=generate),
+    method_of(service_of(pb), "Generate", PROMPT, gate=Gate.ROW, relayed=False, serve=generate),
     method_of(
         service_of(pb),
         "Tokens",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
     ChatPrompt,
@@ -24,8 +24,6 @@ from tokenpod.service.serving.calls import (
 
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256
-#: Most likely tokens that the sampler can report.
-MOST_TOP_TOKENS = 64
 MOST_PRIORITY = 100
 #: Messages of a chat: each becomes Python objects, here and in a template, however short it is.
 MOST_CHAT_MESSAGES = 4096

@@ -58,19 +58,19 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """How a field of `SamplingParams` applies. Its default is neutral.
+    """How a field of `SamplingParams` applies. Its default is neutral, and so is 0 from clients.
 
     Args:
         stage: where.
-        low, high: what a client may ask for, both included.
-        divides: scores are divided by it. 0 means "not set"; values so small or large that float32
-            can't hold the quotient are brought to where it can.
+        low, high: what a client may ask for, both included; without `low` it is checked elsewhere.
+        divides: scores are divided by it: values so small or large that float32 can't hold the
+            quotient are brought to where it can.
         stored: from the parameter to what the column holds.
     """
 
     stage: Stage
     low: float | None = None
-    high: float | None = None
+    high: float = math.inf
     divides: bool = False
     stored: Callable[[Any], float] | None = None
 
@@ -158,10 +158,12 @@ class SamplingTable:
         hints = get_type_hints(params, include_extras=True)
         #: In the order of the fields.
         self.columns = tuple(_column(f, hints[f.name]) for f in msgspec.structs.fields(params))
-        self._rules = [(c.neutral, c.knob.stage.value, c.knob.stored) for c in self.columns]
-        kinds = {"flags": "q"}
+        self._neutral = [(c.neutral, c.knob.stage.value) for c in self.columns]
+        stored = [(at, column.knob.stored) for at, column in enumerate(self.columns)]
+        self._stored = [(at, of) for at, of in stored if of is not None]
+        # Knobs come last, so that one more leaves the others where they are.
+        kinds = dict.fromkeys(("flags", *RowValues._fields), "q")
         kinds |= {c.name: "d" if c.kind is float else "q" for c in self.columns}
-        kinds |= dict.fromkeys(RowValues._fields, "q")
         if len(kinds) > ROW_WORDS:
             raise ValueError(f"{len(kinds)} columns; a sampler's row has {ROW_WORDS} words")
         self._places = {name: at for at, name in enumerate(kinds)}
@@ -181,22 +183,29 @@ class SamplingTable:
         """Which word of a row holds this column."""
         return self._places[name]
 
+    def needs(self, params: SamplingParams) -> int:
+        """Flags of the knobs that are not neutral."""
+        needs = 0
+        for value, (neutral, flags) in zip(
+            msgspec.structs.astuple(params), self._neutral, strict=True
+        ):
+            if value != neutral:
+                needs |= flags
+        return needs
+
     def row(self, params: SamplingParams, values: RowValues) -> Words:
         """[ROW_WORDS] int64: a sequence's row."""
         assert not params.do_sample or params.temperature > 0, "temperature 0 is not sampling"
         assert params.min_p <= 1, f"min_p {params.min_p} would leave no token"
-        flags = values.min_new_tokens and EDITED
-        words = [*msgspec.structs.astuple(params)]
-        for i, (neutral, needs, stored) in enumerate(self._rules):
-            if words[i] != neutral:
-                flags |= needs
-            if stored is not None:
-                words[i] = stored(words[i])
+        flags = self.needs(params) | (EDITED if values.min_new_tokens else 0)
         if not params.do_sample:
             flags &= ~CUTS
         if not (params.top_of_processed and values.top_n):
             flags &= ~PROCESSED_TOPS
-        return np.frombuffer(self._packed.pack(flags, *words, *values), np.int64)
+        words = [*msgspec.structs.astuple(params)]
+        for i, stored in self._stored:
+            words[i] = stored(words[i])
+        return np.frombuffer(self._packed.pack(flags, *values, *words), np.int64)
 
 
 def _column(field: msgspec.structs.FieldInfo, hint: Any) -> Column:

@@ -108,8 +108,8 @@ class DeviceSampler(Sampler):
         self._launches: Launches | None = None
         self._most_edits = triton.next_power_of_2(most_edits)
         self._splits = triton.cdiv(vocab_size, self._tiles.split)
-        # One row more: the greedy row of a graph's padding.
-        self._device_words = self._empty(rows + 1, ROW_WORDS, dtype=torch.int64).zero_()
+        #: The rows' words on the device. One row more: the greedy row of a graph's padding.
+        self.device_words = self._empty(rows + 1, ROW_WORDS, dtype=torch.int64).zero_()
         self._edit_ids = self._empty(rows + 1, self._most_edits, dtype=torch.int32)
         self._edit_values = self._empty(rows + 1, self._most_edits, dtype=torch.float32)
         self._counts = self._empty(rows, vocab_size, dtype=torch.int32)
@@ -174,7 +174,7 @@ class DeviceSampler(Sampler):
         if self._words[row, self._table.place("flags")] & COUNTED:
             counts = _counts(new.request.prompt, new.outputs, self._vocab_size)
             self._upload(self._counts[row], counts)
-        self._upload(self._device_words[row], self._words[row])
+        self._upload(self.device_words[row], self._words[row])
 
     def clear_row(self, row: int) -> None:
         """Forget a row."""
@@ -187,6 +187,7 @@ class DeviceSampler(Sampler):
         rows: torch.Tensor,
         positions: torch.Tensor,
         launches: Launches | None = None,
+        masks: torch.Tensor | None = None,
     ) -> Samples:
         """Draw one token for each row. Returns before the device has them.
 
@@ -195,19 +196,28 @@ class DeviceSampler(Sampler):
             rows: [n] int64 on the device; no row twice but `padding_row`.
             positions: [n] int64 on the device; which output token of its sequence is drawn, from 0.
             launches: what to launch, no less than `rows` need; by default what the live rows do.
+            masks: [n, ceil(vocab_size / 32)] int32 on the device, contiguous: bit v % 32 of word
+                v // 32 says whether token v may be drawn. None: all may. Raw top tokens are of the
+                logits as they are.
         """
-        self.begin(logits, rows, positions)
-        return self.finish(logits, rows, positions, launches)
+        self.begin(logits, rows, positions, masks)
+        return self.finish(logits, rows, positions, launches, masks)
 
     def begin(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The first part of `sample`, the same for any rows: what a captured step can hold.
 
-        Returns [n] tokens, which are those of rows that are greedy, and broadcasts them.
+        Returns [n] tokens, which are those of rows that are greedy, and broadcasts them. Such rows'
+        tokens enter their history here: a row whose mask is not there yet must not be among them,
+        `padding_row` may stand in its place.
         """
         assert logits.stride(1) == 1
-        self._draw_greedy(logits, rows, positions)
+        self._draw_greedy(logits, rows, positions, masks)
         tokens = self._tokens[: len(rows)]
         self._broadcast(tokens)
         return tokens
@@ -218,6 +228,7 @@ class DeviceSampler(Sampler):
         rows: torch.Tensor,
         positions: torch.Tensor,
         launches: Launches | None = None,
+        masks: torch.Tensor | None = None,
     ) -> Samples:
         """The rest of `sample`, with as many rows as `begin` had or the first of them.
 
@@ -225,9 +236,9 @@ class DeviceSampler(Sampler):
         """
         launches = launches or self.launches
         if launches.draws:
-            self._draw_sampled(logits, rows, positions)
+            self._draw_sampled(logits, rows, positions, masks)
         if launches.tops:
-            self._find_tops(logits, rows, positions, launches)
+            self._find_tops(logits, rows, positions, launches, masks)
         if launches.draws:
             self._broadcast(self._tokens[: len(rows)])
         n, k = len(rows), MOST_TOP_TOKENS if launches.tops else 0
@@ -241,15 +252,20 @@ class DeviceSampler(Sampler):
     # -- launches ------------------------------------------------------------------------------
 
     def _draw_greedy(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        masks: torch.Tensor | None,
     ) -> None:
         tiles = self._tiles
         sampling.prepare[(self._splits, len(rows))](
             logits,
             logits.stride(0),
+            masks,
             rows,
             positions,
-            self._device_words,
+            self.device_words,
             self._counts,
             self._edit_ids,
             self._edit_values,
@@ -268,7 +284,7 @@ class DeviceSampler(Sampler):
         sampling.summarise[(len(rows),)](
             rows,
             positions,
-            self._device_words,
+            self.device_words,
             self._counts,
             self._best,
             self._best_id,
@@ -288,15 +304,20 @@ class DeviceSampler(Sampler):
         )
 
     def _draw_sampled(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        masks: torch.Tensor | None,
     ) -> None:
         tiles = self._tiles
         sampling.race[(self._splits, len(rows))](
             logits,
             logits.stride(0),
+            masks,
             rows,
             positions,
-            self._device_words,
+            self.device_words,
             self._counts,
             self._edit_ids,
             self._edit_values,
@@ -316,7 +337,7 @@ class DeviceSampler(Sampler):
         sampling.finish[(len(rows),)](
             rows,
             positions,
-            self._device_words,
+            self.device_words,
             self._counts,
             self._stats,
             self._fitness,
@@ -341,6 +362,7 @@ class DeviceSampler(Sampler):
         rows: torch.Tensor,
         positions: torch.Tensor,
         launches: Launches,
+        masks: torch.Tensor | None,
     ) -> None:
         tiles = self._tiles
         # `prepare` is through with these two: its sums are joined.
@@ -349,7 +371,7 @@ class DeviceSampler(Sampler):
             logits,
             logits.stride(0),
             rows,
-            self._device_words,
+            self.device_words,
             self._ranks,
             best,
             mass,
@@ -361,9 +383,10 @@ class DeviceSampler(Sampler):
             top_tokens.split_processed_tops[(self._splits, len(rows))](
                 logits,
                 logits.stride(0),
+                masks,
                 rows,
                 positions,
-                self._device_words,
+                self.device_words,
                 self._counts,
                 self._edit_ids,
                 self._edit_values,
@@ -377,7 +400,7 @@ class DeviceSampler(Sampler):
             )
         top_tokens.join_tops[(len(rows),)](
             rows,
-            self._device_words,
+            self.device_words,
             self._counts,
             self._stats,
             self._ranks,

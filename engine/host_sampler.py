@@ -109,14 +109,24 @@ class HostSampler(Sampler):
         super().clear_row(row)
         self._histories.pop(row, None)
 
-    def sample(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> Samples:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: list[int],
+        positions: list[int],
+        masks: torch.Tensor | None = None,
+    ) -> Samples:
         """Draw one token for each row, and broadcast them.
 
         Args:
             logits: [n, vocab_size] float32; not changed.
             rows: n rows, each once.
             positions: n; which output token of its sequence is drawn, from 0.
+            masks: as `DeviceSampler.sample` has them.
         """
+        raw = logits
+        if masks is not None:
+            logits = logits + _forbidden(masks, self._vocab_size)
         columns = self._words[rows].view(self._table.dtype)[:, 0]
         flags = columns["flags"]
         is_plain = (flags & (DRAWS | EDITED)) == 0
@@ -140,7 +150,7 @@ class HostSampler(Sampler):
             sources |= {int(some.at[i]): (source, i) for i in reported}
         tokens.masked_fill_(bad, -1)
         logprobs.masked_fill_(bad, 0.0)
-        samples = Samples(tokens, logprobs, *self._tops(logits, columns, sources, bad))
+        samples = Samples(tokens, logprobs, *self._tops(raw, logits, columns, sources, bad))
         if (flags & EDITED).any():
             self._note(rows, tokens)
         self._broadcast(tokens)
@@ -216,14 +226,15 @@ class HostSampler(Sampler):
 
     def _tops(
         self,
-        logits: torch.Tensor,
+        raw: torch.Tensor,
+        allowed: torch.Tensor,
         columns: Records,
         sources: dict[int, tuple[_Distributions, int]],
         bad: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`top_ids` and `top_logprobs`."""
+        """`top_ids` and `top_logprobs`, from the logits before masks and after."""
         asked = columns["top_n"].nonzero()[0].tolist()
-        shape = (len(logits), MOST_TOP_TOKENS if asked else 0)
+        shape = (len(raw), MOST_TOP_TOKENS if asked else 0)
         top_ids = torch.full(shape, -1, dtype=torch.int64)
         top_logprobs = torch.zeros(shape, dtype=torch.float32)
         for i in asked:
@@ -231,12 +242,12 @@ class HostSampler(Sampler):
                 continue
             n = min(int(columns["top_n"][i]), self._vocab_size)
             if columns["flags"][i] & PROCESSED_TOPS:
-                # A plain row's processed scores are the raw ones.
-                source, at = sources.get(i, (_Distributions(logits), i))
+                # A plain row's scores are not processed.
+                source, at = sources.get(i, (_Distributions(allowed), i))
                 ids, values = source.tops(at, n)
             else:
-                ids = top_tokens(logits[i], n)
-                values = logits[i : i + 1].log_softmax(1)[0, ids]
+                ids = top_tokens(raw[i], n)
+                values = raw[i : i + 1].log_softmax(1)[0, ids]
             top_ids[i, : len(ids)], top_logprobs[i, : len(ids)] = ids, values
         return top_ids, top_logprobs
 
@@ -249,6 +260,13 @@ class HostSampler(Sampler):
             history = self._histories.get(row)
             if history is not None and history.outputs is not None:
                 history.outputs[max(token, 0)] += 1
+
+
+def _forbidden(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[n, vocab_size] float32: 0 where a bit is set, -inf where not."""
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
+    # Added, so that NaN and Inf stay what they are and the row is found out.
+    return torch.from_numpy(np.where(bits[:, :vocab_size], np.float32(0), np.float32(-np.inf)))
 
 
 def argmax(scores: torch.Tensor) -> torch.Tensor:

@@ -82,11 +82,13 @@ def step(
     position: int = 0,
     rows: list[int] | None = None,
     launches: Launches | None = None,
+    masks: torch.Tensor | None = None,
 ) -> Samples:
     """One step, its results on the host."""
     where = torch.tensor(rows if rows is not None else range(len(logits)), device=DEVICE)
     positions = torch.full_like(where, position)
-    samples = sampler.sample(logits.to(DEVICE), where, positions, launches)
+    bits = None if masks is None else masks.to(DEVICE)
+    samples = sampler.sample(logits.to(DEVICE), where, positions, launches, bits)
     return Samples(
         samples.tokens.cpu().clone(),
         samples.logprobs.cpu().clone(),

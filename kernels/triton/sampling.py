@@ -67,6 +67,7 @@ NOBODY = tl.constexpr(0x7FFFFFFF)
 def prepare(
     logits_ptr,
     logits_stride,
+    mask_ptr,
     b_row_ptr,
     b_position_ptr,
     words_ptr,
@@ -94,6 +95,8 @@ def prepare(
     ids = first + group[:, None] * length + tl.arange(0, length)[None, :]
     scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
+        mask_ptr,
+        b,
         ids,
         first,
         tl.load(b_position_ptr + b),
@@ -208,6 +211,7 @@ def summarise(
 def race(
     logits_ptr,
     logits_stride,
+    mask_ptr,
     b_row_ptr,
     b_position_ptr,
     words_ptr,
@@ -249,6 +253,8 @@ def race(
     position = tl.load(b_position_ptr + b)
     scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
+        mask_ptr,
+        b,
         ids,
         first,
         position,

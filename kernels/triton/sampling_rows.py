@@ -66,6 +66,8 @@ def temperature_of(words_ptr, flags):
 @triton.jit
 def read_scores(
     logits_ptr,
+    mask_ptr,
+    b,
     ids,
     first,
     position,
@@ -85,6 +87,7 @@ def read_scores(
 
     Args:
         logits_ptr, words_ptr: the row's.
+        mask_ptr: of all rows of the step, of which this is number `b`; None: all may be drawn.
         ids: any shape, from `first` to below `first + SPLIT`.
         counts_ptr, edit_id_ptr, edit_value_ptr: of all rows; `row` is int64.
     """
@@ -103,6 +106,12 @@ def read_scores(
             MOST_EDITS,
             SPLIT,
         )
+    if mask_ptr is not None:
+        words = (vocab_size + 31) // 32
+        at = b.to(tl.int64) * words + ids // 32
+        bits = tl.load(mask_ptr + at, mask=ids < vocab_size, other=0)
+        # Added, so that NaN and Inf stay what they are and the row is found out.
+        scores += tl.where(((bits >> (ids % 32)) & 1) != 0, 0.0, -float("inf"))
     return scores
 
 

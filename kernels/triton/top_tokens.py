@@ -88,6 +88,7 @@ def split_tops(
 def split_processed_tops(
     logits_ptr,
     logits_stride,
+    mask_ptr,
     b_row_ptr,
     b_position_ptr,
     words_ptr,
@@ -111,6 +112,8 @@ def split_processed_tops(
     ids = first + tl.arange(0, SPLIT)
     scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
+        mask_ptr,
+        b,
         ids,
         first,
         tl.load(b_position_ptr + b),

@@ -25,7 +25,7 @@ from tokenpod.kernels.ops import Operations
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.load import load_model
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def answer(
         dtype=None,
         device=CPU,
         progress=lambda done, total: None,
-        share=Share(group.rank, group.world) if group else Share(),
+        shard=Shard(group.rank, group.world) if group else Shard(),
         group=group,
         max_total_tokens=options.max_total_tokens,
         quantize=options.quantize,

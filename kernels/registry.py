@@ -13,7 +13,7 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
     Each implementation is imported only where it is used: compilers take their time.
     """
     if device.type == "cpu" and dtype == torch.float32:
-        from tokenpod.kernels import compiled
+        from tokenpod.kernels.cpu import compiled
 
         return compiled.OPERATIONS
     if device.type == "cpu":

@@ -1,6 +1,6 @@
-"""The operations for a CPU in float32: loops compiled at run time where torch's calls are many.
+"""The CPU's operations in float32: loops compiled at run time where torch would need many calls.
 
-What torch does well, it does here too: products, prompts' attention, embedding.
+Products, prompts' attention and embedding stay torch's: there a call has enough to do.
 """
 
 from dataclasses import replace

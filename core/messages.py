@@ -161,12 +161,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
     running: int
     waiting: int
-    #: Waiting prompt tokens.
+    #: Tokens that waiting requests need computed.
     waiting_tokens: int
     #: KV slots: in all, free, and in the prefix tree without a user (evictable).
     slots: int
     free_slots: int
     evictable_slots: int
+    #: Running sequences whose memory was taken since the start, to be computed again.
     preemptions: int = 0
 
 
@@ -249,14 +250,14 @@ class Joined(Message, frozen=True, array_like=True, tag=True):
     leader_address: str
 
 
-class Letter(Message, frozen=True, array_like=True, tag=True):
-    """From one pod's front end to another's; ranks carry it unread."""
+class Drain(Message, frozen=True, array_like=True, tag=True):
+    """A follower's pod is to stop and asks the leader's to drain; as the answer: it has drained.
 
-    #: The follower at the other end, whose pod asks or is answered.
+    It goes from one pod's front end to the other's, by way of their ranks.
+    """
+
+    #: The follower whose pod asks.
     rank: int
-    #: The asker's number; the answer has the same.
-    id: int
-    body: bytes
 
 
 class Over(Message, frozen=True, array_like=True, tag=True):
@@ -330,5 +331,5 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
 ToEngine = Request | Abort | Advance | Ask | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
 #: What travels on a rank's line, besides its link: see engine/shards/line.py.
-ToRank = Letter | Over
-FromRank = Pulse | Waiting | Joined | Letter | Broken
+ToRank = Drain | Over
+FromRank = Pulse | Waiting | Joined | Drain | Broken

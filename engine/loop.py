@@ -144,7 +144,9 @@ class EngineLoop:
         for at, logprobs in result.prompt_logprobs.items():
             sequence = flying.step.sequences[at]
             if not sequence.dead:
-                self._scored.setdefault(sequence.id, []).extend(logprobs)
+                # A prompt that was preempted half-way is scored again from its beginning.
+                start = int(flying.step.plan.r_start[at])
+                self._scored.setdefault(sequence.id, [])[start:] = logprobs
         settled = self.scheduler.settle(flying.step, result.tokens, self.clock())
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)

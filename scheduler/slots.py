@@ -1,9 +1,9 @@
 """KV slots, contiguous first.
 
-A slot holds the keys and values of one token. Sequences grow by a slot a step, and attention over
+A slot has the keys and values of one token. Sequences grow by one slot per step, and attention over
 one run of adjacent slots is several times cheaper than over scattered ones, so an allocation takes
-*room*: adjacent slots that are set aside for its growth. Room is a wish, not a claim: it counts as
-free, and the largest rooms are halved when others need the space.
+*room*: adjacent slots that are set aside for its growth. Room is not guaranteed: it counts as free,
+and the largest rooms are halved when others need the space.
 
     |  prompt  | grown | room ... |  prompt  | grown | room .......... |   free   |
     first      ----used-->        first

@@ -8,6 +8,7 @@ all that the other ranks' next step needs of this one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,20 +141,20 @@ class LeaderTokens:
         """Forget a row."""
         self._drawing.discard(row)
 
-    def sample(self, logits: torch.Tensor, rows: object, positions: object) -> Samples:
+    def sample(self, logits: object, rows: Sized, positions: object) -> Samples:
         """All tokens of the leader's `HostSampler.sample`; nothing else of them is known."""
-        del rows, positions
-        return Samples.of_tokens(self._receive(len(logits)))
+        del logits, positions
+        return Samples.of_tokens(self._receive(len(rows)))
 
-    def begin(self, logits: torch.Tensor, rows: object, positions: object) -> torch.Tensor:
+    def begin(self, logits: object, rows: Sized, positions: object) -> torch.Tensor:
         """The tokens of the leader's `DeviceSampler.begin`."""
-        del rows, positions
-        return self._receive(len(logits))
+        del logits, positions
+        return self._receive(len(rows))
 
-    def finish(self, logits: torch.Tensor, rows: object, positions: object) -> Samples:
+    def finish(self, logits: object, rows: Sized, positions: object) -> Samples:
         """All tokens of the leader's `DeviceSampler.finish`; nothing else of them is known."""
-        del rows, positions
-        n = len(logits)
+        del logits, positions
+        n = len(rows)
         return Samples.of_tokens(self._receive(n) if self.draws else self._tokens[:n])
 
     def _receive(self, n: int) -> torch.Tensor:

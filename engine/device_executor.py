@@ -19,9 +19,7 @@ from tokenpod.engine.executor import CapturableModel, new_rows, scored_rows
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
 from tokenpod.engine.integers import Counts, Integers, fill, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
-from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.sampler import prompt_logprobs
-from tokenpod.engine.shared_device_sampler import FollowingDeviceSampler
+from tokenpod.engine.sampler import LeaderTokens, logprobs_of
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
@@ -55,7 +53,7 @@ class DeviceExecutor:
         self,
         model: CapturableModel,
         pool: KVPool,
-        sampler: DeviceSampler | FollowingDeviceSampler,
+        sampler: DeviceSampler | LeaderTokens,
         *,
         rows: int,
         max_positions: int,
@@ -136,7 +134,7 @@ class DeviceExecutor:
             if captured is None:
                 self._sampler.begin(logits, rows, positions)
             drawn = self._sampler.finish(logits, rows, positions)
-            if captured is None or self._sampler.launches.draws:
+            if captured is None or self._sampler.draws:
                 remember(drawn.tokens, rows, self._last_token)
         return mailbox.send(drawn, scored)
 
@@ -260,7 +258,7 @@ class DeviceExecutor:
         following = self._upload(tokens.astype(np.int64))
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
         pieces = [
-            prompt_logprobs(self._model.logits(hidden[at : at + len(part)]).float(), part)
+            logprobs_of(self._model.logits(hidden[at : at + len(part)]).float(), part)
             for at, part in _pieces(following)
         ]
         return torch.cat(pieces)
@@ -268,16 +266,12 @@ class DeviceExecutor:
     # -- rows ----------------------------------------------------------------------------------
 
     def _take_rows(self, plan: StepPlan) -> None:
-        for at, (row, prefix) in enumerate(new_rows(plan)):
+        self._sampler.take_rows(plan)
+        for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
             if len(prefix):
                 self._row_table[row, : len(prefix)] = self._upload(prefix)
-            if isinstance(self._sampler, FollowingDeviceSampler):
-                self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
-            else:
-                new = plan.asks[at]
-                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt, new.outputs)
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         source = torch.from_numpy(values)

@@ -10,10 +10,9 @@ import torch
 
 from tokenpod.core.plan import LAST, Ints, StepPlan
 from tokenpod.engine.executor import Model, StepResult, new_rows, scored_rows
+from tokenpod.engine.host_sampler import host_sampler
 from tokenpod.engine.integers import Counts, fill, sampled, views
-from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.sampler import prompt_logprobs
-from tokenpod.engine.shared_sampler import FollowingSampler, host_sampler
+from tokenpod.engine.sampler import logprobs_of
 from tokenpod.kernels.batch import ForwardBatch, Run, append_slots
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -92,21 +91,17 @@ class HostExecutor:
         return StepResult(
             tokens=samples.tokens.tolist(),
             logprobs=samples.logprobs.tolist(),
-            tops=[(at, list(ids), list(logprobs)) for at, ids, logprobs in samples.tops],
+            tops=samples.tops,
             prompt_logprobs=scored,
             forward_ns=forwarded - began,
             sample_ns=time.monotonic_ns() - forwarded,
         )
 
     def _take_rows(self, plan: StepPlan) -> None:
-        for at, (row, prefix) in enumerate(new_rows(plan)):
+        self._sampler.take_rows(plan)
+        for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
-            if isinstance(self._sampler, FollowingSampler):
-                self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
-            else:
-                new = plan.asks[at]
-                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt, new.outputs)
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         counts = Counts(plan.tokens, plan.rows, int(plan.r_samples.sum()))
@@ -147,5 +142,5 @@ class HostExecutor:
         for at in range(0, len(following), 128):
             part = torch.from_numpy(following[at : at + 128].astype(np.int64))
             logits = self._model.logits(hidden[at : at + len(part)]).float()
-            scores += prompt_logprobs(logits, part).tolist()
+            scores += logprobs_of(logits, part).tolist()
         return scores

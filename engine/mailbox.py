@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.engine.device_sampler import MOST_TOP_TOKENS, DeviceSamples
+from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import StepResult
+from tokenpod.engine.sampler import Samples
 
 
 class Mailbox:
@@ -41,7 +42,7 @@ class Mailbox:
         """What is queued next is sampling."""
         self._forwarded.record()
 
-    def send(self, drawn: DeviceSamples | None, scored: dict[int, torch.Tensor]) -> Flight:
+    def send(self, drawn: Samples | None, scored: dict[int, torch.Tensor]) -> Flight:
         """Queue the copies of results to the host.
 
         Args:
@@ -69,19 +70,16 @@ class Mailbox:
         return StepResult(
             tokens=self._tokens[:samples].tolist(),
             logprobs=self._logprobs[:samples].tolist(),
-            tops=self._tops(samples) if tops else [],
+            tops=self._samples(samples).tops if tops else [],
             prompt_logprobs={at: scores.tolist() for at, scores in scored.items()},
             forward_ns=self._began.nanoseconds_to(self._forwarded),
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
 
-    def _tops(self, samples: int) -> list[tuple[int, list[int], list[float]]]:
-        counts = (self._top_ids[:samples] >= 0).sum(dim=1).tolist()
-        return [
-            (i, self._top_ids[i, :n].tolist(), self._top_logprobs[i, :n].tolist())
-            for i, n in enumerate(counts)
-            if n
-        ]
+    def _samples(self, n: int) -> Samples:
+        return Samples(
+            self._tokens[:n], self._logprobs[:n], self._top_ids[:n], self._top_logprobs[:n]
+        )
 
     def _pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)

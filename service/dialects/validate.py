@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
     ChatPrompt,
@@ -27,8 +28,6 @@ from tokenpod.service.serving.calls import (
 
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256
-#: Most likely tokens that the sampler can report.
-MOST_TOP_TOKENS = 64
 MOST_PRIORITY = 100
 #: Messages of a chat: each becomes Python objects, here and in a template, however short it is.
 MOST_CHAT_MESSAGES = 4096
@@ -168,18 +167,14 @@ def _check_chat(chat: ChatPrompt) -> None:
 
 
 def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
-    if sampling.temperature is not None:
-        _within("sampling.temperature", sampling.temperature, 0, 100)
-        if sampling.temperature == 0 and sampling.do_sample:
-            raise InvalidArgument(
-                "sampling.temperature", "is 0 (greedy) while sampling.do_sample is true"
-            )
-    _within("sampling.top_p", sampling.top_p, 0, 1)
-    _within("sampling.min_p", sampling.min_p, 0, 1)
-    _within("sampling.typical_p", sampling.typical_p, 0, 1)
-    _within("sampling.repetition_penalty", sampling.repetition_penalty, 0, 100)
-    _within("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
-    _within("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
+    if sampling.temperature == 0 and sampling.do_sample:
+        raise InvalidArgument(
+            "sampling.temperature", "is 0 (greedy) while sampling.do_sample is true"
+        )
+    for column in TABLE.columns:
+        value, knob = getattr(sampling, column.name, None), column.knob
+        if value is not None and knob.low is not None:
+            _within(f"sampling.{column.name}", value, knob.low, knob.high)
     if len(sampling.logit_bias) > limits.max_logit_bias:
         problem = f"names {len(sampling.logit_bias)} tokens; at most {limits.max_logit_bias}"
         raise InvalidArgument("sampling.logit_bias", f"{problem} are allowed (--max-logit-bias)")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tokenpod.core.messages import SamplingParams
+from typing import Any
+
+from msgspec import structs
+
+from tokenpod.core.sampling import CUTS, TABLE, SamplingParams
 from tokenpod.service.serving.calls import Sampling, ShardRequest
 
 #: Divisors of logits stay where float32 can hold the quotient: beyond, nothing changes but NaN.
@@ -11,27 +15,17 @@ _LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
 
 def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
     """`sampling` with every "not set" made neutral. Expects checked values."""
-    temperature = sampling.temperature
-    top_p, typical_p = sampling.top_p or 1.0, sampling.typical_p or 1.0
-    chosen = sampling.do_sample
-    if chosen is None:
-        several = max(sampling.n, sampling.best_of) > 1
-        tuned = (temperature, sampling.top_k, top_p < 1, sampling.min_p, typical_p < 1, several)
-        chosen = temperature != 0.0 and any(tuned)
-    return SamplingParams(
-        do_sample=chosen,
-        temperature=_divisor(temperature),
-        top_k=sampling.top_k,
-        top_p=top_p,
-        min_p=sampling.min_p,
-        typical_p=typical_p,
-        repetition_penalty=_divisor(sampling.repetition_penalty),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        watermark=sampling.watermark,
-        seed=seed,
-    )
+    asked: dict[str, Any] = {}
+    for column in TABLE.columns:
+        value = getattr(sampling, column.name, None)
+        if value:
+            asked[column.name] = _divisor(value) if column.knob.divides else value
+    params = SamplingParams(**asked | {"seed": seed})
+    if sampling.do_sample is not None:
+        return params
+    several = max(sampling.n, sampling.best_of) > 1
+    tuned = bool(sampling.temperature) or several or TABLE.needs(params) & CUTS != 0
+    return structs.replace(params, do_sample=sampling.temperature != 0.0 and tuned)
 
 
 def shard_sampling_params(request: ShardRequest) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.dialects import validate
@@ -26,22 +27,7 @@ async def generate_call(request: pb.GenerateRequest) -> GenerateCall:
     sampling, stopping, output = request.sampling, request.stopping, request.output
     return GenerateCall(
         prompt=await _prompt(request),
-        sampling=Sampling(
-            do_sample=sampling.do_sample if sampling.HasField("do_sample") else None,
-            temperature=sampling.temperature if sampling.HasField("temperature") else None,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=dict(sampling.logit_bias),
-            seed=sampling.seed if sampling.HasField("seed") else None,
-            watermark=sampling.watermark,
-            n=sampling.n,
-            best_of=sampling.best_of,
-        ),
+        sampling=Sampling(**_fields(sampling) | {"logit_bias": dict(sampling.logit_bias)}),
         stopping=Stopping(
             max_new_tokens=stopping.max_new_tokens if stopping.HasField("max_new_tokens") else None,
             min_new_tokens=stopping.min_new_tokens,
@@ -68,6 +54,16 @@ def tokens_call(request: pb.TokensRequest) -> TokensCall:
     special = request.add_special_tokens if request.HasField("add_special_tokens") else True
     prompt = _chat(request.chat) if request.HasField("chat") else request.text
     return TokensCall(prompt, special, request.return_ids)
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """A message's fields by name; None where one that may be absent is."""
+    return {
+        field.name: None
+        if field.has_presence and not message.HasField(field.name)
+        else getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+    }
 
 
 async def _prompt(request: pb.GenerateRequest) -> Prompt:

@@ -12,44 +12,44 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import Ints, StepPlan
-from tokenpod.kernels.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.ops import StepTiles
 from tokenpod.kernels.pool import KVPool
 
 
 class Model(Protocol):
     """What an executor asks of a model."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        ...
+
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
         """[T, hidden]: hidden states after the last norm."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, vocab] in the model's dtype."""
+    def logits(self, hidden: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
+        """[n, vocab] in the model's dtype, of hidden [T, hidden] at `step.logit_index`."""
         ...
 
 
 class CapturableModel(Model, Protocol):
     """What more a model must know so that mixed steps can be captured."""
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The different attention windows of its layers."""
-        ...
-
-    def tiles(self, rows: RaggedRows, most: int) -> npt.NDArray[np.int32] | None:
-        """[windows, numbers]: `ops.TileExtends` for each window; None: `most` are too few."""
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """What captured steps of up to so many rows are told about rows with several tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought, on the host: an entry for each token that is sampled, in order."""
+    """What a step brought, on the host: an entry for each sample of each row, row after row."""
 
-    #: -1 where the logits held NaN or Inf.
+    #: -1 where the logits held NaN or Inf; `plan.UNSAMPLED`.
     tokens: list[int]
     logprobs: list[float]
     #: (index into `tokens`, ids, logprobs) where top tokens were asked for.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from tokenpod.core.plan import LAST, Ints, StepPlan
+from tokenpod.core.plan import GIVEN, LAST, Ints, StepPlan
 from tokenpod.engine.executor import Model, StepResult, new_rows, scored_rows
-from tokenpod.engine.integers import Counts, fill, sampled, views
+from tokenpod.engine.integers import Counts, fill, given_tokens, views
+from tokenpod.engine.rounds import drafts_of, rounds, row_after_row
 from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.sampler import prompt_logprobs
+from tokenpod.engine.sampler import Samples, prompt_logprobs
 from tokenpod.engine.shared_sampler import FollowingSampler, host_sampler
-from tokenpod.kernels.batch import ForwardBatch, Run, append_slots
+from tokenpod.kernels.batch import ForwardBatch, GivenEmbeddings, Run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
 
@@ -59,6 +61,8 @@ class HostExecutor:
         self._last_token = torch.zeros(rows, dtype=torch.int64)
         #: Where each row's keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
+        #: How many positions that is.
+        self._held = np.zeros(rows, np.int32)
 
     def launch(self, plan: StepPlan) -> Done:
         """Run one step."""
@@ -74,22 +78,18 @@ class HostExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.monotonic_ns()
         self.release(plan.freed.tolist())
+        if len(plan.copy_from):
+            self._pool.copy(torch.from_numpy(plan.copy_from), torch.from_numpy(plan.copy_to))
         self._take_rows(plan)
         batch = self._batch(plan)
         hidden = self._model.forward(batch, self._pool)
         scored = self._score_prompts(plan, batch, hidden)
-        which, places = sampled(plan)
-        if not len(which):
+        if not plan.r_samples.any():
             return StepResult([], [], [], scored, forward_ns=time.monotonic_ns() - began)
-        logits = self._model.logits(hidden[batch.logit_index]).float()
+        logits = self._model.logits(hidden, batch).float()
         forwarded = time.monotonic_ns()
-        outputs = (plan.r_output[which] + places).tolist()
-        rows = plan.r_row[which].astype(np.int64)
-        samples = self._sampler.sample(logits, rows.tolist(), outputs)
-        # A bad row's token is never used; zero keeps the next step's embedding in bounds.
-        where = torch.from_numpy(rows)
-        self._last_token.index_copy_(0, where, samples.tokens.clamp(min=0))
-        return StepResult(
+        samples = self._draw(plan, logits)
+        result = StepResult(
             tokens=samples.tokens.tolist(),
             logprobs=samples.logprobs.tolist(),
             tops=[(at, list(ids), list(logprobs)) for at, ids, logprobs in samples.tops],
@@ -97,25 +97,64 @@ class HostExecutor:
             forward_ns=forwarded - began,
             sample_ns=time.monotonic_ns() - forwarded,
         )
+        return row_after_row(plan, result)
+
+    def _draw(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
+        """[n] samples round after round; -1 after a wrong draft."""
+        first, *later = rounds(plan)
+        samples = self._sample(plan, logits[: len(first.rows)], first.rows, 0)
+        if not later:
+            return samples
+        n = len(logits)
+        tokens, logprobs = torch.full((n,), -1), torch.zeros(n)
+        tokens[: len(first.rows)], logprobs[: len(first.rows)] = samples.tokens, samples.logprobs
+        tops = list(samples.tops)
+        for turn in later:
+            right = tokens.numpy()[turn.before] == drafts_of(plan, turn)
+            at = turn.at[right]
+            if len(at):
+                samples = self._sample(plan, logits[at], turn.rows[right], turn.place)
+                tokens[at], logprobs[at] = samples.tokens, samples.logprobs
+                tops += [(int(at[i]), ids, logs) for i, ids, logs in samples.tops]
+        return Samples(tokens, logprobs, tops)
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor, which: Ints, place: int) -> Samples:
+        """Sample number `place` of these rows of the plan."""
+        rows = plan.r_row[which].astype(np.int64)
+        outputs = (plan.r_output[which] + place).tolist()
+        samples = self._sampler.sample(logits, rows.tolist(), outputs)
+        # A bad row's token is never used; zero keeps the next step's embedding in bounds.
+        self._last_token.index_copy_(0, torch.from_numpy(rows), samples.tokens.clamp(min=0))
+        return samples
 
     def _take_rows(self, plan: StepPlan) -> None:
         for at, (row, prefix) in enumerate(new_rows(plan)):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
+            self._held[row] = len(prefix)
             if isinstance(self._sampler, FollowingSampler):
                 self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
             else:
                 new = plan.asks[at]
-                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt)
+                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt, new.outputs)
+
+    def _note_slots(self, plan: StepPlan, starts: list[int]) -> None:
+        """Note where the step's keys and values go, in the place of what rejected drafts left."""
+        for at in np.flatnonzero(self._held[plan.r_row] != plan.r_start).tolist():
+            row, start = int(plan.r_row[at]), int(plan.r_start[at])
+            known = cut_runs(self._runs[row], start)
+            assert known, f"row {row} goes on at {start}, but holds {self._held[row]} positions"
+        self._held[plan.r_row] = plan.r_start + plan.r_tokens
+        for row, start, end in zip(plan.r_row.tolist(), starts, starts[1:], strict=False):
+            append_slots(self._runs[row], plan.t_slot[start:end])
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
-        counts = Counts(plan.tokens, plan.rows, int(plan.r_samples.sum()))
+        counts = Counts.of(plan)
         words = torch.empty(counts.words, dtype=torch.int64)
         host, integers = views(words.numpy(), counts), views(words, counts)
         fill(host, plan)
         rows, starts = plan.r_row.tolist(), host.b_start.tolist()
-        for row, start, end in zip(rows, starts, starts[1:], strict=False):
-            append_slots(self._runs[row], plan.t_slot[start:end])
+        self._note_slots(plan, starts)
         resumed = torch.from_numpy(np.flatnonzero(plan.t_token == LAST))
         if len(resumed):
             last = self._last_token[integers.t_row[resumed]]
@@ -131,21 +170,33 @@ class HostExecutor:
             row_table=_NO_TABLE,
             single_rows=plan.singles,
             logit_index=integers.logit_index,
+            given=self._given(plan),
+            t_adapter=integers.t_adapter if counts.adapters else None,
         )
+
+    def _given(self, plan: StepPlan) -> GivenEmbeddings | None:
+        if not len(plan.given):
+            return None
+        index = given_tokens(plan)
+        rows = torch.from_numpy(plan.given[GIVEN - plan.t_token[index]])
+        return GivenEmbeddings(torch.from_numpy(index), rows.to(self._model.dtype))
 
     def _score_prompts(
         self, plan: StepPlan, batch: ForwardBatch, hidden: torch.Tensor
     ) -> dict[int, list[float]]:
         return {
-            row: self._score_prompt(following, hidden[batch.b_start[row] :])
+            row: self._score_prompt(following, hidden, batch, batch.b_start[row])
             for row, following in scored_rows(plan)
         }
 
-    def _score_prompt(self, following: Ints, hidden: torch.Tensor) -> list[float]:
+    def _score_prompt(
+        self, following: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int
+    ) -> list[float]:
         scores: list[float] = []
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
         for at in range(0, len(following), 128):
             part = torch.from_numpy(following[at : at + 128].astype(np.int64))
-            logits = self._model.logits(hidden[at : at + len(part)]).float()
+            wanted = torch.arange(first + at, first + at + len(part))
+            logits = self._model.logits(hidden, replace(batch, logit_index=wanted)).float()
             scores += prompt_logprobs(logits, part).tolist()
         return scores

@@ -9,28 +9,30 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import MOST_TOP_TOKENS, DeviceSamples
 from tokenpod.engine.executor import StepResult
+from tokenpod.engine.rounds import row_after_row
 
 
 class Mailbox:
     """Memory of one step at a time; free again when that step has been waited for.
 
     Args:
-        rows: most rows that sample in a step.
+        samples: most of a step.
         words: most int64 words of integers of a step.
         device: a GPU, or a CPU, for which nothing is pinned and nothing asynchronous.
     """
 
-    def __init__(self, rows: int, words: int, device: torch.device) -> None:
+    def __init__(self, samples: int, words: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         #: The step's integers: the same memory as torch and as numpy see it.
         self.words = self._pinned(words, dtype=torch.int64)
         self.host_words: npt.NDArray[np.int64] = self.words.numpy()
-        self._tokens = self._pinned(rows, dtype=torch.int64)
-        self._logprobs = self._pinned(rows, dtype=torch.float32)
-        self._top_ids = self._pinned(rows, MOST_TOP_TOKENS, dtype=torch.int64)
-        self._top_logprobs = self._pinned(rows, MOST_TOP_TOKENS, dtype=torch.float32)
+        self._tokens = self._pinned(samples, dtype=torch.int64)
+        self._logprobs = self._pinned(samples, dtype=torch.float32)
+        self._top_ids = self._pinned(samples, MOST_TOP_TOKENS, dtype=torch.int64)
+        self._top_logprobs = self._pinned(samples, MOST_TOP_TOKENS, dtype=torch.float32)
         self._began, self._forwarded, self._done = (_Mark(self._on_gpu) for _ in range(3))
 
     def begin(self) -> None:
@@ -41,12 +43,15 @@ class Mailbox:
         """What is queued next is sampling."""
         self._forwarded.record()
 
-    def send(self, drawn: DeviceSamples | None, scored: dict[int, torch.Tensor]) -> Flight:
+    def send(
+        self, drawn: DeviceSamples | None, scored: dict[int, torch.Tensor], plan: StepPlan
+    ) -> Flight:
         """Queue the copies of results to the host.
 
         Args:
-            drawn: samples, if any row sampled.
+            drawn: samples, if any row sampled, round after round.
             scored: by row of the plan: log probabilities of its prompt tokens.
+            plan: the step's.
         """
         samples = tops = 0
         if drawn is not None:
@@ -61,10 +66,10 @@ class Mailbox:
             for at, scores in scored.items()
         }
         self._done.record()
-        return Flight(self, samples, tops > 0, hosted)
+        return Flight(self, plan, samples, tops > 0, hosted)
 
     def receive(self, samples: int, tops: bool, scored: dict[int, torch.Tensor]) -> StepResult:
-        """Wait for the copies."""
+        """Wait for the copies; samples as they were drawn, round after round."""
         self._done.wait()
         return StepResult(
             tokens=self._tokens[:samples].tolist(),
@@ -92,13 +97,15 @@ class Flight:
     """A step under way."""
 
     _mailbox: Mailbox
+    _plan: StepPlan
     _samples: int
     _tops: bool
     _scored: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def wait(self) -> StepResult:
         """The result, once the device has it; once, and before the mailbox's next step."""
-        return self._mailbox.receive(self._samples, self._tops, self._scored)
+        result = self._mailbox.receive(self._samples, self._tops, self._scored)
+        return row_after_row(self._plan, result)
 
 
 class _Mark:

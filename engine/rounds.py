@@ -1,0 +1,84 @@
+"""The order in which a step's tokens are drawn.
+
+A row with drafts is sampled at several positions, and what is drawn at one decides whether the
+draft behind it was right. So tokens are drawn in rounds: each row's first, then the second of each
+row that samples a second one, and so on. A round draws for a row at most once, so penalties see
+the tokens of the rounds before, as they do when tokens are made one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.plan import UNSAMPLED, StepPlan
+from tokenpod.engine.executor import StepResult
+
+Ints = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The samples number `place` of m rows."""
+
+    place: int
+    #: [m] rows of the plan, rising.
+    rows: Ints
+    #: [m] where they are among all samples of the step, round after round.
+    at: Ints
+    #: [m] where each row's sample before it is.
+    before: Ints
+
+
+def rounds(plan: StepPlan) -> Iterator[Round]:
+    """The rounds of a step: none, mostly one."""
+    most = int(plan.r_samples.max(initial=0))
+    done, last = 0, np.full(plan.rows, -1) if most > 1 else _NOTHING
+    for place in range(most):
+        rows = np.flatnonzero(plan.r_samples > place)
+        at = np.arange(done, done + len(rows))
+        yield Round(place, rows, at, last[rows] if place else at)
+        if most > 1:
+            last[rows] = at
+        done += len(rows)
+
+
+def drafts_of(plan: StepPlan, turn: Round) -> Ints:
+    """[m] the drafts that the tokens drawn before this round must equal."""
+    ends = plan.r_tokens.cumsum()[turn.rows]
+    return plan.t_token[ends - plan.r_samples[turn.rows] + turn.place]
+
+
+def row_after_row(plan: StepPlan, drawn: StepResult) -> StepResult:
+    """A result of samples round after round -> row after row, without those that don't count."""
+    if not (plan.r_samples > 1).any():
+        return drawn
+    tokens = list(drawn.tokens)
+    for turn in rounds(plan):
+        if turn.place == 0:
+            continue
+        drafts = drafts_of(plan, turn).tolist()
+        for at, before, draft in zip(turn.at.tolist(), turn.before.tolist(), drafts, strict=True):
+            # What is no token is no draft, so that nothing after a wrong draft counts.
+            if tokens[before] != draft:
+                tokens[at] = UNSAMPLED
+    rows = np.concatenate([turn.rows for turn in rounds(plan)])
+    order = rows.argsort(kind="stable").tolist()
+    place = {at: i for i, at in enumerate(order)}
+    return replace(
+        drawn,
+        tokens=[tokens[at] for at in order],
+        logprobs=[drawn.logprobs[at] if tokens[at] != UNSAMPLED else 0.0 for at in order],
+        tops=sorted(
+            (place[at], ids, logprobs)
+            for at, ids, logprobs in drawn.tops
+            if tokens[at] != UNSAMPLED
+        ),
+    )
+
+
+_NOTHING: Ints = np.empty(0, np.int64)

@@ -93,7 +93,7 @@ def _serve() -> None:
 
 @app.command("size")
 def _size() -> None:
-    """Foretell whether a model fits a GPU, and how many sequences run at once."""
+    """Estimate whether a model fits a GPU, and how many sequences run at once."""
     raise AssertionError("replaced when it is called")
 
 

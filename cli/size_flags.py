@@ -18,7 +18,7 @@ from tokenpod.service.config import ServerSettings, SettingsError, load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 
 SIZE_HELP = (
-    "Foretell whether a model fits a device, how large its KV cache is and how many sequences run"
+    "Estimate whether a model fits a device, how large its KV cache is and how many sequences run"
     " at once. Needs no GPU, and of the model no more than config.json. Exit status 1 if it does"
     " not fit. Flags that serve has mean the same, and have its variables."
 )

@@ -1,6 +1,6 @@
 """What fits into a device's memory: arithmetic over counts and bytes, without torch.
 
-The engine sizes its pool with `choose_slots`; `tokenpod size` foretells what it will come to.
+The engine sizes its pool with `choose_slots`; `tokenpod size` estimates the result before.
 
     memory of a device
     |--- weights ---|--- reserve ---|--- KV slots ---|--- rest ---|

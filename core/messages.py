@@ -333,7 +333,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: "float32", "bfloat16", "float16"; None: the checkpoint's own.
     dtype: str | None
     device: str
-    #: CPU threads; 0: one a core, less one for the front end.
+    #: CPU threads; 0: one per core, less one for the front end.
     threads: int
     max_batch_size: int
     max_batch_prefill_tokens: int

@@ -62,7 +62,7 @@ class Latency:
     Args:
         ttft: None if no token came.
         itl: every gap, of all samples.
-        tpot: one a sample that had more than one message.
+        tpot: one per sample that had more than one message.
         output_tokens: tokens that came.
     """
 

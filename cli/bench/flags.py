@@ -141,7 +141,7 @@ def bench(
     prompts: Annotated[
         Path | None,
         _option(
-            "Prompts from a file: a text a line, or with the ending .jsonl an object a line with"
+            "Prompts from a file: one per line, or, if it ends in .jsonl, one object per line with"
             " prompt or messages.",
             **_FILE,
         ),

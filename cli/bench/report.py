@@ -41,7 +41,7 @@ class Requests(msgspec.Struct, frozen=True):
     """How many requests there were, and what became of them.
 
     Args:
-        offered_per_s: how many a second were due: of a random process a little more or less than
+        offered_per_s: requests per second that were due: of a random process a little more or less than
             was asked for. None in a closed loop, and all at once.
         errors: failed requests by status code.
         first_error: what the first failed one said, or None.

@@ -98,7 +98,7 @@ def _figures(report: LevelReport) -> Table:
         ("requests", f"{requests.succeeded:,} of {requests.sent:,} succeeded"),
         ("errors", errors or "none"),
         ("prompt tokens", f"{tokens.prompt:,} ({cached} cached)"),
-        ("output tokens", f"{tokens.output:,} ({_figure(tokens.per_message)} a message)"),
+        ("output tokens", f"{tokens.output:,} ({_figure(tokens.per_message)} per message)"),
         ("requests/s", _figure(rates.requests_per_s)),
         ("output tokens/s", _figure(rates.output_tokens_per_s)),
         ("total tokens/s", _figure(rates.total_tokens_per_s)),

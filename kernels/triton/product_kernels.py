@@ -293,7 +293,7 @@ def _write(at, out, inside, ADD: tl.constexpr):
 
 @triton.jit
 def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
-    """Ask AHEAD bytes of every row, from element `first`, into the L2 cache: a request a line."""
+    """Ask AHEAD bytes of every row, from element `first`, into the L2 cache, one line per request."""
     if AHEAD > 0:
         LINE: tl.constexpr = 128
         BYTES: tl.constexpr = start_of_row.dtype.element_ty.primitive_bitwidth // 8
@@ -304,7 +304,7 @@ def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
 
 @triton.jit
 def _ask_rows(weight, row, rows, first, k, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask AHEAD bytes, from element `first`, of BLOCK_N rows into the L2 cache: a request a row.
+    """Ask AHEAD bytes, from element `first`, of BLOCK_N rows into the L2 cache, one row per request.
 
     A thread asks for each row, so at most as many rows as threads. Addresses and sizes are
     multiples of 16 bytes.

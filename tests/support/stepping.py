@@ -14,15 +14,19 @@ from tokenpod.engine.executor import Launched, Launcher, StepResult
 
 VOCABULARY = 51
 #: Slots and positions of each sequence.
-ROOM = 24
-NEW_TOKENS = 8
+ROOM = 16
+NEW_TOKENS = 6
 
 SAMPLED = SamplingParams(do_sample=True, temperature=1.3, top_k=20, seed=7)
-PENALISED = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.6, top_of_processed=True)
 DRAWN_AND_PENALISED = SamplingParams(
-    do_sample=True, presence_penalty=1.0, relative_frequency_penalty=3.0, watermark=True, seed=3
+    do_sample=True,
+    repetition_penalty=1.4,
+    frequency_penalty=0.6,
+    watermark=True,
+    seed=3,
+    top_of_processed=True,
 )
-KINDS = [SamplingParams(), SAMPLED, PENALISED, DRAWN_AND_PENALISED]
+KINDS = [SamplingParams(), SAMPLED, DRAWN_AND_PENALISED]
 
 #: (row, tokens so far) -> guesses of what comes next.
 Drafts = Callable[[int, list[int]], list[int]]
@@ -56,9 +60,7 @@ class Row:
         new = NewRow(self.request, stream=0) if start == 0 else None
         samples = int(end == len(prompt))
         slots = self.slots(start, end)
-        return PlanRow(
-            self.row, start, slots, prompt[start:end], samples=samples, new=new, **more
-        )
+        return PlanRow(self.row, start, slots, prompt[start:end], samples=samples, new=new, **more)
 
     def step(self, drafts: Sequence[int] = (), **more: object) -> PlanRow:
         """The next token, and as many more as there are drafts."""
@@ -79,9 +81,9 @@ class Row:
         return self.request.stopping.max_new_tokens - len(self.outputs)
 
 
-def requests() -> list[Request]:
-    """Greedy, sampled, penalised, and both; a prompt of one token among them."""
-    prompts = [[(7 * i + j * j) % VOCABULARY for j in range(1 + 3 * i)] for i in range(4)]
+def requests(*, tops: bool = True) -> list[Request]:
+    """Greedy, sampled, and penalised with top tokens; a prompt of one token among them."""
+    prompts = [[(7 * i + j * j) % VOCABULARY for j in range(1 + 3 * i)] for i in range(3)]
     return [
         Request(
             [i],
@@ -89,7 +91,7 @@ def requests() -> list[Request]:
             sampling,
             StoppingParams(max_new_tokens=NEW_TOKENS),
             logprobs=True,
-            top_n_tokens=2 if i == 2 else 0,
+            top_n_tokens=2 if tops and i == 2 else 0,
         )
         for i, (prompt, sampling) in enumerate(zip(prompts, KINDS, strict=True))
     ]
@@ -122,8 +124,7 @@ def run_step(executor: Launcher, planned: list[tuple[Row, PlanRow]], **more: obj
 def decode(
     executor: Launcher, asked: list[Request], drafts: Drafts = no_drafts, overlap: bool = False
 ) -> list[Row]:
-    """Prompts in one step, then step after step; with `overlap` half of the rows a step, two steps
-    under way."""
+    """Prompts in one step, then step after step; with `overlap` two are under way at a time."""
     rows = [Row(i, request) for i, request in enumerate(asked)]
     run_step(executor, [(row, row.prompt(0, len(row.request.prompt))) for row in rows])
     go_on(executor, rows, drafts, overlap)
@@ -133,7 +134,7 @@ def decode(
 def go_on(
     executor: Launcher, rows: list[Row], drafts: Drafts = no_drafts, overlap: bool = False
 ) -> None:
-    """Until all rows have their tokens."""
+    """Until all rows have their tokens; with `overlap` half of the rows at a time."""
     halves = [rows[::2], rows[1::2]] if overlap else [rows]
     under_way: list[tuple[list[tuple[Row, PlanRow]], Launched]] = []
     turn = 0

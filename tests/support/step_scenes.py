@@ -1,0 +1,245 @@
+"""What a step's columns can say, each shown on any executor: run here, or by each rank of a group.
+
+A scene drives an executor by hand and returns what its rows came to. Run as a program, this is a
+rank: it does the scenes that its job names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import msgspec
+import stepping
+import torch
+from ranks import CPU, TIMEOUT, interpreted_operations
+from safetensors.torch import load_file
+from stepping import ROOM, VOCABULARY, Row
+
+from tokenpod.engine.executor import Executor
+from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.join import join_group
+from tokenpod.kernels.group import Group
+from tokenpod.kernels.pool import KVPool
+from tokenpod.models import load as loading
+from tokenpod.models.load import load_model
+from tokenpod.models.share import Share
+
+ROWS, PREFILL = 3, 12
+SLOTS = (ROWS + 2) * ROOM
+#: Samples besides rows' first ones that captured steps have room for.
+DRAFTS = 3 * ROWS
+
+
+class Told(msgspec.Struct):
+    """What rows came to, by row."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    tops: list[dict[int, list[int]]]
+
+    @classmethod
+    def by(cls, rows: list[Row]) -> Told:
+        return cls(
+            [row.outputs for row in rows],
+            [row.logprobs for row in rows],
+            [row.tops for row in rows],
+        )
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a scene works with."""
+
+    executor: Executor
+    #: Tokens of each row, one at a time.
+    expected: list[list[int]]
+    #: [vocabulary, hidden] the embedding's table.
+    table: torch.Tensor
+    #: Whether a row asks for top tokens; interpreted, they take minutes.
+    tops: bool = True
+
+
+def plain(scene: Scene) -> list[Row]:
+    """One token at a time."""
+    return stepping.decode(scene.executor, stepping.requests(tops=scene.tops))
+
+
+def drafts(scene: Scene) -> list[Row]:
+    """Several at a time, right and wrong."""
+    guess = stepping.guesses(scene.expected)
+    return stepping.decode(scene.executor, stepping.requests(tops=scene.tops), guess)
+
+
+def overlapped_drafts(scene: Scene) -> list[Row]:
+    """The same with two steps under way."""
+    guess = stepping.guesses(scene.expected)
+    return stepping.decode(scene.executor, stepping.requests(tops=scene.tops), guess, overlap=True)
+
+
+SCENES = {scene.__name__: scene for scene in (plain, drafts, overlapped_drafts)}
+
+
+def save_model(folder: Path) -> Path:
+    """A model whose vocabulary two ranks can't divide."""
+    # Ranks need no more than what is saved, and start sooner without it.
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(2)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def table_of(folder: Path) -> torch.Tensor:
+    """The embedding's."""
+    return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def operations(kind: str, device: torch.device) -> object:
+    """Of a kind of executor."""
+    if kind == "device" and device.type != "cuda":
+        return interpreted_operations()
+    package = "triton" if kind == "device" else kind
+    return importlib.import_module(f"tokenpod.kernels.{package}").OPERATIONS
+
+
+def make(kind: str, folder: Path, device: torch.device, group: Group | None = None) -> Executor:
+    """An executor of one of the kinds: reference and device are a GPU's, the others a CPU's."""
+    on_device = kind in ("device", "reference")
+    device = device if on_device else CPU
+    with ExitStack() as patches:
+        chosen = operations(kind, device)
+        patches.enter_context(patch.object(loading, "operations_for", lambda d, t: chosen))
+        model = load_model(
+            folder,
+            dtype=None,
+            device=device,
+            progress=lambda done, total: None,
+            share=Share(group.rank, group.world) if group else Share(),
+            group=group,
+            max_total_tokens=ROOM,
+        )
+    config = model.config
+    pool = KVPool(
+        layers=len(config.layers),
+        slots=SLOTS,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=device,
+    )
+    if not on_device:
+        return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group)
+    from tokenpod.engine import device_sampler, shared_device_sampler
+    from tokenpod.engine.device_executor import DeviceExecutor
+    from tokenpod.engine.device_sampler import Tiles
+
+    tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
+    with patch.object(device_sampler, "Tiles", tiles):
+        sampler = shared_device_sampler.device_sampler(
+            group, rows=ROWS, vocab_size=VOCABULARY, device=device, most_edits=16
+        )
+    executor = DeviceExecutor(
+        model if kind == "device" else Uncaptured(model),
+        pool,
+        sampler,
+        rows=ROWS,
+        max_positions=ROOM,
+        max_tokens=ROWS + PREFILL,
+        device=device,
+        drafts=DRAFTS,
+    )
+    if kind == "device":
+        executor.capture()
+    return executor
+
+
+class Uncaptured:
+    """A model of operations that are not captured."""
+
+    def __init__(self, model: object) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+    def prepare_capture(self, rows: int) -> Uncaptured:
+        return self
+
+    def count(self, tokens: int) -> int:
+        return 0
+
+
+class Job(msgspec.Struct):
+    """One rank's part."""
+
+    rank: int
+    port: int
+    kind: str
+    folder: str
+    scenes: list[str]
+    expected: list[list[int]]
+
+
+def start(job: Job) -> subprocess.Popen[bytes]:
+    """A process that is one rank of two."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.msgpack.encode(job))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def run(kind: str, folder: Path, port: int, expected: list[list[int]]) -> list[dict[str, Told]]:
+    """What each of two ranks came to, by scene."""
+    names = list(SCENES)
+    jobs = [Job(rank, port, kind, str(folder), names, expected) for rank in range(2)]
+    told = []
+    for process in [start(job) for job in jobs]:
+        out, errors = process.communicate(timeout=280)
+        assert process.returncode == 0, errors.decode()
+        told.append(msgspec.msgpack.decode(out, type=dict[str, Told]))
+    return told
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    folder = Path(job.folder)
+    group = join_group(job.rank, 2, "127.0.0.1", job.port, device=CPU, timeout=TIMEOUT)
+    executor = make(job.kind, folder, CPU, group)
+    scene = Scene(executor, job.expected, table_of(folder), tops=job.kind != "device")
+    told = {name: Told.by(SCENES[name](scene)) for name in job.scenes}
+    group.close()
+    sys.stdout.buffer.write(msgspec.msgpack.encode(told))
+
+
+if __name__ == "__main__":
+    main()

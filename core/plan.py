@@ -85,7 +85,7 @@ class NewRow:
     #: Which of the seed's random streams.
     stream: int
     #: What it has sampled already, when it resumes.
-    outputs: Sequence[int] = ()
+    outputs: tuple[int, ...] = ()
 
 
 class StepPlan:

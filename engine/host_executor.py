@@ -12,6 +12,7 @@ import torch
 from tokenpod.core.plan import GIVEN, LAST, Ints, StepPlan
 from tokenpod.engine.executor import Model, StepResult, new_rows, scored_rows
 from tokenpod.engine.integers import Counts, fill, given_tokens, views
+from tokenpod.engine.rounds import Ints as Rows
 from tokenpod.engine.rounds import drafts_of, rounds, row_after_row
 from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.sampler import Samples, prompt_logprobs
@@ -118,7 +119,7 @@ class HostExecutor:
                 tops += [(int(at[i]), ids, logs) for i, ids, logs in samples.tops]
         return Samples(tokens, logprobs, tops)
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor, which: Ints, place: int) -> Samples:
+    def _sample(self, plan: StepPlan, logits: torch.Tensor, which: Rows, place: int) -> Samples:
         """Sample number `place` of these rows of the plan."""
         rows = plan.r_row[which].astype(np.int64)
         outputs = (plan.r_output[which] + place).tolist()

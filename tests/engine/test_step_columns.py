@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import step_scenes
+import stepping
 from harness import free_port
 from interpreted import DEVICE
 from ranks import CPU
@@ -23,9 +24,18 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder) -> Told:
-    scene = Scene(step_scenes.make("compiled", folder, CPU), [], step_scenes.table_of(folder))
-    return Told.by(step_scenes.plain(scene))
+def on_host(folder) -> Scene:
+    return Scene(step_scenes.make("compiled", folder, CPU), [], step_scenes.table_of(folder))
+
+
+@pytest.fixture(scope="module")
+def expected(on_host) -> Told:
+    return Told.by(step_scenes.plain(on_host))
+
+
+@pytest.fixture(scope="module")
+def adapted(on_host) -> Told:
+    return Told.by(step_scenes.adapter(on_host))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -48,17 +58,23 @@ def check(told: Told, expected: Told) -> None:
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_an_executor_comes_to_the_tokens_of_plain_steps(name, scene, expected):
-    check(Told.by(SCENES[name](scene)), expected)
+def test_an_executor_comes_to_the_tokens_of_plain_steps(name, scene, expected, adapted):
+    check(Told.by(SCENES[name](scene)), adapted if name == "adapter" else expected)
 
 
 @pytest.mark.parametrize("name", SCENES)
-def test_two_ranks_come_to_the_tokens_of_one(name, ranks, expected):
+def test_two_ranks_come_to_the_tokens_of_one(name, ranks, expected, adapted):
     leader, follower = ranks
-    check(leader[name], expected)
-    assert follower[name].tokens == expected.tokens
+    wanted = adapted if name == "adapter" else expected
+    check(leader[name], wanted)
+    assert follower[name].tokens == wanted.tokens
 
 
 def test_rows_of_the_scenes_differ_and_go_on_for_a_while(expected):
-    assert all(len(tokens) == step_scenes.stepping.NEW_TOKENS for tokens in expected.tokens)
+    assert all(len(tokens) == stepping.NEW_TOKENS for tokens in expected.tokens)
     assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)
+
+
+def test_an_adapter_changes_its_row_alone(expected, adapted):
+    for row, (tokens, changed) in enumerate(zip(expected.tokens, adapted.tokens, strict=True)):
+        assert (tokens == changed) is (row != step_scenes.ADAPTED)

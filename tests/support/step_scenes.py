@@ -7,13 +7,15 @@ rank: it does the scenes that its job names.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -23,14 +25,20 @@ from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
 from stepping import ROOM, VOCABULARY, Row
 
+from tokenpod.core.plan import GIVEN, NewRow
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.join import join_group
+from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.group import Group
+from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models import load as loading
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.linear import Weights
 from tokenpod.models.load import load_model
 from tokenpod.models.share import Share
+from tokenpod.models.spec import ModelSpec
 
 ROWS, PREFILL = 3, 12
 SLOTS = (ROWS + 2) * ROOM
@@ -66,25 +74,111 @@ class Scene:
     #: Whether a row asks for top tokens; interpreted, they take minutes.
     tops: bool = True
 
+    def rows(self) -> list[Row]:
+        return stepping.rows_of(stepping.requests(tops=self.tops))
+
 
 def plain(scene: Scene) -> list[Row]:
     """One token at a time."""
-    return stepping.decode(scene.executor, stepping.requests(tops=scene.tops))
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    stepping.go_on(scene.executor, rows)
+    return rows
 
 
 def drafts(scene: Scene) -> list[Row]:
     """Several at a time, right and wrong."""
-    guess = stepping.guesses(scene.expected)
-    return stepping.decode(scene.executor, stepping.requests(tops=scene.tops), guess)
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    stepping.go_on(scene.executor, rows, stepping.guesses(scene.expected))
+    return rows
 
 
 def overlapped_drafts(scene: Scene) -> list[Row]:
     """The same with two steps under way."""
-    guess = stepping.guesses(scene.expected)
-    return stepping.decode(scene.executor, stepping.requests(tops=scene.tops), guess, overlap=True)
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    stepping.go_on(scene.executor, rows, stepping.guesses(scene.expected), overlap=True)
+    return rows
 
 
-SCENES = {scene.__name__: scene for scene in (plain, drafts, overlapped_drafts)}
+def given(scene: Scene) -> list[Row]:
+    """Some of each prompt's embeddings are given, in pieces: a row's only token, first and last."""
+    rows = scene.rows()
+    for row, *pieces in ((2, 0, 3, 5), (1, 0, 2), (0, 0)):
+        for start, end in itertools.pairwise([*pieces, len(rows[row].request.prompt)]):
+            piece = rows[row].prompt(start, end)
+            assert piece.tokens is not None
+            at = [i for i in range(end - start) if (start + i) % 3 != 1]
+            tokens = list(piece.tokens)
+            for number, i in enumerate(at):
+                tokens[i] = GIVEN - number
+            vectors = scene.table[[piece.tokens[i] for i in at]].numpy()
+            stepping.run_step(
+                scene.executor, [(rows[row], replace(piece, tokens=tokens, given=vectors))]
+            )
+    stepping.go_on(scene.executor, rows)
+    return rows
+
+
+def copies(scene: Scene) -> list[Row]:
+    """Half-way two rows change places, and the third moves to slots that nobody had."""
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    stepping.run_step(scene.executor, [(row, row.step()) for row in rows])
+    moved, planned = [], []
+    for row, place in zip(rows, (2, 3, 0), strict=True):
+        old = row.slots(0, row.held)
+        row.place = place
+        slots = row.slots(0, row.held)
+        moved += zip(old, slots, strict=True)
+        new = NewRow(row.request, stream=0, outputs=tuple(row.outputs))
+        planned.append((row, replace(row.step(), new=new, prefix=slots)))
+    stepping.run_step(scene.executor, planned, moved)
+    stepping.go_on(scene.executor, rows, stepping.guesses(scene.expected))
+    return rows
+
+
+def adapter(scene: Scene) -> list[Row]:
+    """One row has an adapter, whose delta changes its products alone."""
+    rows = scene.rows()
+    rows[ADAPTED].adapter = 1
+    stepping.begin(scene.executor, rows)
+    stepping.go_on(scene.executor, rows)
+    return rows
+
+
+#: The row that `adapter` changes.
+ADAPTED = 1
+
+SCENES = {
+    scene.__name__: scene for scene in (plain, drafts, overlapped_drafts, given, copies, adapter)
+}
+
+
+class Adapters:
+    """Adds a constant to what products of tokens with an adapter make, before anything else."""
+
+    def __init__(self) -> None:
+        #: Outputs of each product on this rank.
+        self.sizes: dict[str, int] = {}
+
+    def __call__(
+        self, name: str, x: torch.Tensor, step: ForwardBatch | None
+    ) -> torch.Tensor | None:
+        # Of products whose inputs ranks divide, each rank would add the whole constant.
+        if step is None or step.t_adapter is None or name.endswith(("output", "down")):
+            return None
+        # To every other output: which they are is the same on each rank.
+        others = torch.arange(self.sizes[name], device=x.device) % 2
+        assert len(step.t_adapter) == len(x)
+        return torch.outer(step.t_adapter == 1, others).to(x.dtype) * 0.5
+
+    def decoder(self, config: ModelSpec, weights: Weights, ops: Operations, **more: Any) -> Decoder:
+        """A decoder whose products ask."""
+        self.sizes |= {name: len(weight) for name, weight in weights.items() if weight.ndim == 2}
+        self.sizes["head"] = len(weights.get("head", weights["embedding"]))
+        return Decoder(config, weights, ops, delta=self, **more)
 
 
 def save_model(folder: Path) -> Path:
@@ -130,6 +224,7 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
     with ExitStack() as patches:
         chosen = operations(kind, device)
         patches.enter_context(patch.object(loading, "operations_for", lambda d, t: chosen))
+        patches.enter_context(patch.object(loading, "Decoder", Adapters().decoder))
         model = load_model(
             folder,
             dtype=None,
@@ -168,6 +263,7 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
         max_tokens=ROWS + PREFILL,
         device=device,
         drafts=DRAFTS,
+        adapters=True,
     )
     if kind == "device":
         executor.capture()

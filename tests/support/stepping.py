@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tokenpod.core.messages import Request, SamplingParams, StoppingParams
-from tokenpod.core.plan import UNSAMPLED, NewRow, PlanRow, plan_of
+from tokenpod.core.plan import LAST, UNSAMPLED, NewRow, PlanRow, plan_of
 from tokenpod.engine.executor import Launched, Launcher, StepResult
 
 VOCABULARY = 51
@@ -32,6 +32,10 @@ KINDS = [SamplingParams(), SAMPLED, DRAWN_AND_PENALISED]
 Drafts = Callable[[int, list[int]], list[int]]
 
 
+def rows_of(asked: list[Request]) -> list[Row]:
+    return [Row(i, request) for i, request in enumerate(asked)]
+
+
 def no_drafts(row: int, outputs: list[int]) -> list[int]:
     del row, outputs
     return []
@@ -43,38 +47,55 @@ class Row:
 
     row: int
     request: Request
+    #: In every step.
+    adapter: int = 0
+    #: Which run of `ROOM` slots; by default, the row's.
+    place: int = -1
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: dict[int, list[int]] = field(default_factory=dict)
     #: What has been launched of it is unknown until that step is waited for.
     flying: bool = False
 
+    def __post_init__(self) -> None:
+        self.place = self.row
+
     def slots(self, start: int, end: int) -> list[int]:
-        first = self.row * ROOM
+        first = self.place * ROOM
         if self.row % 2:
             return [first + ROOM - 1 - p for p in range(start, end)]
         return [first + p for p in range(start, end)]
 
-    def prompt(self, start: int, end: int, **more: object) -> PlanRow:
+    def prompt(self, start: int, end: int) -> PlanRow:
+        """A piece of the prompt."""
         prompt = self.request.prompt
-        new = NewRow(self.request, stream=0) if start == 0 else None
-        samples = int(end == len(prompt))
-        slots = self.slots(start, end)
-        return PlanRow(self.row, start, slots, prompt[start:end], samples=samples, new=new, **more)
+        return PlanRow(
+            self.row,
+            start,
+            self.slots(start, end),
+            prompt[start:end],
+            samples=int(end == len(prompt)),
+            new=NewRow(self.request, stream=0) if start == 0 else None,
+            adapter=self.adapter,
+        )
 
-    def step(self, drafts: Sequence[int] = (), **more: object) -> PlanRow:
+    def step(self, drafts: Sequence[int] = ()) -> PlanRow:
         """The next token, and as many more as there are drafts."""
-        start = len(self.request.prompt) + len(self.outputs) - 1
-        n = 1 + len(drafts)
+        start, n = self.held, 1 + len(drafts)
         return PlanRow(
             self.row,
             start,
             self.slots(start, start + n),
-            [-1, *drafts],
+            [LAST, *drafts],
             samples=n,
             output=len(self.outputs),
-            **more,
+            adapter=self.adapter,
         )
+
+    @property
+    def held(self) -> int:
+        """Positions whose keys and values are written."""
+        return len(self.request.prompt) + len(self.outputs) - 1
 
     @property
     def left(self) -> int:
@@ -115,20 +136,20 @@ def take(planned: Sequence[tuple[Row, PlanRow]], result: StepResult) -> None:
     assert at == len(result.tokens)
 
 
-def run_step(executor: Launcher, planned: list[tuple[Row, PlanRow]], **more: object) -> None:
+def run_step(
+    executor: Launcher,
+    planned: list[tuple[Row, PlanRow]],
+    copies: Sequence[tuple[int, int]] = (),
+) -> None:
     """One step; rows with a single token first."""
     planned = sorted(planned, key=lambda pair: len(pair[1].slots) > 1)
-    take(planned, executor.launch(plan_of(1, [row for _, row in planned], **more)).wait())
+    plan = plan_of(1, [row for _, row in planned], copies=copies)
+    take(planned, executor.launch(plan).wait())
 
 
-def decode(
-    executor: Launcher, asked: list[Request], drafts: Drafts = no_drafts, overlap: bool = False
-) -> list[Row]:
-    """Prompts in one step, then step after step; with `overlap` two are under way at a time."""
-    rows = [Row(i, request) for i, request in enumerate(asked)]
+def begin(executor: Launcher, rows: list[Row]) -> None:
+    """All prompts in one step."""
     run_step(executor, [(row, row.prompt(0, len(row.request.prompt))) for row in rows])
-    go_on(executor, rows, drafts, overlap)
-    return rows
 
 
 def go_on(

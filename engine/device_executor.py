@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, LAST, Ints, StepPlan
-from tokenpod.engine.device_rounds import draw_later
-from tokenpod.engine.device_sampler import DeviceSampler, DeviceSamples
+from tokenpod.engine.device_rounds import LaterRounds, room_for
+from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import CapturableModel, new_rows, scored_rows
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.rounds import unmasked_rounds
 from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.sampler import prompt_logprobs
 from tokenpod.engine.shared_device_sampler import FollowingDeviceSampler
@@ -87,6 +88,8 @@ class DeviceExecutor:
         self._words = torch.empty(words, dtype=torch.int64, device=device)
         self._mailboxes = [Mailbox(rows + drafts, words, device) for _ in range(_DEPTH)]
         self._turn = 0
+        #: The last step, if it may wait for masks.
+        self._unsampled: Flight | None = None
         #: Where the KV of rows with a prompt under way lies.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         self._max_tokens = max_tokens
@@ -115,6 +118,9 @@ class DeviceExecutor:
     def launch(self, plan: StepPlan) -> Flight:
         """Queue one step."""
         with torch.inference_mode():
+            if self._unsampled is not None:
+                self._unsampled.sample({})
+                self._unsampled = None
             return self._run(plan)
 
     def release(self, rows: Sequence[int]) -> None:
@@ -143,26 +149,42 @@ class DeviceExecutor:
         else:
             logits, integers, scored = self._forward(plan, mailbox)
         mailbox.forwarded()
-        drawn = None
-        if logits is not None and plan.r_samples.any():
-            drawn = self._draw(plan, logits, integers, is_begun=captured is not None)
-        return mailbox.send(drawn, scored, plan)
+        flight = Flight(mailbox, plan, scored)
+        if logits is None or not plan.r_samples.any():
+            flight.send(None)
+        else:
+            self._draw(flight, logits, integers, is_begun=captured is not None)
+        return flight
 
     def _draw(
-        self, plan: StepPlan, logits: torch.Tensor, integers: Integers, *, is_begun: bool
-    ) -> DeviceSamples:
-        """All samples of a step, round after round; a captured step has begun the first."""
-        n = int(np.count_nonzero(plan.r_samples))
+        self, flight: Flight, logits: torch.Tensor, integers: Integers, *, is_begun: bool
+    ) -> None:
+        """Draw round after round; a captured step has begun the first."""
+        plan = flight.plan
+        n, samples = int(np.count_nonzero(plan.r_samples)), int(plan.r_samples.sum())
         firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
         if not is_begun:
             self._sampler.begin(firsts, rows, positions)
         drawn = self._sampler.finish(firsts, rows, positions)
         if not is_begun or self._sampler.launches.draws:
             remember(drawn.tokens, rows, self._last_token)
-        if int(plan.r_samples.sum()) == n:
-            return drawn
-        later = logits[len(integers.sample_row) :]
-        return draw_later(plan, later, drawn, self._sampler, self._last_token, self._upload)
+        if samples == n and not len(plan.r_masked):
+            flight.send(drawn)
+            return
+        drawn = room_for(samples, drawn)
+        first_draft = len(integers.sample_row)
+        later = LaterRounds(
+            self._sampler, self._last_token, self._upload, plan, logits, first_draft, drawn
+        )
+        later.draw(unmasked_rounds(plan)[1:])
+        if not plan.r_masked.any():
+            flight.send(drawn)
+            return
+        flight.later = later
+        if isinstance(self._sampler, FollowingDeviceSampler):
+            flight.sample({})  # the leader has the masks
+        else:
+            self._unsampled = flight
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
@@ -177,7 +199,7 @@ class DeviceExecutor:
         if captured is None:
             return None
         host = views(mailbox.host_words, captured.counts)
-        fill(host, plan)
+        self._fill(host, plan)
         if captured.counts.tiles and not self._tiles.fill(self._ragged(host, plan), host.tiles):
             return None
         pad(host, plan, padding_row=self._rows, sink=self._pool.sink)
@@ -189,7 +211,7 @@ class DeviceExecutor:
         """Logits of what is sampled, if anything is; log probabilities of prompts, by row."""
         counts = Counts.of(plan)
         host = views(mailbox.host_words, counts)
-        fill(host, plan)
+        self._fill(host, plan)
         words = self._words[: counts.words]
         words.copy_(mailbox.words[: counts.words], non_blocking=True)
         integers = views(words, counts)
@@ -252,6 +274,13 @@ class DeviceExecutor:
         rows = torch.from_numpy(plan.given[GIVEN - plan.t_token[index]])
         rows = rows.to(self._model.dtype)
         return GivenEmbeddings(self._upload(index), self._upload(rows))
+
+    def _fill(self, host: Integers, plan: StepPlan) -> None:
+        fill(host, plan)
+        if len(plan.r_masked):
+            # The first round draws for nobody in their place.
+            samples = np.flatnonzero(plan.r_samples)
+            host.sample_row[: len(samples)][plan.r_masked[samples] != 0] = self._rows
 
     def _ragged(self, host: Integers, plan: StepPlan) -> RaggedRows:
         rows = plan.r_row.tolist()

@@ -1,8 +1,9 @@
-"""Later rounds of a step on the device: what is drawn behind drafts, launch after launch."""
+"""Later rounds of a step on the device: what is drawn behind drafts, and under masks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSamples
-from tokenpod.engine.rounds import drafts_of, rounds
+from tokenpod.engine.executor import Masks
+from tokenpod.engine.rounds import Round, allowed, drafts_of
+from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import remember
 
 
@@ -30,56 +33,65 @@ class RoundSampler(Protocol):
         ...
 
 
-def draw_later(
-    plan: StepPlan,
-    logits: torch.Tensor,
-    first: DeviceSamples,
-    sampler: RoundSampler,
-    last_token: torch.Tensor,
-    upload: Callable[[np.ndarray], torch.Tensor],
-) -> DeviceSamples:
-    """Draw what comes after each row's first sample, without a word to the host.
+@dataclass(frozen=True, slots=True)
+class LaterRounds:
+    """Draws what does not belong to a step's first round, without a word to the host."""
 
-    Args:
-        plan: with drafts.
-        logits: [drafts or more, vocab]: of samples of later rounds, round after round.
-        first: of the first round.
-        sampler: has drawn the first round.
-        last_token: [rows] int64.
-        upload: to the device.
+    sampler: RoundSampler
+    #: [rows] int64.
+    last_token: torch.Tensor
+    #: To the device.
+    upload: Callable[[np.ndarray], torch.Tensor]
+    plan: StepPlan
+    #: [n + drafts, vocab]: of rows' first samples, of which there may be room for more, and then of
+    #: the others, round after round.
+    logits: torch.Tensor
+    #: Where the logits of the others begin.
+    first_draft: int
+    #: All samples of the step, round after round; token -1 where nothing has been drawn.
+    drawn: DeviceSamples
 
-    Returns:
-        [n] all samples, round after round; -1 behind a wrong draft.
-    """
-    n, done = int(plan.r_samples.sum()), len(first.tokens)
-    drawn = DeviceSamples(
-        first.tokens.new_full((n,), -1),
-        first.logprobs.new_zeros(n),
-        first.top_ids.new_full((n, first.top_ids.shape[1]), -1),
-        first.top_logprobs.new_zeros(n, first.top_logprobs.shape[1]),
+    def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
+        """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
+        plan, samples = self.plan, int(np.count_nonzero(self.plan.r_samples))
+        for turn in turns:
+            if not len(turn.rows):
+                continue
+            numbers = np.empty((6, len(turn.rows)), np.int64)
+            numbers[0] = plan.r_row[turn.rows]
+            numbers[1] = plan.r_output[turn.rows] + turn.place
+            numbers[2] = turn.at
+            numbers[3] = turn.at
+            if turn.place:
+                numbers[3] += self.first_draft - samples
+            numbers[4] = turn.before if turn.place else -1
+            numbers[5] = drafts_of(plan, turn)
+            rows, positions, at, index, before, drafts = self.upload(numbers)
+            bits = None
+            if masks is not None:
+                bits = self.upload(allowed(masks, turn, self.logits.shape[1]))
+            scores = offer(self.logits, index, self.drawn.tokens, before, drafts, bits)
+            self.sampler.begin(scores, rows, positions)
+            drawn = self.sampler.finish(scores, rows, positions)
+            remember(drawn.tokens, rows, self.last_token)
+            self._put(drawn, at)
+
+    def _put(self, samples: DeviceSamples, at: torch.Tensor) -> None:
+        self.drawn.tokens[at] = samples.tokens
+        self.drawn.logprobs[at] = samples.logprobs
+        self.drawn.top_ids[at] = samples.top_ids
+        self.drawn.top_logprobs[at] = samples.top_logprobs
+
+
+def room_for(samples: int, first: DeviceSamples) -> DeviceSamples:
+    """Room for so many samples, of which the first ones are there."""
+    n, k = first.top_ids.shape
+    room = DeviceSamples(
+        first.tokens.new_full((samples,), -1),
+        first.logprobs.new_zeros(samples),
+        first.top_ids.new_full((samples, k), -1),
+        first.top_logprobs.new_zeros(samples, k),
     )
-    _put(first, drawn, 0)
-    for turn in rounds(plan):
-        if turn.place == 0:
-            continue
-        m, at = len(turn.rows), int(turn.at[0])
-        numbers = np.empty((4, m), np.int64)
-        numbers[0], numbers[1] = plan.r_row[turn.rows], plan.r_output[turn.rows] + turn.place
-        numbers[2], numbers[3] = turn.before, drafts_of(plan, turn)
-        rows, positions, before, drafts = upload(numbers)
-        wrong = drawn.tokens.index_select(0, before) != drafts
-        # From nothing, nothing is drawn; and what is not drawn is noted nowhere.
-        scores = logits[at - done : at - done + m].masked_fill(wrong[:, None], -torch.inf)
-        sampler.begin(scores, rows, positions)
-        samples = sampler.finish(scores, rows, positions)
-        remember(samples.tokens, rows, last_token)
-        _put(samples, drawn, at)
-    return drawn
-
-
-def _put(samples: DeviceSamples, into: DeviceSamples, at: int) -> None:
-    end = at + len(samples.tokens)
-    into.tokens[at:end] = samples.tokens
-    into.logprobs[at:end] = samples.logprobs
-    into.top_ids[at:end] = samples.top_ids
-    into.top_logprobs[at:end] = samples.top_logprobs
+    room.tokens[:n], room.logprobs[:n] = first.tokens, first.logprobs
+    room.top_ids[:n], room.top_logprobs[:n] = first.top_ids, first.top_logprobs
+    return room

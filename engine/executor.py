@@ -7,11 +7,12 @@ be launched before anybody has seen the tokens of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import Ints, StepPlan
@@ -74,8 +75,23 @@ def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
         yield row, plan.scored_token[ends[row] - plan.r_scored[row] : ends[row]]
 
 
+#: Tokens that may be drawn, 32 to a word: bit t % 32 of word t // 32 is token t's.
+Words = npt.NDArray[np.int32]
+
+#: By row of the plan: [samples, words].
+Masks = Mapping[int, Words]
+
+
 class Launched(Protocol):
     """A step under way."""
+
+    def sample(self, masks: Masks) -> None:
+        """Sample the rows that wait for masks; a row without one is not sampled in this step.
+
+        Once, and before the next step is launched or this one waited for, which does it without
+        masks otherwise. What is reported of such rows is of scores that the mask has changed.
+        """
+        ...
 
     def wait(self) -> StepResult:
         """The result, once the device has it."""

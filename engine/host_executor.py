@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, LAST, Ints, StepPlan
-from tokenpod.engine.executor import Model, StepResult, new_rows, scored_rows
+from tokenpod.engine.executor import Masks, Model, StepResult, Words, new_rows, scored_rows
 from tokenpod.engine.integers import Counts, fill, given_tokens, views
 from tokenpod.engine.rounds import Ints as Rows
-from tokenpod.engine.rounds import drafts_of, rounds, row_after_row
+from tokenpod.engine.rounds import (
+    Round,
+    allowed,
+    drafts_of,
+    masked_rounds,
+    row_after_row,
+    unmasked_rounds,
+)
 from tokenpod.engine.row_sampling import RowSampling
 from tokenpod.engine.sampler import Samples, prompt_logprobs
 from tokenpod.engine.shared_sampler import FollowingSampler, host_sampler
@@ -25,15 +32,67 @@ from tokenpod.kernels.pool import KVPool
 _NO_TABLE = torch.zeros((0, 0), dtype=torch.int32)
 
 
-class Done:
-    """A step that was complete when `launch` returned."""
+#: What is left to do once masks are there.
+Rest = Callable[[Masks], StepResult]
 
-    def __init__(self, result: StepResult) -> None:
+
+class Done:
+    """A step that was complete when `launch` returned, but for rows that wait for masks."""
+
+    def __init__(self, plan: StepPlan, result: StepResult, rest: Rest | None = None) -> None:
+        self._plan = plan
         self._result = result
+        self._rest = rest
+        self._late: set[int] = set()
+
+    def sample(self, masks: Masks) -> None:
+        """See `Launched.sample`."""
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            masked = np.flatnonzero(self._plan.r_masked).tolist()
+            self._late = {row for row in masked if row not in masks}
+            with torch.inference_mode():
+                self._result = rest(masks)
 
     def wait(self) -> StepResult:
         """The result."""
-        return self._result
+        self.sample({})
+        return row_after_row(self._plan, self._result, self._late)
+
+
+class _Drawing:
+    """The samples of a step, round after round; -1 where nothing has been drawn."""
+
+    def __init__(self, plan: StepPlan, logits: torch.Tensor) -> None:
+        self.plan = plan
+        #: [n, vocab] float32
+        self.logits = logits
+        self.tokens = torch.full((len(logits),), -1)
+        self._logprobs = torch.zeros(len(logits))
+        self._tops: list[tuple[int, list[int], list[float]]] = []
+        self._began = time.monotonic_ns()
+
+    def put(self, samples: Samples, at: Rows) -> None:
+        """What was drawn as samples `at`."""
+        index = torch.from_numpy(at)
+        self.tokens[index], self._logprobs[index] = samples.tokens, samples.logprobs
+        self._tops += [(int(at[i]), list(ids), list(logs)) for i, ids, logs in samples.tops]
+
+    def result(self, forwarded: StepResult) -> StepResult:
+        """What the step brought, with this."""
+        return replace(
+            forwarded,
+            tokens=self.tokens.tolist(),
+            logprobs=self._logprobs.tolist(),
+            tops=self._tops,
+            sample_ns=time.monotonic_ns() - self._began,
+        )
+
+
+def _forbidden(words: Words, vocab_size: int) -> torch.Tensor:
+    """[n, vocab] bool from [n, words] of tokens that are allowed."""
+    bits = np.unpackbits(words.astype("<i4").view(np.uint8), axis=1, bitorder="little")
+    return torch.from_numpy(bits[:, :vocab_size] == 0)
 
 
 class HostExecutor:
@@ -64,11 +123,17 @@ class HostExecutor:
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         #: How many positions that is.
         self._held = np.zeros(rows, np.int32)
+        #: The last step, which may wait for masks.
+        self._unsampled: Done | None = None
+        self._follows = group is not None and group.rank > 0
 
     def launch(self, plan: StepPlan) -> Done:
         """Run one step."""
         with torch.inference_mode():
-            return Done(self._run(plan))
+            if self._unsampled is not None:
+                self._unsampled.sample({})
+            self._unsampled = self._run(plan)
+            return self._unsampled
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""
@@ -76,7 +141,7 @@ class HostExecutor:
             self._sampler.clear_row(row)
             self._runs[row] = []
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan) -> Done:
         began = time.monotonic_ns()
         self.release(plan.freed.tolist())
         if len(plan.copy_from):
@@ -84,49 +149,47 @@ class HostExecutor:
         self._take_rows(plan)
         batch = self._batch(plan)
         hidden = self._model.forward(batch, self._pool)
-        scored = self._score_prompts(plan, batch, hidden)
+        result = StepResult([], [], [], self._score_prompts(plan, batch, hidden))
         if not plan.r_samples.any():
-            return StepResult([], [], [], scored, forward_ns=time.monotonic_ns() - began)
+            return Done(plan, replace(result, forward_ns=time.monotonic_ns() - began))
         logits = self._model.logits(hidden, batch).float()
-        forwarded = time.monotonic_ns()
-        samples = self._draw(plan, logits)
-        result = StepResult(
-            tokens=samples.tokens.tolist(),
-            logprobs=samples.logprobs.tolist(),
-            tops=[(at, list(ids), list(logprobs)) for at, ids, logprobs in samples.tops],
-            prompt_logprobs=scored,
-            forward_ns=forwarded - began,
-            sample_ns=time.monotonic_ns() - forwarded,
-        )
-        return row_after_row(plan, result)
+        result = replace(result, forward_ns=time.monotonic_ns() - began)
+        drawing = _Drawing(plan, logits)
+        self._draw(drawing, unmasked_rounds(plan))
+        if not plan.r_masked.any():
+            return Done(plan, drawing.result(result))
 
-    def _draw(self, plan: StepPlan, logits: torch.Tensor) -> Samples:
-        """[n] samples round after round; -1 after a wrong draft."""
-        first, *later = rounds(plan)
-        samples = self._sample(plan, logits[: len(first.rows)], first.rows, 0)
-        if not later:
-            return samples
-        n = len(logits)
-        tokens, logprobs = torch.full((n,), -1), torch.zeros(n)
-        tokens[: len(first.rows)], logprobs[: len(first.rows)] = samples.tokens, samples.logprobs
-        tops = list(samples.tops)
-        for turn in later:
-            right = tokens.numpy()[turn.before] == drafts_of(plan, turn)
-            at = turn.at[right]
-            if len(at):
-                samples = self._sample(plan, logits[at], turn.rows[right], turn.place)
-                tokens[at], logprobs[at] = samples.tokens, samples.logprobs
-                tops += [(int(at[i]), ids, logs) for i, ids, logs in samples.tops]
-        return Samples(tokens, logprobs, tops)
+        def rest(masks: Masks) -> StepResult:
+            self._draw(drawing, masked_rounds(plan), masks)
+            return drawing.result(result)
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor, which: Rows, place: int) -> Samples:
-        """Sample number `place` of these rows of the plan."""
-        rows = plan.r_row[which].astype(np.int64)
-        outputs = (plan.r_output[which] + place).tolist()
-        samples = self._sampler.sample(logits, rows.tolist(), outputs)
-        # A bad row's token is never used; zero keeps the next step's embedding in bounds.
-        self._last_token.index_copy_(0, torch.from_numpy(rows), samples.tokens.clamp(min=0))
-        return samples
+        done = Done(plan, result, rest)
+        if self._follows:
+            done.sample({})  # the leader has the masks
+        return done
+
+    def _draw(self, drawing: _Drawing, turns: list[Round], masks: Masks | None = None) -> None:
+        """Draw these rounds; nothing behind a wrong draft, or where masks forbid."""
+        plan = drawing.plan
+        for turn in turns:
+            right = slice(None)
+            if turn.place:
+                drawn = drawing.tokens.numpy()[turn.before]
+                right = drawn == drafts_of(plan, turn)
+            at, which = turn.at[right], turn.rows[right]
+            if not len(at):
+                continue
+            logits = drawing.logits if len(at) == len(drawing.logits) else drawing.logits[at]
+            if masks is not None:
+                words = allowed(masks, turn, logits.shape[1])[right]
+                logits = logits.masked_fill(_forbidden(words, logits.shape[1]), -torch.inf)
+            rows = plan.r_row[which].astype(np.int64)
+            outputs = (plan.r_output[which] + turn.place).tolist()
+            samples = self._sampler.sample(logits, rows.tolist(), outputs)
+            drawing.put(samples, at)
+            # A bad row's token is never used; that it stays is good for one that was not sampled.
+            drew = samples.tokens >= 0
+            self._last_token[torch.from_numpy(rows)[drew]] = samples.tokens[drew]
 
     def _take_rows(self, plan: StepPlan) -> None:
         for at, (row, prefix) in enumerate(new_rows(plan)):

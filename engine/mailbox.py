@@ -10,9 +10,20 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import StepPlan
+from tokenpod.engine.device_rounds import LaterRounds
 from tokenpod.engine.device_sampler import MOST_TOP_TOKENS, DeviceSamples
-from tokenpod.engine.executor import StepResult
-from tokenpod.engine.rounds import row_after_row
+from tokenpod.engine.executor import Masks, StepResult
+from tokenpod.engine.rounds import masked_rounds, row_after_row
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """Results on their way to the host."""
+
+    samples: int
+    #: Whether there are top tokens.
+    tops: bool
+    scored: dict[int, torch.Tensor]
 
 
 class Mailbox:
@@ -43,15 +54,12 @@ class Mailbox:
         """What is queued next is sampling."""
         self._forwarded.record()
 
-    def send(
-        self, drawn: DeviceSamples | None, scored: dict[int, torch.Tensor], plan: StepPlan
-    ) -> Flight:
+    def send(self, drawn: DeviceSamples | None, scored: dict[int, torch.Tensor]) -> Posted:
         """Queue the copies of results to the host.
 
         Args:
-            drawn: samples, if any row sampled, round after round.
+            drawn: samples, if any row sampled.
             scored: by row of the plan: log probabilities of its prompt tokens.
-            plan: the step's.
         """
         samples = tops = 0
         if drawn is not None:
@@ -66,16 +74,17 @@ class Mailbox:
             for at, scores in scored.items()
         }
         self._done.record()
-        return Flight(self, plan, samples, tops > 0, hosted)
+        return Posted(samples, tops > 0, hosted)
 
-    def receive(self, samples: int, tops: bool, scored: dict[int, torch.Tensor]) -> StepResult:
+    def receive(self, posted: Posted) -> StepResult:
         """Wait for the copies; samples as they were drawn, round after round."""
         self._done.wait()
+        samples = posted.samples
         return StepResult(
             tokens=self._tokens[:samples].tolist(),
             logprobs=self._logprobs[:samples].tolist(),
-            tops=self._tops(samples) if tops else [],
-            prompt_logprobs={at: scores.tolist() for at, scores in scored.items()},
+            tops=self._tops(samples) if posted.tops else [],
+            prompt_logprobs={at: scores.tolist() for at, scores in posted.scored.items()},
             forward_ns=self._began.nanoseconds_to(self._forwarded),
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
@@ -92,20 +101,39 @@ class Mailbox:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
-    """A step under way."""
+    """A step under way: forwarded or about to be, and sampled but for rows that wait for masks."""
 
     _mailbox: Mailbox
-    _plan: StepPlan
-    _samples: int
-    _tops: bool
+    plan: StepPlan
     _scored: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: What draws for rows that wait for masks.
+    later: LaterRounds | None = None
+    _posted: Posted | None = None
+    #: Rows of the plan whose masks did not come.
+    _late: frozenset[int] = frozenset()
+
+    def send(self, drawn: DeviceSamples | None) -> None:
+        """Queue the copies of results: all samples, if any row sampled, round after round."""
+        self._posted = self._mailbox.send(drawn, self._scored)
+
+    def sample(self, masks: Masks) -> None:
+        """See `Launched.sample`."""
+        if self.later is None:
+            return
+        later, self.later = self.later, None
+        with torch.inference_mode():
+            later.draw(masked_rounds(self.plan), masks)
+            self.send(later.drawn)
+        masked = np.flatnonzero(self.plan.r_masked).tolist()
+        self._late = frozenset(row for row in masked if row not in masks)
 
     def wait(self) -> StepResult:
         """The result, once the device has it; once, and before the mailbox's next step."""
-        result = self._mailbox.receive(self._samples, self._tops, self._scored)
-        return row_after_row(self._plan, result)
+        self.sample({})
+        assert self._posted is not None
+        return row_after_row(self.plan, self._mailbox.receive(self._posted), self._late)
 
 
 class _Mark:

@@ -4,11 +4,14 @@ A row with drafts is sampled at several positions, and what is drawn at one deci
 draft behind it was right. So tokens are drawn in rounds: each row's first, then the second of each
 row that samples a second one, and so on. A round draws for a row at most once, so penalties see
 the tokens of the rounds before, as they do when tokens are made one at a time.
+
+Rows that are sampled under a mask have rounds of their own, after the others': their masks come
+when the step has been launched already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.plan import UNSAMPLED, StepPlan
-from tokenpod.engine.executor import StepResult
+from tokenpod.engine.executor import Masks, StepResult, Words
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -32,6 +35,11 @@ class Round:
     at: Ints
     #: [m] where each row's sample before it is.
     before: Ints
+
+    def of(self, wanted: npt.NDArray[np.bool_]) -> Round:
+        """The round of those rows of the plan that are wanted."""
+        which = wanted[self.rows]
+        return Round(self.place, self.rows[which], self.at[which], self.before[which])
 
 
 def rounds(plan: StepPlan) -> Iterator[Round]:
@@ -53,18 +61,44 @@ def drafts_of(plan: StepPlan, turn: Round) -> Ints:
     return plan.t_token[ends - plan.r_samples[turn.rows] + turn.place]
 
 
-def row_after_row(plan: StepPlan, drawn: StepResult) -> StepResult:
-    """A result of samples round after round -> row after row, without those that don't count."""
-    if not (plan.r_samples > 1).any():
+def unmasked_rounds(plan: StepPlan) -> list[Round]:
+    """Without rows that wait for masks; some rounds may be empty."""
+    if not len(plan.r_masked):
+        return list(rounds(plan))
+    return [turn.of(plan.r_masked == 0) for turn in rounds(plan)]
+
+
+def masked_rounds(plan: StepPlan) -> list[Round]:
+    """Of the rows that wait for masks; some rounds may be empty."""
+    return [turn.of(plan.r_masked != 0) for turn in rounds(plan)]
+
+
+def allowed(masks: Masks, turn: Round, vocab_size: int) -> Words:
+    """[m, words] the masks of a round's samples; where there is none, nothing is allowed."""
+    bits = np.zeros((len(turn.rows), mask_words(vocab_size)), np.int32)
+    for i, row in enumerate(turn.rows.tolist()):
+        if row in masks:
+            bits[i] = masks[row][turn.place]
+    return bits
+
+
+def row_after_row(plan: StepPlan, drawn: StepResult, late: Collection[int] = ()) -> StepResult:
+    """A result of samples round after round -> row after row, without those that don't count.
+
+    Args:
+        plan: the step's.
+        drawn: as it was drawn.
+        late: rows of the plan whose masks did not come.
+    """
+    if not late and not (plan.r_samples > 1).any():
         return drawn
     tokens = list(drawn.tokens)
     for turn in rounds(plan):
-        if turn.place == 0:
-            continue
-        drafts = drafts_of(plan, turn).tolist()
-        for at, before, draft in zip(turn.at.tolist(), turn.before.tolist(), drafts, strict=True):
+        before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
+        for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
             # What is no token is no draft, so that nothing after a wrong draft counts.
-            if tokens[before] != draft:
+            wrong = tokens[before[i]] != drafts[i] if turn.place else row in late
+            if wrong:
                 tokens[at] = UNSAMPLED
     rows = np.concatenate([turn.rows for turn in rounds(plan)])
     order = rows.argsort(kind="stable").tolist()
@@ -79,6 +113,11 @@ def row_after_row(plan: StepPlan, drawn: StepResult) -> StepResult:
             if tokens[at] != UNSAMPLED
         ),
     )
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of one mask."""
+    return -(-vocab_size // 32)
 
 
 _NOTHING: Ints = np.empty(0, np.int64)

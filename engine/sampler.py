@@ -139,9 +139,11 @@ class Sampler:
             reported = [at for at, state in enumerate(chosen) if state.asks.tops_processed]
             sources |= {which[at]: (source, at) for at in reported}
         tokens.masked_fill_(bad, -1)
-        tops = self._tops(logits, sources, states, bad.tolist())
+        spoiled = bad.tolist()
+        tops = self._tops(logits, sources, states, spoiled)
         for i, state in enumerate(states):
-            state.history.note(tokens[i])
+            if not spoiled[i]:
+                state.history.note(tokens[i])
         return Samples(tokens, logprobs.masked_fill(bad, 0.0), tops)
 
     # -- parts ---------------------------------------------------------------------------------

@@ -19,14 +19,15 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import stepping
 import torch
 from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
 from stepping import ROOM, VOCABULARY, Row
 
-from tokenpod.core.plan import GIVEN, NewRow
-from tokenpod.engine.executor import Executor
+from tokenpod.core.plan import GIVEN, UNSAMPLED, NewRow, plan_of
+from tokenpod.engine.executor import Executor, Words
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.join import join_group
 from tokenpod.kernels.batch import ForwardBatch
@@ -148,11 +149,62 @@ def adapter(scene: Scene) -> list[Row]:
     return rows
 
 
+def masks(scene: Scene) -> list[Row]:
+    """Two rows are told what to say, one of them twice too late, the other once behind drafts."""
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    done_at = {}
+    for turn in range(7):
+        planned = []
+        for row in rows:
+            if row.left and row.row in FORCED:
+                drafts = forced(row, 2) if (turn, row.row) == (2, 2) else []
+                planned.append((row, row.step(drafts, masked=True)))
+            elif row.left:
+                planned.append((row, row.step()))
+        planned.sort(key=lambda pair: len(pair[1].slots) > 1)
+        launched = scene.executor.launch(plan_of(turn, [row for _, row in planned]))
+        given = {
+            at: np.stack([only(token) for token in forced(row, planned_row.samples)])
+            for at, (row, planned_row) in enumerate(planned)
+            if planned_row.masked and not (turn in (1, 3) and row.row == 0)
+        }
+        if given:  # else the next launch goes on without
+            launched.sample(given)
+        result = launched.wait()
+        # A follower can't tell what was late from what was bad.
+        tokens = [UNSAMPLED if token == -1 else token for token in result.tokens]
+        stepping.take(planned, replace(result, tokens=tokens))
+        done_at |= {row.row: turn for row, _ in planned if not row.left}
+    assert done_at == {0: 6, 1: 4, 2: 2}
+    return rows
+
+
+#: What rows are made to say under masks.
+FORCED = {0: [3, 14, 15, 9, 26, 5, 35], 2: [2, 7, 18, 28, 18, 28, 45]}
+
+
+def forced(row: Row, n: int) -> list[int]:
+    """The next tokens that a row may say."""
+    return FORCED[row.row][len(row.outputs) :][:n]
+
+
+def only(token: int) -> Words:
+    """A mask that allows one token."""
+    bits = np.zeros(VOCABULARY, np.uint8)
+    bits[token] = 1
+    words = np.zeros(-(-VOCABULARY // 32) * 4, np.uint8)
+    packed = np.packbits(bits, bitorder="little")
+    words[: len(packed)] = packed
+    return words.view(np.int32)
+
+
 #: The row that `adapter` changes.
 ADAPTED = 1
 
 SCENES = {
-    scene.__name__: scene for scene in (plain, drafts, overlapped_drafts, given, copies, adapter)
+    scene.__name__: scene
+    for scene in (plain, drafts, overlapped_drafts, given, copies, adapter, masks)
 }
 
 

@@ -79,7 +79,7 @@ class Row:
             adapter=self.adapter,
         )
 
-    def step(self, drafts: Sequence[int] = ()) -> PlanRow:
+    def step(self, drafts: Sequence[int] = (), *, masked: bool = False) -> PlanRow:
         """The next token, and as many more as there are drafts."""
         start, n = self.held, 1 + len(drafts)
         return PlanRow(
@@ -90,6 +90,7 @@ class Row:
             samples=n,
             output=len(self.outputs),
             adapter=self.adapter,
+            masked=masked,
         )
 
     @property

@@ -182,7 +182,7 @@ class DeviceExecutor:
             return
         flight.later = later
         if isinstance(self._sampler, FollowingDeviceSampler):
-            flight.sample({})  # the leader has the masks
+            flight.sample(None)
         else:
             self._unsampled = flight
 

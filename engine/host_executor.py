@@ -17,6 +17,7 @@ from tokenpod.engine.rounds import (
     Round,
     allowed,
     drafts_of,
+    late_rows,
     masked_rounds,
     row_after_row,
     unmasked_rounds,
@@ -43,16 +44,15 @@ class Done:
         self._plan = plan
         self._result = result
         self._rest = rest
-        self._late: set[int] = set()
+        self._late: frozenset[int] = frozenset()
 
-    def sample(self, masks: Masks) -> None:
-        """See `Launched.sample`."""
+    def sample(self, masks: Masks | None) -> None:
+        """See `Launched.sample`; None: the leader has them."""
         if self._rest is not None:
             rest, self._rest = self._rest, None
-            masked = np.flatnonzero(self._plan.r_masked).tolist()
-            self._late = {row for row in masked if row not in masks}
+            self._late = late_rows(self._plan, masks)
             with torch.inference_mode():
-                self._result = rest(masks)
+                self._result = rest(masks or {})
 
     def wait(self) -> StepResult:
         """The result."""
@@ -165,7 +165,7 @@ class HostExecutor:
 
         done = Done(plan, result, rest)
         if self._follows:
-            done.sample({})  # the leader has the masks
+            done.sample(None)
         return done
 
     def _draw(self, drawing: _Drawing, turns: list[Round], masks: Masks | None = None) -> None:

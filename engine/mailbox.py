@@ -13,7 +13,7 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_rounds import LaterRounds
 from tokenpod.engine.device_sampler import MOST_TOP_TOKENS, DeviceSamples
 from tokenpod.engine.executor import Masks, StepResult
-from tokenpod.engine.rounds import masked_rounds, row_after_row
+from tokenpod.engine.rounds import late_rows, masked_rounds, row_after_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +118,15 @@ class Flight:
         """Queue the copies of results: all samples, if any row sampled, round after round."""
         self._posted = self._mailbox.send(drawn, self._scored)
 
-    def sample(self, masks: Masks) -> None:
-        """See `Launched.sample`."""
+    def sample(self, masks: Masks | None) -> None:
+        """See `Launched.sample`; None: the leader has them."""
         if self.later is None:
             return
         later, self.later = self.later, None
         with torch.inference_mode():
-            later.draw(masked_rounds(self.plan), masks)
+            later.draw(masked_rounds(self.plan), masks or {})
             self.send(later.drawn)
-        masked = np.flatnonzero(self.plan.r_masked).tolist()
-        self._late = frozenset(row for row in masked if row not in masks)
+        self._late = late_rows(self.plan, masks)
 
     def wait(self) -> StepResult:
         """The result, once the device has it; once, and before the mailbox's next step."""

@@ -82,6 +82,13 @@ def allowed(masks: Masks, turn: Round, vocab_size: int) -> Words:
     return bits
 
 
+def late_rows(plan: StepPlan, masks: Masks | None) -> frozenset[int]:
+    """Rows whose masks did not come, as far as a rank knows: only the leader has masks."""
+    if masks is None:
+        return frozenset()
+    return frozenset(row for row in np.flatnonzero(plan.r_masked).tolist() if row not in masks)
+
+
 def row_after_row(plan: StepPlan, drawn: StepResult, late: Collection[int] = ()) -> StepResult:
     """A result of samples round after round -> row after row, without those that don't count.
 

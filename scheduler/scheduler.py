@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
-import numpy as np
-
 from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
@@ -25,6 +23,7 @@ from tokenpod.core.messages import (
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pace import Pace
 from tokenpod.scheduler.probe import Probes
@@ -62,6 +61,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         #: Requests that came since `_drop_hopeless` last looked.
         self._new: list[Sequence] = []
+        self._vectors = VectorIds()
         self._deadlines = Deadlines()
         self._pace = Pace(limits.prefill_tokens)
         self._settled_at = 0
@@ -204,7 +204,7 @@ class Scheduler:
         self._queue.add_again(samples)
 
     def _make(self, request: Request, owner: Owner) -> list[Sequence]:
-        prompt = np.asarray(request.prompt, dtype=np.int32)
+        prompt = self._vectors.prompt_of(request)
         table, samples = self.kv.table, len(request.sequence_ids)
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}

@@ -86,6 +86,7 @@ class Sequence:
         self.place = table.take()
         table.prompt[self.place] = len(prompt)
         table.most[self.place] = request.stopping.max_new_tokens
+        table.adapted += request.adapter > 0
         #: Its place in the queue within its priority.
         self.arrival = 0
         self.outputs: list[int] = []
@@ -105,6 +106,7 @@ class Sequence:
     def leave(self) -> None:
         """Give the place in the table back: nobody has this sequence any more."""
         self.table.give_back(self.place)
+        self.table.adapted -= self.request.adapter > 0
         self.place = 0
 
     row = Counted("The executor's row; -1: none.")

@@ -48,9 +48,11 @@ except ImportError:
     msgspec.Struct = Struct
     sys.modules["msgspec"] = msgspec
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.messages import Request, StoppingParams
+from tokenpod.core.plan import NewRow
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles
-from tokenpod.engine.row_sampling import RowSampling
+from tokenpod.engine.host_sampler import HostSampler
 from tokenpod.engine.sampler import Sampler
 
 #: Measured on an H200: a read-only pass over gigabytes.
@@ -59,7 +61,7 @@ VOCAB = 128_256
 BATCHES = (1, 16, 64, 256)
 #: Several times the L2 cache.
 ROTATED_BYTES = 300 << 20
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
+GPU = torch.device("cuda")
 PENALTIES = {
     "repetition_penalty": 1.1,
     "presence_penalty": 0.4,
@@ -122,22 +124,17 @@ def say(line: str) -> None:
 
 
 def seat(
-    sampler: Sampler | DeviceSampler,
+    sampler: Sampler,
     row: int,
     params: SamplingParams,
     *,
     top_n: int = 0,
     min_new_tokens: int = 2,
 ) -> None:
-    asks = RowSampling.describe(
-        params,
-        stream=row,
-        eos_token_ids=frozenset({2}),
-        min_new_tokens=min_new_tokens,
-        logprobs=True,
-        top_n=top_n,
-    )
-    sampler.set_row(row, asks, [1, 5, 5, 90_000])
+    stopping = StoppingParams(1, min_new_tokens, eos_token_ids=frozenset({2}))
+    prompt = [1, 5, 5, 90_000]
+    request = Request([0], prompt, params, stopping, logprobs=True, top_n_tokens=top_n)
+    sampler.set_row(row, NewRow(request, stream=row))
 
 
 def logits_of(n: int, shape: str, seed: int = 0) -> torch.Tensor:
@@ -162,7 +159,7 @@ def logits_of(n: int, shape: str, seed: int = 0) -> torch.Tensor:
 def check_tokens(shape: str) -> None:
     """Three steps of all kinds of rows at once, beside the CPU sampler."""
     n = len(CHECKS)
-    cpu = Sampler(rows=n, vocab_size=VOCAB, device=CPU)
+    cpu = HostSampler(rows=n, vocab_size=VOCAB)
     gpu = DeviceSampler(rows=n, vocab_size=VOCAB, device=GPU)
     for sampler in (cpu, gpu):
         for row, params in enumerate(CHECKS.values()):

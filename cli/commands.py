@@ -22,22 +22,7 @@ MODEL_ID_KEY = "tokenpod-model-id"
 #: Seconds that a health check may take where no deadline is given: no answer is one too.
 HEALTH_SECONDS = 5.0
 
-_SAMPLING = [
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "watermark",
-    "n",
-    "best_of",
-]
+_SAMPLING = v3.SamplingOptions.DESCRIPTOR.fields_by_name
 _OUTPUT = ("stream", "logprobs", "top_n_tokens", "prompt_logprobs")
 
 

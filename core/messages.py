@@ -12,41 +12,14 @@ from enum import IntEnum
 
 import msgspec
 
+from tokenpod.core.sampling import SamplingParams
+
 #: KV slots that are kept for liveness probes. Theirs have prompts of up to ten tokens.
 PROBE_TOKENS = 16
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of everything that travels: immutable, encoded as an array that begins with its type."""
-
-
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How a sequence's next token is chosen. Every default is neutral.
-
-    Applied in this order: watermark, repetition, presence, frequency and relative frequency
-    penalty, logit bias, no end before `min_new_tokens`, temperature, top_k, top_p, min_p,
-    typical_p, softmax, draw. The draw's noise is a function of (seed, stream, position, token).
-    """
-
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    #: CTRL's: divides positive and multiplies negative logits of tokens in prompt or output.
-    repetition_penalty: float = 1.0
-    #: Subtracted once from tokens of the output.
-    presence_penalty: float = 0.0
-    #: Subtracted for each occurrence in the output (OpenAI's definition).
-    frequency_penalty: float = 0.0
-    #: TGI's frequency penalty: times count / length over prompt and output, subtracted.
-    relative_frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
-    watermark: bool = False
-    seed: int = 0
-    #: Top tokens are of the distribution that is drawn from, not of the raw logits.
-    top_of_processed: bool = False
 
 
 class StoppingParams(msgspec.Struct, frozen=True, array_like=True):

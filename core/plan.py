@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.messages import Request
+from tokenpod.core.sampling import MOST_TOP_TOKENS, RowValues, SamplingTable, Words
 
 Ints = npt.NDArray[np.int32]
 
@@ -86,6 +87,29 @@ class NewRow:
     stream: int
     #: What it has sampled already, when it resumes.
     outputs: tuple[int, ...] = ()
+
+    @property
+    def ends(self) -> list[int]:
+        """Tokens that may not be drawn before `min_new_tokens`, rising."""
+        stopping = self.request.stopping
+        if not stopping.min_new_tokens:
+            return []
+        return sorted(stopping.eos_token_ids | stopping.stop_token_ids)
+
+    def words(self, table: SamplingTable) -> Words:
+        """[ROW_WORDS] int64: its row of a sampler."""
+        request, ends = self.request, self.ends
+        tokens = self.outputs or request.prompt
+        values = RowValues(
+            stream=self.stream,
+            min_new_tokens=request.stopping.min_new_tokens if ends else 0,
+            ends=len(ends),
+            logprobs=request.logprobs,
+            top_n=min(request.top_n_tokens, MOST_TOP_TOKENS),
+            length=len(request.prompt) + len(self.outputs),
+            previous=tokens[-1] if tokens else 0,
+        )
+        return table.row(request.sampling, values)
 
 
 class StepPlan:

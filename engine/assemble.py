@@ -14,10 +14,10 @@ from tokenpod.core.messages import (
     PROBE_TOKENS,
     EngineOptions,
     Request,
-    SamplingParams,
     StoppingParams,
 )
 from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
@@ -118,8 +118,7 @@ def _on_device(
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
     from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.device_sampler import MOST_TOKENS
-    from tokenpod.engine.shared_device_sampler import device_sampler
+    from tokenpod.engine.device_sampler import MOST_TOKENS, device_sampler
 
     dtype = _kv_dtype(model, options, device)
     vocab_size = model.config.vocab_size

@@ -22,9 +22,7 @@ from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.rounds import unmasked_rounds
-from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.sampler import prompt_logprobs
-from tokenpod.engine.shared_device_sampler import FollowingDeviceSampler
+from tokenpod.engine.sampler import LeaderTokens, logprobs_of
 from tokenpod.kernels.batch import (
     ForwardBatch,
     GivenEmbeddings,
@@ -64,7 +62,7 @@ class DeviceExecutor:
         self,
         model: CapturableModel,
         pool: KVPool,
-        sampler: DeviceSampler | FollowingDeviceSampler,
+        sampler: DeviceSampler | LeaderTokens,
         *,
         rows: int,
         max_positions: int,
@@ -166,7 +164,7 @@ class DeviceExecutor:
         if not is_begun:
             self._sampler.begin(firsts, rows, positions)
         drawn = self._sampler.finish(firsts, rows, positions)
-        if not is_begun or self._sampler.launches.draws:
+        if not is_begun or self._sampler.draws:
             remember(drawn.tokens, rows, self._last_token)
         if samples == n and not len(plan.r_masked):
             flight.send(drawn)
@@ -181,7 +179,7 @@ class DeviceExecutor:
             flight.send(drawn)
             return
         flight.later = later
-        if isinstance(self._sampler, FollowingDeviceSampler):
+        if isinstance(self._sampler, LeaderTokens):
             flight.sample(None)
         else:
             self._unsampled = flight
@@ -323,9 +321,7 @@ class DeviceExecutor:
         wanted = torch.arange(first, first + len(tokens), device=self._device)
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
         pieces = [
-            prompt_logprobs(
-                self._model.logits(hidden, replace(batch, logit_index=at)).float(), part
-            )
+            logprobs_of(self._model.logits(hidden, replace(batch, logit_index=at)).float(), part)
             for at, part in zip(
                 wanted.split(_SCORED_AT_ONCE), following.split(_SCORED_AT_ONCE), strict=True
             )
@@ -335,16 +331,12 @@ class DeviceExecutor:
     # -- rows ----------------------------------------------------------------------------------
 
     def _take_rows(self, plan: StepPlan) -> None:
-        for at, (row, prefix) in enumerate(new_rows(plan)):
+        self._sampler.take_rows(plan)
+        for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
             if len(prefix):
                 self._row_table[row, : len(prefix)] = self._upload(prefix)
-            if isinstance(self._sampler, FollowingDeviceSampler):
-                self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
-            else:
-                new = plan.asks[at]
-                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt, new.outputs)
 
     def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
         source = torch.as_tensor(values)

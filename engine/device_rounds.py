@@ -4,40 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from tokenpod.core.plan import StepPlan
-from tokenpod.engine.device_sampler import DeviceSamples
+from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
 from tokenpod.engine.rounds import Round, allowed, drafts_of
+from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import remember
-
-
-class RoundSampler(Protocol):
-    """A rank's sampler."""
-
-    def begin(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """See `DeviceSampler.begin`."""
-        ...
-
-    def finish(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> DeviceSamples:
-        """See `DeviceSampler.finish`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class LaterRounds:
     """Draws what does not belong to a step's first round, without a word to the host."""
 
-    sampler: RoundSampler
+    sampler: DeviceSampler | LeaderTokens
     #: [rows] int64.
     last_token: torch.Tensor
     #: To the device.
@@ -49,7 +33,7 @@ class LaterRounds:
     #: Where the logits of the others begin.
     first_draft: int
     #: All samples of the step, round after round; token -1 where nothing has been drawn.
-    drawn: DeviceSamples
+    drawn: Samples
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
@@ -68,25 +52,25 @@ class LaterRounds:
             numbers[5] = drafts_of(plan, turn)
             rows, positions, at, index, before, drafts = self.upload(numbers)
             bits = None
-            if masks is not None:
+            if masks is not None:  # where there is none, nothing is allowed
                 bits = self.upload(allowed(masks, turn, self.logits.shape[1]))
-            scores = offer(self.logits, index, self.drawn.tokens, before, drafts, bits)
-            self.sampler.begin(scores, rows, positions)
-            drawn = self.sampler.finish(scores, rows, positions)
+            scores = offer(self.logits, index, self.drawn.tokens, before, drafts)
+            self.sampler.begin(scores, rows, positions, bits)
+            drawn = self.sampler.finish(scores, rows, positions, masks=bits)
             remember(drawn.tokens, rows, self.last_token)
             self._put(drawn, at)
 
-    def _put(self, samples: DeviceSamples, at: torch.Tensor) -> None:
+    def _put(self, samples: Samples, at: torch.Tensor) -> None:
         self.drawn.tokens[at] = samples.tokens
         self.drawn.logprobs[at] = samples.logprobs
         self.drawn.top_ids[at] = samples.top_ids
         self.drawn.top_logprobs[at] = samples.top_logprobs
 
 
-def room_for(samples: int, first: DeviceSamples) -> DeviceSamples:
+def room_for(samples: int, first: Samples) -> Samples:
     """Room for so many samples, of which the first ones are there."""
     n, k = first.top_ids.shape
-    room = DeviceSamples(
+    room = Samples(
         first.tokens.new_full((samples,), -1),
         first.logprobs.new_zeros(samples),
         first.top_ids.new_full((samples, k), -1),

@@ -1,13 +1,12 @@
-"""Choosing tokens on the device, without a word to the host: `Sampler`'s asynchronous twin.
+"""Choosing tokens on a device, without a word to the host.
 
-A row's parameters go to the device once, when a sequence takes it; a step's sampling is then two
-to seven launches whose shapes depend on nothing but the batch size, so that a CUDA graph can hold
-them.
+A row's columns go to the device once, when a sequence takes it; a step's sampling is then two to
+seven launches whose shapes depend on nothing but the batch size, so that a CUDA graph can hold
+them. It draws what `HostSampler`, the specification, draws.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,40 +15,33 @@ import numpy.typing as npt
 import torch
 import triton
 
-from tokenpod.engine.device_rows import counts, words
-from tokenpod.engine.row_sampling import RowSampling
+from tokenpod.core.plan import NewRow
+from tokenpod.core.sampling import (
+    COUNTED,
+    DRAWS,
+    MOST_TOP_TOKENS,
+    PROCESSED_TOPS,
+    ROW_WORDS,
+    TABLE,
+    SamplingTable,
+)
+from tokenpod.engine.sampler import LeaderTokens, Sampler, Samples, edits_of
+from tokenpod.kernels.group import Group
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
-
-#: Tokens reported a row where any row asks for top tokens.
-MOST_TOP_TOKENS = int(top_tokens.MOST_TOP_TOKENS.value)
 
 #: The largest vocabulary.
 MOST_TOKENS = 1 << 18
 
-_WORDS = int(sampling_rows.WORDS.value)
 
-
-@dataclass(frozen=True, slots=True)
-class DeviceSamples:
-    """What was drawn, on the device; good until the next step is sampled."""
-
-    #: [n] int64; -1 where the logits held NaN, +Inf or nothing but -Inf.
-    tokens: torch.Tensor
-    #: [n] float32: log probability among the processed scores; 0 where the token is -1.
-    logprobs: torch.Tensor
-    #: [n, k] int64, k 64 or 0: by falling raw logit (or processed score, where the row asks for
-    #: that), the lowest id first in ties; from the first -1 on there are no more. A row has its
-    #: top_n tokens and those that tie with the last of them.
-    top_ids: torch.Tensor
-    #: [n, k] float32: their log probabilities, of the same.
-    top_logprobs: torch.Tensor
-
-    @classmethod
-    def of_tokens(cls, tokens: torch.Tensor) -> DeviceSamples:
-        """Tokens [n] of which no more is known."""
-        n = len(tokens)
-        logprobs = torch.zeros(n, dtype=torch.float32, device=tokens.device)
-        return cls(tokens, logprobs, tokens.new_empty(n, 0), logprobs.new_empty(n, 0))
+def device_sampler(
+    group: Group | None, *, rows: int, vocab_size: int, device: torch.device, most_edits: int
+) -> DeviceSampler | LeaderTokens:
+    """The sampler of a rank, or what followers have in place of one."""
+    if group is not None and group.rank > 0:
+        return LeaderTokens(group, rows=rows, device=device)
+    return DeviceSampler(
+        rows=rows, vocab_size=vocab_size, device=device, most_edits=most_edits, group=group
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +74,8 @@ class Tiles:
     finish_warps: int = 16
 
 
-class DeviceSampler:
-    """The rows' parameters and histories, on the device.
+class DeviceSampler(Sampler):
+    """Draws on a device; see `Sampler` for the other arguments.
 
     All memory is taken here: 12 bytes for each row and vocabulary entry (4 for the counts of tokens
     in prompt and output, 16 bits each, which end at 65,535; 8 for the candidates of truncated
@@ -104,21 +96,20 @@ class DeviceSampler:
         device: torch.device,
         most_edits: int = 4096,
         tiles: Tiles | None = None,
+        group: Group | None = None,
+        table: SamplingTable = TABLE,
     ) -> None:
+        super().__init__(rows=rows, vocab_size=vocab_size, group=group, table=table)
         assert vocab_size <= MOST_TOKENS, f"{vocab_size} tokens; at most {MOST_TOKENS} are handled"
         assert tiles is None or tiles.split >= MOST_TOP_TOKENS, f"splits of {tiles.split} tokens"
-        self._vocab_size = vocab_size
         self._device = device
         self._tiles = tiles or Tiles()
-        self._size = rows
-        #: Live rows that sample, that want top tokens, and that want those of processed scores.
-        self._drawing: set[int] = set()
-        self._topping: set[int] = set()
-        self._topping_processed: set[int] = set()
+        #: None: a row has been set or cleared since they were found.
+        self._launches: Launches | None = None
         self._most_edits = triton.next_power_of_2(most_edits)
         self._splits = triton.cdiv(vocab_size, self._tiles.split)
-        # One row more: the greedy row of a graph's padding.
-        self._words = self._empty(rows + 1, _WORDS, dtype=torch.int64).zero_()
+        #: The rows' words on the device. One row more: the greedy row of a graph's padding.
+        self.device_words = self._empty(rows + 1, ROW_WORDS, dtype=torch.int64).zero_()
         self._edit_ids = self._empty(rows + 1, self._most_edits, dtype=torch.int32)
         self._edit_values = self._empty(rows + 1, self._most_edits, dtype=torch.float32)
         self._counts = self._empty(rows, vocab_size, dtype=torch.int32)
@@ -142,53 +133,53 @@ class DeviceSampler:
     @property
     def padding_row(self) -> int:
         """A row that belongs to nobody, greedy: what fills up a captured batch."""
-        return self._size
+        return len(self._words)
 
     @property
     def launches(self) -> Launches:
         """What the live rows need."""
-        return Launches(
-            draws=bool(self._drawing),
-            tops=bool(self._topping),
-            processed_tops=bool(self._topping_processed),
-        )
+        if self._launches is None:
+            flags, top_n = (self._words[:, self._table.place(n)] for n in ("flags", "top_n"))
+            self._launches = Launches(
+                draws=bool((flags & DRAWS).any()),
+                tops=bool(top_n.any()),
+                processed_tops=bool((flags & PROCESSED_TOPS).any()),
+            )
+        return self._launches
 
-    def set_row(
-        self, row: int, asks: RowSampling, prompt: Sequence[int], outputs: Sequence[int] = ()
-    ) -> None:
-        """Give a row to a sequence. `outputs`: what it has sampled already, when it resumes.
+    @property
+    def draws(self) -> bool:
+        """Whether some live row draws at random."""
+        return self.launches.draws
+
+    def set_row(self, row: int, new: NewRow) -> None:
+        """Give a row to a sequence.
 
         Copies are in the order of the current stream, so steps before it are not disturbed.
+
+        Raises:
+            ValueError: it has more logit biases and end tokens than a row has room for.
         """
-        params = asks.params
-        edits = sorted(params.logit_bias.items())
-        if asks.min_new_tokens:
-            edits += [(end, -math.inf) for end in asks.ends]
-        if len(edits) > self._most_edits:
+        ids, values = edits_of(new)
+        if len(ids) > self._most_edits:
             raise ValueError(
-                f"{len(params.logit_bias)} logit biases and {len(asks.ends)} end tokens;"
+                f"{len(ids) - len(new.ends)} logit biases and {len(new.ends)} end tokens;"
                 f" a row has room for {self._most_edits}"
             )
-        self.clear_row(row)
-        if params.do_sample:
-            self._drawing.add(row)
-        if asks.top_n:
-            self._topping.add(row)
-        if asks.tops_processed:
-            self._topping_processed.add(row)
-        if edits:
-            ids, values = zip(*edits, strict=True)
-            self._upload(self._edit_ids[row], np.array(ids, np.int32))
-            self._upload(self._edit_values[row], np.array(values, np.float32))
-        if asks.counted:
-            self._upload(self._counts[row], counts(prompt, outputs, self._vocab_size))
-        self._upload(self._words[row], words(asks, prompt, outputs, self._vocab_size))
+        super().set_row(row, new)
+        self._launches = None
+        if len(ids):
+            self._upload(self._edit_ids[row], ids)
+            self._upload(self._edit_values[row], values)
+        if self._words[row, self._table.place("flags")] & COUNTED:
+            counts = _counts(new.request.prompt, new.outputs, self._vocab_size)
+            self._upload(self._counts[row], counts)
+        self._upload(self.device_words[row], self._words[row])
 
     def clear_row(self, row: int) -> None:
         """Forget a row."""
-        self._drawing.discard(row)
-        self._topping.discard(row)
-        self._topping_processed.discard(row)
+        super().clear_row(row)
+        self._launches = None
 
     def sample(
         self,
@@ -196,28 +187,40 @@ class DeviceSampler:
         rows: torch.Tensor,
         positions: torch.Tensor,
         launches: Launches | None = None,
-    ) -> DeviceSamples:
-        """Draw one token a row. Returns before the device has them.
+        masks: torch.Tensor | None = None,
+    ) -> Samples:
+        """Draw one token for each row. Returns before the device has them.
 
         Args:
             logits: [n, vocab_size] floats, each row contiguous; not changed.
             rows: [n] int64 on the device; no row twice but `padding_row`.
             positions: [n] int64 on the device; which output token of its sequence is drawn, from 0.
             launches: what to launch, no less than `rows` need; by default what the live rows do.
+            masks: [n, ceil(vocab_size / 32)] int32 on the device, contiguous: bit v % 32 of word
+                v // 32 says whether token v may be drawn. None: all may. Raw top tokens are of the
+                logits as they are.
         """
-        self.begin(logits, rows, positions)
-        return self.finish(logits, rows, positions, launches)
+        self.begin(logits, rows, positions, masks)
+        return self.finish(logits, rows, positions, launches, masks)
 
     def begin(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The first part of `sample`, the same for any rows: what a captured step can hold.
 
-        Returns [n] tokens, which are those of rows that are greedy.
+        Returns [n] tokens, which are those of rows that are greedy, and broadcasts them. Such rows'
+        tokens enter their history here: a row whose mask is not there yet must not be among them,
+        `padding_row` may stand in its place.
         """
         assert logits.stride(1) == 1
-        self._draw_greedy(logits, rows, positions)
-        return self._tokens[: len(rows)]
+        self._draw_greedy(logits, rows, positions, masks)
+        tokens = self._tokens[: len(rows)]
+        self._broadcast(tokens)
+        return tokens
 
     def finish(
         self,
@@ -225,15 +228,21 @@ class DeviceSampler:
         rows: torch.Tensor,
         positions: torch.Tensor,
         launches: Launches | None = None,
-    ) -> DeviceSamples:
-        """The rest of `sample`, with as many rows as `begin` had or the first of them."""
+        masks: torch.Tensor | None = None,
+    ) -> Samples:
+        """The rest of `sample`, with as many rows as `begin` had or the first of them.
+
+        Broadcasts all tokens once more if some row draws at random.
+        """
         launches = launches or self.launches
         if launches.draws:
-            self._draw_sampled(logits, rows, positions)
+            self._draw_sampled(logits, rows, positions, masks)
         if launches.tops:
-            self._find_tops(logits, rows, positions, launches)
+            self._find_tops(logits, rows, positions, launches, masks)
+        if launches.draws:
+            self._broadcast(self._tokens[: len(rows)])
         n, k = len(rows), MOST_TOP_TOKENS if launches.tops else 0
-        return DeviceSamples(
+        return Samples(
             tokens=self._tokens[:n],
             logprobs=self._logprobs[:n],
             top_ids=self._top_ids[:n, :k],
@@ -243,15 +252,20 @@ class DeviceSampler:
     # -- launches ------------------------------------------------------------------------------
 
     def _draw_greedy(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        masks: torch.Tensor | None,
     ) -> None:
         tiles = self._tiles
         sampling.prepare[(self._splits, len(rows))](
             logits,
             logits.stride(0),
+            masks,
             rows,
             positions,
-            self._words,
+            self.device_words,
             self._counts,
             self._edit_ids,
             self._edit_values,
@@ -270,7 +284,7 @@ class DeviceSampler:
         sampling.summarise[(len(rows),)](
             rows,
             positions,
-            self._words,
+            self.device_words,
             self._counts,
             self._best,
             self._best_id,
@@ -290,15 +304,20 @@ class DeviceSampler:
         )
 
     def _draw_sampled(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        masks: torch.Tensor | None,
     ) -> None:
         tiles = self._tiles
         sampling.race[(self._splits, len(rows))](
             logits,
             logits.stride(0),
+            masks,
             rows,
             positions,
-            self._words,
+            self.device_words,
             self._counts,
             self._edit_ids,
             self._edit_values,
@@ -318,7 +337,7 @@ class DeviceSampler:
         sampling.finish[(len(rows),)](
             rows,
             positions,
-            self._words,
+            self.device_words,
             self._counts,
             self._stats,
             self._fitness,
@@ -343,6 +362,7 @@ class DeviceSampler:
         rows: torch.Tensor,
         positions: torch.Tensor,
         launches: Launches,
+        masks: torch.Tensor | None,
     ) -> None:
         tiles = self._tiles
         # `prepare` is through with these two: its sums are joined.
@@ -351,7 +371,7 @@ class DeviceSampler:
             logits,
             logits.stride(0),
             rows,
-            self._words,
+            self.device_words,
             self._ranks,
             best,
             mass,
@@ -363,9 +383,10 @@ class DeviceSampler:
             top_tokens.split_processed_tops[(self._splits, len(rows))](
                 logits,
                 logits.stride(0),
+                masks,
                 rows,
                 positions,
-                self._words,
+                self.device_words,
                 self._counts,
                 self._edit_ids,
                 self._edit_values,
@@ -379,7 +400,7 @@ class DeviceSampler:
             )
         top_tokens.join_tops[(len(rows),)](
             rows,
-            self._words,
+            self.device_words,
             self._counts,
             self._stats,
             self._ranks,
@@ -406,3 +427,16 @@ class DeviceSampler:
             # Pinned memory is not used again before the copy is done.
             source = source.pin_memory()
         row[: len(source)].copy_(source, non_blocking=True)
+
+
+def _counts(
+    prompt: Sequence[int], outputs: Sequence[int], vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """[vocab] occurrences: in the prompt above, in the output below, 16 bits each."""
+    most = sampling_rows.MOST_COUNT.value
+    halves = [
+        np.minimum(np.bincount(np.array(tokens, np.int64), minlength=vocab_size), most)
+        for tokens in (prompt, outputs)
+    ]
+    packed: npt.NDArray[np.int32] = (halves[0] << 16 | halves[1]).astype(np.uint32).view(np.int32)
+    return packed

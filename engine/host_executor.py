@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, LAST, Ints, StepPlan
-from tokenpod.engine.executor import Masks, Model, StepResult, Words, new_rows, scored_rows
+from tokenpod.engine.executor import Masks, Model, StepResult, new_rows, scored_rows
+from tokenpod.engine.host_sampler import host_sampler
 from tokenpod.engine.integers import Counts, fill, given_tokens, views
 from tokenpod.engine.rounds import Ints as Rows
 from tokenpod.engine.rounds import (
@@ -22,9 +23,7 @@ from tokenpod.engine.rounds import (
     row_after_row,
     unmasked_rounds,
 )
-from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.sampler import Samples, prompt_logprobs
-from tokenpod.engine.shared_sampler import FollowingSampler, host_sampler
+from tokenpod.engine.sampler import Samples, logprobs_of
 from tokenpod.kernels.batch import ForwardBatch, GivenEmbeddings, Run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -76,7 +75,7 @@ class _Drawing:
         """What was drawn as samples `at`."""
         index = torch.from_numpy(at)
         self.tokens[index], self._logprobs[index] = samples.tokens, samples.logprobs
-        self._tops += [(int(at[i]), list(ids), list(logs)) for i, ids, logs in samples.tops]
+        self._tops += [(int(at[i]), ids, logprobs) for i, ids, logprobs in samples.tops]
 
     def result(self, forwarded: StepResult) -> StepResult:
         """What the step brought, with this."""
@@ -87,12 +86,6 @@ class _Drawing:
             tops=self._tops,
             sample_ns=time.monotonic_ns() - self._began,
         )
-
-
-def _forbidden(words: Words, vocab_size: int) -> torch.Tensor:
-    """[n, vocab] bool from [n, words] of tokens that are allowed."""
-    bits = np.unpackbits(words.astype("<i4").view(np.uint8), axis=1, bitorder="little")
-    return torch.from_numpy(bits[:, :vocab_size] == 0)
 
 
 class HostExecutor:
@@ -180,27 +173,23 @@ class HostExecutor:
             if not len(at):
                 continue
             logits = drawing.logits if len(at) == len(drawing.logits) else drawing.logits[at]
-            if masks is not None:
-                words = allowed(masks, turn, logits.shape[1])[right]
-                logits = logits.masked_fill(_forbidden(words, logits.shape[1]), -torch.inf)
+            bits = None
+            if masks is not None:  # where there is none, nothing is allowed
+                bits = torch.from_numpy(allowed(masks, turn, logits.shape[1])[right])
             rows = plan.r_row[which].astype(np.int64)
             outputs = (plan.r_output[which] + turn.place).tolist()
-            samples = self._sampler.sample(logits, rows.tolist(), outputs)
+            samples = self._sampler.sample(logits, rows.tolist(), outputs, bits)
             drawing.put(samples, at)
             # A bad row's token is never used; that it stays is good for one that was not sampled.
             drew = samples.tokens >= 0
             self._last_token[torch.from_numpy(rows)[drew]] = samples.tokens[drew]
 
     def _take_rows(self, plan: StepPlan) -> None:
-        for at, (row, prefix) in enumerate(new_rows(plan)):
+        self._sampler.take_rows(plan)
+        for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
             self._held[row] = len(prefix)
-            if isinstance(self._sampler, FollowingSampler):
-                self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
-            else:
-                new = plan.asks[at]
-                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt, new.outputs)
 
     def _note_slots(self, plan: StepPlan, starts: list[int]) -> None:
         """Note where the step's keys and values go, in the place of what rejected drafts left."""
@@ -262,5 +251,5 @@ class HostExecutor:
             part = torch.from_numpy(following[at : at + 128].astype(np.int64))
             wanted = torch.arange(first + at, first + at + len(part))
             logits = self._model.logits(hidden, replace(batch, logit_index=wanted)).float()
-            scores += prompt_logprobs(logits, part).tolist()
+            scores += logprobs_of(logits, part).tolist()
         return scores

@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import StepPlan
+from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.device_rounds import LaterRounds
-from tokenpod.engine.device_sampler import MOST_TOP_TOKENS, DeviceSamples
 from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.rounds import late_rows, masked_rounds, row_after_row
+from tokenpod.engine.sampler import Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Mailbox:
         """What is queued next is sampling."""
         self._forwarded.record()
 
-    def send(self, drawn: DeviceSamples | None, scored: dict[int, torch.Tensor]) -> Posted:
+    def send(self, drawn: Samples | None, scored: dict[int, torch.Tensor]) -> Posted:
         """Queue the copies of results to the host.
 
         Args:
@@ -83,19 +84,16 @@ class Mailbox:
         return StepResult(
             tokens=self._tokens[:samples].tolist(),
             logprobs=self._logprobs[:samples].tolist(),
-            tops=self._tops(samples) if posted.tops else [],
+            tops=self._samples(samples).tops if posted.tops else [],
             prompt_logprobs={at: scores.tolist() for at, scores in posted.scored.items()},
             forward_ns=self._began.nanoseconds_to(self._forwarded),
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
 
-    def _tops(self, samples: int) -> list[tuple[int, list[int], list[float]]]:
-        counts = (self._top_ids[:samples] >= 0).sum(dim=1).tolist()
-        return [
-            (i, self._top_ids[i, :n].tolist(), self._top_logprobs[i, :n].tolist())
-            for i, n in enumerate(counts)
-            if n
-        ]
+    def _samples(self, n: int) -> Samples:
+        return Samples(
+            self._tokens[:n], self._logprobs[:n], self._top_ids[:n], self._top_logprobs[:n]
+        )
 
     def _pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
@@ -114,7 +112,7 @@ class Flight:
     #: Rows of the plan whose masks did not come.
     _late: frozenset[int] = frozenset()
 
-    def send(self, drawn: DeviceSamples | None) -> None:
+    def send(self, drawn: Samples | None) -> None:
         """Queue the copies of results: all samples, if any row sampled, round after round."""
         self._posted = self._mailbox.send(drawn, self._scored)
 

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from tokenpod.core.messages import SamplingParams
-from tokenpod.engine.rng import philox, signed, split
+from tokenpod.core.plan import NewRow
+from tokenpod.core.sampling import COUNTED
+from tokenpod.engine.rng import philox, split
+from tokenpod.engine.sampler import Record, Records, edits_of
 
 #: "A Watermark for Large Language Models" (Kirchenbauer et al., 2023), with TGI's constants.
 WATERMARK_GAMMA = 0.5
@@ -27,85 +30,80 @@ class Candidates:
 
 
 class History:
-    """The tokens of a sequence, as far as its penalties ask: counts a vocabulary entry.
+    """What the processors read of a row besides its columns.
 
-    Counts are made only for parameters that need them: a whole vocabulary a row is a lot.
+    Args:
+        new: the sequence.
+        columns: its row's.
     """
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Sequence[int],
-        outputs: Sequence[int],
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
-        everything = params.repetition_penalty != 1.0 or params.relative_frequency_penalty
-        counted = everything or params.presence_penalty or params.frequency_penalty
-        #: [vocab] float32 occurrences in prompt and in output; None where nothing asks.
-        self.prompt_counts = _counts(prompt, vocab_size, device) if everything else None
-        self.output_counts = _counts(outputs, vocab_size, device) if counted else None
-        #: Tokens of prompt and output.
-        self.length = len(prompt) + len(outputs)
-        #: The last token, a scalar on the device, where the watermark asks.
-        last = [*prompt[-1:], *outputs[-1:]][-1:]
-        self._watermarked = params.watermark
-        self.previous = torch.tensor(last[0] if last else 0, dtype=torch.int64, device=device)
-
-    def note(self, token: torch.Tensor) -> None:
-        """Add a sampled token (a scalar on the device; -1 is the end of the sequence)."""
-        self.length += 1
-        if self.output_counts is not None:
-            self.output_counts[token.clamp(min=0)] += 1
-        if self._watermarked:
-            self.previous = token.clone()
+    def __init__(self, new: NewRow, columns: Record, vocab_size: int) -> None:
+        ids, values = (torch.from_numpy(edits) for edits in edits_of(new))
+        biases = int(columns["logit_bias"])
+        self.bias_ids, self.biases = ids[:biases].long(), values[:biases]
+        #: Tokens that may not be drawn before `min_new_tokens`.
+        self.ends = ids[biases:].long()
+        #: [vocab] float32 occurrences in prompt and output; None where nothing asks.
+        self.prompt: torch.Tensor | None = None
+        self.outputs: torch.Tensor | None = None
+        if columns["flags"] & COUNTED:
+            self.prompt = _counts(new.request.prompt, vocab_size)
+            self.outputs = _counts(new.outputs, vocab_size)
 
 
-def penalise(scores: torch.Tensor, params: SamplingParams, history: History) -> None:
-    """Repetition, presence, frequency, relative frequency penalties and logit bias, in place.
+def edit(scores: torch.Tensor, columns: Record, history: History, position: int) -> None:
+    """Everything that comes before temperature, in place.
+
+    Args:
+        scores: [vocab] float32.
+        columns: the row's.
+        position: which output token of its sequence is drawn, from 0.
+    """
+    if columns["watermark"]:
+        scores += watermark_bias(int(columns["previous"]), len(scores))
+    if history.outputs is not None and history.prompt is not None:
+        _penalise(scores, columns, history.prompt, history.outputs)
+    if len(history.bias_ids):
+        scores[history.bias_ids] += history.biases
+    if position < columns["min_new_tokens"]:
+        scores[history.ends] = -torch.inf
+
+
+def _penalise(
+    scores: torch.Tensor, columns: Record, prompt: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Repetition, presence, frequency and relative frequency penalties, in place.
 
     Repetition is CTRL's (Keskar et al., 2019): scores of tokens in prompt or output are divided by
     the penalty if positive, multiplied if negative. Relative frequency is TGI's: count / length.
     """
-    out = history.output_counts
-    if params.repetition_penalty != 1.0:
-        assert out is not None
-        assert history.prompt_counts is not None
-        seen = (out + history.prompt_counts) > 0
-        penalty = params.repetition_penalty
-        punished = torch.where(scores < 0, scores * penalty, scores / penalty)
+    repetition = float(columns["repetition_penalty"])
+    if repetition != 1.0:
+        seen = (out + prompt) > 0
+        punished = torch.where(scores < 0, scores * repetition, scores / repetition)
         torch.where(seen, punished, scores, out=scores)
-    if params.presence_penalty:
-        assert out is not None
-        scores -= (out > 0) * params.presence_penalty
-    if params.frequency_penalty:
-        assert out is not None
-        scores -= out * params.frequency_penalty
-    if params.relative_frequency_penalty:
-        assert out is not None
-        assert history.prompt_counts is not None
-        share = (out + history.prompt_counts) / max(history.length, 1)
-        scores -= share * params.relative_frequency_penalty
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=scores.device)
-        bias = torch.tensor(list(params.logit_bias.values()), device=scores.device)
-        scores[ids] += bias.to(scores.dtype)
+    if presence := float(columns["presence_penalty"]):
+        scores -= (out > 0) * presence
+    if frequency := float(columns["frequency_penalty"]):
+        scores -= out * frequency
+    if relative := float(columns["relative_frequency_penalty"]):
+        scores -= (out + prompt) / max(int(columns["length"]), 1) * relative
 
 
-def watermark_bias(previous: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
+def watermark_bias(previous: int, vocab_size: int) -> torch.Tensor:
     """[vocab] float32: delta on the green half of the vocabulary, which the last token chooses.
 
     Token v is green if word v mod 4 of Philox at counter (v // 4, 0, 0, 0) with the key
     WATERMARK_KEY * previous is below gamma * 2^32.
     """
-    key = split(previous * signed(WATERMARK_KEY))
-    block = torch.arange(-(-vocab_size // 4), device=device)
+    key = split(torch.tensor(previous) * WATERMARK_KEY)
+    block = torch.arange(-(-vocab_size // 4))
     zero = torch.zeros_like(block)
     words = torch.stack(philox((block, zero, zero, zero), key), dim=-1).flatten()[:vocab_size]
     return (words < int(WATERMARK_GAMMA * 2**32)).to(torch.float32) * WATERMARK_DELTA
 
 
-def truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> Candidates:
+def truncate(scores: torch.Tensor, columns: Records) -> Candidates:
     """What top_k, top_p, min_p and typical_p leave, in this order, each renormalising.
 
     Ties with the k-th score all stay in. top_p takes tokens by falling score, the lowest id first
@@ -114,36 +112,38 @@ def truncate(scores: torch.Tensor, params: Sequence[SamplingParams]) -> Candidat
 
     Args:
         scores: [n, vocab] float32, after temperature; the highest of each row is 0.
-        params: n.
+        columns: [n], the rows'.
     """
-    least, ties = _lowest_kept(scores, params)
+    least, ties = _lowest_kept(scores, columns)
     kept = _at_least(scores, least, ties)
-    if any(p.typical_p < 1.0 for p in params):
-        kept.scores.masked_fill_(~_typical(kept.scores, params), -torch.inf)
+    typical_p = columns["typical_p"]
+    if (typical_p < 1.0).any():
+        kept.scores.masked_fill_(~_typical(kept.scores, typical_p), -torch.inf)
     return kept
 
 
-def _lowest_kept(
-    scores: torch.Tensor, params: Sequence[SamplingParams]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _lowest_kept(scores: torch.Tensor, columns: Records) -> tuple[torch.Tensor, torch.Tensor]:
     """[n, 1] each: the lowest score that top_k, top_p and min_p keep; at most how many have it.
 
     All three keep the first so many by falling score, so the tokens themselves need no sorting.
     """
     vocab_size = scores.shape[1]
-    device = scores.device
     falling = _falling(scores)
-    last = torch.tensor([[(p.top_k or vocab_size) - 1] for p in params], device=device)
-    kth = falling.gather(1, last.clamp(max=vocab_size - 1))
-    floor = torch.tensor([[math.log(p.min_p) if p.min_p else -math.inf] for p in params])
+    top_k = columns["top_k"]
+    last = np.minimum(np.where(top_k > 0, top_k, vocab_size), vocab_size) - 1
+    kth = falling.gather(1, torch.from_numpy(last)[:, None])
+    floor = torch.from_numpy(columns["min_p"].astype(np.float32))[:, None]
     mass = _running_sum(falling.exp().masked_fill_(falling < kth, 0.0))
-    # Nothing reaches a mass of infinity: top_p 1 keeps all.
-    wanted = [[p.top_p if p.top_p < 1.0 else math.inf] for p in params]
-    reach = torch.tensor(wanted, dtype=torch.float64, device=device) * mass[:, -1:]
+    reach = _wanted(columns["top_p"]) * mass[:, -1:]
     count = torch.searchsorted(mass, reach) + 1
     least = falling.gather(1, count.clamp(max=vocab_size) - 1)
-    least = torch.maximum(least, torch.maximum(kth, floor.to(scores)))
+    least = torch.maximum(least, torch.maximum(kth, floor))
     return least, count - torch.searchsorted(-falling, -least)
+
+
+def _wanted(share: npt.NDArray[np.float64]) -> torch.Tensor:
+    """[n, 1] float64: the mass to reach; infinity, which nothing reaches, where all stay in."""
+    return torch.from_numpy(np.where(share < 1.0, share, math.inf))[:, None]
 
 
 def _at_least(scores: torch.Tensor, least: torch.Tensor, ties: torch.Tensor) -> Candidates:
@@ -160,7 +160,7 @@ def _at_least(scores: torch.Tensor, least: torch.Tensor, ties: torch.Tensor) -> 
     return kept
 
 
-def _typical(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _typical(scores: torch.Tensor, typical_p: npt.NDArray[np.float64]) -> torch.Tensor:
     """[n, k] bool: which tokens typical_p keeps."""
     logp = scores - log_mass(scores)
     p = logp.exp()
@@ -168,11 +168,9 @@ def _typical(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
     entropy = -_running_sum((p * logp).nan_to_num(nan=0.0))[:, -1:]
     distance = (-logp - entropy).abs()
     order = distance.argsort(dim=1, stable=True)
-    wanted = [[p.typical_p if p.typical_p < 1.0 else math.inf] for p in params]
-    reach = torch.tensor(wanted, dtype=torch.float64, device=scores.device)
     mass = _running_sum(p.gather(1, order))
     before = torch.cat([torch.zeros_like(mass[:, :1]), mass[:, :-1]], dim=1)
-    return torch.empty_like(order, dtype=torch.bool).scatter_(1, order, before < reach)
+    return torch.empty_like(order, dtype=torch.bool).scatter_(1, order, before < _wanted(typical_p))
 
 
 def log_mass(scores: torch.Tensor) -> torch.Tensor:
@@ -190,12 +188,10 @@ def _running_sum(values: torch.Tensor) -> torch.Tensor:
 
 def _falling(scores: torch.Tensor) -> torch.Tensor:
     """Each row's scores from the highest to the lowest."""
-    if scores.device.type == "cpu":
-        # numpy's is more than forty times faster than torch's on a CPU.
-        return torch.from_numpy(-np.sort(-scores.numpy(), axis=1))
-    return scores.sort(dim=1, descending=True).values
+    # numpy's is more than forty times faster than torch's on a CPU.
+    return torch.from_numpy(-np.sort(-scores.numpy(), axis=1))
 
 
-def _counts(tokens: Sequence[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    ids = torch.tensor(list(tokens), dtype=torch.int64)
-    return torch.bincount(ids, minlength=vocab_size).to(device, torch.float32)
+def _counts(tokens: Sequence[int], vocab_size: int) -> torch.Tensor:
+    counts = np.bincount(np.array(tokens, np.int64), minlength=vocab_size)
+    return torch.from_numpy(counts.astype(np.float32))

@@ -45,11 +45,6 @@ def split(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value & _MASK, (value >> 32) & _MASK
 
 
-def signed(value: int) -> int:
-    """An unsigned 64-bit integer as the int64 of the same bits."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
 def uniform(bits: torch.Tensor) -> torch.Tensor:
     """float32 in (0, 1): the 23 high bits and half a step, so that neither end is reached."""
     return ((bits >> 9).to(torch.float32) + 0.5) * 2.0**-23

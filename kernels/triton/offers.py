@@ -1,4 +1,4 @@
-"""What a later round of a step draws from, in one launch."""
+"""What a later round of a step draws from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def offer(
     drawn: torch.Tensor,
     before: torch.Tensor,
     drafts: torch.Tensor,
-    bits: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[m, vocab] rows of logits; -inf where nothing may be drawn, so that nothing is.
+    """[m, vocab] rows of logits; -inf behind a wrong draft, so that nothing is drawn.
 
     Args:
         logits: [n, vocab], each row contiguous.
@@ -26,7 +25,6 @@ def offer(
         drawn: [samples] int64 tokens of the rounds before.
         before: [m] int64: which of `drawn` must be the row's draft; negative: none.
         drafts: [m] int64.
-        bits: [m, words] int32: which tokens are allowed, 32 to a word; None: all.
     """
     m, vocab_size = len(index), logits.shape[1]
     scores = logits.new_empty((m, vocab_size))
@@ -37,11 +35,8 @@ def offer(
         drawn,
         before,
         drafts,
-        bits,
-        0 if bits is None else bits.stride(0),
         scores,
         vocab_size,
-        MASKED=bits is not None,
         BLOCK=BLOCK,
         num_warps=4,
     )
@@ -56,11 +51,8 @@ def _offer(
     drawn,
     before,
     drafts,
-    bits,
-    bits_stride,
     scores,
     vocab_size,
-    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     b = tl.program_id(1).to(tl.int64)
@@ -68,11 +60,8 @@ def _offer(
     there = token < vocab_size
     last = tl.load(before + b)
     drawn_last = tl.load(drawn + last, mask=last >= 0, other=0)
-    allowed = there & ((last < 0) | (drawn_last == tl.load(drafts + b)))
-    if MASKED:
-        word = tl.load(bits + b * bits_stride + token // 32, mask=there, other=0)
-        allowed &= ((word >> (token % 32)) & 1) != 0
+    right = there & ((last < 0) | (drawn_last == tl.load(drafts + b)))
     score = tl.load(
-        logits + tl.load(index + b) * logits_stride + token, mask=allowed, other=-float("inf")
+        logits + tl.load(index + b) * logits_stride + token, mask=right, other=-float("inf")
     )
     tl.store(scores + b * vocab_size + token, score, mask=there)

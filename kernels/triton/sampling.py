@@ -24,9 +24,9 @@ from tokenpod.kernels.triton.noise import (
 )
 from tokenpod.kernels.triton.sampling_rows import (
     CUTS,
+    DRAWS,
     FLAGS,
     PROCESSED_TOPS,
-    SAMPLES,
     SEED,
     STREAM,
     WORDS,
@@ -67,6 +67,7 @@ NOBODY = tl.constexpr(0x7FFFFFFF)
 def prepare(
     logits_ptr,
     logits_stride,
+    mask_ptr,
     b_row_ptr,
     b_position_ptr,
     words_ptr,
@@ -94,6 +95,8 @@ def prepare(
     ids = first + group[:, None] * length + tl.arange(0, length)[None, :]
     scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
+        mask_ptr,
+        b,
         ids,
         first,
         tl.load(b_position_ptr + b),
@@ -112,7 +115,7 @@ def prepare(
     best = tl.max(group_best, axis=0)
     best_id = tl.min(tl.min(tl.where(scores == best, ids, NOBODY), axis=1), axis=0)
     s = scores - tl.where(best == -float("inf"), 0.0, best)
-    if flags & SAMPLES:
+    if flags & DRAWS:
         s = tl.div_rn(s, temperature_of(words_ptr, flags))
     e = tl.exp(s)
     out = b * splits + split
@@ -170,7 +173,7 @@ def summarise(
     stats_ptr += b * STATS
     tl.store(stats_ptr + PEAK, peak.to(tl.float64))
     tl.store(stats_ptr + MASS, total)
-    if ((flags & SAMPLES) == 0) | (drawable == 0):
+    if ((flags & DRAWS) == 0) | (drawable == 0):
         tl.store(token_ptr + b, tl.where(drawable, token, -1).to(tl.int64))
         # The best score less the highest is 0.
         log_mass = precise_log(tl.where(drawable, total, 1.0).to(tl.float32))
@@ -208,6 +211,7 @@ def summarise(
 def race(
     logits_ptr,
     logits_stride,
+    mask_ptr,
     b_row_ptr,
     b_position_ptr,
     words_ptr,
@@ -232,7 +236,7 @@ def race(
     flags = tl.load(words_ptr + FLAGS)
     stats_ptr += b * STATS
     peak = tl.load(stats_ptr + PEAK).to(tl.float32)
-    if ((flags & SAMPLES) == 0) | (tl.abs(peak) == float("inf")):
+    if ((flags & DRAWS) == 0) | (tl.abs(peak) == float("inf")):
         return
     temperature = temperature_of(words_ptr, flags)
     out = b * splits + split
@@ -249,6 +253,8 @@ def race(
     position = tl.load(b_position_ptr + b)
     scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
+        mask_ptr,
+        b,
         ids,
         first,
         position,
@@ -312,7 +318,7 @@ def finish(
     flags = tl.load(words_ptr + FLAGS)
     stats_ptr += b * STATS
     peak = tl.load(stats_ptr + PEAK)
-    if ((flags & SAMPLES) == 0) | (tl.abs(peak) == float("inf")):
+    if ((flags & DRAWS) == 0) | (tl.abs(peak) == float("inf")):
         return
     mass = tl.load(stats_ptr + MASS)
     if flags & CUTS:

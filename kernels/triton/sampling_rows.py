@@ -1,6 +1,7 @@
-"""How a row's sampling parameters lie on the device, and what edits its scores.
+"""How a row's columns lie on the device, and what edits its scores.
 
-A row is `WORDS` words of 64 bits, so that it is set by one small copy; floats are float64 bits.
+A row is `WORDS` words of 64 bits, laid out by the table of knobs, so that it is set by one small
+copy; floats are float64 bits.
 """
 
 from __future__ import annotations
@@ -8,44 +9,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenpod.core import sampling
+from tokenpod.core.sampling import TABLE
 from tokenpod.kernels.triton.noise import WATERMARK_KEY, token_words
 
-WORDS = tl.constexpr(20)
-# Integers.
-FLAGS = tl.constexpr(0)
-SEED = tl.constexpr(1)
-STREAM = tl.constexpr(2)
+WORDS = tl.constexpr(sampling.ROW_WORDS)
+FLAGS = tl.constexpr(TABLE.place("flags"))
+SEED = tl.constexpr(TABLE.place("seed"))
+STREAM = tl.constexpr(TABLE.place("stream"))
 #: Ends are forbidden at output positions below this.
-MIN_NEW_TOKENS = tl.constexpr(3)
+MIN_NEW_TOKENS = tl.constexpr(TABLE.place("min_new_tokens"))
 #: The row's list of edits: so many biases, by rising id, then so many ends, by rising id.
-BIASES = tl.constexpr(4)
-ENDS = tl.constexpr(5)
+BIASES = tl.constexpr(TABLE.place("logit_bias"))
+ENDS = tl.constexpr(TABLE.place("ends"))
+WATERMARK = tl.constexpr(TABLE.place("watermark"))
 #: 0: all.
-TOP_K = tl.constexpr(6)
-TOP_N = tl.constexpr(7)
-#: Tokens of prompt and output so far, and the last of them: the kernels keep both up to date.
-LENGTH = tl.constexpr(8)
-PREVIOUS = tl.constexpr(9)
-# Floats.
-TEMPERATURE = tl.constexpr(10)
-TOP_P = tl.constexpr(11)
-#: log min_p
-FLOOR = tl.constexpr(12)
-TYPICAL_P = tl.constexpr(13)
-REPETITION = tl.constexpr(14)
-PRESENCE = tl.constexpr(15)
-FREQUENCY = tl.constexpr(16)
-RELATIVE_FREQUENCY = tl.constexpr(17)
+TOP_K = tl.constexpr(TABLE.place("top_k"))
+TOP_N = tl.constexpr(TABLE.place("top_n"))
+#: The kernels keep both up to date.
+LENGTH = tl.constexpr(TABLE.place("length"))
+PREVIOUS = tl.constexpr(TABLE.place("previous"))
+TEMPERATURE = tl.constexpr(TABLE.place("temperature"))
+TOP_P = tl.constexpr(TABLE.place("top_p"))
+LOG_MIN_P = tl.constexpr(TABLE.place("min_p"))
+TYPICAL_P = tl.constexpr(TABLE.place("typical_p"))
+REPETITION = tl.constexpr(TABLE.place("repetition_penalty"))
+PRESENCE = tl.constexpr(TABLE.place("presence_penalty"))
+FREQUENCY = tl.constexpr(TABLE.place("frequency_penalty"))
+RELATIVE_FREQUENCY = tl.constexpr(TABLE.place("relative_frequency_penalty"))
 
 # Bits of FLAGS.
-SAMPLES = tl.constexpr(1)
-CUTS = tl.constexpr(2)
-EDITED = tl.constexpr(4)
-COUNTED = tl.constexpr(8)
-WATERMARKED = tl.constexpr(16)
-#: Top tokens are of the distribution that is drawn from. They read the history that the draw read,
-#: so it is `join_tops` that notes the token.
-PROCESSED_TOPS = tl.constexpr(32)
+DRAWS = tl.constexpr(sampling.DRAWS)
+CUTS = tl.constexpr(sampling.CUTS)
+EDITED = tl.constexpr(sampling.EDITED)
+COUNTED = tl.constexpr(sampling.COUNTED)
+#: Such rows' top tokens read the history that the draw read, so it is `join_tops` that notes the
+#: token.
+PROCESSED_TOPS = tl.constexpr(sampling.PROCESSED_TOPS)
 
 #: A count is two halves of a word: prompt above, output below; each stops at this.
 MOST_COUNT = tl.constexpr(0xFFFF)
@@ -60,12 +60,14 @@ def real(words_ptr, which: tl.constexpr):
 @triton.jit
 def temperature_of(words_ptr, flags):
     """Float32; 1 for greedy rows."""
-    return tl.where((flags & SAMPLES) != 0, real(words_ptr, TEMPERATURE), 1.0).to(tl.float32)
+    return tl.where((flags & DRAWS) != 0, real(words_ptr, TEMPERATURE), 1.0).to(tl.float32)
 
 
 @triton.jit
 def read_scores(
     logits_ptr,
+    mask_ptr,
+    b,
     ids,
     first,
     position,
@@ -85,6 +87,7 @@ def read_scores(
 
     Args:
         logits_ptr, words_ptr: the row's.
+        mask_ptr: of all rows of the step, of which this is number `b`; None: all may be drawn.
         ids: any shape, from `first` to below `first + SPLIT`.
         counts_ptr, edit_id_ptr, edit_value_ptr: of all rows; `row` is int64.
     """
@@ -103,6 +106,12 @@ def read_scores(
             MOST_EDITS,
             SPLIT,
         )
+    if mask_ptr is not None:
+        words = (vocab_size + 31) // 32
+        at = b.to(tl.int64) * words + ids // 32
+        bits = tl.load(mask_ptr + at, mask=ids < vocab_size, other=0)
+        # Added, so that NaN and Inf stay what they are and the row is found out.
+        scores += tl.where(((bits >> (ids % 32)) & 1) != 0, 0.0, -float("inf"))
     return scores
 
 
@@ -122,7 +131,7 @@ def _edited(
 ):
     """Scores after everything that comes before temperature; all pointers are the row's."""
     flags = tl.load(words_ptr + FLAGS)
-    if flags & WATERMARKED:
+    if tl.load(words_ptr + WATERMARK) != 0:
         key = tl.load(words_ptr + PREVIOUS) * WATERMARK_KEY
         green = token_words(key, ids, 0, 0) < 0x80000000
         scores = tl.where(green, scores + 2.0, scores)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tokenpod.core import sampling
 from tokenpod.kernels.triton.noise import precise_log
 from tokenpod.kernels.triton.sampling import CENTRE, LIMIT, LOG_MASS, NEAREST, PEAK, STATS
 from tokenpod.kernels.triton.sampling_rows import (
     CUTS,
+    DRAWS,
     FLAGS,
     PROCESSED_TOPS,
-    SAMPLES,
     TOP_N,
     WORDS,
     note,
@@ -31,7 +32,7 @@ from tokenpod.kernels.triton.sampling_rows import (
 from tokenpod.kernels.triton.truncation import falling_key, survives
 
 #: How many are found, whatever a row asks.
-MOST_TOP_TOKENS = tl.constexpr(64)
+MOST_TOP_TOKENS = tl.constexpr(sampling.MOST_TOP_TOKENS)
 
 _ID_BITS = tl.constexpr(20)
 _ID_MASK = tl.constexpr((1 << 20) - 1)
@@ -87,6 +88,7 @@ def split_tops(
 def split_processed_tops(
     logits_ptr,
     logits_stride,
+    mask_ptr,
     b_row_ptr,
     b_position_ptr,
     words_ptr,
@@ -110,6 +112,8 @@ def split_processed_tops(
     ids = first + tl.arange(0, SPLIT)
     scores = read_scores(
         logits_ptr + b.to(tl.int64) * logits_stride,
+        mask_ptr,
+        b,
         ids,
         first,
         tl.load(b_position_ptr + b),
@@ -124,7 +128,7 @@ def split_processed_tops(
     )
     stats_ptr += b * STATS
     drawable = scores > -float("inf")
-    if flags & SAMPLES:
+    if flags & DRAWS:
         peak = tl.load(stats_ptr + PEAK).to(tl.float32)
         scores = tl.div_rn(scores - peak, temperature_of(words_ptr, flags))
         drawable = scores > -float("inf")
@@ -186,7 +190,7 @@ def join_tops(
     if flags & PROCESSED_TOPS:
         # As the drawn token's log probability came about, so that its own is the same.
         stats_ptr += b * STATS
-        peak = tl.where((flags & SAMPLES) != 0, 0.0, tl.load(stats_ptr + PEAK)).to(tl.float32)
+        peak = tl.where((flags & DRAWS) != 0, 0.0, tl.load(stats_ptr + PEAK)).to(tl.float32)
         log_mass = tl.load(stats_ptr + LOG_MASS).to(tl.float32)
         note(words_ptr, counts_ptr + row * vocab_size, token)
     else:

@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.triton.noise import exponential, precise_log, token_words
-from tokenpod.kernels.triton.sampling_rows import FLOOR, SEED, STREAM, TOP_K, TOP_P, TYPICAL_P, real
+from tokenpod.kernels.triton.sampling_rows import (
+    LOG_MIN_P,
+    SEED,
+    STREAM,
+    TOP_K,
+    TOP_P,
+    TYPICAL_P,
+    real,
+)
 
 _ID_BITS = tl.constexpr(20)
 _ID_MASK = tl.constexpr((1 << 20) - 1)
@@ -152,7 +160,7 @@ def _falling_limit(
             mass = fixed.to(tl.float64)
         target = _target(top_p, mass)
         kept = _border(candidate_ptr, found, limit, target, 0.0, True, False, BLOCK, PIVOTS)
-    floor = real(words_ptr, FLOOR).to(tl.float32)
+    floor = real(words_ptr, LOG_MIN_P).to(tl.float32)
     return tl.minimum(kept, falling_key(floor, _ID_MASK))
 
 
@@ -188,7 +196,7 @@ def least_survivor(
     if top_p < 1.0 and top_k == 0:
         lost = (1.0 - top_p).to(tl.float32) * whole / vocab_size
         least = tl.maximum(least, tl.log(lost) - _SLACK)
-    floor = real(words_ptr, FLOOR).to(tl.float32)
+    floor = real(words_ptr, LOG_MIN_P).to(tl.float32)
     if top_p >= 1.0 or top_k == 0:  # top_p measures the mass of all that top_k leaves
         least = tl.maximum(least, floor)
     typical_p = real(words_ptr, TYPICAL_P)
@@ -223,7 +231,7 @@ def cut(
     if typical_p < 1.0:
         weight = mass * _UNIT
         whole = (tl.load(words_ptr + TOP_K) == 0) & (real(words_ptr, TOP_P) >= 1.0)
-        if not (whole & (real(words_ptr, FLOOR) == -float("inf"))):
+        if not (whole & (real(words_ptr, LOG_MIN_P) == -float("inf"))):
             fixed, moment = _sums(candidate_ptr, found, limit, BLOCK)
             weight = fixed.to(tl.float64)
             mean = moment.to(tl.float64) / weight

@@ -44,27 +44,22 @@ _SLICE_REQUESTS = 128
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024 - 4096
 
 
+def _fields(message: Any) -> dict[str, Any]:
+    """A message's fields by name; None where one that may be absent is."""
+    return {
+        field.name: None
+        if field.has_presence and not message.HasField(field.name)
+        else getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+    }
+
+
 async def generate_call(request: v3.GenerateRequest) -> GenerateCall:
     """What `request` asks for. Other tasks get their turn while long lists are copied."""
     sampling, stopping, output = request.sampling, request.stopping, request.output
     return GenerateCall(
         prompt=await _prompt(request),
-        sampling=Sampling(
-            do_sample=sampling.do_sample if sampling.HasField("do_sample") else None,
-            temperature=sampling.temperature if sampling.HasField("temperature") else None,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=dict(sampling.logit_bias),
-            seed=sampling.seed if sampling.HasField("seed") else None,
-            watermark=sampling.watermark,
-            n=sampling.n,
-            best_of=sampling.best_of,
-        ),
+        sampling=Sampling(**_fields(sampling) | {"logit_bias": dict(sampling.logit_bias)}),
         stopping=Stopping(
             max_new_tokens=stopping.max_new_tokens if stopping.HasField("max_new_tokens") else None,
             min_new_tokens=stopping.min_new_tokens,

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tokenpod.core.messages import SamplingParams
+from msgspec import structs
+
+from tokenpod.core.sampling import CUTS, MOST_TOP_TOKENS, TABLE, SamplingParams
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
     ChatPrompt,
@@ -24,8 +27,6 @@ from tokenpod.service.serving.calls import (
 
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256
-#: Most likely tokens that the sampler can report.
-MOST_TOP_TOKENS = 64
 MOST_PRIORITY = 100
 #: Messages of a chat: each becomes Python objects, here and in a template, however short it is.
 MOST_CHAT_MESSAGES = 4096
@@ -133,27 +134,18 @@ def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: Reque
 
 def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
     """`sampling` with every "not set" made neutral. Expects checked values."""
-    temperature = sampling.temperature
-    top_p, typical_p = sampling.top_p or 1.0, sampling.typical_p or 1.0
-    chosen = sampling.do_sample
-    if chosen is None:
-        several = max(sampling.n, sampling.best_of) > 1
-        tuned = (temperature, sampling.top_k, top_p < 1, sampling.min_p, typical_p < 1, several)
-        chosen = temperature != 0.0 and any(tuned)
-    return SamplingParams(
-        do_sample=chosen,
-        temperature=_divisor(temperature),
-        top_k=sampling.top_k,
-        top_p=top_p,
-        min_p=sampling.min_p,
-        typical_p=typical_p,
-        repetition_penalty=_divisor(sampling.repetition_penalty),
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        watermark=sampling.watermark,
-        seed=seed,
-    )
+    asked: dict[str, Any] = {}
+    for column in TABLE.columns:
+        value = getattr(sampling, column.name, None)
+        if value:
+            asked[column.name] = _divisor(value) if column.knob.divides else value
+    params = SamplingParams(**asked | {"seed": seed})
+    if sampling.do_sample is not None:
+        return params
+    several = max(sampling.n, sampling.best_of) > 1
+    tuned = bool(sampling.temperature) or several or TABLE.needs(params) & CUTS != 0
+    chosen = sampling.temperature != 0.0 and tuned
+    return structs.replace(params, do_sample=chosen)
 
 
 # -- Generate ----------------------------------------------------------------------------------
@@ -179,18 +171,14 @@ def _check_chat(chat: ChatPrompt) -> None:
 
 
 def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
-    if sampling.temperature is not None:
-        _within("sampling.temperature", sampling.temperature, 0, 100)
-        if sampling.temperature == 0 and sampling.do_sample:
-            raise InvalidArgument(
-                "sampling.temperature", "is 0 (greedy) while sampling.do_sample is true"
-            )
-    _within("sampling.top_p", sampling.top_p, 0, 1)
-    _within("sampling.min_p", sampling.min_p, 0, 1)
-    _within("sampling.typical_p", sampling.typical_p, 0, 1)
-    _within("sampling.repetition_penalty", sampling.repetition_penalty, 0, 100)
-    _within("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
-    _within("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
+    if sampling.temperature == 0 and sampling.do_sample:
+        raise InvalidArgument(
+            "sampling.temperature", "is 0 (greedy) while sampling.do_sample is true"
+        )
+    for column in TABLE.columns:
+        value, knob = getattr(sampling, column.name, None), column.knob
+        if value is not None and knob.low is not None:
+            _within(f"sampling.{column.name}", value, knob.low, knob.high)
     if len(sampling.logit_bias) > limits.max_logit_bias:
         problem = f"names {len(sampling.logit_bias)} tokens; at most {limits.max_logit_bias}"
         raise InvalidArgument("sampling.logit_bias", f"{problem} are allowed (--max-logit-bias)")

@@ -11,15 +11,15 @@ from samplers import set_row
 from sampling_reference import choose
 
 from tokenpod.core.messages import SamplingParams
-from tokenpod.engine.sampler import Sampler, Samples, prompt_logprobs
+from tokenpod.engine.host_sampler import HostSampler
+from tokenpod.engine.sampler import Samples, logprobs_of
 
-CPU = torch.device("cpu")
 INF = float("inf")
 
 
 def draw(logits: torch.Tensor, *rows: tuple[SamplingParams, dict], position: int = 0) -> Samples:
     """One step of fresh rows."""
-    sampler = Sampler(rows=len(rows), vocab_size=logits.shape[1], device=CPU)
+    sampler = HostSampler(rows=len(rows), vocab_size=logits.shape[1])
     for row, (params, changes) in enumerate(rows):
         set_row(sampler, row, params, **changes)
     return sampler.sample(logits, list(range(len(rows))), [position] * len(rows))
@@ -192,10 +192,10 @@ def test_logits_are_left_as_they_were():
 def test_a_resumed_sequence_goes_on_as_if_never_interrupted(params):
     vocab, steps = 60, 12
     logits = random_logits(steps, vocab, scale=1.0)
-    whole = Sampler(rows=1, vocab_size=vocab, device=CPU)
+    whole = HostSampler(rows=1, vocab_size=vocab)
     set_row(whole, 0, params, prompt=[7, 8])
     tokens = [int(whole.sample(logits[t : t + 1], [0], [t]).tokens[0]) for t in range(steps)]
-    resumed = Sampler(rows=3, vocab_size=vocab, device=CPU)
+    resumed = HostSampler(rows=3, vocab_size=vocab)
     set_row(resumed, 2, params, prompt=[7, 8], outputs=tokens[:5])
     rest = [int(resumed.sample(logits[t : t + 1], [2], [t]).tokens[0]) for t in range(5, steps)]
     assert rest == tokens[5:]
@@ -203,7 +203,7 @@ def test_a_resumed_sequence_goes_on_as_if_never_interrupted(params):
 
 def test_a_row_taken_again_knows_nothing_of_its_last_sequence():
     params = SamplingParams(repetition_penalty=5.0)
-    sampler = Sampler(rows=1, vocab_size=3, device=CPU)
+    sampler = HostSampler(rows=1, vocab_size=3)
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     set_row(sampler, 0, params, prompt=[0])
     assert int(sampler.sample(logits, [0], [0]).tokens[0]) == 1
@@ -297,4 +297,4 @@ def test_prompt_logprobs_are_of_the_token_that_follows():
     logits = random_logits(4, 30)
     following = torch.tensor([3, 0, 29, 7])
     expected = logits.log_softmax(1)[torch.arange(4), following]
-    assert torch.allclose(prompt_logprobs(logits, following), expected)
+    assert torch.allclose(logprobs_of(logits, following), expected)

@@ -11,10 +11,9 @@ from samplers import set_row
 from sampling_reference import choose, green, softmax
 
 from tokenpod.core.messages import SamplingParams
+from tokenpod.engine.host_sampler import HostSampler
 from tokenpod.engine.rng import vocabulary_noise
-from tokenpod.engine.sampler import Sampler
 
-CPU = torch.device("cpu")
 DRAWS = 4096
 VOCAB = 12
 LOGITS = torch.linspace(1.5, -1.5, VOCAB)
@@ -23,7 +22,7 @@ PROMPT, OUTPUTS = [0, 3], [1, 1, 2]
 
 def counts(params: dict) -> np.ndarray:
     """How often each token was drawn: positions of one sequence's seed, 64 rows at a time."""
-    sampler = Sampler(rows=64, vocab_size=VOCAB, device=CPU)
+    sampler = HostSampler(rows=64, vocab_size=VOCAB)
     total = np.zeros(VOCAB, dtype=int)
     for start in range(0, DRAWS, 64):
         for row in range(64):
@@ -108,7 +107,7 @@ def test_seeds_streams_and_positions_are_independent():
 
 def test_the_largest_seed_draws_like_the_reference():
     params = SamplingParams(do_sample=True, seed=2**64 - 1)
-    sampler = Sampler(rows=1, vocab_size=VOCAB, device=CPU)
+    sampler = HostSampler(rows=1, vocab_size=VOCAB)
     set_row(
         sampler,
         0,
@@ -128,7 +127,7 @@ def test_the_largest_seed_draws_like_the_reference():
 
 def green_score(*, watermark: bool) -> float:
     """The detector's z-score of 200 tokens sampled over a flat distribution of 100."""
-    sampler = Sampler(rows=1, vocab_size=100, device=CPU)
+    sampler = HostSampler(rows=1, vocab_size=100)
     set_row(
         sampler,
         0,

@@ -159,7 +159,7 @@ def as_on_a_gpu(
 ) -> Assembled:
     """The executor of GPUs, its steps "captured", without the tour of worst steps."""
     from tokenpod.engine.device_executor import DeviceExecutor
-    from tokenpod.engine.shared_device_sampler import device_sampler
+    from tokenpod.engine.device_sampler import device_sampler
 
     slots = options.max_batch_total_tokens
     assert slots is not None

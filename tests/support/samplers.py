@@ -10,12 +10,13 @@ import torch
 from interpreted import DEVICE
 from sampling_reference import choose
 
-from tokenpod.core.messages import SamplingParams
-from tokenpod.engine.device_sampler import DeviceSampler, DeviceSamples, Launches, Tiles
-from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.sampler import Sampler
+from tokenpod.core.messages import Request, StoppingParams
+from tokenpod.core.plan import NewRow
+from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles
+from tokenpod.engine.host_sampler import HostSampler
+from tokenpod.engine.sampler import Sampler, Samples
 
-CPU = torch.device("cpu")
 #: Of log probabilities. A GPU's exponential is good to two units in the last place, and a large
 #: vocabulary adds up a hundred thousand of them.
 TOLERANCE = 1e-5 if DEVICE.type == "cpu" else 5e-5
@@ -29,18 +30,31 @@ def sampled(**changes: object) -> SamplingParams:
     return SamplingParams(do_sample=True, **changes)
 
 
-def set_row(
-    sampler: Sampler | DeviceSampler,
-    row: int,
+def asking(
     params: SamplingParams,
     *,
     prompt: Sequence[int] = (1,),
     outputs: Sequence[int] = (),
-    **asks: object,
-) -> None:
-    """Give a row to a sequence that asks for log probabilities, if for nothing else."""
-    described = RowSampling.describe(params, **{"logprobs": True, **asks})
-    sampler.set_row(row, described, list(prompt), list(outputs))
+    stream: int = 0,
+    logprobs: bool = True,
+    top_n: int = 0,
+    **stopping: object,
+) -> NewRow:
+    """A sequence that asks for log probabilities, if for nothing else."""
+    request = Request(
+        [0],
+        list(prompt),
+        params,
+        StoppingParams(max_new_tokens=1, **stopping),
+        logprobs=logprobs,
+        top_n_tokens=top_n,
+    )
+    return NewRow(request, stream, list(outputs))
+
+
+def set_row(sampler: Sampler, row: int, params: SamplingParams, **asks: object) -> None:
+    """Give a row to a sequence; see `asking`."""
+    sampler.set_row(row, asking(params, **asks))
 
 
 def on_device(rows: list[Row], vocab: int, tiles: Tiles = SMALL) -> DeviceSampler:
@@ -51,13 +65,13 @@ def on_device(rows: list[Row], vocab: int, tiles: Tiles = SMALL) -> DeviceSample
     return sampler
 
 
-def on_cpu(rows: list[Row], vocab: int) -> Sampler:
-    sampler = Sampler(rows=len(rows), vocab_size=vocab, device=CPU)
+def on_cpu(rows: list[Row], vocab: int) -> HostSampler:
+    sampler = HostSampler(rows=len(rows), vocab_size=vocab)
     seat(sampler, rows)
     return sampler
 
 
-def seat(sampler: Sampler | DeviceSampler, rows: list[Row]) -> None:
+def seat(sampler: Sampler, rows: list[Row]) -> None:
     for row, (params, changes) in enumerate(rows):
         set_row(sampler, row, params, **changes)
 
@@ -68,12 +82,14 @@ def step(
     position: int = 0,
     rows: list[int] | None = None,
     launches: Launches | None = None,
-) -> DeviceSamples:
+    masks: torch.Tensor | None = None,
+) -> Samples:
     """One step, its results on the host."""
     where = torch.tensor(rows if rows is not None else range(len(logits)), device=DEVICE)
     positions = torch.full_like(where, position)
-    samples = sampler.sample(logits.to(DEVICE), where, positions, launches)
-    return DeviceSamples(
+    bits = None if masks is None else masks.to(DEVICE)
+    samples = sampler.sample(logits.to(DEVICE), where, positions, launches, bits)
+    return Samples(
         samples.tokens.cpu().clone(),
         samples.logprobs.cpu().clone(),
         samples.top_ids.cpu().clone(),

@@ -297,13 +297,13 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
     )
     if not on_device:
         return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group)
-    from tokenpod.engine import device_sampler, shared_device_sampler
+    from tokenpod.engine import device_sampler
     from tokenpod.engine.device_executor import DeviceExecutor
     from tokenpod.engine.device_sampler import Tiles
 
     tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
     with patch.object(device_sampler, "Tiles", tiles):
-        sampler = shared_device_sampler.device_sampler(
+        sampler = device_sampler.device_sampler(
             group, rows=ROWS, vocab_size=VOCABULARY, device=device, most_edits=16
         )
     executor = DeviceExecutor(

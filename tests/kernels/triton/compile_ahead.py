@@ -206,6 +206,13 @@ def sample() -> None:
     sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True))
 
 
+def sample_under_masks() -> None:
+    sampler = DeviceSampler(rows=4, vocab_size=5000, device=CPU, most_edits=16)
+    rows = torch.zeros(4, dtype=torch.int64)
+    masks = torch.zeros((4, 157), dtype=torch.int32)
+    sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True), masks)
+
+
 FAMILIES: dict[str, Callable[[], None]] = {
     family.__name__: family
     for family in (
@@ -221,6 +228,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         experts_block,
         others,
         sample,
+        sample_under_masks,
     )
 }
 

@@ -177,12 +177,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
     running: int
     waiting: int
-    #: Waiting prompt tokens.
+    #: Tokens that waiting requests need computed.
     waiting_tokens: int
     #: KV slots: in all, free, and in the prefix tree without a user (evictable).
     slots: int
     free_slots: int
     evictable_slots: int
+    #: Running sequences whose memory was taken since the start, to be computed again.
     preemptions: int = 0
 
 

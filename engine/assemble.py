@@ -91,7 +91,7 @@ def _on_host(
     group: Group | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
-    free = free_memory(device).shared(group.neighbours if group else 1)
+    free = free_memory(device).shared(group.local_ranks if group else 1)
     slots, slots_from = _slots(model, options, positions, free, dtype, group)
     pool = make_pool(model, slots + PROBE_TOKENS, device)
     if free.limited:

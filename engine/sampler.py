@@ -106,7 +106,7 @@ class Sampler:
 
     def _broadcast(self, tokens: torch.Tensor) -> None:
         if self._group is not None:
-            self._group.share(tokens)
+            self._group.broadcast(tokens)
 
 
 class LeaderTokens:
@@ -164,7 +164,7 @@ class LeaderTokens:
 
     def _receive(self, n: int) -> torch.Tensor:
         tokens = self._tokens[:n]
-        self._group.share(tokens)
+        self._group.broadcast(tokens)
         return tokens
 
 

@@ -15,7 +15,7 @@ import msgspec
 from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.load import Layout, ModelError, read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 
 
 def main() -> int:
@@ -59,12 +59,12 @@ def _footprint(layout: Layout, *, from_tensors: bool) -> Footprint:
 
 def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
     for world in range(1, layout.spec.heads + 1):
-        share = Share(0, world)
+        shard = Shard(0, world)
         try:
-            local = share.config(layout.spec)
+            local = shard.config(layout.spec)
         except ModelError:
             continue
-        yield world, Portion(share.numbers(layout.weights), local.kv_heads)
+        yield world, Portion(shard.numbers(layout.weights), local.kv_heads)
 
 
 if __name__ == "__main__":

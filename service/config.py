@@ -163,7 +163,10 @@ class ServerSettings(BaseSettings):
         "auto", Group.MODEL, "Where the model runs. auto: a GPU if there is one."
     )
     threads: int = _setting(
-        0, Group.MODEL, "CPU threads of the model. 0: one per core, less one for the front end.", ge=0
+        0,
+        Group.MODEL,
+        "CPU threads of the model. 0: one per core, less one for the front end.",
+        ge=0,
     )
 
     hostname: str = _setting(

@@ -41,8 +41,8 @@ class Requests(msgspec.Struct, frozen=True):
     """How many requests there were, and what became of them.
 
     Args:
-        offered_per_s: requests per second that were due: of a random process a little more or less than
-            was asked for. None in a closed loop, and all at once.
+        offered_per_s: requests per second that were due: with random arrivals a little more or less
+            than was asked for. None in a closed loop, and if all are sent at once.
         errors: failed requests by status code.
         first_error: what the first failed one said, or None.
     """

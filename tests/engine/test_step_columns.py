@@ -16,7 +16,7 @@ from interpreted import DEVICE
 from ranks import CPU
 from step_scenes import SCENES, Scene, Told
 
-KINDS = ["compiled", "cpu", "device", pytest.param("reference", marks=pytest.mark.slow)]
+KINDS = ["fast", "cpu", "device", pytest.param("reference", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_host(folder) -> Scene:
-    return Scene(step_scenes.make("compiled", folder, CPU), [], step_scenes.table_of(folder))
+    return Scene(step_scenes.make("fast", folder, CPU), [], step_scenes.table_of(folder))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def adapted(on_host) -> Told:
 @pytest.fixture(scope="module", params=KINDS)
 def scene(request, folder, expected) -> Scene:
     executor = step_scenes.make(request.param, folder, DEVICE)
-    tops = DEVICE.type == "cuda" or request.param in ("compiled", "cpu")
+    tops = DEVICE.type == "cuda" or request.param in ("fast", "cpu")
     return Scene(executor, expected.tokens, step_scenes.table_of(folder), tops)
 
 

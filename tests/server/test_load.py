@@ -91,15 +91,13 @@ def test_a_request_too_many_is_refused_at_once_while_probes_are_answered(
     streams += [stub.Generate(waiting, timeout=120) for _ in range(2)]
     for stream in streams[1:]:
         stream.initial_metadata()
-    took = []
     for _ in range(20):
-        began = time.monotonic()
         error = refusal(stub, text_request("x", stopping=SHORT))
-        took.append(time.monotonic() - began)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "--max-concurrent-requests" in error.details()
         assert int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]) > 0
-    assert sorted(took)[10] < 1.0
+    # They did not wait: what was there before them still does.
+    assert not any(stream.done() for stream in streams)
     assert tight.health() == SERVING
     assert tight.health("liveness") == SERVING
     for stream in streams:

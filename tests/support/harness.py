@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 START_SECONDS = 60.0
 #: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
-#: and test processes that run side by side, whose ids are neighbours, begin far from each other.
+#: and test processes that run side by side, whose ids are local_ranks, begin far from each other.
 _PORTS = range(10_000, 32_000)
 _turns = itertools.count(os.getpid() * 997)
 
@@ -186,6 +186,23 @@ def generate(stub: Any, request: Any, **call: Any) -> Stream:
     """Run `Generate` to its end and check the order of events that the protocol promises."""
     call.setdefault("timeout", 120)
     return collect(list(stub.Generate(request, **call)), request.sampling.n or 1)
+
+
+def until_refused(stub: Any, request: Any) -> grpc.RpcError:
+    """Call `Generate` until the server refuses it, and return how it did."""
+    while True:
+        try:
+            generate(stub, request)
+        except grpc.RpcError as error:
+            return error
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Look until it is so; fails after that many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
 
 
 def collect(events: Sequence[Any], n: int) -> Stream:

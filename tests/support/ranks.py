@@ -7,6 +7,7 @@ other steps, and its group would stand still.
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections import defaultdict
@@ -17,7 +18,9 @@ import msgspec
 import torch
 
 from tokenpod.core.messages import EngineOptions, Request, StepOutputs
+from tokenpod.core.plan import StepPlan
 from tokenpod.engine.assemble import Assembled, assemble, make_pool
+from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.group import Group
@@ -25,7 +28,7 @@ from tokenpod.kernels.ops import Operations
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.load import load_model
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
@@ -43,6 +46,7 @@ class Said(msgspec.Struct):
     tops: dict[int, list[list[int]]] = {}
     scored: dict[int, list[float]] = {}
     failures: list[int] = []
+    preemptions: int = 0
 
 
 class Job(msgspec.Struct):
@@ -57,6 +61,10 @@ class Job(msgspec.Struct):
     interpreted: bool = False
     #: Folders of models whose weights are to be of 8 bits.
     quantised: list[str] = []
+    #: Of the weights; None: the checkpoint's.
+    dtype: str | None = None
+    #: The chance of every sequence to be preempted before a turn.
+    preempt: float = 0.0
 
 
 class Recorder:
@@ -64,14 +72,14 @@ class Recorder:
 
     def __init__(self, requests: list[Request]) -> None:
         self._inbox = list(requests)
-        self._left = {sequence for request in requests for sequence in request.sequence_ids}
+        self.left = {sequence for request in requests for sequence in request.sequence_ids}
         self.said = Said(
             tokens=defaultdict(list), logprobs=defaultdict(list), tops=defaultdict(list), scored={}
         )
 
     @property
     def done(self) -> bool:
-        return not self._left
+        return not self.left
 
     def receive(self, seconds: float | None) -> list[Request]:
         del seconds
@@ -81,11 +89,12 @@ class Recorder:
     def send(self, message: object) -> None:
         assert isinstance(message, StepOutputs)
         said = self.said
+        said.preemptions = message.load.preemptions
         for i, sequence in enumerate(message.sequence_ids):
             said.tokens[sequence].append(message.token_ids[i])
             said.logprobs[sequence].append(message.logprobs[i])
             if message.finishes[i]:
-                self._left.discard(sequence)
+                self.left.discard(sequence)
         for top in message.tops:
             said.tops[message.sequence_ids[top.at]].append(top.token_ids)
         for started in message.started:
@@ -93,7 +102,7 @@ class Recorder:
                 said.scored[started.sequence_id] = started.prompt_logprobs
         for failure in message.failures:
             said.failures.append(failure.sequence_id)
-            self._left.discard(failure.sequence_id)
+            self.left.discard(failure.sequence_id)
 
 
 def answer(
@@ -103,16 +112,18 @@ def answer(
     group: Group | None = None,
     *,
     interpreted: bool = False,
+    dtype: str | None = None,
+    preempt: float = 0.0,
 ) -> Said:
     """One rank's engine, from loading to the last answer."""
     if interpreted:
         loading.operations_for = lambda device, dtype: interpreted_operations()
     model = load_model(
         folder,
-        dtype=None,
+        dtype=getattr(torch, dtype) if dtype else None,
         device=CPU,
         progress=lambda done, total: None,
-        share=Share(group.rank, group.world) if group else Share(),
+        shard=Shard(group.rank, group.world) if group else Shard(),
         group=group,
         max_total_tokens=options.max_total_tokens,
         quantize=options.quantize,
@@ -129,16 +140,31 @@ def answer(
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
     )
-    link = Recorder(requests)
-    loop = EngineLoop(link, Scheduler(limits), ready.executor, overlap=ready.overlap)  # type: ignore[arg-type]
+    link, scheduler = Recorder(requests), Scheduler(limits)
+    executor = ready.executor if group is None or group.rank == 0 else FromBytes(ready.executor)
+    loop = EngineLoop(link, scheduler, executor, overlap=ready.overlap)  # type: ignore[arg-type]
+    chance = random.Random(8)
     for _ in range(1000):
         if link.done:
             break
+        for sequence in sorted(link.left):
+            if chance.random() < preempt:
+                scheduler.preempt(sequence)
         loop.turn()
     link.said.slots = ready.slots
     link.said.weight_bytes = model.weight_bytes
     link.said.parameters = model.parameters_count
     return link.said
+
+
+class FromBytes:
+    """A follower's executor: knows of a plan what travels, and that is not what samplers ask."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return self._executor.launch(StepPlan.from_bytes(plan.to_bytes()))
 
 
 def interpreted_operations() -> Operations:
@@ -220,7 +246,13 @@ def main() -> None:
         said.append(
             [
                 answer(
-                    Path(f), job.requests, options_for(job, f), group, interpreted=job.interpreted
+                    Path(f),
+                    job.requests,
+                    options_for(job, f),
+                    group,
+                    interpreted=job.interpreted,
+                    dtype=job.dtype,
+                    preempt=job.preempt,
                 )
                 for f in folders
             ]

@@ -34,11 +34,12 @@ from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.registry import operations_for
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.linear import Weights
 from tokenpod.models.load import load_model
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
 
 ROWS, PREFILL = 3, 12
@@ -263,6 +264,8 @@ def table_of(folder: Path) -> torch.Tensor:
 
 def operations(kind: str, device: torch.device) -> object:
     """Of a kind of executor."""
+    if kind == "fast":
+        return operations_for(device, torch.float32)
     if kind == "device" and device.type != "cuda":
         return interpreted_operations()
     package = "triton" if kind == "device" else kind
@@ -282,7 +285,7 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
             dtype=None,
             device=device,
             progress=lambda done, total: None,
-            share=Share(group.rank, group.world) if group else Share(),
+            shard=Shard(group.rank, group.world) if group else Shard(),
             group=group,
             max_total_tokens=ROOM,
         )

@@ -1,4 +1,4 @@
-"""Products whose shares ranks sum, and ranks as processes that do so by turns.
+"""Products whose partial sums ranks sum, and ranks as processes that do so by turns.
 
 In a module that a fresh process can import.
 """
@@ -15,7 +15,7 @@ from interpreted import DEVICE
 from triton.runtime import interpreter
 
 from tokenpod.kernels.triton import product
-from tokenpod.kernels.triton.peers import Inboxes
+from tokenpod.kernels.triton.peers import SymmetricBuffers
 from tokenpod.kernels.triton.tiles import Kind, Tile
 
 MULTIPLY_ADD = Tile(Kind.MULTIPLY_ADD, block_n=4, block_k=64, warps=2)
@@ -48,7 +48,7 @@ class Sum:
             numbers(tokens, n),
         )
 
-    def share(self, rank: int, tile: Tile) -> torch.Tensor:
+    def partial(self, rank: int, tile: Tile) -> torch.Tensor:
         made = torch.empty_like(self.residual)
         product.multiply(self.inputs[rank], self.weights[rank], self.biases[rank], made, tile)
         return made
@@ -77,20 +77,20 @@ def _read_late(seed: int) -> None:
 
 
 def follow_turns(rank: int, world: int, memory: torch.Tensor) -> list[np.ndarray]:
-    """One rank's results; memory is [two kinds of inboxes, receiver, half, sender, word]."""
+    """One rank's results; memory is [two kinds of buffers, receiver, half, sender, word]."""
     torch.set_num_threads(1)
     _read_late(rank)
-    addresses = [[inbox.data_ptr() for inbox in inboxes] for inboxes in memory]
-    behind = Inboxes.at(addresses[0], rank, memory.shape[-1], DEVICE)
-    at_the_end = Inboxes.at(addresses[1], rank, memory.shape[-1], DEVICE, together=1)
+    addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in memory]
+    behind = SymmetricBuffers.at(addresses[0], rank, memory.shape[-1], DEVICE)
+    at_the_end = SymmetricBuffers.at(addresses[1], rank, memory.shape[-1], DEVICE, together=1)
     totals = []
     for turn in range(TURNS):
         joined, tile, each = turn_of(turn, world)
         total = each.residual.clone()
         if joined:
             x, weight = each.inputs[rank], each.weights[rank]
-            product.multiply(x, weight, None, total, tile, inboxes=at_the_end)
+            product.multiply(x, weight, None, total, tile, buffers=at_the_end)
         else:
-            behind.add(each.share(rank, tile), total)
+            behind.add(each.partial(rank, tile), total)
         totals.append(total.numpy())
     return totals

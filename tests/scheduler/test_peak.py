@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.scheduler.admission import FOREVER, peak_tokens
+from tokenpod.scheduler.peak import FOREVER, peak_tokens
 
 #: (held, left, delay)
 sequences = st.lists(

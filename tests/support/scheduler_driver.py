@@ -8,7 +8,7 @@ is owed. Anything unexpected is an AssertionError.
 from __future__ import annotations
 
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -96,6 +96,8 @@ class Row:
     sequence_id: int
     tokens: list[int]
     prompt_length: int
+    #: Tokens that were known when it took the row: the prompt, and outputs from before preemptions.
+    given: int
     #: Fingerprints of the prefixes of `tokens`, and the slots, by position.
     marks: list[int]
     slots: list[int]
@@ -112,6 +114,8 @@ class ReferenceExecutor:
         self.choose = choose
         self.memory: dict[int, int] = {}
         self.rows: dict[int, Row] = {}
+        #: What has been sampled, by sequence id: a row may be another one after a preemption.
+        self.outputs: defaultdict[int, list[int]] = defaultdict(list)
         self.users: Counter[int] = Counter()
 
     def launch(self, step: Step) -> list[int]:
@@ -136,10 +140,10 @@ class ReferenceExecutor:
         rows, request = self.scheduler.limits.max_rows, ask.request
         assert number == rows if request.probe else 0 <= number < rows
         assert number not in self.rows, "a row with two sequences"
-        assert len(prefix) < len(request.prompt)
-        row = Row(
-            request.sequence_ids[ask.stream], list(request.prompt), len(request.prompt), [], [], 0
-        )
+        sequence_id, tokens = request.sequence_ids[ask.stream], [*request.prompt, *ask.outputs]
+        assert len(prefix) < len(tokens)
+        assert list(ask.outputs) == self.outputs[sequence_id], "not the outputs that it had"
+        row = Row(sequence_id, tokens, len(request.prompt), len(tokens), [], [], 0)
         row.marks.append(zlib.crc32(request.salt.encode()))
         row.slots, row.unproven_from = prefix, len(prefix)
         self._mark(row)
@@ -158,7 +162,7 @@ class ReferenceExecutor:
         assert all(work.row == work.sequence.row for work in works)
         sizes = [min(work.n_tokens, 2) for work in works]
         assert sizes == sorted(sizes), "works with a single token come first"
-        prompts = [w for w in works if w.start < len(w.sequence.request.prompt)]
+        prompts = [w for w in works if w.tokens != [LAST]]
         probes = [w.n_tokens for w in prompts if w.sequence.request.probe]
         assert len(probes) <= 1
         assert sum(probes) < PROBE_TOKENS
@@ -172,8 +176,8 @@ class ReferenceExecutor:
         end = work.start + work.n_tokens
         assert work.n_tokens == len(work.slots) >= 1
         assert end <= len(row.tokens), "a token that does not exist is computed"
-        assert work.needs_logits == (end >= row.prompt_length)
-        known = row.tokens[work.start : end] if work.start < row.prompt_length else [LAST]
+        assert work.needs_logits == (end >= row.given)
+        known = row.tokens[work.start : end] if work.start < row.given else [LAST]
         assert work.tokens == known
         assert not work.needs_logits or work.output_index == end - row.prompt_length
         for position, slot in enumerate(map(int, work.slots), work.start):
@@ -199,6 +203,7 @@ class ReferenceExecutor:
         else:
             row.unproven_from = len(row.slots)
         row.tokens.append(token if token >= 0 else -1 - row.sequence_id)
+        self.outputs[row.sequence_id].append(token)
         self._mark(row)
         return token
 
@@ -215,11 +220,13 @@ class Owed:
     ended: str = ""
 
 
-class House:
+class Driver:
     """Drives a scheduler step by step, with or without overlap, and checks all that comes out."""
 
     def __init__(self, *, overlap=False, choose=lambda sequence_id, index: 0, **limits) -> None:
-        self.scheduler = Scheduler(Limits(**{"max_positions": 10_000} | limits))
+        policies = {name: limits.pop(name) for name in ("admission", "batching") if name in limits}
+        self.exact = "admission" not in policies
+        self.scheduler = Scheduler(Limits(**{"max_positions": 10_000} | limits), **policies)
         self.executor = ReferenceExecutor(self.scheduler, choose)
         self.overlap = overlap
         self.now = 0
@@ -247,6 +254,15 @@ class House:
                 owed.ended = "abort"
         self.scheduler.abort(ids)
         self.scheduler.check()
+
+    def preempt(self, *ids: int) -> list[int]:
+        """Those of them that were running sequences of the batcher, and were preempted."""
+        before = self.scheduler.load().preemptions
+        preempted = [i for i in ids if self.scheduler.preempt(i)]
+        assert not any(self.sequences[i].held for i in preempted), "a router's sequence"
+        self.scheduler.check()
+        assert self.scheduler.load().preemptions == before + len(preempted)
+        return preempted
 
     def advance(self, op: int, start=(), chunks=None, resume=(), waits=False) -> Failure | None:
         start = list(start)
@@ -277,7 +293,7 @@ class House:
             self._settle(*flying)
         self._hear(self.scheduler.drain_events())
         self.scheduler.check()
-        assert self.scheduler.stalls == 0
+        assert self.scheduler.stalls == 0 or not self.exact
         return step is not None or previous is not None
 
     def run(self, turns: int = 100_000) -> None:
@@ -418,4 +434,4 @@ def expected_finish(owed: Owed, now: int) -> FinishCode:
     return FinishCode.RUNNING
 
 
-__all__ = ["SECOND", "FailureCode", "House", "ReferenceExecutor", "expected_finish", "request"]
+__all__ = ["SECOND", "Driver", "FailureCode", "ReferenceExecutor", "expected_finish", "request"]

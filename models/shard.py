@@ -12,8 +12,8 @@ from tokenpod.models.weights import Axis, Division, Source, Weight
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """One rank's share of every tensor that is divided, the first rank being 0.
+class Shard:
+    """One rank's shard of every tensor that is divided, the first rank being 0.
 
     Query heads and feed-forward features are divided evenly. So are key/value heads, unless there
     are fewer than ranks: then each rank has the one that its query heads read. The vocabulary's
@@ -87,7 +87,7 @@ class Share:
 
 
 #: All of it.
-WHOLE = Share()
+WHOLE = Shard()
 
 
 def _problem(spec: ModelSpec, world: int) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model, read_config
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.models.spec import Alibi, ModelSpec
 from tokenpod.models.weights import Axis, Division
 
@@ -29,7 +29,7 @@ def config(golden):
 
 
 def parts(axis, world):
-    return [Share(rank, world).part(axis) for rank in range(world)]
+    return [Shard(rank, world).part(axis) for rank in range(world)]
 
 
 def changed(spec: ModelSpec, **attention) -> ModelSpec:
@@ -48,7 +48,7 @@ QUERIES, KEYS = Axis(96, Division.EVEN, unit=8), Axis(32, Division.KEY, unit=8)
 
 
 def test_a_single_rank_has_all(config):
-    assert Share().config(config) == config
+    assert Shard().config(config) == config
     assert parts(QUERIES, 1) == [range(96)]
 
 
@@ -56,7 +56,7 @@ def test_heads_and_features_are_divided_evenly(config):
     assert parts(QUERIES, 2) == [range(48), range(48, 96)]
     assert parts(KEYS, 2) == [range(16), range(16, 32)]
     assert parts(Axis(112), 2) == [range(112), range(112)]
-    local = Share(1, 2).config(config)
+    local = Shard(1, 2).config(config)
     assert (local.heads, local.kv_heads, local.widest) == (6, 2, 56)
     assert local.vocab_size == config.vocab_size
 
@@ -64,12 +64,12 @@ def test_heads_and_features_are_divided_evenly(config):
 def test_ranks_have_the_key_head_that_their_query_heads_read(config):
     few = Axis(16, Division.KEY, unit=8)
     assert parts(few, 4) == [range(8), range(8), range(8, 16), range(8, 16)]
-    assert Share(3, 4).config(changed(config, kv_heads=2)).kv_heads == 1
+    assert Shard(3, 4).config(changed(config, kv_heads=2)).kv_heads == 1
 
 
 def test_ranks_have_the_slopes_of_their_heads(config):
     sloped = changed(config, positions=Alibi(tuple(range(12))))
-    assert Share(1, 4).config(sloped).layers[0].attention.positions == Alibi((3, 4, 5))
+    assert Shard(1, 4).config(sloped).layers[0].attention.positions == Alibi((3, 4, 5))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_vocabulary_is_cut_into_blocks_of_one_length(tokens, world, lengths):
     cut = parts(axis, world)
     assert [len(part) for part in cut] == lengths
     assert [token for part in cut for token in part] == list(range(tokens))
-    assert {Share(rank, world).length(axis) for rank in range(world)} == {lengths[0]}
+    assert {Shard(rank, world).length(axis) for rank in range(world)} == {lengths[0]}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_world_that_does_not_fit_is_refused_before_weights_are_read(
             dtype=None,
             device=torch.device("cpu"),
             progress=lambda done, total: heard.append(done),
-            share=Share(0, world),
+            shard=Shard(0, world),
             group=Alone(0, world),
         )
     assert "\n" not in str(caught.value)
@@ -119,29 +119,29 @@ def test_a_world_that_does_not_fit_is_refused_before_weights_are_read(
 def test_the_refusal_says_what_would_fit(golden):
     config = read_config(golden("llama", **SMALL_PARTS).folder)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM here runs on 1, 2 or 4 ranks$"):
-        Share(0, 3).check(config)
+        Shard(0, 3).check(config)
     with pytest.raises(ModelError, match=r"runs on 1 rank only$"):
-        Share(0, 2).check(with_width(config, 113))
+        Shard(0, 2).check(with_width(config, 113))
 
 
 def test_a_dense_width_that_no_layer_has_need_not_divide(golden):
     config = read_config(golden("qwen3-moe", intermediate_size=113).folder)
-    Share(0, 4).check(config)
+    Shard(0, 4).check(config)
     with pytest.raises(ModelError, match="113 features of an expert"):
-        Share(0, 4).check(with_width(config, 113))
+        Shard(0, 4).check(with_width(config, 113))
 
 
 def test_ranks_of_one_host_need_memory_for_all_of_them(golden, monkeypatch):
     folder = golden("llama", **SMALL_PARTS).folder
 
-    def load(neighbours):
+    def load(local_ranks):
         return load_model(
             folder,
             dtype=None,
             device=torch.device("cpu"),
             progress=lambda done, total: None,
-            share=Share(1, 2),
-            group=Alone(1, 2, neighbours),
+            shard=Shard(1, 2),
+            group=Alone(1, 2, local_ranks),
         )
 
     part = load(1).weight_bytes
@@ -154,5 +154,5 @@ def test_ranks_of_one_host_need_memory_for_all_of_them(golden, monkeypatch):
 class Alone:
     """A group that nobody has joined yet."""
 
-    def __init__(self, rank: int, world: int, neighbours: int = 1) -> None:
-        self.rank, self.world, self.neighbours = rank, world, neighbours
+    def __init__(self, rank: int, world: int, local_ranks: int = 1) -> None:
+        self.rank, self.world, self.local_ranks = rank, world, local_ranks

@@ -53,9 +53,22 @@ class Counts:
     given: int = 0
     width: int = 0
 
-    def __iter__(self) -> Iterator[int]:
-        yield from (self.rows, self.tokens, self.scored, self.freed, self.new, self.prefix)
-        yield from (self.copies, self.adapters, self.masked, self.given, self.width)
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All of them, in this order."""
+        return (
+            self.rows,
+            self.tokens,
+            self.scored,
+            self.freed,
+            self.new,
+            self.prefix,
+            self.copies,
+            self.adapters,
+            self.masked,
+            self.given,
+            self.width,
+        )
 
     @property
     def words(self) -> int:
@@ -73,6 +86,9 @@ class Counts:
             + self.given * self.width
         )
 
+
+_NOTHING: Ints = np.empty(0, np.int32)
+_NO_VECTORS: Floats = np.empty((0, 0), np.float32)
 
 #: The buffer begins with the step's number, in two halves, and the counts.
 _HEADER = 2 + 11
@@ -185,14 +201,17 @@ class StepPlan:
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
         #: Keys and values to be copied before anything else, all at once, from slot to slot.
-        self.copy_from = column(copies)
-        self.copy_to = column(copies)
+        self.copy_from = self.copy_to = _NOTHING
         #: Empty if no row has one: each row's adapter, from 1; 0: none.
-        self.r_adapter = column(adapters)
+        self.r_adapter = _NOTHING
         #: Empty if no row is: whether a row is sampled under a mask, which comes after the plan.
-        self.r_masked = column(masked)
+        self.r_masked = _NOTHING
         #: [given, width] what stands in for rows of the embedding's table.
-        self.given: Floats = column(given * width).view(np.float32).reshape(given, width)
+        self.given: Floats = _NO_VECTORS
+        if copies or adapters or masked or given:
+            self.copy_from, self.copy_to = column(copies), column(copies)
+            self.r_adapter, self.r_masked = column(adapters), column(masked)
+            self.given = column(given * width).view(np.float32).reshape(given, width)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
@@ -200,7 +219,7 @@ class StepPlan:
     def empty(cls, step: int, counts: Counts, asks: Sequence[NewRow] = ()) -> StepPlan:
         """A plan whose columns are yet to be filled."""
         buffer = np.empty(_HEADER + counts.words, np.int32)
-        buffer[:_HEADER] = (step & 0x7FFFFFFF, step >> 31, *counts)
+        buffer[:_HEADER] = (step & 0x7FFFFFFF, step >> 31, *counts.numbers)
         return cls(buffer, asks)
 
     @classmethod

@@ -105,10 +105,14 @@ class DeviceExecutor:
         mixed = mixed_counts(self._rows, most, self._tiles.count)
         decode = decode_counts(self._rows)
         if self._drafts or self._adapters:
-            features = {"drafts": self._drafts, "adapters": self._adapters}
-            mixed = {size: replace(counts, **features) for size, counts in mixed.items()}
-            features["drafts"] = 0  # there, every row has one token
-            decode = {size: replace(counts, **features) for size, counts in decode.items()}
+            # Only rows of several tokens, in mixed steps, have drafts.
+            mixed = {
+                size: replace(counts, drafts=self._drafts, adapters=self._adapters)
+                for size, counts in mixed.items()
+            }
+            decode = {
+                size: replace(counts, adapters=self._adapters) for size, counts in decode.items()
+            }
         with torch.inference_mode():
             self._mixed = Graphs(self._forward_mixed, mixed, self._padding)
             self._decode = Graphs(self._forward_decode, decode, self._padding, self._mixed.memory)
@@ -318,14 +322,13 @@ class DeviceExecutor:
         self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int
     ) -> torch.Tensor:
         following = self._upload(tokens.astype(np.int64))
-        wanted = torch.arange(first, first + len(tokens), device=self._device)
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
-        pieces = [
-            logprobs_of(self._model.logits(hidden, replace(batch, logit_index=at)).float(), part)
-            for at, part in zip(
-                wanted.split(_SCORED_AT_ONCE), following.split(_SCORED_AT_ONCE), strict=True
-            )
-        ]
+        pieces = []
+        for at in range(0, len(following), _SCORED_AT_ONCE):
+            part = following[at : at + _SCORED_AT_ONCE]
+            wanted = torch.arange(first + at, first + at + len(part), device=self._device)
+            logits = self._model.logits(hidden, replace(batch, logit_index=wanted))
+            pieces.append(logprobs_of(logits.float(), part))
         return torch.cat(pieces)
 
     # -- rows ----------------------------------------------------------------------------------

@@ -122,6 +122,21 @@ def fill(into: Integers, plan: StepPlan) -> None:
     if len(into.t_adapter):
         adapters = np.repeat(plan.r_adapter, plan.r_tokens) if len(plan.r_adapter) else 0
         into.t_adapter[:tokens] = adapters
+    if (plan.r_samples > 1).any():
+        _fill_rounds(into, plan, starts)
+    elif plan.r_samples.all():
+        np.subtract(starts[1:], 1, out=into.logit_index[:rows])
+        into.sample_row[:rows] = plan.r_row
+        into.sample_position[:rows] = plan.r_output
+    else:
+        which = np.flatnonzero(plan.r_samples)
+        n = len(which)
+        into.logit_index[:n] = starts[which + 1] - 1
+        into.sample_row[:n] = plan.r_row[which]
+        into.sample_position[:n] = plan.r_output[which]
+
+
+def _fill_rounds(into: Integers, plan: StepPlan, starts: Ints) -> None:
     at = 0
     for turn in rounds(plan):
         end = at + len(turn.rows)
@@ -151,16 +166,18 @@ def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -
         sink: the slot that padding writes to.
     """
     tokens, samples, drafts, singles = 0, 0, 0, 0
+    room_for_drafts = len(into.logit_index) > len(into.sample_row)
     if plan is not None:
         tokens, singles = plan.tokens, plan.singles
         samples = int(np.count_nonzero(plan.r_samples))
-        drafts = int(plan.r_samples.sum()) - samples
+        drafts = int(plan.r_samples.sum()) - samples if room_for_drafts else 0
     into.t_token[tokens:] = 0
     into.t_position[tokens:] = 0
     into.t_slot[tokens:] = sink
     into.t_row[tokens:] = padding_row
     into.logit_index[samples : len(into.sample_row)] = 0
-    into.logit_index[len(into.sample_row) + drafts :] = 0
+    if room_for_drafts:
+        into.logit_index[len(into.sample_row) + drafts :] = 0
     into.sample_row[samples:] = padding_row
     into.sample_position[samples:] = 0
     into.t_adapter[tokens:] = 0

@@ -370,8 +370,9 @@ def test_padding_reads_nothing_and_writes_to_the_sink():
 
 def test_fields_are_aligned_whatever_their_lengths():
     for tokens in (1, 2, 3, 17):
-        words = torch.zeros(Counts(tokens, 3, 2, tiles=5).words, dtype=torch.int64)
-        fields = views(words, Counts(tokens, 3, 2, tiles=5))
+        counts = Counts(tokens, 3, 2, tiles=5, drafts=1, adapters=True)
+        words = torch.zeros(counts.words, dtype=torch.int64)
+        fields = views(words, counts)
         offsets = [getattr(fields, name).data_ptr() - words.data_ptr() for name in fields.__slots__]
         assert all(offset % 128 == 0 for offset in offsets)
 

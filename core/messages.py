@@ -36,6 +36,17 @@ class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
     time_limit_at: int | None = None
 
 
+class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
+    """What stands in for rows of the embedding's table at some positions of a prompt."""
+
+    #: The first of them; each has one vector.
+    start: int
+    #: Numbers of a vector, as many as the table has columns.
+    width: int
+    #: [positions, width] float32, little-endian.
+    numbers: bytes
+
+
 class Request(Message, frozen=True, array_like=True, tag=True):
     """One prompt and its samples. The samples share the keys and values of the prompt."""
 
@@ -62,6 +73,11 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: A router's liveness probe: one new token at once, in a row and slots that are kept for it.
     #: Its prompt has less than PROBE_TOKENS tokens.
     probe: bool = False
+    #: The adapter of its products, from 1; 0: none. Those of one adapter share a salt.
+    adapter: int = 0
+    #: Positions whose embeddings are given; their tokens are counted by penalties, no more. Equal
+    #: vectors share cached prefixes.
+    given: list[GivenVectors] = []
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):

@@ -4,11 +4,13 @@ The scheduler fills them once. Executors read views of them, on the leader and, 
 on every follower.
 
     r_  one number a row of the step    t_  one a token, row after row    n_  one a new row
+
+Columns that few steps need (adapters, masks, copies, given embeddings) are empty in the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +22,15 @@ from tokenpod.core.sampling import MOST_TOP_TOKENS, RowValues, SamplingTable, Wo
 
 Ints = npt.NDArray[np.int32]
 
+Floats = npt.NDArray[np.float32]
+
 #: In place of a token: the one that the row sampled last.
 LAST = -1
+#: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings.
+GIVEN = -2
+
+#: In place of a sampled token: none was, since a draft before it was wrong or its mask was late.
+UNSAMPLED = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +45,53 @@ class Counts:
     new: int = 0
     #: Slots of new rows' cached prefixes.
     prefix: int = 0
+    copies: int = 0
+    #: As many as rows, or none.
+    adapters: int = 0
+    masked: int = 0
+    #: Given embeddings, and how many numbers one has.
+    given: int = 0
+    width: int = 0
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All of them, in this order."""
+        return (
+            self.rows,
+            self.tokens,
+            self.scored,
+            self.freed,
+            self.new,
+            self.prefix,
+            self.copies,
+            self.adapters,
+            self.masked,
+            self.given,
+            self.width,
+        )
+
+    @property
+    def words(self) -> int:
+        """Of all columns."""
+        return (
+            6 * self.rows
+            + 2 * self.tokens
+            + self.scored
+            + self.freed
+            + 3 * self.new
+            + self.prefix
+            + 2 * self.copies
+            + self.adapters
+            + self.masked
+            + self.given * self.width
+        )
+
+
+_NOTHING: Ints = np.empty(0, np.int32)
+_NO_VECTORS: Floats = np.empty((0, 0), np.float32)
 
 #: The buffer begins with the step's number, in two halves, and the counts.
-_HEADER = 2 + 6
+_HEADER = 2 + 11
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +141,16 @@ class StepPlan:
     __slots__ = (
         "asks",
         "buffer",
+        "copy_from",
+        "copy_to",
         "freed",
+        "given",
         "n_draws",
         "n_prefix",
         "n_row",
         "prefix_slot",
+        "r_adapter",
+        "r_masked",
         "r_output",
         "r_row",
         "r_samples",
@@ -111,7 +168,7 @@ class StepPlan:
         self.asks = asks
         low, high, *counts = buffer[:_HEADER].tolist()
         self.step = high << 31 | low
-        rows, tokens, scored, freed, new, prefix = counts
+        rows, tokens, scored, freed, new, prefix, copies, adapters, masked, given, width = counts
         at = _HEADER
 
         def column(length: int) -> Ints:
@@ -130,6 +187,7 @@ class StepPlan:
         #: For how many of its tokens the log probability of the one that follows is asked for;
         #: `scored_token` has those that follow, row after row.
         self.r_scored = column(rows)
+        #: A token's id, `LAST`, or `GIVEN` and below.
         self.t_token = column(tokens)
         #: Where keys and values go.
         self.t_slot = column(tokens)
@@ -142,23 +200,26 @@ class StepPlan:
         self.n_draws = column(new)
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
+        #: Keys and values to be copied before anything else, all at once, from slot to slot.
+        self.copy_from = self.copy_to = _NOTHING
+        #: Empty if no row has one: each row's adapter, from 1; 0: none.
+        self.r_adapter = _NOTHING
+        #: Empty if no row is: whether a row is sampled under a mask, which comes after the plan.
+        self.r_masked = _NOTHING
+        #: [given, width] what stands in for rows of the embedding's table.
+        self.given: Floats = _NO_VECTORS
+        if copies or adapters or masked or given:
+            self.copy_from, self.copy_to = column(copies), column(copies)
+            self.r_adapter, self.r_masked = column(adapters), column(masked)
+            self.given = column(given * width).view(np.float32).reshape(given, width)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
     @classmethod
     def empty(cls, step: int, counts: Counts, asks: Sequence[NewRow] = ()) -> StepPlan:
         """A plan whose columns are yet to be filled."""
-        numbers = (
-            counts.rows,
-            counts.tokens,
-            counts.scored,
-            counts.freed,
-            counts.new,
-            counts.prefix,
-        )
-        words = 6 * counts.rows + 2 * counts.tokens + counts.scored + counts.freed
-        buffer = np.empty(_HEADER + words + 3 * counts.new + counts.prefix, np.int32)
-        buffer[:_HEADER] = (step & 0x7FFFFFFF, step >> 31, *numbers)
+        buffer = np.empty(_HEADER + counts.words, np.int32)
+        buffer[:_HEADER] = (step & 0x7FFFFFFF, step >> 31, *counts.numbers)
         return cls(buffer, asks)
 
     @classmethod
@@ -198,7 +259,8 @@ class PlanRow:
     start: int
     #: [n] where keys and values go.
     slots: Sequence[int] | npt.NDArray[Any]
-    #: The n tokens; None: the one that the row sampled last.
+    #: The n tokens, of which those from `GIVEN` downwards are rows of `given`; None: the one that
+    #: the row sampled last.
     tokens: Sequence[int] | None = None
     #: Of how many of the last positions a token is sampled, from output number `output` on.
     samples: int = 1
@@ -208,11 +270,21 @@ class PlanRow:
     #: The sequence that takes the row with this step, and where its cached prefix lies.
     new: NewRow | None = None
     prefix: Sequence[int] | npt.NDArray[Any] = ()
+    adapter: int = 0
+    masked: bool = False
+    #: [m, width]
+    given: Floats | None = None
 
 
-def plan_of(step: int, rows: Sequence[PlanRow], freed: Sequence[int] = ()) -> StepPlan:
-    """A plan of these rows; those with a single token come first."""
+def plan_of(
+    step: int,
+    rows: Sequence[PlanRow],
+    freed: Sequence[int] = (),
+    copies: Sequence[tuple[int, int]] = (),
+) -> StepPlan:
+    """A plan of these rows; those with a single token come first. `copies`: slots from and to."""
     fresh = [(row, row.new) for row in rows if row.new is not None]
+    given = [row.given for row in rows if row.given is not None]
     counts = Counts(
         rows=len(rows),
         tokens=sum(len(row.slots) for row in rows),
@@ -220,6 +292,11 @@ def plan_of(step: int, rows: Sequence[PlanRow], freed: Sequence[int] = ()) -> St
         freed=len(freed),
         new=len(fresh),
         prefix=sum(len(row.prefix) for row, _ in fresh),
+        copies=len(copies),
+        adapters=len(rows) if any(row.adapter for row in rows) else 0,
+        masked=len(rows) if any(row.masked for row in rows) else 0,
+        given=sum(map(len, given)),
+        width=given[0].shape[1] if given else 0,
     )
     plan = StepPlan.empty(step, counts, [new for _, new in fresh])
     plan.r_row[:] = [row.row for row in rows]
@@ -228,7 +305,7 @@ def plan_of(step: int, rows: Sequence[PlanRow], freed: Sequence[int] = ()) -> St
     plan.r_samples[:] = [row.samples for row in rows]
     plan.r_output[:] = [row.output for row in rows]
     plan.r_scored[:] = [len(row.following) for row in rows]
-    plan.t_token[:] = [token for row in rows for token in row.tokens or [LAST]]
+    plan.t_token[:] = [token for row in _numbered(rows) for token in row]
     plan.t_slot[:] = [slot for row in rows for slot in row.slots]
     plan.scored_token[:] = [token for row in rows for token in row.following]
     plan.freed[:] = freed
@@ -236,4 +313,20 @@ def plan_of(step: int, rows: Sequence[PlanRow], freed: Sequence[int] = ()) -> St
     plan.n_draws[:] = [new.request.sampling.do_sample for _, new in fresh]
     plan.n_prefix[:] = [len(row.prefix) for row, _ in fresh]
     plan.prefix_slot[:] = [slot for row, _ in fresh for slot in row.prefix]
+    plan.copy_from[:] = [slot for slot, _ in copies]
+    plan.copy_to[:] = [slot for _, slot in copies]
+    if counts.adapters:
+        plan.r_adapter[:] = [row.adapter for row in rows]
+    if counts.masked:
+        plan.r_masked[:] = [row.masked for row in rows]
+    if given:
+        np.concatenate(given, out=plan.given)
     return plan
+
+
+def _numbered(rows: Sequence[PlanRow]) -> Iterator[list[int]]:
+    """Each row's tokens, rows of given embeddings numbered throughout the step."""
+    given = 0
+    for row in rows:
+        yield [token - given if token <= GIVEN else token for token in row.tokens or [LAST]]
+        given += 0 if row.given is None else len(row.given)

@@ -8,19 +8,30 @@ this one. A step in which every row decodes replays a captured graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from tokenpod.core.plan import LAST, Ints, StepPlan
+from tokenpod.core.plan import GIVEN, LAST, Ints, StepPlan
+from tokenpod.engine.device_rounds import LaterRounds, room_for
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import CapturableModel, new_rows, scored_rows
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
-from tokenpod.engine.integers import Counts, Integers, fill, pad, views
+from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.rounds import unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens, logprobs_of
-from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots
+from tokenpod.kernels.batch import (
+    ForwardBatch,
+    GivenEmbeddings,
+    PagedRows,
+    RaggedRows,
+    Run,
+    append_slots,
+    cut_runs,
+)
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
 
@@ -28,10 +39,6 @@ from tokenpod.kernels.triton.steps import remember, resolve
 _DEPTH = 3
 #: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
 _MOST_CAPTURED_TOKENS = 1024
-#: A captured mixed step has room for so many rows with several tokens.
-_MOST_CAPTURED_EXTENDS = 64
-#: Tiles of rows with several tokens have at least so many queries, but for a row's last.
-_LEAST_TILE = 8
 #: Prompt tokens whose logits are made at a time.
 _SCORED_AT_ONCE = 128
 
@@ -47,6 +54,8 @@ class DeviceExecutor:
         max_positions: longest sequence, in tokens.
         max_tokens: most tokens of a step.
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
+        drafts: most samples of a step besides each row's first.
+        adapters: whether captured steps have a column of adapters; others are not captured.
     """
 
     def __init__(
@@ -59,6 +68,8 @@ class DeviceExecutor:
         max_positions: int,
         max_tokens: int,
         device: torch.device,
+        drafts: int = 0,
+        adapters: bool = False,
     ) -> None:
         self._model = model
         self._pool = pool
@@ -68,11 +79,15 @@ class DeviceExecutor:
         # The last row of both is padding's.
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         self._row_table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
-        most = min(max_tokens, _MOST_CAPTURED_TOKENS)
-        words = Counts(max_tokens, rows, rows, self._tile_numbers(most)).words
+        self._tiles = model.prepare_capture(rows)
+        self._drafts, self._adapters = drafts, adapters
+        most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
+        words = Counts(max_tokens, rows, rows, most, drafts, adapters=True).words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
-        self._mailboxes = [Mailbox(rows, words, device) for _ in range(_DEPTH)]
+        self._mailboxes = [Mailbox(rows + drafts, words, device) for _ in range(_DEPTH)]
         self._turn = 0
+        #: The last step, if it may wait for masks.
+        self._unsampled: Flight | None = None
         #: Where the KV of rows with a prompt under way lies.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
         self._max_tokens = max_tokens
@@ -87,19 +102,27 @@ class DeviceExecutor:
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
+        mixed = mixed_counts(self._rows, most, self._tiles.count)
+        decode = decode_counts(self._rows)
+        if self._drafts or self._adapters:
+            # Only rows of several tokens, in mixed steps, have drafts.
+            mixed = {
+                size: replace(counts, drafts=self._drafts, adapters=self._adapters)
+                for size, counts in mixed.items()
+            }
+            decode = {
+                size: replace(counts, adapters=self._adapters) for size, counts in decode.items()
+            }
         with torch.inference_mode():
-            self._mixed = Graphs(
-                self._forward_mixed,
-                mixed_counts(self._rows, most, self._tile_numbers),
-                self._padding,
-            )
-            self._decode = Graphs(
-                self._forward_decode, decode_counts(self._rows), self._padding, self._mixed.memory
-            )
+            self._mixed = Graphs(self._forward_mixed, mixed, self._padding)
+            self._decode = Graphs(self._forward_decode, decode, self._padding, self._mixed.memory)
 
     def launch(self, plan: StepPlan) -> Flight:
         """Queue one step."""
         with torch.inference_mode():
+            if self._unsampled is not None:
+                self._unsampled.sample({})
+                self._unsampled = None
             return self._run(plan)
 
     def release(self, rows: Sequence[int]) -> None:
@@ -112,35 +135,64 @@ class DeviceExecutor:
 
     def _run(self, plan: StepPlan) -> Flight:
         self.release(plan.freed.tolist())
+        if len(plan.copy_from):
+            self._pool.copy(self._upload(plan.copy_from), self._upload(plan.copy_to))
         self._take_rows(plan)
         self._turn += 1
         mailbox = self._mailboxes[self._turn % _DEPTH]
         mailbox.begin()
-        samples = int(plan.r_samples.sum())
-        self._extend_runs(plan)
+        self._note_slots(plan)
         scored: dict[int, torch.Tensor] = {}
         logits: torch.Tensor | None
         captured = self._captured(plan, mailbox)
         if captured is not None:
-            logits = captured.replay(mailbox.words[: captured.counts.words])[:samples]
+            logits = captured.replay(mailbox.words[: captured.counts.words])
             integers = captured.integers
         else:
-            logits, integers, scored = self._forward(plan, samples, mailbox)
+            logits, integers, scored = self._forward(plan, mailbox)
         mailbox.forwarded()
-        drawn = None
-        if samples:
-            assert logits is not None
-            rows, positions = integers.sample_row[:samples], integers.sample_position[:samples]
-            if captured is None:
-                self._sampler.begin(logits, rows, positions)
-            drawn = self._sampler.finish(logits, rows, positions)
-            if captured is None or self._sampler.draws:
-                remember(drawn.tokens, rows, self._last_token)
-        return mailbox.send(drawn, scored)
+        flight = Flight(mailbox, plan, scored)
+        if logits is None or not plan.r_samples.any():
+            flight.send(None)
+        else:
+            self._draw(flight, logits, integers, is_begun=captured is not None)
+        return flight
+
+    def _draw(
+        self, flight: Flight, logits: torch.Tensor, integers: Integers, *, is_begun: bool
+    ) -> None:
+        """Draw round after round; a captured step has begun the first."""
+        plan = flight.plan
+        n, samples = int(np.count_nonzero(plan.r_samples)), int(plan.r_samples.sum())
+        firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
+        if not is_begun:
+            self._sampler.begin(firsts, rows, positions)
+        drawn = self._sampler.finish(firsts, rows, positions)
+        if not is_begun or self._sampler.draws:
+            remember(drawn.tokens, rows, self._last_token)
+        if samples == n and not len(plan.r_masked):
+            flight.send(drawn)
+            return
+        drawn = room_for(samples, drawn)
+        first_draft = len(integers.sample_row)
+        later = LaterRounds(
+            self._sampler, self._last_token, self._upload, plan, logits, first_draft, drawn
+        )
+        later.draw(unmasked_rounds(plan)[1:])
+        if not plan.r_masked.any():
+            flight.send(drawn)
+            return
+        flight.later = later
+        if isinstance(self._sampler, LeaderTokens):
+            flight.sample(None)
+        else:
+            self._unsampled = flight
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
-        if self._decode is None or self._mixed is None or len(plan.scored_token):
+        if self._decode is None or self._mixed is None:
+            return None
+        if len(plan.scored_token) or len(plan.given) or (len(plan.r_adapter) > self._adapters):
             return None
         if plan.rows == plan.tokens and plan.r_samples.all():
             captured = self._decode.fitting(plan.rows)
@@ -149,41 +201,39 @@ class DeviceExecutor:
         if captured is None:
             return None
         host = views(mailbox.host_words, captured.counts)
-        fill(host, plan)
-        if captured.counts.tiles:
-            tiles = self._model.tiles(
-                self._ragged(host, plan), self._most_tiles(captured.counts.tokens)
-            )
-            if tiles is None:
-                return None
-            host.tiles[:] = tiles.reshape(-1)
+        self._fill(host, plan)
+        if captured.counts.tiles and not self._tiles.fill(self._ragged(host, plan), host.tiles):
+            return None
         pad(host, plan, padding_row=self._rows, sink=self._pool.sink)
         return captured
 
     def _forward(
-        self, plan: StepPlan, samples: int, mailbox: Mailbox
+        self, plan: StepPlan, mailbox: Mailbox
     ) -> tuple[torch.Tensor | None, Integers, dict[int, torch.Tensor]]:
-        """Logits of the rows that sample, if any; log probabilities of prompts, by row."""
-        counts = Counts(plan.tokens, plan.rows, samples)
+        """Logits of what is sampled, if anything is; log probabilities of prompts, by row."""
+        counts = Counts.of(plan)
         host = views(mailbox.host_words, counts)
-        fill(host, plan)
+        self._fill(host, plan)
         words = self._words[: counts.words]
         words.copy_(mailbox.words[: counts.words], non_blocking=True)
         integers = views(words, counts)
         batch = self._batch(integers, self._ragged(host, plan))
+        if len(plan.given):
+            batch = replace(batch, given=self._given(plan))
         hidden = self._model.forward(batch, self._pool)
         scored = {
-            row: self._score_prompt(following, hidden[batch.b_start[row] :])
+            row: self._score_prompt(following, hidden, batch, batch.b_start[row])
             for row, following in scored_rows(plan)
         }
-        logits = self._model.logits(hidden[integers.logit_index]) if samples else None
+        logits = self._model.logits(hidden, batch) if counts.samples else None
         return logits, integers, scored
 
     def _forward_decode(self, counts: Counts, integers: Integers) -> torch.Tensor:
         """What is captured of steps in which every row decodes."""
         rows = RaggedRows(list(range(counts.rows + 1)), *_unknown(counts.rows), counts.rows)
-        hidden = self._model.forward(self._batch(integers, rows), self._pool)
-        return self._drawn(hidden, integers)
+        # Every token's logits are wanted: there is nothing to gather.
+        batch = replace(self._batch(integers, rows), logit_index=None)
+        return self._drawn(self._model.forward(batch, self._pool), batch, integers)
 
     def _forward_mixed(self, counts: Counts, integers: Integers) -> torch.Tensor:
         """What is captured of mixed steps.
@@ -193,24 +243,19 @@ class DeviceExecutor:
         """
         singles = counts.rows
         rows = RaggedRows([*range(singles + 1), counts.tokens], *_unknown(singles + 1), singles)
-        by_window = integers.tiles.view(len(self._model.windows), -1)
-        tiles = dict(zip(self._model.windows, by_window, strict=True))
-        hidden = self._model.forward(self._batch(integers, rows, tiles), self._pool)
-        return self._drawn(hidden.index_select(0, integers.logit_index), integers)
+        batch = self._batch(integers, rows)
+        return self._drawn(self._model.forward(batch, self._pool), batch, integers)
 
-    def _drawn(self, hidden: torch.Tensor, integers: Integers) -> torch.Tensor:
+    def _drawn(self, hidden: torch.Tensor, batch: ForwardBatch, integers: Integers) -> torch.Tensor:
         """The end of a captured step: logits, and the tokens of rows that are greedy."""
-        logits = self._model.logits(hidden)
-        tokens = self._sampler.begin(logits, integers.sample_row, integers.sample_position)
+        logits = self._model.logits(hidden, batch)
+        firsts = logits[: len(integers.sample_row)]
+        tokens = self._sampler.begin(firsts, integers.sample_row, integers.sample_position)
         remember(tokens, integers.sample_row, self._last_token)
         return logits
 
-    def _batch(
-        self,
-        integers: Integers,
-        rows: RaggedRows,
-        tiles: Mapping[int | None, torch.Tensor] | None = None,
-    ) -> ForwardBatch:
+    def _batch(self, integers: Integers, rows: RaggedRows) -> ForwardBatch:
+        tiles = self._tiles.by_window(integers.tiles) if len(integers.tiles) else None
         return ForwardBatch(
             t_token=self._resolve(integers),
             t_position=integers.t_position,
@@ -223,7 +268,21 @@ class DeviceExecutor:
             single_rows=rows.single_rows,
             logit_index=integers.logit_index,
             paged=PagedRows(integers.b_row, integers.b_start, integers.b_context, tiles),
+            t_adapter=integers.t_adapter if len(integers.t_adapter) else None,
         )
+
+    def _given(self, plan: StepPlan) -> GivenEmbeddings:
+        index = given_tokens(plan)
+        rows = torch.from_numpy(plan.given[GIVEN - plan.t_token[index]])
+        rows = rows.to(self._model.dtype)
+        return GivenEmbeddings(self._upload(index), self._upload(rows))
+
+    def _fill(self, host: Integers, plan: StepPlan) -> None:
+        fill(host, plan)
+        if len(plan.r_masked):
+            # The first round draws for nobody in their place.
+            samples = np.flatnonzero(plan.r_samples)
+            host.sample_row[: len(samples)][plan.r_masked[samples] != 0] = self._rows
 
     def _ragged(self, host: Integers, plan: StepPlan) -> RaggedRows:
         rows = plan.r_row.tolist()
@@ -235,13 +294,18 @@ class DeviceExecutor:
             single_rows=plan.singles,
         )
 
-    def _extend_runs(self, plan: StepPlan) -> None:
-        """Note where prompts' tokens go; nobody asks where the KV of rows that decode lies."""
+    def _note_slots(self, plan: StepPlan) -> None:
+        """Note where prompts' tokens go; nobody asks where the KV of rows that decode lies.
+
+        A row that has decoded meanwhile and has several tokens again, as drafts make it, is no
+        longer known to the host: the row table has its slots.
+        """
         ends = plan.r_tokens.cumsum()
         prompts = plan.t_token[ends - plan.r_tokens] != LAST
         for at in np.flatnonzero(prompts).tolist():
             runs = self._runs[plan.r_row[at]]
-            append_slots(runs, plan.t_slot[ends[at] - plan.r_tokens[at] : ends[at]])
+            if cut_runs(runs, int(plan.r_start[at])):
+                append_slots(runs, plan.t_slot[ends[at] - plan.r_tokens[at] : ends[at]])
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens; the slots of a step's tokens are entered in the row table on the way."""
@@ -254,13 +318,17 @@ class DeviceExecutor:
             self._last_token,
         )
 
-    def _score_prompt(self, tokens: Ints, hidden: torch.Tensor) -> torch.Tensor:
+    def _score_prompt(
+        self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int
+    ) -> torch.Tensor:
         following = self._upload(tokens.astype(np.int64))
         # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
-        pieces = [
-            logprobs_of(self._model.logits(hidden[at : at + len(part)]).float(), part)
-            for at, part in _pieces(following)
-        ]
+        pieces = []
+        for at in range(0, len(following), _SCORED_AT_ONCE):
+            part = following[at : at + _SCORED_AT_ONCE]
+            wanted = torch.arange(first + at, first + at + len(part), device=self._device)
+            logits = self._model.logits(hidden, replace(batch, logit_index=wanted))
+            pieces.append(logprobs_of(logits.float(), part))
         return torch.cat(pieces)
 
     # -- rows ----------------------------------------------------------------------------------
@@ -273,8 +341,8 @@ class DeviceExecutor:
             if len(prefix):
                 self._row_table[row, : len(prefix)] = self._upload(prefix)
 
-    def _upload(self, values: np.ndarray) -> torch.Tensor:
-        source = torch.from_numpy(values)
+    def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
+        source = torch.as_tensor(values)
         if self._device.type == "cuda":
             source = source.pin_memory()
         return source.to(self._device, non_blocking=True)
@@ -284,23 +352,7 @@ class DeviceExecutor:
         pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)
 
-    def _tile_numbers(self, tokens: int) -> int:
-        """How many numbers describe the tiles of a captured step."""
-        nobody = RaggedRows([0], [], [], [], 0)
-        tiles = self._model.tiles(nobody, self._most_tiles(tokens))
-        assert tiles is not None
-        return tiles.size
-
-    def _most_tiles(self, tokens: int) -> int:
-        """Room for tiles of either kind in a captured step of `tokens` tokens."""
-        return tokens // _LEAST_TILE + min(self._rows, _MOST_CAPTURED_EXTENDS)
-
 
 def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:
     """Contexts, runs and rows of a captured step, which the device is told."""
     return [0] * rows, [[]] * rows, [0] * rows
-
-
-def _pieces(following: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    for at in range(0, len(following), _SCORED_AT_ONCE):
-        yield at, following[at : at + _SCORED_AT_ONCE]

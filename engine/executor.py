@@ -7,7 +7,7 @@ be launched before anybody has seen the tokens of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,40 +16,41 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import Ints, StepPlan
-from tokenpod.kernels.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.ops import StepTiles
 from tokenpod.kernels.pool import KVPool
 
 
 class Model(Protocol):
     """What an executor asks of a model."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states."""
+        ...
+
     def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
         """[T, hidden]: hidden states after the last norm."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, vocab] in the model's dtype."""
+    def logits(self, hidden: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
+        """[n, vocab] in the model's dtype, of hidden [T, hidden] at `step.logit_index`."""
         ...
 
 
 class CapturableModel(Model, Protocol):
     """What more a model must know so that mixed steps can be captured."""
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The different attention windows of its layers."""
-        ...
-
-    def tiles(self, rows: RaggedRows, most: int) -> npt.NDArray[np.int32] | None:
-        """[windows, numbers]: `ops.TileExtends` for each window; None: `most` are too few."""
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """What captured steps of up to so many rows are told about rows with several tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought, on the host: an entry for each token that is sampled, in order."""
+    """What a step brought, on the host: an entry for each sample of each row, row after row."""
 
-    #: -1 where the logits held NaN or Inf.
+    #: -1 where the logits held NaN or Inf; `plan.UNSAMPLED`.
     tokens: list[int]
     logprobs: list[float]
     #: (index into `tokens`, ids, logprobs) where top tokens were asked for.
@@ -74,8 +75,23 @@ def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
         yield row, plan.scored_token[ends[row] - plan.r_scored[row] : ends[row]]
 
 
+#: Tokens that may be drawn, 32 to a word: bit t % 32 of word t // 32 is token t's.
+Words = npt.NDArray[np.int32]
+
+#: By row of the plan: [samples, words].
+Masks = Mapping[int, Words]
+
+
 class Launched(Protocol):
     """A step under way."""
+
+    def sample(self, masks: Masks) -> None:
+        """Sample the rows that wait for masks; a row without one is not sampled in this step.
+
+        Once, and before the next step is launched or this one waited for, which does it without
+        masks otherwise. What is reported of such rows is of scores that the mask has changed.
+        """
+        ...
 
     def wait(self) -> StepResult:
         """The result, once the device has it."""

@@ -252,14 +252,16 @@ class HostSampler(Sampler):
         return top_ids, top_logprobs
 
     def _note(self, rows: list[int], tokens: torch.Tensor) -> None:
-        """Add the drawn tokens to the rows' histories; -1 is the end of its sequence."""
+        """Add the drawn tokens to the rows' histories; -1 is none."""
         columns = self.columns
-        columns["length"][rows] += 1
-        columns["previous"][rows] = tokens
         for row, token in zip(rows, tokens.tolist(), strict=True):
+            if token < 0:
+                continue
+            columns["length"][row] += 1
+            columns["previous"][row] = token
             history = self._histories.get(row)
             if history is not None and history.outputs is not None:
-                history.outputs[max(token, 0)] += 1
+                history.outputs[token] += 1
 
 
 def _forbidden(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:

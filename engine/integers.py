@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import StepPlan
+from tokenpod.core.plan import GIVEN, StepPlan
+from tokenpod.engine.rounds import rounds
 
 #: Fields begin at multiples of so many words (128 bytes): Triton compiles a kernel once more for a
 #: pointer that is aligned otherwise.
@@ -23,12 +24,18 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How long a step's fields are: T tokens, B rows, n rows that sample, numbers about tiles."""
+    """How long a step's fields are: T tokens, B rows, n rows that sample, numbers about tiles.
+
+    Rows that sample several tokens sample `drafts` more than one each.
+    """
 
     tokens: int
     rows: int
     samples: int
     tiles: int = 0
+    drafts: int = 0
+    #: Whether there is a column of adapters.
+    adapters: bool = False
 
     @property
     def words(self) -> int:
@@ -38,8 +45,17 @@ class Counts:
     @property
     def fields(self) -> list[tuple[int, int]]:
         """Bits of a number and how many, in the order of `Integers`."""
-        wide = [(64, self.tokens)] * 4 + [(64, self.samples)] * 3
-        return [*wide, (32, self.rows), (32, self.rows), (32, self.rows + 1), (32, self.tiles)]
+        wide = [self.tokens] * 4 + [self.samples + self.drafts, self.samples, self.samples]
+        wide.append(self.tokens if self.adapters else 0)
+        narrow = [self.rows, self.rows, self.rows + 1, self.tiles]
+        return [*((64, length) for length in wide), *((32, length) for length in narrow)]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Counts:
+        """Of a step that nothing is added to."""
+        samples = int(np.count_nonzero(plan.r_samples))
+        drafts = int(plan.r_samples.sum()) - samples
+        return cls(plan.tokens, plan.rows, samples, 0, drafts, adapters=len(plan.r_adapter) > 0)
 
     @classmethod
     def decode(cls, rows: int) -> Counts:
@@ -51,20 +67,24 @@ class Counts:
 class Integers:
     """Views of one int64 array."""
 
-    #: [T] int64 each; `t_token` may be `plan.LAST`.
+    #: [T] int64 each; `t_token` may be `plan.LAST`, and is 0 where an embedding is given.
     t_token: Array
     t_position: Array
     t_slot: Array
     t_row: Array
-    #: [n] int64 each: which token, row and output number a sample belongs to.
+    #: [n + drafts] int64: which tokens are followed by one that is sampled: a row's first, then
+    #: round by round the others.
     logit_index: Array
+    #: [n] int64 each: which row and output number a row's first sample belongs to.
     sample_row: Array
     sample_position: Array
+    #: [T] int64, or empty.
+    t_adapter: Array
     #: [B], [B], [B + 1] int32.
     b_row: Array
     b_context: Array
     b_start: Array
-    #: Of captured steps: see `ops.TileExtends`.
+    #: Of captured steps: see `ops.StepTiles`.
     tiles: Array
 
 
@@ -97,21 +117,41 @@ def fill(into: Integers, plan: StepPlan) -> None:
         into.t_row[:tokens] = np.repeat(plan.r_row, plan.r_tokens)
         offsets = np.repeat(plan.r_start - starts[:-1], plan.r_tokens)
         np.add(offsets, np.arange(tokens), out=into.t_position[:tokens])
-    which, place = sampled(plan)
-    samples = len(which)
-    into.logit_index[:samples] = starts[which + 1] - plan.r_samples[which] + place
-    into.sample_row[:samples] = plan.r_row[which]
-    into.sample_position[:samples] = plan.r_output[which] + place
-
-
-def sampled(plan: StepPlan) -> tuple[Ints, Ints]:
-    """[n] for each token that is sampled: its row of the step, and which of the row's it is."""
-    if not (plan.r_samples > 1).any():
+    if len(plan.given):
+        into.t_token[given_tokens(plan)] = 0
+    if len(into.t_adapter):
+        adapters = np.repeat(plan.r_adapter, plan.r_tokens) if len(plan.r_adapter) else 0
+        into.t_adapter[:tokens] = adapters
+    if (plan.r_samples > 1).any():
+        _fill_rounds(into, plan, starts)
+    elif plan.r_samples.all():
+        np.subtract(starts[1:], 1, out=into.logit_index[:rows])
+        into.sample_row[:rows] = plan.r_row
+        into.sample_position[:rows] = plan.r_output
+    else:
         which = np.flatnonzero(plan.r_samples)
-        return which, np.zeros_like(which)
-    which = np.repeat(np.arange(plan.rows), plan.r_samples)
-    firsts = np.cumsum(plan.r_samples) - plan.r_samples
-    return which, np.arange(len(which)) - firsts[which]
+        n = len(which)
+        into.logit_index[:n] = starts[which + 1] - 1
+        into.sample_row[:n] = plan.r_row[which]
+        into.sample_position[:n] = plan.r_output[which]
+
+
+def _fill_rounds(into: Integers, plan: StepPlan, starts: Ints) -> None:
+    at = 0
+    for turn in rounds(plan):
+        end = at + len(turn.rows)
+        wanted = starts[turn.rows + 1] - plan.r_samples[turn.rows] + turn.place
+        into.logit_index[at:end] = wanted
+        if turn.place == 0:
+            into.sample_row[:end] = plan.r_row[turn.rows]
+            into.sample_position[:end] = plan.r_output[turn.rows]
+            end = len(into.sample_row)
+        at = end
+
+
+def given_tokens(plan: StepPlan) -> Ints:
+    """[g] which tokens of a plan have no id but a given embedding."""
+    return np.flatnonzero(plan.t_token <= GIVEN)
 
 
 def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -> None:
@@ -125,16 +165,22 @@ def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -
         padding_row: a row that belongs to nobody.
         sink: the slot that padding writes to.
     """
-    tokens, samples, singles = 0, 0, 0
+    tokens, samples, drafts, singles = 0, 0, 0, 0
+    room_for_drafts = len(into.logit_index) > len(into.sample_row)
     if plan is not None:
-        tokens, samples, singles = plan.tokens, int(plan.r_samples.sum()), plan.singles
+        tokens, singles = plan.tokens, plan.singles
+        samples = int(np.count_nonzero(plan.r_samples))
+        drafts = int(plan.r_samples.sum()) - samples if room_for_drafts else 0
     into.t_token[tokens:] = 0
     into.t_position[tokens:] = 0
     into.t_slot[tokens:] = sink
     into.t_row[tokens:] = padding_row
-    into.logit_index[samples:] = 0
+    into.logit_index[samples : len(into.sample_row)] = 0
+    if room_for_drafts:
+        into.logit_index[len(into.sample_row) + drafts :] = 0
     into.sample_row[samples:] = padding_row
     into.sample_position[samples:] = 0
+    into.t_adapter[tokens:] = 0
     into.b_row[singles:] = padding_row
     into.b_context[singles:] = 0
     into.b_start[singles:] = singles

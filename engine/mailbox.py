@@ -9,29 +9,42 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.executor import StepResult
+from tokenpod.engine.device_rounds import LaterRounds
+from tokenpod.engine.executor import Masks, StepResult
+from tokenpod.engine.rounds import late_rows, masked_rounds, row_after_row
 from tokenpod.engine.sampler import Samples
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """Results on their way to the host."""
+
+    samples: int
+    #: Whether there are top tokens.
+    tops: bool
+    scored: dict[int, torch.Tensor]
 
 
 class Mailbox:
     """Memory of one step at a time; free again when that step has been waited for.
 
     Args:
-        rows: most rows that sample in a step.
+        samples: most of a step.
         words: most int64 words of integers of a step.
         device: a GPU, or a CPU, for which nothing is pinned and nothing asynchronous.
     """
 
-    def __init__(self, rows: int, words: int, device: torch.device) -> None:
+    def __init__(self, samples: int, words: int, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         #: The step's integers: the same memory as torch and as numpy see it.
         self.words = self._pinned(words, dtype=torch.int64)
         self.host_words: npt.NDArray[np.int64] = self.words.numpy()
-        self._tokens = self._pinned(rows, dtype=torch.int64)
-        self._logprobs = self._pinned(rows, dtype=torch.float32)
-        self._top_ids = self._pinned(rows, MOST_TOP_TOKENS, dtype=torch.int64)
-        self._top_logprobs = self._pinned(rows, MOST_TOP_TOKENS, dtype=torch.float32)
+        self._tokens = self._pinned(samples, dtype=torch.int64)
+        self._logprobs = self._pinned(samples, dtype=torch.float32)
+        self._top_ids = self._pinned(samples, MOST_TOP_TOKENS, dtype=torch.int64)
+        self._top_logprobs = self._pinned(samples, MOST_TOP_TOKENS, dtype=torch.float32)
         self._began, self._forwarded, self._done = (_Mark(self._on_gpu) for _ in range(3))
 
     def begin(self) -> None:
@@ -42,7 +55,7 @@ class Mailbox:
         """What is queued next is sampling."""
         self._forwarded.record()
 
-    def send(self, drawn: Samples | None, scored: dict[int, torch.Tensor]) -> Flight:
+    def send(self, drawn: Samples | None, scored: dict[int, torch.Tensor]) -> Posted:
         """Queue the copies of results to the host.
 
         Args:
@@ -62,16 +75,17 @@ class Mailbox:
             for at, scores in scored.items()
         }
         self._done.record()
-        return Flight(self, samples, tops > 0, hosted)
+        return Posted(samples, tops > 0, hosted)
 
-    def receive(self, samples: int, tops: bool, scored: dict[int, torch.Tensor]) -> StepResult:
-        """Wait for the copies."""
+    def receive(self, posted: Posted) -> StepResult:
+        """Wait for the copies; samples as they were drawn, round after round."""
         self._done.wait()
+        samples = posted.samples
         return StepResult(
             tokens=self._tokens[:samples].tolist(),
             logprobs=self._logprobs[:samples].tolist(),
-            tops=self._samples(samples).tops if tops else [],
-            prompt_logprobs={at: scores.tolist() for at, scores in scored.items()},
+            tops=self._samples(samples).tops if posted.tops else [],
+            prompt_logprobs={at: scores.tolist() for at, scores in posted.scored.items()},
             forward_ns=self._began.nanoseconds_to(self._forwarded),
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
@@ -85,18 +99,38 @@ class Mailbox:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
-    """A step under way."""
+    """A step under way: forwarded or about to be, and sampled but for rows that wait for masks."""
 
     _mailbox: Mailbox
-    _samples: int
-    _tops: bool
+    plan: StepPlan
     _scored: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: What draws for rows that wait for masks.
+    later: LaterRounds | None = None
+    _posted: Posted | None = None
+    #: Rows of the plan whose masks did not come.
+    _late: frozenset[int] = frozenset()
+
+    def send(self, drawn: Samples | None) -> None:
+        """Queue the copies of results: all samples, if any row sampled, round after round."""
+        self._posted = self._mailbox.send(drawn, self._scored)
+
+    def sample(self, masks: Masks | None) -> None:
+        """See `Launched.sample`; None: the leader has them."""
+        if self.later is None:
+            return
+        later, self.later = self.later, None
+        with torch.inference_mode():
+            later.draw(masked_rounds(self.plan), masks or {})
+            self.send(later.drawn)
+        self._late = late_rows(self.plan, masks)
 
     def wait(self) -> StepResult:
         """The result, once the device has it; once, and before the mailbox's next step."""
-        return self._mailbox.receive(self._samples, self._tops, self._scored)
+        self.sample({})
+        assert self._posted is not None
+        return row_after_row(self.plan, self._mailbox.receive(self._posted), self._late)
 
 
 class _Mark:

@@ -141,19 +141,25 @@ class LeaderTokens:
         """Forget a row."""
         self._drawing.discard(row)
 
-    def sample(self, logits: object, rows: Sized, positions: object) -> Samples:
+    def sample(
+        self, logits: object, rows: Sized, positions: object, masks: object = None
+    ) -> Samples:
         """All tokens of the leader's `HostSampler.sample`; nothing else of them is known."""
-        del logits, positions
+        del logits, positions, masks
         return Samples.of_tokens(self._receive(len(rows)))
 
-    def begin(self, logits: object, rows: Sized, positions: object) -> torch.Tensor:
+    def begin(
+        self, logits: object, rows: Sized, positions: object, masks: object = None
+    ) -> torch.Tensor:
         """The tokens of the leader's `DeviceSampler.begin`."""
-        del logits, positions
+        del logits, positions, masks
         return self._receive(len(rows))
 
-    def finish(self, logits: object, rows: Sized, positions: object) -> Samples:
+    def finish(
+        self, logits: object, rows: Sized, positions: object, *, masks: object = None
+    ) -> Samples:
         """All tokens of the leader's `DeviceSampler.finish`; nothing else of them is known."""
-        del logits, positions
+        del logits, positions, masks
         n = len(rows)
         return Samples.of_tokens(self._receive(n) if self.draws else self._tokens[:n])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class PagedRows:
     b_start: torch.Tensor
     #: [B] int32: tokens of KV per row after this step, these tokens included.
     b_context: torch.Tensor
-    #: In a captured step, what its rows with several tokens are, by window: see `ops.TileExtends`.
+    #: In a captured step, what its rows with several tokens are, by window: see `ops.StepTiles`.
     tiles: Mapping[int | None, torch.Tensor] | None = None
 
 
@@ -48,6 +48,16 @@ class RaggedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenEmbeddings:
+    """What stands in for rows of the embedding's table (soft prompts, images)."""
+
+    #: [g] int64: for which tokens; their ids mean nothing.
+    t_index: torch.Tensor
+    #: [g, width] in the model's dtype.
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """T tokens of B rows, ragged: row b owns tokens `b_start[b]` to `b_start[b + 1]`.
 
@@ -65,7 +75,8 @@ class ForwardBatch:
     b_start: list[int]
     #: Tokens of KV per row after this step, these tokens included.
     b_context: list[int]
-    #: Per row: where its KV lies, in order of position; the lengths add up to `b_context`.
+    #: Per row: where its KV lies, in order of position; the lengths add up to `b_context`. Where
+    #: there is a `row_table` they may be fewer: then nobody has noted where all of it lies.
     b_runs: list[list[Run]]
     #: Per row: its row of `row_table`.
     b_row: list[int]
@@ -74,10 +85,20 @@ class ForwardBatch:
     row_table: torch.Tensor
     #: Leading rows with one token.
     single_rows: int
-    #: [n] int64: the tokens whose logits are wanted.
-    logit_index: torch.Tensor
+    #: [n] int64: the tokens whose logits are wanted; None: all, in order.
+    logit_index: torch.Tensor | None
     #: Where kernels gather by pointer; None on a CPU, which reads `b_runs`.
     paged: PagedRows | None = None
+    #: Tokens that have no id.
+    given: GivenEmbeddings | None = None
+    #: [T] int64: each token's adapter, from 1; 0: none. None: no token has one.
+    t_adapter: torch.Tensor | None = None
+
+    def at(self, t_index: torch.Tensor) -> ForwardBatch:
+        """The step for products of these tokens alone: what is known of each token is theirs."""
+        if self.t_adapter is None:
+            return self
+        return replace(self, t_adapter=self.t_adapter.index_select(0, t_index))
 
     @property
     def tokens(self) -> int:
@@ -88,6 +109,16 @@ class ForwardBatch:
     def rows(self) -> int:
         """B."""
         return len(self.b_context)
+
+
+def cut_runs(runs: list[Run], length: int) -> bool:
+    """Forget all but the first `length` positions of `runs`; False if there are fewer."""
+    for at, (first, end) in enumerate(runs):
+        if length <= end - first:
+            runs[at:] = [(first, first + length)] if length else []
+            return True
+        length -= end - first
+    return length == 0
 
 
 def append_slots(runs: list[Run], slots: npt.NDArray[np.integer[Any]]) -> None:

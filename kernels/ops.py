@@ -7,6 +7,7 @@ specification.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -244,17 +245,31 @@ class PlanAttention(Protocol):
         ...
 
 
-class TileExtends(Protocol):
-    """What a captured step must be told about its rows with several tokens.
+class StepTiles(Protocol):
+    """What captured steps must be told about their rows with several tokens.
 
-    A captured step replays launches of one shape, so the rows come as a list of tiles of a fixed
-    length, on the device, instead of being planned for.
+    A captured step replays launches of one shape, so the rows come as numbers of a fixed count, on
+    the device, instead of being planned for.
     """
 
-    def __call__(
-        self, rows: RaggedRows, window: int | None, heads: Heads, most: int
-    ) -> npt.NDArray[np.int32] | None:
-        """A flat array of always the same size for `most` tiles; None: there are more tiles."""
+    def count(self, tokens: int) -> int:
+        """How many numbers a step of so many tokens has room for."""
+        ...
+
+    def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
+        """Write the numbers of these rows; False: there is no room for them."""
+        ...
+
+    def by_window(self, numbers: torch.Tensor) -> Mapping[int | None, torch.Tensor]:
+        """The numbers, int32 on the device, as `PagedRows.tiles` has them."""
+        ...
+
+
+class PrepareCapture(Protocol):
+    """Choose, once, how a model's steps are captured."""
+
+    def __call__(self, heads: Heads, windows: Sequence[int | None], rows: int) -> StepTiles:
+        """For layers of these different windows, and steps of up to so many rows."""
         ...
 
 
@@ -402,6 +417,6 @@ class Operations:
     #: None where sums come after their products.
     prepare_sum_linear: PrepareSumLinear | None = None
     #: None where steps are not captured.
-    tile_extends: TileExtends | None = None
+    prepare_capture: PrepareCapture | None = None
     #: The ranks that divide the model; None if there is one.
     group: Group | None = None

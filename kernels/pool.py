@@ -51,6 +51,14 @@ class KVPool:
         for tensor in (*self.keys, *self.values):
             tensor.zero_()
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values from slots [n] to others, all at once, in every layer."""
+        source, target = source.long(), target.long()
+        for tensor in (*self.keys, *self.values):
+            # As integers: numbers of 8 bits can be moved, but not by that name.
+            numbers = tensor.view(torch.uint8)
+            numbers[target] = numbers[source]
+
     @staticmethod
     def bytes_per_slot(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of device memory that one token costs in all layers."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from tokenpod.kernels.batch import ForwardBatch, RaggedRows
-from tokenpod.kernels.ops import Heads, KVScales, Operations
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.ops import Heads, KVScales, Operations, StepTiles
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.linear import Delta, Product, Products, Weights, no_delta
@@ -85,26 +83,23 @@ class Decoder:
             x = layer(x, step)
         return self._norm(x)
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The different windows of the layers."""
-        return sorted(set(self.config.windows), key=lambda window: window or 0)
-
-    def tiles(self, rows: RaggedRows, most: int) -> npt.NDArray[np.int32] | None:
-        """`ops.TileExtends` for each of `windows`, [windows, numbers]; None: `most` are too few."""
-        assert self._ops.tile_extends is not None, "these operations are not captured"
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """What captured steps of up to so many rows are told about rows with several tokens."""
+        assert self._ops.prepare_capture is not None, "these operations are not captured"
         config = self.config
         shape = Heads(config.heads, config.kv_heads, config.head_dim, self._dtype, self._device)
-        lists = [self._ops.tile_extends(rows, window, shape, most) for window in self.windows]
-        packed = [tiles for tiles in lists if tiles is not None]
-        return np.stack(packed) if len(packed) == len(lists) else None
+        windows = sorted(set(config.windows), key=lambda window: window or 0)
+        return self._ops.prepare_capture(shape, windows, rows)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, step: ForwardBatch | None = None) -> torch.Tensor:
-        """Hidden [n, hidden] -> [n, vocabulary] in the model's dtype, an inference tensor.
+        """Hidden [T, hidden] -> [n, vocabulary] in the model's dtype, an inference tensor.
 
-        `step` is the one whose sampled positions these are.
+        At `logit_index` of the step that these are the tokens of; without a step, of all.
         """
+        if step is not None and step.logit_index is not None:
+            hidden = hidden.index_select(0, step.logit_index)
+            step = step.at(step.logit_index)
         return self._head(hidden, step)
 
 
@@ -136,6 +131,8 @@ def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch]
 
     def embed(batch: ForwardBatch) -> torch.Tensor:
         x = ops.embed(table, batch.t_token)
+        if batch.given is not None:
+            x.index_copy_(0, batch.given.t_index, batch.given.rows)
         if scale != 1.0:
             x *= scale
         if project is not None:

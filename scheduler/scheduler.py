@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listing
 
-import numpy as np
-
 from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
@@ -27,6 +25,7 @@ from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Joining, Mixed
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.exact import Exact
+from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pace import Pace
 from tokenpod.scheduler.probe import Probes
@@ -76,6 +75,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         #: Requests that came since `_drop_hopeless` last looked.
         self._new: list[Sequence] = []
+        self._vectors = VectorIds()
         self._deadlines = Deadlines()
         self._pace = Pace(limits.prefill_tokens)
         self._settled_at = 0
@@ -239,7 +239,7 @@ class Scheduler:
         self._queue.freed()
 
     def _make(self, request: Request, owner: Owner) -> list[Sequence]:
-        prompt = np.asarray(request.prompt, dtype=np.int32)
+        prompt = self._vectors.prompt_of(request)
         table, samples = self.kv.table, len(request.sequence_ids)
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}

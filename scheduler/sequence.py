@@ -90,6 +90,7 @@ class Sequence:
         self.stream = stream
         self.table = table
         self.place = table.take()
+        table.adapted += request.adapter > 0
         #: [needed] the tokens at the positions that must be computed.
         self.inputs = prompt
         table.needed[self.place] = self.needed
@@ -116,6 +117,7 @@ class Sequence:
     def leave(self) -> None:
         """Give the place in the table back: the sequence has ended and has no slots."""
         self.table.give_back(self.place)
+        self.table.adapted -= self.request.adapter > 0
         self.place = 0
 
     def restart(self) -> None:

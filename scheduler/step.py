@@ -8,7 +8,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from tokenpod.core.plan import LAST, Counts, NewRow, StepPlan
+from tokenpod.core.plan import GIVEN, LAST, Counts, NewRow, StepPlan
+from tokenpod.scheduler.given import Vectors, vectors_of
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
@@ -55,7 +56,13 @@ class _Piece:
     @property
     def following(self) -> Tokens:
         """The token after each of `tokens`, as far as the prompt goes."""
-        return self.sequence.inputs[self.start + 1 : self.start + 1 + len(self.slots)]
+        following = self.sequence.inputs[self.start + 1 : self.start + 1 + len(self.slots)]
+        return np.maximum(following, 0)  # a given embedding has no id, and so no probability
+
+    @property
+    def given(self) -> list[Vectors]:
+        """[m, width] each: the embeddings that are given instead of `tokens`."""
+        return vectors_of(self.sequence.request, self.start, self.start + len(self.slots))
 
 
 class StepBuilder:
@@ -131,6 +138,7 @@ class StepBuilder:
             sequences += [piece.sequence for piece in longer]
             places = _joined([places, _places(longer)])
         scored = self._scored(ones, longer, order)
+        given = self._given(ones, longer, order)
         prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
         counts = Counts(
             rows=len(places),
@@ -139,6 +147,9 @@ class StepBuilder:
             freed=len(freed),
             new=len(fresh),
             prefix=sum(map(len, prefixes)),
+            adapters=len(places) if self._kv.table.adapted else 0,
+            given=sum(map(len, given)),
+            width=given[0].shape[1] if given else 0,
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -147,6 +158,11 @@ class StepBuilder:
         if scored:
             plan.r_scored[[*scored]] = [*map(len, scored.values())]
             np.concatenate([*scored.values()], out=plan.scored_token)
+        if given:
+            np.concatenate(given, out=plan.given)
+            plan.t_token[plan.t_token <= GIVEN] = GIVEN - np.arange(counts.given)
+        if counts.adapters:
+            plan.r_adapter[:] = [sequence.request.adapter for sequence in sequences]
         if freed:
             plan.freed[:] = freed
         if fresh:
@@ -191,14 +207,24 @@ class StepBuilder:
         """By row, ascending: the tokens after those whose log probabilities are asked for."""
         if not any(piece.scored for piece in self._pieces):
             return {}
-        row_of = order.argsort()[len(order) - len(ones) :]
-        rows = [*row_of.tolist(), *range(len(order), len(order) + len(longer))]
-        found = zip(rows, [*ones, *longer], strict=True)
         return {
             row: piece.following
-            for row, piece in sorted(found, key=itemgetter(0))
+            for row, piece in _by_row(ones, longer, order)
             if piece.scored and len(piece.following)
         }
+
+    def _given(self, ones: list[_Piece], longer: list[_Piece], order: Ints) -> list[Vectors]:
+        """Embeddings that are given, in order of the step's tokens."""
+        if not any(piece.sequence.request.given for piece in self._pieces):
+            return []
+        return [part for _, piece in _by_row(ones, longer, order) for part in piece.given]
+
+
+def _by_row(ones: list[_Piece], longer: list[_Piece], order: Ints) -> list[tuple[int, _Piece]]:
+    """Pieces of prompts with their rows of the step, rising."""
+    row_of = order.argsort()[len(order) - len(ones) :]
+    rows = [*row_of.tolist(), *range(len(order), len(order) + len(longer))]
+    return sorted(zip(rows, [*ones, *longer], strict=True), key=itemgetter(0))
 
 
 def _places(pieces: list[_Piece]) -> Ints:

@@ -20,6 +20,7 @@ class Table:
     __slots__ = (
         "_columns",
         "_free",
+        "adapted",
         "bound",
         "computed",
         "in_flight",
@@ -50,6 +51,8 @@ class Table:
     def __init__(self) -> None:
         self._columns = np.zeros((8, _FIRST_PLACES), np.int64)
         self._free = list(range(_FIRST_PLACES - 1, 0, -1))
+        #: Sequences that have an adapter.
+        self.adapted = 0
         self._name_columns()
 
     def take(self) -> int:

@@ -1,7 +1,7 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.triton.attention import attention, plan_attention, tile_extends
+from tokenpod.kernels.triton.attention import attention, plan_attention, prepare_capture
 from tokenpod.kernels.triton.experts import prepare_experts
 from tokenpod.kernels.triton.int8 import prepare_int8_linear
 from tokenpod.kernels.triton.pointwise import act_mul, activate, embed, layer_norm, rms_norm
@@ -29,5 +29,5 @@ OPERATIONS = Operations(
     prepare_add_linear=prepare_add_linear,
     prepare_experts=prepare_experts,
     prepare_sum_linear=prepare_sum_linear,
-    tile_extends=tile_extends,
+    prepare_capture=prepare_capture,
 )

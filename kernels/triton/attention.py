@@ -6,6 +6,7 @@ does not matter where a row's KV lies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,11 +17,11 @@ from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
 from tokenpod.kernels.triton.attention_decode import choose_splits, decode
 from tokenpod.kernels.triton.attention_extend import (
+    FIELDS,
     TileList,
     cut_rows,
     extend,
     list_tiles,
-    pack_tiles,
     queries_per_tile,
     unpack_tiles,
 )
@@ -29,6 +30,10 @@ from tokenpod.kernels.triton.attention_tiles import HOPPER, decode_tile_for, ext
 #: Head sizes that the kernels are tested for; others up to 256 run padded to a power of two.
 LARGEST_HEAD_DIM = 256
 LARGEST_GROUP = 128
+
+#: A captured step has room for so many rows with several tokens, and for tiles of so many queries.
+MOST_CAPTURED_EXTENDS = 64
+LEAST_CAPTURED_TILE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +85,43 @@ def plan_attention(batch: ForwardBatch, window: int | None) -> Plan:
     return Plan(batch, batch.paged, window)
 
 
-def tile_extends(
-    rows: RaggedRows, window: int | None, heads: Heads, most: int
-) -> npt.NDArray[np.int32] | None:
-    """See `ops.TileExtends`."""
+@dataclass(frozen=True, slots=True)
+class CapturedTiles:
+    """See `ops.StepTiles`: for each window both lists of tiles, filled up with empty ones."""
+
+    windows: tuple[int | None, ...]
+    #: Of a tile, at most.
+    queries: int
+    #: Rows with several tokens that a captured step has room for.
+    rows: int
+
+    def count(self, tokens: int) -> int:
+        """Tiles have several queries, but for a row's last."""
+        tiles = tokens // LEAST_CAPTURED_TILE + self.rows
+        return len(self.windows) * 2 * tiles * FIELDS
+
+    def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
+        """See `ops.StepTiles.fill`."""
+        lists = into.reshape(len(self.windows), 2, -1, FIELDS)
+        for window, packed in zip(self.windows, lists, strict=True):
+            for tiles, room in zip(cut_rows(rows, window, self.queries), packed, strict=True):
+                if len(tiles) > len(room):
+                    return False
+                room[: len(tiles)], room[len(tiles) :] = tiles, 0
+        return True
+
+    def by_window(self, numbers: torch.Tensor) -> dict[int | None, torch.Tensor]:
+        """See `ops.StepTiles.by_window`."""
+        return dict(zip(self.windows, numbers.view(len(self.windows), -1), strict=True))
+
+
+def prepare_capture(heads: Heads, windows: Sequence[int | None], rows: int) -> CapturedTiles:
+    """See `ops.PrepareCapture`."""
     group = heads.heads // heads.kv_heads
     capability = _describe(heads.device).capability
     tile = extend_tile_for(heads.head_dim, heads.dtype, capability, group)
     queries = queries_per_tile(heads.heads, heads.kv_heads, tile)
-    return pack_tiles(*cut_rows(rows, window, queries), most)
+    return CapturedTiles(tuple(windows), queries, min(rows, MOST_CAPTURED_EXTENDS))
 
 
 def attention(
@@ -129,7 +162,7 @@ def attention(
             scales,
         )
     if batch.rows > batch.single_rows:
-        # By the queries' type, as `tile_extends` has it: a pool may be of fewer bits.
+        # By the queries' type, as `prepare_capture` has it: a pool may be of fewer bits.
         extended = extend_tile_for(head_dim, q.dtype, device.capability, group)
         tiles = plan.tiles(queries_per_tile(heads, kv_heads, extended))
         extend(

@@ -65,20 +65,8 @@ def cut_rows(
     return fields[is_contiguous], fields[~is_contiguous]
 
 
-def pack_tiles(
-    contiguous: npt.NDArray[np.int32], scattered: npt.NDArray[np.int32], most: int
-) -> npt.NDArray[np.int32] | None:
-    """Both lists, filled up with empty tiles to `most` each; None if one is longer."""
-    if max(len(contiguous), len(scattered)) > most:
-        return None
-    packed = np.zeros((2, most, FIELDS), np.int32)
-    packed[0, : len(contiguous)] = contiguous
-    packed[1, : len(scattered)] = scattered
-    return packed.reshape(-1)
-
-
 def unpack_tiles(packed: torch.Tensor) -> TileList:
-    """What `pack_tiles` made, on the device."""
+    """Both lists of equal length, on the device."""
     contiguous, scattered = packed.view(2, -1, FIELDS)
     return TileList(contiguous, scattered)
 
@@ -103,8 +91,11 @@ def _bases(
     runs: list[Run], first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Of positions [first, last): slot less position, and whether one run holds all of them."""
-    bounds = np.array(runs, dtype=np.int64)
+    bounds = np.array(runs, dtype=np.int64).reshape(-1, 2)
     starts = np.concatenate(([0], np.cumsum(bounds[:, 1] - bounds[:, 0])))
+    if starts[-1] < last[-1]:
+        # Where the keys lie was not noted on the host: the row table knows.
+        return np.zeros_like(first), np.zeros(len(first), np.bool_)
     run = np.searchsorted(starts, first, side="right") - 1
     return bounds[run, 0] - starts[run], last <= starts[run + 1]
 

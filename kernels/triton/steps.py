@@ -44,10 +44,7 @@ def resolve(
 
 
 def remember(tokens: torch.Tensor, rows: torch.Tensor, last_token: torch.Tensor) -> None:
-    """last_token[rows] = tokens [n] int64.
-
-    A bad row's token, -1, is never used; zero keeps the next step's embedding in bounds.
-    """
+    """last_token[rows] = tokens [n] int64, but for a row for which none was drawn: -1."""
     _remember[(triton.cdiv(len(tokens), BLOCK),)](
         tokens, rows, last_token, len(tokens), BLOCK=BLOCK, num_warps=4
     )
@@ -86,4 +83,4 @@ def _remember(tokens, rows, last_token, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i, mask=i < count, other=0)
     token = tl.load(tokens + i, mask=i < count, other=0)
-    tl.store(last_token + row, tl.maximum(token, 0), mask=i < count)
+    tl.store(last_token + row, token, mask=(i < count) & (token >= 0))

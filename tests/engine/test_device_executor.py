@@ -335,18 +335,21 @@ def test_integers_reach_the_device_as_they_were_filled_in():
 
 
 def test_a_row_may_sample_several_of_its_last_positions():
+    """First each row's first, then, after room for more rows, what comes behind drafts."""
     rows = [
         PlanRow(4, 9, [31], output=3),
-        PlanRow(2, 3, [8, 2, 6], [1, 2, 3], samples=2, output=5),
+        PlanRow(2, 3, [8, 2, 6], [1, 2, 3], samples=3, output=5),
         PlanRow(1, 0, [4, 5], [1, 2], samples=0),
+        PlanRow(3, 7, [9, 10], [1, 2], samples=2, output=2),
     ]
-    counts = Counts(6, 3, 3)
+    counts = Counts(8, 4, samples=4, drafts=5)
     words = np.full(counts.words, -9, np.int64)
-    integers = views(words, counts)
-    fill(integers, plan_of(1, rows))
-    assert integers.logit_index.tolist() == [0, 2, 3]
-    assert integers.sample_row.tolist() == [4, 2, 2]
-    assert integers.sample_position.tolist() == [3, 5, 6]
+    integers, plan = views(words, counts), plan_of(1, rows)
+    fill(integers, plan)
+    pad(integers, plan, padding_row=6, sink=160)
+    assert integers.logit_index.tolist() == [0, 1, 6, 0, 2, 7, 3, 0, 0]
+    assert integers.sample_row.tolist() == [4, 2, 3, 6]
+    assert integers.sample_position.tolist() == [3, 5, 2, 0]
 
 
 def test_padding_reads_nothing_and_writes_to_the_sink():
@@ -368,8 +371,9 @@ def test_padding_reads_nothing_and_writes_to_the_sink():
 
 def test_fields_are_aligned_whatever_their_lengths():
     for tokens in (1, 2, 3, 17):
-        words = torch.zeros(Counts(tokens, 3, 2, tiles=5).words, dtype=torch.int64)
-        fields = views(words, Counts(tokens, 3, 2, tiles=5))
+        counts = Counts(tokens, 3, 2, tiles=5, drafts=1, adapters=True)
+        words = torch.zeros(counts.words, dtype=torch.int64)
+        fields = views(words, counts)
         offsets = [getattr(fields, name).data_ptr() - words.data_ptr() for name in fields.__slots__]
         assert all(offset % 128 == 0 for offset in offsets)
 

@@ -1,0 +1,130 @@
+"""The order in which a step's tokens are drawn.
+
+A row with drafts is sampled at several positions, and what is drawn at one decides whether the
+draft behind it was right. So tokens are drawn in rounds: each row's first, then the second of each
+row that samples a second one, and so on. A round draws for a row at most once, so penalties see
+the tokens of the rounds before, as they do when tokens are made one at a time.
+
+Rows that are sampled under a mask have rounds of their own, after the others': their masks come
+when the step has been launched already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.plan import UNSAMPLED, StepPlan
+from tokenpod.engine.executor import Masks, StepResult, Words
+
+Ints = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The samples number `place` of m rows."""
+
+    place: int
+    #: [m] rows of the plan, rising.
+    rows: Ints
+    #: [m] where they are among all samples of the step, round after round.
+    at: Ints
+    #: [m] where each row's sample before it is.
+    before: Ints
+
+    def of(self, wanted: npt.NDArray[np.bool_]) -> Round:
+        """The round of those rows of the plan that are wanted."""
+        which = wanted[self.rows]
+        return Round(self.place, self.rows[which], self.at[which], self.before[which])
+
+
+def rounds(plan: StepPlan) -> Iterator[Round]:
+    """The rounds of a step: none, mostly one."""
+    most = int(plan.r_samples.max(initial=0))
+    done, last = 0, np.full(plan.rows, -1) if most > 1 else _NOTHING
+    for place in range(most):
+        rows = np.flatnonzero(plan.r_samples > place)
+        at = np.arange(done, done + len(rows))
+        yield Round(place, rows, at, last[rows] if place else at)
+        if most > 1:
+            last[rows] = at
+        done += len(rows)
+
+
+def drafts_of(plan: StepPlan, turn: Round) -> Ints:
+    """[m] the drafts that the tokens drawn before this round must equal."""
+    ends = plan.r_tokens.cumsum()[turn.rows]
+    return plan.t_token[ends - plan.r_samples[turn.rows] + turn.place]
+
+
+def unmasked_rounds(plan: StepPlan) -> list[Round]:
+    """Without rows that wait for masks; some rounds may be empty."""
+    if not len(plan.r_masked):
+        return list(rounds(plan))
+    return [turn.of(plan.r_masked == 0) for turn in rounds(plan)]
+
+
+def masked_rounds(plan: StepPlan) -> list[Round]:
+    """Of the rows that wait for masks; some rounds may be empty."""
+    return [turn.of(plan.r_masked != 0) for turn in rounds(plan)]
+
+
+def allowed(masks: Masks, turn: Round, vocab_size: int) -> Words:
+    """[m, words] the masks of a round's samples; where there is none, nothing is allowed."""
+    bits = np.zeros((len(turn.rows), mask_words(vocab_size)), np.int32)
+    for i, row in enumerate(turn.rows.tolist()):
+        if row in masks:
+            bits[i] = masks[row][turn.place]
+    return bits
+
+
+def late_rows(plan: StepPlan, masks: Masks | None) -> frozenset[int]:
+    """Rows whose masks did not come, as far as a rank knows: only the leader has masks."""
+    if masks is None:
+        return frozenset()
+    return frozenset(row for row in np.flatnonzero(plan.r_masked).tolist() if row not in masks)
+
+
+def row_after_row(plan: StepPlan, drawn: StepResult, late: Collection[int] = ()) -> StepResult:
+    """A result of samples round after round -> row after row, without those that don't count.
+
+    Args:
+        plan: the step's.
+        drawn: as it was drawn.
+        late: rows of the plan whose masks did not come.
+    """
+    if not late and not (plan.r_samples > 1).any():
+        return drawn
+    tokens = list(drawn.tokens)
+    for turn in rounds(plan):
+        before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
+        for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
+            # What is no token is no draft, so that nothing after a wrong draft counts.
+            wrong = tokens[before[i]] != drafts[i] if turn.place else row in late
+            if wrong:
+                tokens[at] = UNSAMPLED
+    rows = np.concatenate([turn.rows for turn in rounds(plan)])
+    order = rows.argsort(kind="stable").tolist()
+    place = {at: i for i, at in enumerate(order)}
+    return replace(
+        drawn,
+        tokens=[tokens[at] for at in order],
+        logprobs=[drawn.logprobs[at] if tokens[at] != UNSAMPLED else 0.0 for at in order],
+        tops=sorted(
+            (place[at], ids, logprobs)
+            for at, ids, logprobs in drawn.tops
+            if tokens[at] != UNSAMPLED
+        ),
+    )
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of one mask."""
+    return -(-vocab_size // 32)
+
+
+_NOTHING: Ints = np.empty(0, np.int64)

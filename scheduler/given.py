@@ -1,0 +1,68 @@
+"""Prompt positions whose embeddings are given: what stands for them in the prefix tree, and rows.
+
+A position without a token id gets one that no token has, from `GIVEN` downwards, the same for equal
+vectors: so the tree finds a prefix again only where the vectors are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.messages import Request
+from tokenpod.core.plan import GIVEN
+from tokenpod.scheduler.radix import Tokens
+
+Vectors = npt.NDArray[np.float32]
+
+#: Different vectors that are remembered. One that is forgotten gets another id, and its prefix is
+#: computed once more.
+_MOST_VECTORS = 1 << 16
+
+#: Ids of int32. When they begin anew, what had the first one has long been evicted.
+_MOST_IDS = (1 << 31) - 2
+
+
+class VectorIds:
+    """Ids of vectors, by their SHA-256."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[bytes, int] = OrderedDict()
+        self._given = 0
+
+    def prompt_of(self, request: Request) -> Tokens:
+        """The prompt's tokens, and ids of vectors in the place of those that have one."""
+        prompt = np.asarray(request.prompt, dtype=np.int32)
+        for given in request.given:
+            for at, vector in enumerate(_vectors(given.numbers, given.width), given.start):
+                prompt[at] = self._id_of(vector.tobytes())
+        return prompt
+
+    def _id_of(self, vector: bytes) -> int:
+        digest = hashlib.sha256(vector).digest()
+        found = self._ids.pop(digest, None)
+        if found is None:
+            found = GIVEN - self._given % _MOST_IDS
+            self._given += 1
+        self._ids[digest] = found
+        if len(self._ids) > _MOST_VECTORS:
+            self._ids.popitem(last=False)
+        return found
+
+
+def vectors_of(request: Request, start: int, end: int) -> list[Vectors]:
+    """[m, width] each: what is given of positions `start` to `end`, in order."""
+    found = []
+    for given in sorted(request.given, key=lambda given: given.start):
+        rows = _vectors(given.numbers, given.width)
+        first, last = max(start, given.start), min(end, given.start + len(rows))
+        if first < last:
+            found.append(rows[first - given.start : last - given.start])
+    return found
+
+
+def _vectors(numbers: bytes, width: int) -> Vectors:
+    return np.frombuffer(numbers, "<f4").astype(np.float32, copy=False).reshape(-1, width)

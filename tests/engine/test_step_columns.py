@@ -1,0 +1,95 @@
+"""What a plan's columns can say, on every executor: each scene comes to the tokens of plain steps.
+
+The executors of a GPU are captured, and interpreted where there is none. Ranks are processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import step_scenes
+import stepping
+from harness import free_port
+from interpreted import DEVICE
+from ranks import CPU
+from step_scenes import SCENES, Scene, Told
+
+KINDS = ["fast", "cpu", "device", pytest.param("reference", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return step_scenes.save_model(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def on_host(folder) -> Scene:
+    return Scene(step_scenes.make("fast", folder, CPU), [], step_scenes.table_of(folder))
+
+
+@pytest.fixture(scope="module")
+def expected(on_host) -> Told:
+    return Told.by(step_scenes.plain(on_host))
+
+
+@pytest.fixture(scope="module")
+def adapted(on_host) -> Told:
+    return Told.by(step_scenes.adapter(on_host))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def scene(request, folder, expected) -> Scene:
+    executor = step_scenes.make(request.param, folder, DEVICE)
+    tops = DEVICE.type == "cuda" or request.param in ("fast", "cpu")
+    return Scene(executor, expected.tokens, step_scenes.table_of(folder), tops)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("device", marks=pytest.mark.slow)])
+def ranks(request, folder, expected) -> list[dict[str, Told]]:
+    return step_scenes.run(request.param, folder, free_port(), expected.tokens)
+
+
+@pytest.fixture(scope="module")
+def wanted(expected, adapted) -> dict[str, Told]:
+    """What rows come to in each scene."""
+    wanted = {**dict.fromkeys(SCENES, expected), "adapter": adapted}
+    told = msgspec.structs.replace(expected, tokens=list(expected.tokens))
+    told.logprobs = list(expected.logprobs)
+    told.tops = [{} for _ in expected.tops]
+    for row, tokens in step_scenes.FORCED.items():
+        told.tokens[row] = expected.tokens[row][:1] + tokens[1 : stepping.NEW_TOKENS]
+        told.logprobs[row] = expected.logprobs[row][:1] + [0.0] * (stepping.NEW_TOKENS - 1)
+    wanted["masks"] = told
+    return wanted
+
+
+def check(name: str, told: Told, wanted: Told) -> None:
+    assert told.tokens == wanted.tokens
+    # Of masked rows, top tokens are those that the mask leaves; not every executor is asked.
+    assert name == "masks" or told.tops in (wanted.tops, [{}] * len(wanted.tops))
+    for got, logprobs in zip(told.logprobs, wanted.logprobs, strict=True):
+        assert got == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_an_executor_comes_to_the_tokens_of_plain_steps(name, scene, wanted):
+    check(name, Told.by(SCENES[name](scene)), wanted[name])
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_two_ranks_come_to_the_tokens_of_one(name, ranks, wanted):
+    leader, follower = ranks
+    check(name, leader[name], wanted[name])
+    assert follower[name].tokens == wanted[name].tokens
+
+
+def test_rows_of_the_scenes_differ_and_go_on_for_a_while(expected):
+    assert all(len(tokens) == stepping.NEW_TOKENS for tokens in expected.tokens)
+    assert len({tuple(tokens) for tokens in expected.tokens}) == len(expected.tokens)
+
+
+def test_an_adapter_changes_its_row_alone(expected, adapted):
+    for row, (tokens, changed) in enumerate(zip(expected.tokens, adapted.tokens, strict=True)):
+        assert (tokens == changed) is (row != step_scenes.ADAPTED)

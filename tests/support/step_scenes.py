@@ -1,0 +1,396 @@
+"""What a step's columns can say, each shown on any executor: run here, or by each rank of a group.
+
+A scene drives an executor by hand and returns what its rows came to. Run as a program, this is a
+rank: it does the scenes that its job names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import stepping
+import torch
+from ranks import CPU, TIMEOUT, interpreted_operations
+from safetensors.torch import load_file
+from stepping import ROOM, VOCABULARY, Row
+
+from tokenpod.core.plan import GIVEN, UNSAMPLED, NewRow, plan_of
+from tokenpod.engine.executor import Executor, Words
+from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.join import join_group
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.group import Group
+from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.registry import operations_for
+from tokenpod.models import load as loading
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.linear import Weights
+from tokenpod.models.load import load_model
+from tokenpod.models.shard import Shard
+from tokenpod.models.spec import ModelSpec
+
+ROWS, PREFILL = 3, 12
+SLOTS = (ROWS + 2) * ROOM
+#: Samples besides rows' first ones that captured steps have room for.
+DRAFTS = 3 * ROWS
+
+
+class Told(msgspec.Struct):
+    """What rows came to, by row."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    tops: list[dict[int, list[int]]]
+
+    @classmethod
+    def by(cls, rows: list[Row]) -> Told:
+        return cls(
+            [row.outputs for row in rows],
+            [row.logprobs for row in rows],
+            [row.tops for row in rows],
+        )
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a scene works with."""
+
+    executor: Executor
+    #: Tokens of each row, one at a time.
+    expected: list[list[int]]
+    #: [vocabulary, hidden] the embedding's table.
+    table: torch.Tensor
+    #: Whether a row asks for top tokens; interpreted, they take minutes.
+    tops: bool = True
+
+    def rows(self) -> list[Row]:
+        return stepping.rows_of(stepping.requests(tops=self.tops))
+
+
+def plain(scene: Scene) -> list[Row]:
+    """One token at a time."""
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    stepping.go_on(scene.executor, rows)
+    return rows
+
+
+def drafts(scene: Scene) -> list[Row]:
+    """Several at a time, right and wrong."""
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    stepping.go_on(scene.executor, rows, stepping.guesses(scene.expected))
+    return rows
+
+
+def overlapped_drafts(scene: Scene) -> list[Row]:
+    """The same with two steps under way."""
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    stepping.go_on(scene.executor, rows, stepping.guesses(scene.expected), overlap=True)
+    return rows
+
+
+def given(scene: Scene) -> list[Row]:
+    """Some of each prompt's embeddings are given, in pieces: a row's only token, first and last."""
+    rows = scene.rows()
+    for row, *pieces in ((2, 0, 3, 5), (1, 0, 2), (0, 0)):
+        for start, end in itertools.pairwise([*pieces, len(rows[row].request.prompt)]):
+            piece = rows[row].prompt(start, end)
+            assert piece.tokens is not None
+            at = [i for i in range(end - start) if (start + i) % 3 != 1]
+            tokens = list(piece.tokens)
+            for number, i in enumerate(at):
+                tokens[i] = GIVEN - number
+            vectors = scene.table[[piece.tokens[i] for i in at]].numpy()
+            stepping.run_step(
+                scene.executor, [(rows[row], replace(piece, tokens=tokens, given=vectors))]
+            )
+    stepping.go_on(scene.executor, rows)
+    return rows
+
+
+def copies(scene: Scene) -> list[Row]:
+    """Half-way two rows change places, and the third moves to slots that nobody had."""
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    stepping.run_step(scene.executor, [(row, row.step()) for row in rows])
+    moved, planned = [], []
+    for row, place in zip(rows, (2, 3, 0), strict=True):
+        old = row.slots(0, row.held)
+        row.place = place
+        slots = row.slots(0, row.held)
+        moved += zip(old, slots, strict=True)
+        new = NewRow(row.request, stream=0, outputs=tuple(row.outputs))
+        planned.append((row, replace(row.step(), new=new, prefix=slots)))
+    stepping.run_step(scene.executor, planned, moved)
+    stepping.go_on(scene.executor, rows, stepping.guesses(scene.expected))
+    return rows
+
+
+def adapter(scene: Scene) -> list[Row]:
+    """One row has an adapter, whose delta changes its products alone."""
+    rows = scene.rows()
+    rows[ADAPTED].adapter = 1
+    stepping.begin(scene.executor, rows)
+    stepping.go_on(scene.executor, rows)
+    return rows
+
+
+def masks(scene: Scene) -> list[Row]:
+    """Two rows are told what to say, one of them twice too late, the other once behind drafts."""
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    done_at = {}
+    for turn in range(7):
+        planned = []
+        for row in rows:
+            if row.left and row.row in FORCED:
+                drafts = forced(row, 2) if (turn, row.row) == (2, 2) else []
+                planned.append((row, row.step(drafts, masked=True)))
+            elif row.left:
+                planned.append((row, row.step()))
+        planned.sort(key=lambda pair: len(pair[1].slots) > 1)
+        launched = scene.executor.launch(plan_of(turn, [row for _, row in planned]))
+        given = {
+            at: np.stack([only(token) for token in forced(row, planned_row.samples)])
+            for at, (row, planned_row) in enumerate(planned)
+            if planned_row.masked and not (turn in (1, 3) and row.row == 0)
+        }
+        if given:  # else the next launch goes on without
+            launched.sample(given)
+        result = launched.wait()
+        # A follower can't tell what was late from what was bad.
+        tokens = [UNSAMPLED if token == -1 else token for token in result.tokens]
+        stepping.take(planned, replace(result, tokens=tokens))
+        done_at |= {row.row: turn for row, _ in planned if not row.left}
+    assert done_at == {0: 6, 1: 4, 2: 2}
+    return rows
+
+
+#: What rows are made to say under masks.
+FORCED = {0: [3, 14, 15, 9, 26, 5, 35], 2: [2, 7, 18, 28, 18, 28, 45]}
+
+
+def forced(row: Row, n: int) -> list[int]:
+    """The next tokens that a row may say."""
+    return FORCED[row.row][len(row.outputs) :][:n]
+
+
+def only(token: int) -> Words:
+    """A mask that allows one token."""
+    bits = np.zeros(VOCABULARY, np.uint8)
+    bits[token] = 1
+    words = np.zeros(-(-VOCABULARY // 32) * 4, np.uint8)
+    packed = np.packbits(bits, bitorder="little")
+    words[: len(packed)] = packed
+    return words.view(np.int32)
+
+
+#: The row that `adapter` changes.
+ADAPTED = 1
+
+SCENES = {
+    scene.__name__: scene
+    for scene in (plain, drafts, overlapped_drafts, given, copies, adapter, masks)
+}
+
+
+class Adapters:
+    """Adds a constant to what products of tokens with an adapter make, before anything else."""
+
+    def __init__(self) -> None:
+        #: Outputs of each product on this rank.
+        self.sizes: dict[str, int] = {}
+
+    def __call__(
+        self, name: str, x: torch.Tensor, step: ForwardBatch | None
+    ) -> torch.Tensor | None:
+        # Of products whose inputs ranks divide, each rank would add the whole constant.
+        if step is None or step.t_adapter is None or name.endswith(("output", "down")):
+            return None
+        # To every other output: which they are is the same on each rank.
+        others = torch.arange(self.sizes[name], device=x.device) % 2
+        assert len(step.t_adapter) == len(x)
+        return torch.outer(step.t_adapter == 1, others).to(x.dtype) * 0.5
+
+    def decoder(self, config: ModelSpec, weights: Weights, ops: Operations, **more: Any) -> Decoder:
+        """A decoder whose products ask."""
+        self.sizes |= {name: len(weight) for name, weight in weights.items() if weight.ndim == 2}
+        self.sizes["head"] = len(weights.get("head", weights["embedding"]))
+        return Decoder(config, weights, ops, delta=self, **more)
+
+
+def save_model(folder: Path) -> Path:
+    """A model whose vocabulary two ranks can't divide."""
+    # Ranks need no more than what is saved, and start sooner without it.
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    torch.manual_seed(2)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def table_of(folder: Path) -> torch.Tensor:
+    """The embedding's."""
+    return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def operations(kind: str, device: torch.device) -> object:
+    """Of a kind of executor."""
+    if kind == "fast":
+        return operations_for(device, torch.float32)
+    if kind == "device" and device.type != "cuda":
+        return interpreted_operations()
+    package = "triton" if kind == "device" else kind
+    return importlib.import_module(f"tokenpod.kernels.{package}").OPERATIONS
+
+
+def make(kind: str, folder: Path, device: torch.device, group: Group | None = None) -> Executor:
+    """An executor of one of the kinds: reference and device are a GPU's, the others a CPU's."""
+    on_device = kind in ("device", "reference")
+    device = device if on_device else CPU
+    with ExitStack() as patches:
+        chosen = operations(kind, device)
+        patches.enter_context(patch.object(loading, "operations_for", lambda d, t: chosen))
+        patches.enter_context(patch.object(loading, "Decoder", Adapters().decoder))
+        model = load_model(
+            folder,
+            dtype=None,
+            device=device,
+            progress=lambda done, total: None,
+            shard=Shard(group.rank, group.world) if group else Shard(),
+            group=group,
+            max_total_tokens=ROOM,
+        )
+    config = model.config
+    pool = KVPool(
+        layers=len(config.layers),
+        slots=SLOTS,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=model.dtype,
+        device=device,
+    )
+    if not on_device:
+        return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group)
+    from tokenpod.engine import device_sampler
+    from tokenpod.engine.device_executor import DeviceExecutor
+    from tokenpod.engine.device_sampler import Tiles
+
+    tiles = partial(Tiles, split=64, groups=4, block=64, pivots=4)
+    with patch.object(device_sampler, "Tiles", tiles):
+        sampler = device_sampler.device_sampler(
+            group, rows=ROWS, vocab_size=VOCABULARY, device=device, most_edits=16
+        )
+    executor = DeviceExecutor(
+        model if kind == "device" else Uncaptured(model),
+        pool,
+        sampler,
+        rows=ROWS,
+        max_positions=ROOM,
+        max_tokens=ROWS + PREFILL,
+        device=device,
+        drafts=DRAFTS,
+        adapters=True,
+    )
+    if kind == "device":
+        executor.capture()
+    return executor
+
+
+class Uncaptured:
+    """A model of operations that are not captured."""
+
+    def __init__(self, model: object) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+    def prepare_capture(self, rows: int) -> Uncaptured:
+        return self
+
+    def count(self, tokens: int) -> int:
+        return 0
+
+
+class Job(msgspec.Struct):
+    """One rank's part."""
+
+    rank: int
+    port: int
+    kind: str
+    folder: str
+    scenes: list[str]
+    expected: list[list[int]]
+
+
+def start(job: Job) -> subprocess.Popen[bytes]:
+    """A process that is one rank of two."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.msgpack.encode(job))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def run(kind: str, folder: Path, port: int, expected: list[list[int]]) -> list[dict[str, Told]]:
+    """What each of two ranks came to, by scene."""
+    names = list(SCENES)
+    jobs = [Job(rank, port, kind, str(folder), names, expected) for rank in range(2)]
+    told = []
+    for process in [start(job) for job in jobs]:
+        out, errors = process.communicate(timeout=280)
+        assert process.returncode == 0, errors.decode()
+        told.append(msgspec.msgpack.decode(out, type=dict[str, Told]))
+    return told
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    folder = Path(job.folder)
+    group = join_group(job.rank, 2, "127.0.0.1", job.port, device=CPU, timeout=TIMEOUT)
+    executor = make(job.kind, folder, CPU, group)
+    scene = Scene(executor, job.expected, table_of(folder), tops=job.kind != "device")
+    told = {name: Told.by(SCENES[name](scene)) for name in job.scenes}
+    group.close()
+    sys.stdout.buffer.write(msgspec.msgpack.encode(told))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,10 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """One limit, in bytes; `used` counts the page cache too, which the limit does as well."""
+    """One limit, in bytes; `used` is without files' pages that the kernel drops for others.
+
+    The limit counts those too: a library of gigabytes that was read once would leave nothing.
+    """
 
     limit: int
     used: int
@@ -40,22 +43,25 @@ def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
     return sorted(found, key=lambda each: each.left)
 
 
+#: The limit, what is used, and in memory.stat the files' pages that nobody has used twice.
 _FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    2: ("memory.max", "memory.current"),
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
 }
 
 
 def _limits(root: Path, path: Path, version: int) -> Iterator[MemoryLimit]:
     """Of a hierarchy, from `path` below `root` up to `root`."""
-    limit_file, used_file = _FILES[version]
+    limit_file, used_file, idle = _FILES[version]
     for folder in (root / path, *(root / above for above in path.parents)):
         try:
             limit, used = ((folder / name).read_text().strip() for name in (limit_file, used_file))
+            lines = (folder / "memory.stat").read_text().splitlines()
         except OSError:
             continue
+        droppable = sum(int(line.split()[1]) for line in lines if line.split()[0] == idle)
         if limit != "max" and int(limit) < _UNLIMITED:
-            yield MemoryLimit(int(limit), int(used), version)
+            yield MemoryLimit(int(limit), max(int(used) - droppable, 0), version)
 
 
 def _path(own: Path, controller: str) -> Path:

@@ -67,8 +67,8 @@ class Forecast:
         self._growth: list[int] = []
         self._ends: list[int] = []
         self._number = next(_numbers)
-        #: When each sequence whose samples may wait for it is gone.
-        self._gone: dict[int, int] = {}
+        #: The step by which each sequence has ended whose samples may wait for it.
+        self._ends_at: dict[int, int] = {}
         self._prompt_tokens = 0
 
     def decoding(self, sequences: Listing[Sequence]) -> None:
@@ -91,7 +91,7 @@ class Forecast:
 
     def prefilling(self, sequence: Sequence) -> None:
         """See `Ledger`."""
-        self._behind_all(sequence, sequence.to_compute)
+        self._behind_all(sequence, len(sequence.inputs) - sequence.computed)
 
     def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
         """See `Ledger`.
@@ -103,7 +103,7 @@ class Forecast:
         for sequence in sequences:
             last = self._behind_all(sequence, 1)
         prompt = first.needed - first.shared
-        self._add(-prompt, 0, self._gone[first.id])
+        self._add(-prompt, 0, self._ends_at[first.id])
         self._add(prompt, 0, last)
         if first.node is not None:
             self._lock(first.node, last)
@@ -127,20 +127,20 @@ class Forecast:
     def _many(self, sequences: Listing[Sequence], tokens: Ints, growth: Ints, ends: Ints) -> None:
         self._columns.append(np.stack((tokens, growth, ends)))
         for sequence, end in zip(sequences, ends.tolist(), strict=True):
-            self._gone[sequence.id] = end
+            self._ends_at[sequence.id] = end
             if sequence.node is not None:
                 self._lock(sequence.node, end)
 
     def _behind_all(self, sequence: Sequence, need: int) -> int:
-        """Add one with `need` tokens to compute; the step by which it is gone."""
+        """Add one with `need` tokens to compute; the step by which it has ended."""
         self._prompt_tokens += need
         # A sibling waits until the prompt is settled, and rounds up to whole steps once more.
         delay = -(-self._prompt_tokens // self._quantum) + 3
         # The last of these steps brings the first new token; the last one is not written.
-        growth = sequence.bound - sequence.needed
+        growth = sequence.bound - len(sequence.inputs)
         end = delay + growth + _SLACK
         self._add(sequence.private + need, growth, end)
-        self._gone[sequence.id] = end
+        self._ends_at[sequence.id] = end
         if sequence.node is not None:
             self._lock(sequence.node, end)
         return end

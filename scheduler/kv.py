@@ -62,8 +62,10 @@ class KV:
         The last one is always computed: its logits are wanted. A prompt whose tokens are to be
         scored is computed whole, by its first sample.
         """
-        usable = 0 if sequence.scored or not self._caching else sequence.needed - 1
-        node, length = self.tree.match(sequence.inputs[:usable], sequence.request.salt)
+        request, usable = sequence.request, sequence.inputs[:-1]
+        if not self._caching or (request.prompt_logprobs and sequence.scored):
+            usable = usable[:0]
+        node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
 
@@ -89,8 +91,9 @@ class KV:
 
     def prefix_slots(self, sequence: Sequence) -> Slots:
         """[shared] the slots of the cached prefix, int64, of a sequence that begins."""
-        assert sequence.node is not None
-        return self.tree.slots(sequence.node) if sequence.shared else _NO_SLOTS
+        node = sequence.node
+        assert node is not None
+        return _NO_SLOTS if node.parent is None else self.tree.slots(node)
 
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions, int64. Raises OutOfSlots if fewer are available."""

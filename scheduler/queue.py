@@ -123,7 +123,7 @@ class Queue:
             # The policy may say otherwise before the next step.
             self._full = False
             fitting = self._at_least(joining.least, fitting)
-        for *_, samples in self._waiting[:fitting]:
+        for _, _, _, samples in self._waiting[:fitting]:
             first, *siblings = samples
             self.tokens -= first.needed
             self._rows.give(first)
@@ -159,7 +159,7 @@ class Queue:
 
         fitting = 0
         while True:
-            for *_, samples in self._waiting[fitting : min(2 * fitting or 1, limit)]:
+            for _, _, _, samples in self._waiting[fitting : min(2 * fitting or 1, limit)]:
                 rows -= len(samples)
                 if rows < 0:
                     break

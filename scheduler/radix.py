@@ -66,7 +66,7 @@ class RadixTree:
         self._unlisted: set[Node] = set()
         #: (used_at, ticket, node): every leaf without locks is queued, once. Changes since then are
         #: noticed when it is taken out.
-        self._line: list[tuple[int, int, Node]] = []
+        self._leaves: list[tuple[int, int, Node]] = []
         self._tickets = itertools.count()
         self._clock = 0
 
@@ -115,7 +115,7 @@ class RadixTree:
         child.used_at = self._clock
         node.children[int(tokens[0])] = child
         self.tokens += len(tokens)
-        self._get_in_line(child)
+        self._queue_leaf(child)
         return child
 
     def hang_unlisted(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
@@ -143,7 +143,7 @@ class RadixTree:
             assert each.locks >= 0, "unlocked more often than locked"
             if each.locks == 0:
                 self.locked_tokens -= len(each.tokens)
-                self._get_in_line(each)
+                self._queue_leaf(each)
         if node.listed or node.locks:
             return _NO_SLOTS
         self._unlisted.remove(node)
@@ -158,11 +158,11 @@ class RadixTree:
     def evict(self, n: int) -> list[Slots]:
         """Remove at least `n` tokens, or all that no sequence uses; their slots."""
         freed: list[Slots] = []
-        while self._line and n > 0:
-            used_at, _, leaf = heapq.heappop(self._line)
+        while self._leaves and n > 0:
+            used_at, _, leaf = heapq.heappop(self._leaves)
             leaf.queued = False
             if leaf.used_at != used_at:
-                self._get_in_line(leaf)
+                self._queue_leaf(leaf)
                 continue
             parent = leaf.parent
             if leaf.children or leaf.locks or parent is None:
@@ -174,10 +174,10 @@ class RadixTree:
             self.tokens -= len(leaf.tokens) - keep
             if keep:
                 leaf.tokens, leaf.slots = leaf.tokens[:keep].copy(), leaf.slots[:keep].copy()
-                self._get_in_line(leaf)
+                self._queue_leaf(leaf)
             else:
                 del parent.children[int(leaf.tokens[0])]
-                self._get_in_line(parent)
+                self._queue_leaf(parent)
         return freed
 
     def nodes(self) -> Iterator[Node]:
@@ -189,12 +189,12 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def _get_in_line(self, node: Node) -> None:
+    def _queue_leaf(self, node: Node) -> None:
         """Queue a node for eviction if it is a leaf without locks."""
         evictable = node.listed and not node.locks and not node.children
         if evictable and not node.queued and node.parent is not None:
             node.queued = True
-            heapq.heappush(self._line, (node.used_at, next(self._tickets), node))
+            heapq.heappush(self._leaves, (node.used_at, next(self._tickets), node))
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` in two; the new upper part. Those who locked `node` keep the lower end."""

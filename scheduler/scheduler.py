@@ -292,7 +292,7 @@ class Scheduler:
     def _drop_hopeless(self, now: int) -> None:
         """End sequences that can't have their first token in time, before it costs anything."""
         new, self._new = self._new, []
-        # Those in the middle of the queue were looked at when they came, and will be at their turn.
+        # Others in the queue were checked when they came, and will be again at its head.
         for sequence in (*new, *self._queue.head[:1], *self._batcher.prefilling):
             deadline = sequence.request.deadline_at
             if sequence.dead or sequence.outputs or deadline is None:

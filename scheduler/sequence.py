@@ -158,13 +158,13 @@ class Sequence:
 
     @property
     def to_compute(self) -> int:
-        """Positions that have yet to be launched before an output can be sampled."""
-        return max(self.needed - self.computed, 0)
+        """While it prefills: positions to launch before an output can be sampled."""
+        return len(self.inputs) - self.computed
 
     @property
     def prefilling(self) -> bool:
         """Whether there are such positions."""
-        return self.computed < self.needed
+        return self.computed < len(self.inputs)
 
     @property
     def scored(self) -> bool:

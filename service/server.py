@@ -225,7 +225,7 @@ class Server:
             on_drain=drains.deliver,
         )
         life.push_async_callback(ranks.stop)
-        drains.open(ranks.first.line)
+        drains.open(ranks.first.control)
         return ranks, drains
 
     async def _start_front_ends(

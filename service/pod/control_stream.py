@@ -1,4 +1,4 @@
-"""The front end's end of a rank's line (engine/shards/line.py)."""
+"""The front end's end of a rank's control stream (its other end: engine/shards/line.py)."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class ControlStream(asyncio.Protocol):
     ) -> ControlStream:
         """Take over `endpoint`."""
         loop = asyncio.get_running_loop()
-        _, line = await loop.create_connection(lambda: cls(on_waiting, on_drain), sock=endpoint)
-        return line
+        _, stream = await loop.create_connection(lambda: cls(on_waiting, on_drain), sock=endpoint)
+        return stream
 
     def send(self, message: ToRank) -> None:
         """To the rank, or through it to another pod."""

@@ -18,7 +18,9 @@ log = logging.getLogger("tokenpod")
 
 
 class DrainRequests:
-    """Those of one life of the engines, of either side. `open` it with the line to the first rank.
+    """Requests to drain, on either side, of one life of the engines.
+
+    `open` it with the control stream of the first rank.
 
     Args:
         leads: this pod answers; else it asks.
@@ -28,17 +30,17 @@ class DrainRequests:
         #: Drains the leader's pod, once it serves.
         self.drain: Callable[[], Awaitable[None]] | None = None
         self._leads = leads
-        self._line: ControlStream | None = None
+        self._control: ControlStream | None = None
         self._drained: asyncio.Future[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
 
-    def open(self, line: ControlStream | None) -> None:
+    def open(self, control: ControlStream | None) -> None:
         """Write through this rank."""
-        self._line = line
+        self._control = control
 
     def close(self) -> None:
         """The ranks are gone: nothing will be answered any more."""
-        self._line = None
+        self._control = None
         if self._drained is not None and not self._drained.done():
             self._drained.set_exception(Unavailable("the group has ended", retry_after=1.0))
         for task in self._answers:
@@ -46,10 +48,10 @@ class DrainRequests:
 
     async def ask(self) -> None:
         """Return once the leader's pod has drained. Raises Unavailable if the group ends before."""
-        if self._line is None:
+        if self._control is None:
             raise Unavailable("the group has not formed yet", retry_after=1.0)
         self._drained = asyncio.get_running_loop().create_future()
-        self._line.send(Drain(0))
+        self._control.send(Drain(0))
         await self._drained
 
     def deliver(self, drain: Drain) -> None:
@@ -65,5 +67,5 @@ class DrainRequests:
         if self.drain is not None:
             # A leader that does not serve yet has nothing to drain.
             await self.drain()
-        if self._line is not None:
-            self._line.send(Drain(drain.rank))
+        if self._control is not None:
+            self._control.send(Drain(drain.rank))

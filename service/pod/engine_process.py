@@ -26,7 +26,8 @@ class EngineProcess:
     """One engine and the link to it. Make it with `start`.
 
     `spare_links` are the ends of further links: sockets that further front ends inherit.
-    `line` is that of a rank of a group. `joins` brings the engine new links, where it has several.
+    `control` is the control stream of a rank of a group. `joins` brings the engine new links,
+    where it has several.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class EngineProcess:
         name: str,
         process: subprocess.Popen[bytes],
         client: EngineClient,
-        line: ControlStream | None,
+        control: ControlStream | None,
         spare_links: Sequence[socket.socket],
         joins: socket.socket | None,
     ) -> None:
         #: For the operator.
         self.name = name
         self.client = client
-        self.line = line
+        self.control = control
         self.spare_links = spare_links
         self._process = process
         self._joins = joins
@@ -69,14 +70,14 @@ class EngineProcess:
         """
         pairs = [socket.socketpair() for _ in range(links)]
         theirs = [pair[1].fileno() for pair in pairs]
-        ends, line_end = [pair[1] for pair in pairs], None
+        ends, control_end = [pair[1] for pair in pairs], None
         joins: socket.socket | None = None
         if links > 1:
             joins, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ends.append(their_end)
             theirs.append(their_end.fileno())
         if options.placement is not None:
-            line_end, their_end = socket.socketpair()
+            control_end, their_end = socket.socketpair()
             ends.append(their_end)
             placement = msgspec.structs.replace(options.placement, line=their_end.fileno())
             options = msgspec.structs.replace(options, placement=placement)
@@ -90,9 +91,11 @@ class EngineProcess:
             end.close()
         ours, *spare = [pair[0] for pair in pairs]
         client = await EngineClient.connect(ours, options, on_loading, count=links)
-        line = await ControlStream.connect(line_end, on_waiting, on_drain) if line_end else None
+        control = (
+            await ControlStream.connect(control_end, on_waiting, on_drain) if control_end else None
+        )
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
-        return cls(name, process, client, line, spare, joins)
+        return cls(name, process, client, control, spare, joins)
 
     @property
     def pid(self) -> int:
@@ -143,8 +146,8 @@ class EngineProcess:
     async def stop(self, seconds: float) -> None:
         """Hang up and wait so many seconds; kill the process if it has not ended."""
         self.client.close()
-        if self.line is not None:
-            self.line.close()
+        if self.control is not None:
+            self.control.close()
         for link in self.spare_links:
             link.close()
         if self._joins is not None:

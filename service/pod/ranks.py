@@ -81,7 +81,7 @@ class Ranks:
     @property
     def leader_address(self) -> str:
         """Where the pod that generates is; "": it is this one."""
-        return self.first.line.leader_address if self.first.line else ""
+        return self.first.control.leader_address if self.first.control else ""
 
     async def ready(self) -> Ready:
         """Wait until all can generate. Raises EngineLost with one line that says why not."""
@@ -109,13 +109,13 @@ class Ranks:
 
     async def _await_end(self, engine: EngineProcess) -> None:
         """Until an engine is lost, by its own word or without any."""
-        line, ended = engine.line, engine.client.lost
-        words: set[asyncio.Future[Any]] = {ended, line.broken} if line else {ended}
+        control, ended = engine.control, engine.client.lost
+        words: set[asyncio.Future[Any]] = {ended, control.broken} if control else {ended}
         await asyncio.wait(words, return_when="FIRST_COMPLETED")
-        if line is not None:
-            await asyncio.wait({line.broken}, timeout=_LAST_WORDS_SECONDS)
-            if line.broken.done():
-                broken = line.broken.result()
+        if control is not None:
+            await asyncio.wait({control.broken}, timeout=_LAST_WORDS_SECONDS)
+            if control.broken.done():
+                broken = control.broken.result()
                 killed = await self._killed() if broken.peer else None
                 self._lose(killed or EngineLost(broken.message, fault=not broken.peer))
                 return
@@ -140,7 +140,7 @@ class Ranks:
         """Until a rank is silent."""
         silence, heard = Silence[int](), [0] * len(self._engines)
         for at, engine in enumerate(self._engines):
-            if engine.line is not None:
+            if engine.control is not None:
                 silence.watch(at)
         patience = LOADING_PATIENCE_SECONDS
         while not self.lost.done():
@@ -149,7 +149,7 @@ class Ranks:
                 silence.forgive()
             await asyncio.sleep(BEAT_SECONDS)
             for at, engine in enumerate(self._engines):
-                pulses = engine.line.pulses if engine.line else 0
+                pulses = engine.control.pulses if engine.control else 0
                 if pulses != heard[at]:
                     silence.heard(at)
                     heard[at] = pulses
@@ -162,8 +162,8 @@ class Ranks:
             return
         self.lost.set_result(error)
         for engine in self._engines:
-            if engine.line is not None:
-                engine.line.send(Over(str(error)))
+            if engine.control is not None:
+                engine.control.send(Over(str(error)))
             engine.client.give_up(str(error))
 
 

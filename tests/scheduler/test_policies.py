@@ -22,7 +22,7 @@ class PromptsOnly(Forecast):
     def _behind_all(self, sequence, need):
         self._prompt_tokens += need
         self._add(sequence.private + need, 0, 1)
-        self._gone[sequence.id] = 1
+        self._ends_at[sequence.id] = 1
         if sequence.node is not None:
             self._lock(sequence.node, 1)
         return 1

@@ -9,15 +9,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import grpc
-import numpy as np
 import pytest
 
-from tokenpod.cli.bench.arrivals import Closed, Open, Share
-from tokenpod.cli.bench.asks import Ask, Drawn, Text, TextPrompts, TokenPrompts
-from tokenpod.cli.bench.client import LevelRun, message
-from tokenpod.cli.bench.figures import latency
-from tokenpod.cli.bench.lengths import Fixed
-from tokenpod.cli.bench.messages import Level, Plan, Sampling, Target
+from tokenpod.cli.bench.flags import BenchOptions
+from tokenpod.cli.bench.messages import Begin, Level, Load, Plan
+from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod.cli.bench.worker import LevelRun, make_request
+from tokenpod.cli.remote import Remote
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import (
     TextGenerationServiceServicer,
@@ -71,85 +69,86 @@ async def server() -> AsyncIterator[Canned]:
     await aio.stop(0)
 
 
+def plan_of(remotes=(), *, texts=(), ignore_eos=True, **options):
+    prompts = Prompts(Uniform(3, 3), Uniform(5, 5), (10, 20), texts=texts)
+    return Plan(list(remotes), BenchOptions(**options), prompts, 1, ignore_eos, [], {})
+
+
 async def run(server, load, requests, *, texts=("hi",), own=None, duration=None, **options):
     """The records of a level, in the order of their ends."""
-    sampling = Sampling(n=options.pop("n", 1))
-    prompts = TextPrompts([Text(text) for text in texts], Fixed(5))
-    deadline = options.pop("deadline", 30.0)
-    plan = Plan(0, 1, Target([server.address]), prompts, sampling, 1, deadline)
-    level = Level(1, load, requests, duration)
-    slots = load.concurrency if isinstance(load, Closed) else load.most
+    options = {"deadline": 30.0} | options
+    plan = plan_of([Remote(server.address, "s")], texts=tuple(map(Text, texts)), **options)
+    first, step = own or (0, 1)
+    begin = Begin(Level(1, load, requests, duration), first, step, load.concurrency)
     async with grpc.aio.insecure_channel(server.address) as channel:
         stubs = [[TextGenerationServiceStub(channel)]]
-        metadata = (("authorization", "Bearer s"),)
-        level_run = LevelRun(plan, level, own or Share(0, 1, slots), stubs, metadata)
-        await level_run.run(time.monotonic())
-    return level_run.records
+        outcome = await LevelRun(plan, begin, stubs).run(time.monotonic(), lambda progress: None)
+    return outcome.records
 
 
 async def test_a_record_holds_what_the_stream_told(server):
-    (record,) = await run(server, Closed(1), 1)
+    (record,) = await run(server, Load("closed", 1), 1)
     assert (record.code, record.detail, record.ok) == ("OK", "", True)
     assert (record.prompt_tokens, record.cached_tokens) == (7, 3)
     assert (record.queue_s, record.first_token_s) == (0.005, 0.007)
-    times = np.frombuffer(record.times, np.float64)
-    assert np.frombuffer(record.tokens, np.uint32).tolist() == [1, 2]
+    times = record.arrivals["time"]
+    assert record.arrivals["tokens"].tolist() == [1, 2]
     assert 0 <= record.due <= record.sent <= times[0] <= times[1] <= record.ended
     assert server.metadata[0]["authorization"] == "Bearer s"
 
 
 async def test_samples_are_told_apart(server):
-    (record,) = await run(server, Closed(1), 1, n=3)
-    assert np.frombuffer(record.samples, np.uint32).tolist() == [0, 0, 1, 1, 2, 2]
-    assert latency(record).output_tokens == 9
-    assert len(latency(record).itl) == 3
+    (record,) = await run(server, Load("closed", 1), 1, n=3)
+    assert record.arrivals["sample"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert record.output_tokens == 9
+    assert len(record.itl) == 3
 
 
 async def test_a_refusal_is_a_record_with_its_code(server):
-    bad, good = await run(server, Closed(1), 2, texts=("full", "hi"))
+    bad, good = await run(server, Load("closed", 1), 2, texts=("full", "hi"))
     assert (bad.code, bad.detail, bad.ok) == ("RESOURCE_EXHAUSTED", "the queue is full", False)
     assert good.ok
 
 
 async def test_a_deadline_ends_a_request_and_keeps_what_it_was_told(server):
-    (record,) = await run(server, Closed(1), 1, texts=("slow",), deadline=0.3)
+    (record,) = await run(server, Load("closed", 1), 1, texts=("slow",), deadline=0.3)
     assert (record.code, record.prompt_tokens) == ("DEADLINE_EXCEEDED", 7)
 
 
 async def test_a_stream_that_ends_well_without_its_last_event_is_no_success(server):
-    (record,) = await run(server, Closed(1), 1, texts=("half",))
+    (record,) = await run(server, Load("closed", 1), 1, texts=("half",))
     assert record.code == "UNFINISHED"
 
 
 async def test_a_closed_loop_keeps_its_number_of_requests_in_flight(server):
-    records = await run(server, Closed(3), 12)
+    records = await run(server, Load("closed", 3), 12)
     assert sorted(record.index for record in records) == list(range(12))
     assert server.most == 3
     assert all(record.due <= record.sent for record in records)
 
 
 async def test_all_at_once_waits_for_nobody(server):
-    await run(server, Open(None), 8)
+    await run(server, Load("open", None, None, 1.0), 8)
     assert server.most == 8
 
 
 async def test_a_capped_request_waits_from_when_it_was_due(server):
-    records = await run(server, Open(None, most=1), 3)
+    records = await run(server, Load("open", 1, None, 1.0), 3)
     assert server.most == 1
     assert [record.due for record in records] == [0.0, 0.0, 0.0]
     # It was sent only when the one before had ended, and that wait is in its latency.
     for before, after in itertools.pairwise(records):
         assert after.sent >= before.ended
-        assert latency(after).ttft > after.sent
+        assert after.ttft > after.sent
 
 
 async def test_requests_of_an_open_loop_are_never_early(server):
-    records = await run(server, Open(200.0), 10)
+    records = await run(server, Load("open", None, 200.0, 1.0), 10)
     assert all(record.sent >= record.due > 0 for record in records)
 
 
 async def test_time_ends_a_level_of_any_number_of_requests(server):
-    for load in (Closed(2), Open(100.0)):
+    for load in (Load("closed", 2), Load("open", None, 100.0, 1.0)):
         records = await run(server, load, None, duration=0.2)
         assert records
         assert all(record.due < 0.2 for record in records)
@@ -157,15 +156,14 @@ async def test_time_ends_a_level_of_any_number_of_requests(server):
 
 
 async def test_a_process_sends_its_share_when_the_whole_says(server):
-    all_of_them = await run(server, Open(200.0), 9)
-    own = await run(server, Open(200.0), 9, own=Share(1, 3, None))
+    all_of_them = await run(server, Load("open", None, 200.0, 1.0), 9)
+    own = await run(server, Load("open", None, 200.0, 1.0), 9, own=(1, 3))
     due = {record.index: record.due for record in all_of_them}
     assert {record.index: record.due for record in own} == {i: due[i] for i in (1, 4, 7)}
 
 
 async def test_requests_take_turns_at_servers_and_connections(server):
-    prompts = TokenPrompts(Drawn(Fixed(3), Fixed(5)), 10, 20)
-    plan = Plan(0, 1, Target(["a", "b"]), prompts, Sampling(), 1, None)
+    plan = plan_of([Remote("a"), Remote("b")])
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub = TextGenerationServiceStub(channel)
         calls = []
@@ -179,28 +177,30 @@ async def test_requests_take_turns_at_servers_and_connections(server):
                 return stub.Generate(*arguments, **keywords)
 
         stubs = [[Noting("a0"), Noting("a1")], [Noting("b0"), Noting("b1")]]
-        level_run = LevelRun(plan, Level(1, Closed(1), 6, None), Share(0, 1, 1), stubs, ())
-        await level_run.run(time.monotonic())
+        begin = Begin(Level(1, Load("closed", 1), 6), slots=1)
+        outcome = await LevelRun(plan, begin, stubs).run(time.monotonic(), lambda progress: None)
     assert calls == ["a0", "b0", "a1", "b1", "a0", "b0"]
-    assert [record.target for record in level_run.records] == [0, 1] * 3
+    assert [record.target for record in outcome.records] == [0, 1] * 3
 
 
-def test_a_message_asks_for_what_was_drawn():
-    sent = message(Ask(4, [5, 6], 9), Sampling(temperature=0.5, top_p=0.25, n=2))
+def test_a_request_asks_for_what_was_drawn():
+    sent = make_request(plan_of(temperature=0.5, top_p=0.25, n=2), 1, 4)
+    assert len(sent.token_ids.ids) == 3
+    del sent.token_ids.ids[:]
     assert sent == v3.GenerateRequest(
-        token_ids=v3.TokenIds(ids=[5, 6]),
+        token_ids=v3.TokenIds(),
         sampling=v3.SamplingOptions(temperature=0.5, top_p=0.25, n=2, seed=4),
-        stopping=v3.StoppingOptions(max_new_tokens=9, ignore_eos=True),
+        stopping=v3.StoppingOptions(max_new_tokens=5, ignore_eos=True),
     )
 
 
-def test_a_message_leaves_unset_what_is_not_given():
-    sent = message(Ask(0, Text("hi"), 9), Sampling(ignore_eos=False))
+def test_a_request_leaves_unset_what_is_not_given():
+    sent = make_request(plan_of(texts=(Text("hi"),), ignore_eos=False), 1, 0)
     assert sent.text == "hi"
     assert not sent.sampling.HasField("temperature")
     assert not sent.stopping.ignore_eos
 
 
 def test_a_chat_is_sent_as_one():
-    sent = message(Ask(0, Text(messages=[("user", "hi")]), 9), Sampling())
+    sent = make_request(plan_of(texts=(Text(messages=[("user", "hi")]),)), 1, 0)
     assert [(m.role, m.content) for m in sent.chat.messages] == [("user", "hi")]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tokenpod.cli.bench.workload import Case, WorkloadError, read_cases
+from tokenpod.cli.bench.files import Case, read_cases
 
 
 def test_a_list_of_cases_is_read():
@@ -20,8 +20,8 @@ def test_a_list_of_cases_is_read():
         ],
     }
     assert read_cases(json.dumps(data)) == {
-        "one": Case("one", ((8, 4),), (), None, 1, 11, 10, 128),
-        "all": Case("all", ((8, 4), (9, 5)), (), None, 0, 22, 10, 128),
+        "one": Case(((8, 4),), (), None, 1, 11, (10, 128)),
+        "all": Case(((8, 4), (9, 5)), (), None, 0, 22, (10, 128)),
     }
 
 
@@ -35,8 +35,8 @@ def test_a_case_a_key_is_read():
         },
     }
     assert read_cases(json.dumps(data)) == {
-        "a": Case("a", ((64, 32),)),
-        "d": Case("d", ((8, 4), (9, 5)), (0, 2), 2.5),
+        "a": Case(((64, 32),)),
+        "d": Case(((8, 4), (9, 5)), (0, 2), 2.5),
     }
 
 
@@ -72,10 +72,10 @@ def test_a_case_a_key_is_read():
     ],
 )
 def test_what_is_wrong_is_told_with_its_place(data, problem):
-    with pytest.raises(WorkloadError, match=problem):
+    with pytest.raises(ValueError, match=problem):
         read_cases(json.dumps(data))
 
 
 def test_what_is_not_json_is_told_with_its_line():
-    with pytest.raises(WorkloadError, match=r"is not JSON: .*line 2"):
+    with pytest.raises(ValueError, match=r"is not JSON: .*line 2"):
         read_cases("{\n")

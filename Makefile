@@ -47,7 +47,7 @@ test: setup ## The whole test suite, in two processes (make test ARGS='tests/sch
 	@$(PY) -m pytest $(or $(ARGS),-n 2)
 
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
-	@PYTHONPATH=tests $(PY) -m chaos $(ARGS)
+	@PYTHONPATH=tests:tests/support $(PY) -m chaos $(ARGS)
 
 lint: setup ## Style, what is made from the code and stale, protos, the Dockerfile
 	@$(BIN)/ruff check .

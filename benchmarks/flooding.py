@@ -1,6 +1,6 @@
 """What one connection that floods costs the others, and how bursts of calls end.
 
-    python -P benchmarks/flooding.py [--seconds 10] [-- SERVE FLAGS]
+    python benchmarks/flooding.py [--server-cores 0-3] [--client-cores 4-15] [-- SERVE FLAGS]
 
 Starts `tokenpod serve` on the demo model. For each kind of flood a thread of another process sends
 frames as fast as it can, on a new connection whenever it is cut off; meanwhile one client calls
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import statistics
 import sys
 import threading
@@ -24,28 +25,18 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from overload import Server, cores, serving
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
 import floods
-from harness import ServerProcess, serve
 
 MEGABYTE = 1024 * 1024
 BURSTS = ((1, 1500), (8, 250), (24, 250))
-
-
-def kinds() -> dict[str, Any]:
-    """Frames of each kind of flood."""
-    return {
-        "none": None,
-        "HEADERS + RST_STREAM": floods.resets(),
-        "PING": floods.pings(),
-        "SETTINGS": floods.settings(),
-        "CONTINUATION of 110 bytes": floods.continuations(floods.header("x", "y" * 107)),
-        "empty CONTINUATION": floods.continuations(b""),
-    }
+#: Frames of each kind of flood.
+KINDS = {"none": None, **floods.ONGOING, **floods.CLOSED}
 
 
 def send(kind: str, port: int, stop: Any, told: Any) -> None:
@@ -54,7 +45,7 @@ def send(kind: str, port: int, stop: Any, told: Any) -> None:
     threading.Thread(target=lambda: (stop.recv(), over.set()), daemon=True).start()
     while not over.is_set():
         with contextlib.suppress(OSError):
-            sent += floods.flood(port, kinds()[kind], over)
+            sent += floods.flood(port, KINDS[kind](), over)
         connections += 1
     told.send((sent, connections))
 
@@ -72,15 +63,17 @@ def milliseconds(seconds: list[float]) -> str:
     return f"{statistics.median(ordered) * 1000:.1f} / {p99 * 1000:.1f}"
 
 
-def measure(server: ServerProcess, kind: str, seconds: float) -> None:
+def measure(server: Server, kind: str, seconds: float) -> None:
     """Print a row for one kind of flood."""
-    pid, flooding = server.process.pid, kinds()[kind] is not None
+    pid, flooding = server.pid, KINDS[kind] is not None
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     before = memory(pid, "VmRSS")
     stop_here, stop = multiprocessing.Pipe()
     told_here, told = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=send, args=(kind, server.port, stop, told))
+    process = spawn.Process(
+        target=send, args=(kind, int(server.address.rpartition(":")[2]), stop, told)
+    )
     if flooding:
         process.start()
         time.sleep(2)
@@ -120,48 +113,28 @@ def measure(server: ServerProcess, kind: str, seconds: float) -> None:
     )
 
 
-async def burst(address: str, connections: int, calls: int) -> Counter[str]:
-    """Make calls at once on each connection; how they ended."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 1})
-    ends: Counter[str] = Counter()
-
-    async def one(channel: grpc.aio.Channel) -> None:
-        try:
-            async for _ in rpc.TextGenerationServiceStub(channel).Generate(request, timeout=300):
-                pass
-            ends["OK"] += 1
-        except grpc.aio.AioRpcError as error:
-            hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
-            ends[f"{error.code().name} {'with' if hint else 'without'} a hint"] += 1
-
-    async with contextlib.AsyncExitStack() as stack:
-        channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
-            for _ in range(connections)
-        ]
-        await asyncio.gather(*(channel.channel_ready() for channel in channels))
-        await asyncio.gather(*(one(channel) for channel in channels for _ in range(calls)))
-    return ends
-
-
 def main() -> None:
     """Floods, then bursts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each flood")
+    parser.add_argument("--server-cores", metavar="0-3", help="of the server and its processes")
+    parser.add_argument("--client-cores", metavar="4-15", help="of everything else")
     parser.add_argument("flags", nargs="*", help="flags of tokenpod serve")
     arguments = parser.parse_args()
-    with serve(*arguments.flags) as server:
+    if arguments.client_cores:
+        os.sched_setaffinity(0, cores(arguments.client_cores))
+    with serving(arguments.flags, arguments.server_cores) as server:
         columns = f"{'flood':26} {'MB':>7} {'conns':>6} {'calls':18}"
         times = f"{'call p50/p99':>14} {'probe p50/p99':>14}"
         print(columns, times, f"{'MB':>6} {'peak':>6} {'after':>6}")
-        for kind in kinds():
+        for kind in KINDS:
             measure(server, kind, arguments.seconds)
         for connections, calls in BURSTS:
             began = time.perf_counter()
-            ends = asyncio.run(burst(server.address, connections, calls))
+            ends = asyncio.run(floods.burst(server.address, connections, calls))
             took = time.perf_counter() - began
-            print(f"{connections} x {calls} calls at once: {dict(ends)} in {took:.1f} s")
+            said = {f"{code}{' with a hint' * hint}": count for (code, hint), count in ends.items()}
+            print(f"{connections} x {calls} calls at once: {said} in {took:.1f} s")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from faults import Seen, engines, kill, stop, table, try_fault

@@ -51,7 +51,7 @@ from tokenpod.kernels.triton.launch import capability
 from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles, measured
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.names import Names, weights_of
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
 
 WORLD = 2
@@ -98,9 +98,9 @@ SHAPE = {
 def make_model(
     config: ModelSpec, group: Group | None, dtype: torch.dtype = torch.bfloat16
 ) -> Decoder:
-    """Every rank draws every weight whole, and keeps its share."""
+    """Every rank draws every weight whole, and keeps its shard."""
     device = torch.device("cuda", torch.cuda.current_device())
-    share = Share(group.rank, group.world) if group else Share()
+    shard = Shard(group.rank, group.world) if group else Shard()
     generator = torch.Generator(device)
     weights = {}
     for number, weight in enumerate(weights_of(config, Names(), "model.")):
@@ -112,12 +112,12 @@ def make_model(
             whole = whole.mul_(0.02) if len(shape) > 1 else whole.mul_(0.02).add_(1)
             axis = source.divided
             if axis is not None:
-                part = share.part(source.axes[axis])
+                part = shard.part(source.axes[axis])
                 whole = whole.narrow(axis, part.start, len(part))
             parts.append(whole.to(dtype))
         weights[weight.name] = torch.cat(parts).contiguous()
     ops = operations_for(device, dtype)
-    return Decoder(share.config(config), weights, parallel(ops, group) if group else ops)
+    return Decoder(shard.config(config), weights, parallel(ops, group) if group else ops)
 
 
 def make_executor(model: Decoder, group: Group | None) -> Executor:
@@ -265,7 +265,7 @@ def check_sums(group: Any) -> None:
     tokens *= int(group.rank == 0)
     parted = torch.zeros(1, 2, device=device, dtype=torch.bfloat16)
     for _ in range(5):
-        group.share(tokens)
+        group.broadcast(tokens)
         group.sum(parted)  # as in every step: three in a row would overtake their readers
     assert tokens.tolist() == list(range(7)), tokens.tolist()
     say_line("sums of 400 random sizes: right, and the same on all ranks")
@@ -294,13 +294,13 @@ def check_products(group: Any) -> None:
 
     def join_all() -> None:
         for (x, weight, tile), residual in zip(turns, residuals, strict=True):
-            product.multiply(x, weight, None, residual, tile, inboxes=group.inboxes)
+            product.multiply(x, weight, None, residual, tile, buffers=group.buffers)
 
     def add_all() -> None:
         for (x, weight, tile), residual in zip(turns, expected, strict=True):
-            share = torch.empty_like(residual)
-            product.multiply(x, weight, None, share, tile)
-            group.add(share, residual)
+            summand = torch.empty_like(residual)
+            product.multiply(x, weight, None, summand, tile)
+            group.add(summand, residual)
 
     def compare_all(when: str) -> None:
         for (x, weight, tile), got, apart in zip(turns, residuals, expected, strict=True):
@@ -338,24 +338,24 @@ def time_products(group: Any) -> None:
             residual = torch.zeros(tokens, n, device=device, dtype=torch.bfloat16)
             name = f"{tile.kind.value} {tile.block_n} x {tile.block_k}, {tile.ahead} ahead"
             found = {}
-            for way, inboxes in (("apart", None), ("joined", group.inboxes)):
+            for way, buffers in (("apart", None), ("joined", group.buffers)):
                 with reporting(f"{way} {n} x {k} {tokens} {name}"):
-                    adds = itertools.cycle([_added(w, group, inboxes, tiles) for w in weights])
+                    adds = itertools.cycle([_added(w, group, buffers, tiles) for w in weights])
                     act = partial(_next, adds, x, residual)
                     found[way] = graph_seconds(act, times=2 * len(weights)) * 1e6
             cells = "  ".join(f"{way} {each:6.2f} us" for way, each in found.items())
             say_line(f"product {n} x {k}, {tokens:2d} tokens, {name:36s}: {cells}")
 
 
-def _added(weight: torch.Tensor, group: Any, inboxes: Any, tiles: Tiles) -> Any:
+def _added(weight: torch.Tensor, group: Any, buffers: Any, tiles: Tiles) -> Any:
     alone = product.prepare_linear(weight, None, tiles)
 
     def add_product(x: torch.Tensor, residual: torch.Tensor) -> None:
         group.add(alone(x), residual)
 
-    if inboxes is None:
+    if buffers is None:
         return add_product
-    return product.prepare_sum_linear(weight, None, inboxes, add_product, tiles)
+    return product.prepare_sum_linear(weight, None, buffers, add_product, tiles)
 
 
 def _next(adds: Iterator[Any], x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -387,25 +387,25 @@ def time_sums(group: Any) -> dict[str, dict[int, float]]:
 
     device = torch.device("cuda", torch.cuda.current_device())
     # Larger than those in use, to see where they stop being the better ones.
-    wide = group._inboxes(SUMS[-1] // 4, device)
+    wide = group._symmetric_buffers(SUMS[-1] // 4, device)
     ways: dict[str, Callable[[Any, Any], None]] = {}
     if wide is not None:
         ways["peers"] = wide.add
 
-    def by_nccl(share: torch.Tensor, residual: torch.Tensor) -> None:
-        distributed.all_reduce(share)
-        residual.add_(share)
+    def by_nccl(summand: torch.Tensor, residual: torch.Tensor) -> None:
+        distributed.all_reduce(summand)
+        residual.add_(summand)
 
     ways["nccl"] = by_nccl
     with reporting("torch's one-shot sum"):
         ways |= one_shot(device)
     found: dict[str, dict[int, float]] = {name: {} for name in ways}
     for size in SUMS:
-        share = torch.ones(size // 8192, 4096, device=device, dtype=torch.bfloat16)
-        residual = torch.zeros_like(share)
+        summand = torch.ones(size // 8192, 4096, device=device, dtype=torch.bfloat16)
+        residual = torch.zeros_like(summand)
         for name, add in ways.items():
             with reporting(f"{name} {size}"):
-                found[name][size] = graph_seconds(partial(add, share, residual)) * 1e6
+                found[name][size] = graph_seconds(partial(add, summand, residual)) * 1e6
         cells = "  ".join(f"{name} {found[name].get(size, 0):7.2f} us" for name in ways)
         say_line(f"sum of {size >> 10:5d} KiB: {cells}")
     return found
@@ -421,9 +421,9 @@ def one_shot(device: torch.device) -> dict[str, Callable[[Any, Any], None]]:
     symmetric_memory.rendezvous(memory, everyone)
     name = everyone.group_name
 
-    def add(share: torch.Tensor, residual: torch.Tensor) -> None:
-        mine = memory[: share.numel()]
-        mine.copy_(share.view(-1))
+    def add(summand: torch.Tensor, residual: torch.Tensor) -> None:
+        mine = memory[: summand.numel()]
+        mine.copy_(summand.view(-1))
         residual.add_(torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", name).view_as(residual))
 
     return {"torch one-shot": add}
@@ -456,7 +456,7 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.cuda.set_device(options.rank)
     device = torch.device("cuda", options.rank)
     began = time.perf_counter()
-    group = inboxes = None
+    group = buffers = None
     ranks = WORLDS[options.world]
     if ranks > 1:
         group = join_group(
@@ -465,8 +465,8 @@ def run_rank(options: argparse.Namespace) -> None:
         reaches = group.reaches_peers  # type: ignore[attr-defined]
         say_line(f"joined after {time.perf_counter() - began:.1f} s; reaches peers: {reaches}")
         if options.world == "apart":
-            group.inboxes = None  # type: ignore[misc]
-        inboxes = group.inboxes
+            group.buffers = None  # type: ignore[misc]
+        buffers = group.buffers
     found: dict[str, Any] = {}
     wanted = options.only or ["sums", "decode", "agreement"]
     with torch.inference_mode():
@@ -475,10 +475,10 @@ def run_rank(options: argparse.Namespace) -> None:
                 check_sums(group)
             with reporting("times of sums"):
                 found["sums"] = time_sums(group)
-        if inboxes is not None and {"sums", "products"} & set(wanted):
+        if buffers is not None and {"sums", "products"} & set(wanted):
             with reporting("check of products"):
                 check_products(group)
-        if inboxes is not None and "products" in wanted:
+        if buffers is not None and "products" in wanted:
             with reporting("times of products"):
                 time_products(group)
         keep(options, found)
@@ -519,7 +519,7 @@ def run_model(
         keep(options, found)
     if options.world == "apart" and group.reaches_peers and "decode" in wanted:
         with reporting("without peers' memory"):
-            group._sums = group._told = None
+            group._sums = group._broadcasts = None
             slow = make_executor(model, group)
             found["nccl steps"] = time_decode(slow, "NCCL only")
         keep(options, found)
@@ -583,7 +583,9 @@ def compare(found: dict[str, dict[str, Any]]) -> None:
 def print_collectives(steps: dict[str, Any], name: str, where: str) -> None:
     kernels = steps.get(f"{name} kernels", {})
     spent = {
-        k: v for k, v in kernels.items() if any(w in k for w in ("_sum_shares", "_tell", "nccl"))
+        k: v
+        for k, v in kernels.items()
+        if any(w in k for w in ("_sum_over_ranks", "_tell", "nccl"))
     }
     busy = sum(kernels.values())
     if busy:

@@ -1,6 +1,6 @@
 """How long a front end's event loop is held by the worst messages that a client can send.
 
-    python -P benchmarks/loop_lag.py [--most-ms 20]
+    python -P benchmarks/loop_lag.py [--most-ms 20] [--only NAME --times 10]
 
 A real server runs in a process of its own, whose loop notes the longest time between two of its
 turns: on the clock, and as processor time of its own thread, which does not count what else runs on
@@ -27,7 +27,7 @@ import uvloop
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.convert import codecs
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.server import Server
 
@@ -140,11 +140,9 @@ def messages() -> Iterator[tuple[str, bytes]]:
 
 def methods() -> Iterator[tuple[str, bool]]:
     """Every method, and whether it answers with a stream."""
-    for codec in codecs():
-        service = codec.pb.DESCRIPTOR.services_by_name["TextGenerationService"]
-        for method in service.methods:
-            yield f"/{service.full_name}/{method.name}", method.server_streaming
-    yield "/grpc.health.v1.Health/Check", False
+    for row in TABLE:
+        if row.serve is not None or row.name == "/grpc.health.v1.Health/Check":
+            yield row.name, row.streams
 
 
 def send(channel: grpc.Channel, method: str, streams: bool, data: bytes) -> str:
@@ -161,9 +159,13 @@ def send(channel: grpc.Channel, method: str, streams: bool, data: bytes) -> str:
 
 def main() -> int:
     """Send all, tell the worst."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--most-ms", type=float, default=20.0)
-    most = parser.parse_args().most_ms
+    parser.add_argument("--only", default="", metavar="NAME", help="messages whose name has it")
+    parser.add_argument("--times", type=int, default=1, help="that each message is sent")
+    arguments = parser.parse_args()
+    most = arguments.most_ms
+    chosen = [each for each in messages() if arguments.only in each[0]] * arguments.times
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -180,7 +182,7 @@ def main() -> int:
                     info(b"", timeout=5)
                     break
                 time.sleep(0.2)
-            for name, data in messages():
+            for name, data in chosen:
                 for method, streams in methods():
                     ask.send("start")
                     ask.recv()

@@ -2,15 +2,19 @@
 
     python benchmarks/memory.py [--stalled 200] [--warm 60] [--soak 60] [--json OUT] [-- FLAGS]
 
+The full soak, three quarters of an hour, with a pool that fills while it gets warm:
+
+    python benchmarks/memory.py --warm 600 --soak 1800 -- --max-batch-total-tokens 131072
+
 Starts `tokenpod serve` (the demo model, unless flags say otherwise) and prints the resident memory
 of the engine and of the front ends after each phase:
 
 rest      nothing has been asked
-warm      after so many seconds of random requests from 32 clients
+warm      after so many seconds of random requests from 32 clients (--clients)
+soak      in so many more seconds of random requests, six times
 stalled   while so many readers have stopped reading, the most that was seen
 after     all of them have lost their streams, and random requests have run for 10 s
-soak      after so many more seconds of random requests
-again     stalled readers once more
+again     stalled readers once more, and what is left after them
 
 A stalled reader has a connection of its own with a window of 64 kB, and asks for as much as a
 stream can hold: top tokens and log probabilities of 1,900 tokens (--tokens).
@@ -38,7 +42,8 @@ from overload import serving
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
-CLIENTS = 32
+#: Times that a soak is looked at.
+LOOKS = 6
 #: Ids of the demo model's vocabulary that prompts are drawn from.
 IDS = range(300, 4000)
 #: Seconds in which a reader that has stopped loses its stream, at the latest.
@@ -48,8 +53,8 @@ SETTLE_SECONDS = 10.0
 
 def main() -> None:
     arguments = parse()
-    with serving(arguments.flags) as (address, _):
-        report = asyncio.run(measure(arguments, address, server_processes()))
+    with serving(arguments.flags) as server:
+        report = asyncio.run(measure(arguments, server.address, server_processes(server.pid)))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
 
@@ -60,6 +65,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1900, help="that each of them asks for")
     parser.add_argument("--warm", type=float, default=60, metavar="SECONDS")
     parser.add_argument("--soak", type=float, default=60, metavar="SECONDS")
+    parser.add_argument("--clients", type=int, default=32, help="that make random requests")
+    parser.add_argument("--pause", type=float, default=0, metavar="SECONDS", help="of a client")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="of tokenpod serve, after --")
@@ -69,9 +76,8 @@ def parse() -> argparse.Namespace:
 # -- processes ---------------------------------------------------------------------------------
 
 
-def server_processes() -> dict[str, list[int]]:
-    """Process ids of the server that this process has just started, by what they are."""
-    (server,) = children(Path("/proc/self"))
+def server_processes(server: int) -> dict[str, list[int]]:
+    """Process ids of a server, by what they are."""
     found: dict[str, list[int]] = {"engine": [], "front ends": [server]}
     for pid in children(Path(f"/proc/{server}")):
         front = b"front_end" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -142,10 +148,13 @@ async def measure(
         figures = "  ".join(f"{kind} {value:7.1f} MB" for kind, value in seen.items())
         print(f"{phase:10}{figures}  ({time.monotonic() - began:.0f} s)", flush=True)
 
-    draw = random.Random(arguments.seed)
+    load = Load(address, arguments.clients, arguments.pause, random.Random(arguments.seed))
     note("rest", watch.now())
-    await load(address, arguments.warm, draw)
+    await load.run(arguments.warm)
     note("warm", watch.now())
+    for look in range(1, LOOKS + 1):
+        await load.run(arguments.soak / LOOKS)
+        note(f"soak {look}", watch.now())
     for phase, after in (("stalled", "after"), ("again", "at last")):
         watch.most.clear()
         watching = asyncio.create_task(watch.run())
@@ -153,27 +162,35 @@ async def measure(
         watching.cancel()
         note(phase, watch.most)
         print(f"          {lost}", flush=True)
-        await load(address, SETTLE_SECONDS, draw)
+        await load.run(SETTLE_SECONDS)
         note(after, watch.now())
-        if phase == "stalled":
-            await load(address, arguments.soak, draw)
-            note("soak", watch.now())
+    report["requests"] = load.requests
     return report
 
 
-async def load(address: str, seconds: float, draw: random.Random) -> None:
+@dataclass
+class Load:
     """Random requests from so many clients, one after the other each; one in ten is cancelled."""
-    end = time.monotonic() + seconds
 
-    async def client() -> None:
-        async with grpc.aio.insecure_channel(
-            address, [("grpc.use_local_subchannel_pool", 1)]
-        ) as channel:
-            stub = rpc.TextGenerationServiceStub(channel)
-            while time.monotonic() < end:
-                await one(stub, draw)
+    address: str
+    clients: int
+    pause: float
+    draw: random.Random
+    requests: int = 0
 
-    await asyncio.gather(*(client() for _ in range(CLIENTS)))
+    async def run(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+
+        async def client() -> None:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            async with grpc.aio.insecure_channel(self.address, options) as channel:
+                stub = rpc.TextGenerationServiceStub(channel)
+                while time.monotonic() < end:
+                    await one(stub, self.draw)
+                    self.requests += 1
+                    await asyncio.sleep(self.pause)
+
+        await asyncio.gather(*(client() for _ in range(self.clients)))
 
 
 async def one(stub: Any, draw: random.Random) -> None:

@@ -1,51 +1,45 @@
 """A server under more load than it can serve: goodput, refusals, probes, recovery.
 
-    python benchmarks/overload.py [--seconds 20] [--loads 1 2 10] [--json OUT] [-- SERVE FLAGS]
+    python benchmarks/overload.py [--server-cores 0-3] [--client-cores 4-15] [-- SERVE FLAGS]
 
-Starts `tokenpod serve` (the demo model, unless flags say otherwise). A closed loop finds the
-capacity: requests finished per second with as many clients as the server takes requests. Then
-comes open-loop Poisson load of so many times the capacity, which does not wait for answers. Each
-load is followed by calm (half of the capacity). Requests are random token ids, 16 to 64 in and 8 to
-24 out. Probes come from a process of their own, 20 a second on each port.
+Starts `tokenpod serve` (the demo model, unless flags say otherwise). A closed loop finds the peak:
+tokens per second with so many clients, each of which waits for its answer. Then comes open-loop
+Poisson load of so many times that, which does not wait, first of callers that take a refusal for
+the end, then of callers that heed its hint: they come again after it, as long as their deadline
+lets them. Each load is followed by calm (half of the peak). Requests are random token ids, 16 to 64
+in and 32 out, with a deadline. Figures are of the time after the first seconds (--lead) of a load.
 
-goodput   requests finished per second of load, as a share of capacity
-refusal   from the call to RESOURCE_EXHAUSTED or UNAVAILABLE, as the client sees it
+goodput   tokens per second of calls that ended OK, as a share of the peak
+refusal   from a call to RESOURCE_EXHAUSTED or UNAVAILABLE, as the client sees it
 probe     a health check while the load is on, on the health port and on the main port
 recovery  from the end of the load until requests that arrive take 1.2 times the calm median or less
-lag       how late the load generator's own event loop was: refusals include it
+lag       how late a load generator's own event loop was: refusals include it
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import bisect
 import contextlib
 import json
 import multiprocessing
 import os
 import platform
-import random
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from overload_clients import NEW_TOKENS, Load, Segment, generate
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
-
-REFUSALS = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
-CHANNELS = 4
 #: Arrivals of so many seconds are one point of the recovery curve.
 WINDOW_SECONDS = 0.25
 PROBE_EVERY_SECONDS = 0.05
@@ -54,34 +48,55 @@ PROBE_SECONDS = 10.0
 
 def main() -> None:
     arguments = parse()
-    with serving(arguments.flags) as (address, health_address):
-        probes = Probes({"health port": health_address, "main port": address})
-        with probes:
-            report = asyncio.run(measure(arguments, address, probes))
-    show(report)
+    if arguments.client_cores:
+        os.sched_setaffinity(0, cores(arguments.client_cores))
+    with serving(arguments.flags, arguments.server_cores) as server:
+        probes = Probes({"health port": server.health_address, "main port": server.address})
+        with probes, Clients(arguments, server.address) as clients:
+            report = measure(arguments, clients, probes)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=20, help="of each load")
+    parser.add_argument("--seconds", type=float, default=15, help="of each load that count")
+    parser.add_argument("--lead", type=float, default=6, metavar="SECONDS", help="before them")
     parser.add_argument("--loads", type=float, nargs="+", default=[1, 2, 10], metavar="X")
     parser.add_argument("--clients", type=int, default=128, help="of the closed loop")
+    parser.add_argument("--deadline", type=float, default=5, metavar="SECONDS")
+    parser.add_argument("--processes", type=int, default=1, help="that generate the load")
+    parser.add_argument("--server-cores", metavar="0-3", help="of the server and its processes")
+    parser.add_argument("--client-cores", metavar="4-15", help="of everything else")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="of tokenpod serve, after --")
     return parser.parse_args()
 
 
+def cores(text: str) -> set[int]:
+    """`0-3,8` as numbers."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return {core for low, _, high in ends for core in range(int(low), int(high or low) + 1)}
+
+
 # -- the server --------------------------------------------------------------------------------
 
 
+class Server(NamedTuple):
+    """Where a server that has been started is reached, and its process."""
+
+    address: str
+    health_address: str
+    pid: int
+
+
 @contextlib.contextmanager
-def serving(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A server that is SERVING: its address and its health port's."""
+def serving(flags: Sequence[str], on_cores: str | None = None) -> Iterator[Server]:
+    """A server that is SERVING, on those cores."""
     port, health = free_port(), free_port()
-    command = [sys.executable, "-P", "-m", "tokenpod", "serve", "--hostname", "127.0.0.1"]
+    command = ["taskset", "-c", on_cores] if on_cores else []
+    command += [sys.executable, "-P", "-m", "tokenpod", "serve", "--hostname", "127.0.0.1"]
     command += ["--port", str(port), "--health-port", str(health), "--log-level", "warning"]
     command += ["--lame-duck-seconds", "0", *flags]
     with subprocess.Popen(command) as process:
@@ -91,7 +106,7 @@ def serving(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
                 check = health_pb2.HealthCheckRequest(service="readiness")
                 while stub.Check(check, wait_for_ready=True, timeout=60).status != 1:
                     time.sleep(0.05)
-            yield f"127.0.0.1:{port}", f"127.0.0.1:{health}"
+            yield Server(f"127.0.0.1:{port}", f"127.0.0.1:{health}", process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
 
@@ -102,95 +117,39 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# -- load --------------------------------------------------------------------------------------
+# -- load and probes ---------------------------------------------------------------------------
 
 
-@dataclass
-class Load:
-    """What became of the calls of one phase. Times in seconds of CLOCK_MONOTONIC."""
+class Clients:
+    """Processes that generate load together."""
 
-    began: float = field(default_factory=time.monotonic)
-    ended: float = 0.0
-    #: (arrival, end) of calls that finished.
-    finished: list[tuple[float, float]] = field(default_factory=list)
-    #: Seconds that a refusal took.
-    refused: list[float] = field(default_factory=list)
-    other: dict[str, int] = field(default_factory=dict)
-    lags: list[float] = field(default_factory=list)
+    def __init__(self, arguments: argparse.Namespace, address: str) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(arguments.processes)]
+        self._ours = [ours for ours, _ in pipes]
+        given = (address, arguments.deadline)
+        self._processes = [
+            spawn.Process(target=generate, args=(*given, arguments.seed + at, theirs), daemon=True)
+            for at, (_, theirs) in enumerate(pipes)
+        ]
 
-    def rate(self) -> float:
-        """Calls that finished within the phase, per second."""
-        return sum(end <= self.ended for _, end in self.finished) / (self.ended - self.began)
+    def __enter__(self) -> Clients:
+        for process in self._processes:
+            process.start()
+        return self
 
-    def latencies(self) -> list[float]:
-        return [end - arrival for arrival, end in self.finished]
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
 
-
-class Client:
-    """Calls on a few connections."""
-
-    def __init__(self, address: str, seed: int) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        self._channels = [grpc.aio.insecure_channel(address, options) for _ in range(CHANNELS)]
-        self._stubs = [rpc.TextGenerationServiceStub(channel) for channel in self._channels]
-        self.chance = random.Random(seed)
-
-    async def call(self, load: Load) -> None:
-        """One request, noted in `load`."""
-        chance = self.chance
-        ids = [chance.randint(10, 3000) for _ in range(chance.randint(16, 64))]
-        stopping = pb.StoppingOptions(max_new_tokens=chance.randint(8, 24), ignore_eos=True)
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), stopping=stopping)
-        arrived = time.monotonic()
-        try:
-            async for _ in chance.choice(self._stubs).Generate(request, timeout=120):
-                pass
-        except grpc.aio.AioRpcError as error:
-            if error.code() in REFUSALS:
-                load.refused.append(time.monotonic() - arrived)
-            else:
-                load.other[error.code().name] = load.other.get(error.code().name, 0) + 1
-        else:
-            load.finished.append((arrived, time.monotonic()))
-
-    async def closed(self, clients: int, seconds: float) -> Load:
-        """`clients` that each wait for an answer before they ask again."""
-        load = Load()
-        end = load.began + seconds
-
-        async def client() -> None:
-            while time.monotonic() < end:
-                await self.call(load)
-
-        await asyncio.gather(*(client() for _ in range(clients)))
-        load.ended = end
-        return load
-
-    async def poisson(self, rate: float, seconds: float) -> tuple[Load, set[asyncio.Task[None]]]:
-        """Calls at random moments, `rate` a second; those under way at the end go on."""
-        load, calls = Load(), set()
-        at = load.began
-        while (at := at + self.chance.expovariate(rate)) < load.began + seconds:
-            now = time.monotonic()
-            if at > now:
-                await asyncio.sleep(at - now)
-                load.lags.append(time.monotonic() - at)
-            else:
-                load.lags.append(now - at)
-                # Behind: let the calls that exist move before there are more.
-                await asyncio.sleep(0)
-            task = asyncio.create_task(self.call(load))
-            calls.add(task)
-            task.add_done_callback(calls.discard)
-        load.ended = time.monotonic()
-        return load, calls
-
-    async def close(self) -> None:
-        for channel in self._channels:
-            await channel.close()
-
-
-# -- probes ------------------------------------------------------------------------------------
+    def run(self, *segments: Segment) -> list[Load]:
+        """One load after the other; what became of the calls of each."""
+        count = len(self._ours)
+        for at, pipe in enumerate(self._ours):
+            pipe.send([segment.share(at, count) for segment in segments])
+        parts = [pipe.recv() for pipe in self._ours]
+        return [Load.sum(each) for each in zip(*parts, strict=True)]
 
 
 class Probes:
@@ -245,70 +204,53 @@ def probe(addresses: dict[str, str], parent: Connection) -> None:
 # -- measuring ---------------------------------------------------------------------------------
 
 
-async def measure(arguments: argparse.Namespace, address: str, probes: Probes) -> dict[str, Any]:
-    client = Client(address, arguments.seed)
+def measure(arguments: argparse.Namespace, clients: Clients, probes: Probes) -> dict[str, Any]:
+    seconds, lead = arguments.seconds, arguments.lead
+    closed = Segment(seconds, lead, clients=arguments.clients)
     # Kernels, caches and connections get warm.
-    await client.closed(arguments.clients, 5)
-    capacity = (await client.closed(arguments.clients, arguments.seconds)).rate()
-    note(f"capacity: {capacity:.1f} requests/s")
-    calm, calls = await client.poisson(capacity / 2, arguments.seconds / 2)
-    await asyncio.gather(*calls)
-    calm_median = statistics.median(calm.latencies())
-    note(f"calm: median {1000 * calm_median:.0f} ms")
-    phases = []
-    for times in arguments.loads:
-        load, calls = await client.poisson(times * capacity, arguments.seconds)
-        after, later = await client.poisson(capacity / 2, arguments.seconds / 2)
-        await asyncio.gather(*calls, *later)
-        phase = Phase.of(times, load, capacity, probes.during(load), recovery(after, calm_median))
-        phases.append(asdict(phase))
-        note(f"{times:g}x: done")
-    await client.close()
+    clients.run(Segment(lead, 0, clients=arguments.clients))
+    (load,) = clients.run(closed)
+    peak = load.goodput()
+    if not peak:
+        raise SystemExit(f"no call of the closed loop ended within {seconds:g} s: {load.codes}")
+    calm = Segment(seconds / 2, 0, calls_per_second=peak / NEW_TOKENS / 2)
+    (quiet,) = clients.run(calm)
+    calm_median = statistics.median(quiet.latencies())
+    print(f"peak {peak:.0f} tokens/s; calm median {1000 * calm_median:.0f} ms", end="; ")
+    print("times in ms: median / 99th percentile\n")
+    names = ["load", "hints", "goodput", "latency", "refusal", "probe, health port"]
+    names += ["probe, main port", "recovery, s", "lag", "calls by code"]
+    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
+    rows = [row(load, peak, probes, None)]
+    show("closed", rows[0])
+    for heeds in (False, True):
+        for times in arguments.loads:
+            rate = times * peak / NEW_TOKENS
+            above = Segment(seconds, lead, calls_per_second=rate, heeds=heeds)
+            load, after = clients.run(above, calm)
+            rows.append(row(load, peak, probes, recovery(after, calm_median)))
+            rows[-1] |= {"times_peak": times, "heeds": heeds}
+            show(f"{times:g}x", rows[-1])
     return {
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform()},
-        "flags": arguments.flags,
-        "capacity_requests_per_second": capacity,
+        "command": sys.argv[1:],
+        "peak_tokens_per_second": peak,
         "calm_median_ms": 1000 * calm_median,
-        "loads": phases,
+        "loads": rows,
     }
 
 
-@dataclass(frozen=True)
-class Phase:
+def row(load: Load, peak: float, probes: Probes, recovered: float | None) -> dict[str, Any]:
     """One load. Milliseconds, as [median, 99th percentile]."""
-
-    times_capacity: float
-    offered_per_second: float
-    goodput: float
-    latency_ms: list[float]
-    refused: int
-    refusal_ms: list[float]
-    probe_ms: dict[str, list[float]]
-    recovery_seconds: float | None
-    lag_ms: list[float]
-    other: dict[str, int]
-
-    @classmethod
-    def of(
-        cls,
-        times: float,
-        load: Load,
-        capacity: float,
-        probed: dict[str, list[float]],
-        recovered: float | None,
-    ) -> Phase:
-        return cls(
-            times_capacity=times,
-            offered_per_second=len(load.lags) / (load.ended - load.began),
-            goodput=load.rate() / capacity,
-            latency_ms=spread(load.latencies()),
-            refused=len(load.refused),
-            refusal_ms=spread(load.refused),
-            probe_ms={name: spread(took) for name, took in probed.items()},
-            recovery_seconds=recovered,
-            lag_ms=spread(load.lags),
-            other=load.other,
-        )
+    return {
+        "goodput": load.goodput() / peak,
+        "latency_ms": spread(load.latencies()),
+        "refusal_ms": spread(load.refused),
+        "probe_ms": {name: spread(took) for name, took in probes.during(load).items()},
+        "recovery_seconds": recovered,
+        "lag_ms": spread(load.lags),
+        "codes": dict(sorted(load.codes.items())),
+    }
 
 
 def recovery(after: Load, calm_median: float) -> float | None:
@@ -316,16 +258,13 @@ def recovery(after: Load, calm_median: float) -> float | None:
 
     A refused call has no latency; a window without a finished one has not recovered.
     """
-    finished = sorted(after.finished)
-    arrivals = [arrival for arrival, _ in finished]
-    begin = after.began
-    while begin < after.ended:
-        low = bisect.bisect_left(arrivals, begin)
-        high = bisect.bisect_left(arrivals, begin + WINDOW_SECONDS)
-        took = [end - arrival for arrival, end in finished[low:high]]
-        if took and statistics.median(took) <= 1.2 * calm_median:
-            return begin - after.began
-        begin += WINDOW_SECONDS / 5
+    windows: dict[int, list[float]] = {}
+    for call in after.finished:
+        at = int((call.arrived - after.began) / WINDOW_SECONDS)
+        windows.setdefault(at, []).append(call.ended - call.arrived)
+    for at, took in sorted(windows.items()):
+        if at >= 0 and statistics.median(took) <= 1.2 * calm_median:
+            return at * WINDOW_SECONDS
     return None
 
 
@@ -337,29 +276,17 @@ def spread(seconds: Sequence[float]) -> list[float]:
     return [1000 * ordered[int(share * (len(ordered) - 1))] for share in (0.5, 0.99)]
 
 
-def show(report: dict[str, Any]) -> None:
+def show(name: str, row: dict[str, Any]) -> None:
     def pair(values: Sequence[float]) -> str:
         return " / ".join(f"{value:.1f}" for value in values) or "-"
 
-    print(f"capacity {report['capacity_requests_per_second']:.1f} requests/s, ", end="")
-    print(f"calm median {report['calm_median_ms']:.0f} ms; times in ms: median / 99th percentile\n")
-    names = ["load", "offered/s", "goodput", "latency", "refused", "refusal"]
-    names += ["probe, health port", "probe, main port", "recovery, s", "lag"]
-    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-    for load in report["loads"]:
-        cells = [f"{load['times_capacity']:g}x", f"{load['offered_per_second']:.0f}"]
-        cells += [f"{load['goodput']:.1%}", pair(load["latency_ms"]), str(load["refused"])]
-        cells += [pair(load["refusal_ms"])]
-        cells += [pair(load["probe_ms"].get(name, [])) for name in ("health port", "main port")]
-        recovered = load["recovery_seconds"]
-        cells += ["never" if recovered is None else f"{recovered:.2f}", pair(load["lag_ms"])]
-        print("| " + " | ".join(cells) + " |")
-        if load["other"]:
-            print(f"\nunexpected: {load['other']}\n")
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    cells = [name, {None: "-", False: "ignored", True: "heeded"}[row.get("heeds")]]
+    cells += [f"{row['goodput']:.1%}", pair(row["latency_ms"]), pair(row["refusal_ms"])]
+    cells += [pair(row["probe_ms"].get(port, [])) for port in ("health port", "main port")]
+    recovered = row["recovery_seconds"]
+    cells += ["-" if recovered is None else f"{recovered:.2f}", pair(row["lag_ms"])]
+    cells.append(", ".join(f"{count} {code}" for code, count in Counter(row["codes"]).items()))
+    print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,8 @@ from typer.core import TyperGroup
 import tokenpod
 from tokenpod.cli.bench.flags import bench
 from tokenpod.cli.connection import Connection, connected
+from tokenpod.cli.request import RequestOptions
 from tokenpod.service.telemetry.logs import print_error
-
-_UINT32 = 2**32 - 1
-
-Sampling = "Sampling"
-Stopping = "Stopping"
-Output = "Output"
 
 
 class _Commands(TyperGroup):
@@ -53,20 +48,6 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line.")]
 
 
-def _count(text: str, panel: str, metavar: str = "N") -> Any:
-    return typer.Option(
-        min=0, max=_UINT32, metavar=metavar, help=text, rich_help_panel=panel, show_default=False
-    )
-
-
-def _number(text: str, panel: str) -> Any:
-    return typer.Option(metavar="X", help=text, rich_help_panel=panel, show_default=False)
-
-
-def _switch(names: str, text: str, panel: str) -> Any:
-    return typer.Option(names, help=text, rich_help_panel=panel, show_default=False)
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"tokenpod {tokenpod.__version__}")
@@ -93,85 +74,29 @@ def _serve() -> None:
 
 @app.command("size")
 def _size() -> None:
-    """Foretell whether a model fits a GPU, and how many sequences run at once."""
+    """Estimate whether a model fits a GPU, and how many sequences run at once."""
     raise AssertionError("replaced when it is called")
 
 
 @app.command()
-@connected("127.0.0.1:50051")
+@connected("127.0.0.1:50051", RequestOptions)
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue; - reads standard input.")],
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     json_lines: Annotated[
-        bool, typer.Option("--json", help="Print events as JSON lines.", rich_help_panel=Output)
+        bool, typer.Option("--json", help="Print events as JSON lines.", rich_help_panel="Output")
     ] = False,
-    stream: Annotated[bool, _switch("--stream/--no-stream", "Text as it comes.", Output)] = True,
-    logprobs: Annotated[bool, _switch("--logprobs", "Log probabilities (--json).", Output)] = False,
-    top_n_tokens: Annotated[int, _count("Most likely tokens (--json).", Output)] = 0,
-    prompt_logprobs: Annotated[
-        bool, _switch("--prompt-logprobs", "The prompt's log probabilities (--json).", Output)
-    ] = False,
-    max_new_tokens: Annotated[int | None, _count("Tokens at most.", Stopping)] = None,
-    min_new_tokens: Annotated[int, _count("Tokens at least.", Stopping)] = 0,
-    stop_sequence: Annotated[
-        list[str] | None,
-        typer.Option(help="Stop at this text. Repeatable.", rich_help_panel=Stopping),
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None, _count("Stop at this token. Repeatable.", Stopping, "ID")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, _switch("--ignore-eos", "Go on after an end-of-text token.", Stopping)
-    ] = False,
-    include_stop_sequence: Annotated[
-        bool, _switch("--include-stop-sequence", "Leave it in the text.", Stopping)
-    ] = False,
-    time_limit_ms: Annotated[
-        int, _count("Finish after so many milliseconds and keep the text.", Stopping, "MS")
-    ] = 0,
-    do_sample: Annotated[
-        bool | None,
-        _switch("--do-sample/--no-do-sample", "Sample, or take the most likely.", Sampling),
-    ] = None,
-    temperature: Annotated[float | None, _number("Divides the logits.", Sampling)] = None,
-    top_k: Annotated[int, _count("Only the k most likely tokens.", Sampling)] = 0,
-    top_p: Annotated[float, _number("Only the nucleus of this mass.", Sampling)] = 0.0,
-    min_p: Annotated[
-        float, _number("Only tokens this likely, relative to the most likely.", Sampling)
-    ] = 0.0,
-    typical_p: Annotated[float, _number("Locally typical mass.", Sampling)] = 0.0,
-    repetition_penalty: Annotated[float, _number("1 is none.", Sampling)] = 0.0,
-    presence_penalty: Annotated[float, _number("-2 to 2.", Sampling)] = 0.0,
-    frequency_penalty: Annotated[float, _number("-2 to 2.", Sampling)] = 0.0,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID=BIAS", help="Add to a token's logit. Repeatable.", rich_help_panel=Sampling
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, max=2**64 - 1, metavar="N", rich_help_panel=Sampling),
-    ] = None,
-    watermark: Annotated[bool, _switch("--watermark", "Mark the text.", Sampling)] = False,
-    n: Annotated[int, _count("Samples to return.", Sampling)] = 0,
-    best_of: Annotated[int, _count("Samples to choose from; needs --no-stream.", Sampling)] = 0,
-    truncate: Annotated[int, _count("Keep the prompt's last N tokens.", Stopping)] = 0,
-    request_id: Annotated[str, typer.Option(help="Name in logs and traces.")] = "",
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Higher runs first.")] = 0,
     *,
+    options: RequestOptions,
     connection: Connection,
 ) -> None:
     """Continue a prompt and print the text as it comes."""
     from tokenpod.cli import commands
 
-    options = dict(locals())
-    del options["commands"]
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
-    options["logit_bias"] = dict(map(_bias, logit_bias or ()))
-    request = commands.generate_request(_text(prompt), options)
+    request = commands.generate_request(_text(prompt), options.fields, chat=chat, system=system)
     commands.run(
         commands.generate(
             connection.remote, request, json_lines=json_lines, deadline=connection.deadline
@@ -277,13 +202,3 @@ def _text(argument: str) -> str:
     except UnicodeError as error:
         raise typer.BadParameter("is not UTF-8", param_hint="PROMPT") from error
     return argument
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
-    try:
-        if 0 <= int(token) <= _UINT32:
-            return int(token), float(bias)
-    except ValueError:
-        pass
-    raise typer.BadParameter(f"is {text!r}: write ID=BIAS, as 42=-1.5", param_hint="--logit-bias")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import typer
@@ -22,58 +23,46 @@ MODEL_ID_KEY = "tokenpod-model-id"
 #: Seconds that a health check may take where no deadline is given: no answer is one too.
 HEALTH_SECONDS = 5.0
 
-_SAMPLING = [
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "watermark",
-    "n",
-    "best_of",
-]
-_OUTPUT = ("stream", "logprobs", "top_n_tokens", "prompt_logprobs")
+#: Parts of a request, by the names of its fields.
+_PARTS: dict[str, Any] = {
+    "sampling": v3.SamplingOptions,
+    "stopping": v3.StoppingOptions,
+    "output": v3.OutputOptions,
+}
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a command to its end; a RemoteError becomes lines on standard error and exit status 1."""
-    try:
+    """Run a command to its end, within `remote_errors`."""
+    with remote_errors():
         return asyncio.run(work)
+
+
+@contextmanager
+def remote_errors() -> Iterator[None]:
+    """A RemoteError within becomes lines on standard error and exit status 1."""
+    try:
+        yield
     except RemoteError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 
-def generate_request(prompt: str, options: Mapping[str, Any]) -> v3.GenerateRequest:
-    """The message of `generate`'s options, by their names. Expects checked ranges."""
-    request = v3.GenerateRequest(
-        sampling=v3.SamplingOptions(**{name: options[name] for name in _SAMPLING}),
-        stopping=v3.StoppingOptions(
-            max_new_tokens=options["max_new_tokens"],
-            min_new_tokens=options["min_new_tokens"],
-            stop_sequences=options["stop_sequence"] or (),
-            stop_token_ids=options["stop_token_id"] or (),
-            ignore_eos=options["ignore_eos"],
-            include_stop_sequence=options["include_stop_sequence"],
-            time_limit_ms=options["time_limit_ms"],
-        ),
-        output=v3.OutputOptions(**{name: options[name] for name in _OUTPUT}),
-        truncate=options["truncate"],
-        request_id=options["request_id"],
-        priority=options["priority"],
-    )
-    if options["chat"]:
-        request.chat.CopyFrom(_chat(prompt, options["system"]))
+def generate_request(
+    prompt: str, given: Mapping[str, object], *, chat: bool, system: str | None
+) -> v3.GenerateRequest:
+    """The message with these fields, each in the part that has one of its name."""
+    parts = {name: kind(**_fields_of(kind, given)) for name, kind in _PARTS.items()}
+    request = v3.GenerateRequest(**_fields_of(v3.GenerateRequest, given), **parts)
+    if chat:
+        request.chat.CopyFrom(_chat(prompt, system))
     else:
         request.text = prompt
     return request
+
+
+def _fields_of(kind: Any, given: Mapping[str, object]) -> dict[str, Any]:
+    return {name: given[name] for name in kind.DESCRIPTOR.fields_by_name if name in given}
 
 
 async def generate(
@@ -105,14 +94,20 @@ async def health(remote: Remote, service: str, *, watch: bool, deadline: float |
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def info(remote: Remote, *, json_output: bool, deadline: float | None) -> None:
-    """Print what the server tells of its model. Raises RemoteError."""
+async def ask_info(remote: Remote, deadline: float | None) -> tuple[str | None, v3.InfoResponse]:
+    """The name of a server's model, and what the server tells of it. Raises RemoteError."""
     async with remote.channel() as channel:
         stub = TextGenerationServiceStub(channel)
         call = stub.Info(v3.InfoRequest(), timeout=deadline, metadata=remote.metadata)
         metadata = await call.initial_metadata()
         answer = await call
-    model_id = metadata.get(MODEL_ID_KEY) if metadata else None
+    found = metadata.get(MODEL_ID_KEY) if metadata else None
+    return None if found is None else str(found), answer
+
+
+async def info(remote: Remote, *, json_output: bool, deadline: float | None) -> None:
+    """Print what the server tells of its model. Raises RemoteError."""
+    model_id, answer = await ask_info(remote, deadline)
     if json_output:
         print(json_line(answer, model_id=model_id))
         return

@@ -6,10 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from tokenpod.cli.options import option, parameters, takes
 
 if TYPE_CHECKING:
     # grpc takes its time to import: help must come at once.
@@ -17,50 +20,27 @@ if TYPE_CHECKING:
 
 PANEL = "Connection"
 
-Address = Annotated[
-    str,
-    typer.Option(metavar="HOST:PORT|unix:PATH", help="The server.", rich_help_panel=PANEL),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
+_option = partial(option, panel=PANEL)
+_PEM: dict[str, Any] = {"exists": True, "dir_okay": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """The options of `connected` commands."""
+
+    address: str = _option("The server.", "HOST:PORT|unix:PATH", default="")
+    token: str | None = _option(
+        "Bearer token; the variable keeps it out of the process list.",
         envvar="TOKENPOD_TOKEN",
         show_envvar=True,
-        help="Bearer token; the variable keeps it out of the process list.",
-        rich_help_panel=PANEL,
-    ),
-]
-Tls = Annotated[
-    bool,
-    typer.Option(
-        "--tls", help="Use TLS and trust the system's authorities.", rich_help_panel=PANEL
-    ),
-]
-_PEM: dict[str, Any] = {"exists": True, "dir_okay": False, "rich_help_panel": PANEL}
-TlsCa = Annotated[
-    Path | None, typer.Option(help="Use TLS and trust these authorities (PEM).", **_PEM)
-]
-TlsCert = Annotated[Path | None, typer.Option(help="This client's certificate (PEM).", **_PEM)]
-TlsKey = Annotated[Path | None, typer.Option(help="Private key of --tls-cert (PEM).", **_PEM)]
-Deadline = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001,
-        metavar="SECONDS",
-        help="Give up after so long; the server stops working on it too.",
-        rich_help_panel=PANEL,
-    ),
-]
-
-_SHARED: dict[str, Any] = {
-    "address": Address,
-    "token": Token,
-    "tls": Tls,
-    "tls_ca": TlsCa,
-    "tls_cert": TlsCert,
-    "tls_key": TlsKey,
-    "deadline": Deadline,
-}
+    )
+    tls: bool = _option("Use TLS and trust the system's authorities.", flag="--tls", default=False)
+    tls_ca: Path | None = _option("Use TLS and trust these authorities (PEM).", **_PEM)
+    tls_cert: Path | None = _option("This client's certificate (PEM).", **_PEM)
+    tls_key: Path | None = _option("Private key of --tls-cert (PEM).", **_PEM)
+    deadline: float | None = _option(
+        "Give up after so long; the server stops working on it too.", "SECONDS", min=0.001
+    )
 
 
 @dataclass(frozen=True)
@@ -71,36 +51,34 @@ class Connection:
     deadline: float | None
 
 
-def connected(address: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `Connection`, and their values as one argument.
+def connected(
+    address: str, table: type | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `Connection`, and their values as the argument `connection`.
 
     Args:
         address: where the server is unless the operator says otherwise.
+        table: more options, whose values are the argument `options`.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters.values()
-        options = [each for each in own if each.name != "connection"]
-        shared = [_shared_option(name, kind, address) for name, kind in _SHARED.items()]
+        more = parameters(table) if table else []
+        shared = parameters(ConnectionOptions, address=address)
+        first = [each for each in own if each.name not in ("connection", "options")]
 
+        @takes([*first, *more, *shared])
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            values = {name: given.pop(name) for name in _SHARED}
+            if table:
+                given["options"] = table(**{each.name: given.pop(each.name) for each in more})
+            values = {each.name: given.pop(each.name) for each in shared}
             deadline = values.pop("deadline")
             command(**given, connection=Connection(remote_of(**values), deadline))
 
-        # Typer reads a command's options off its signature.
-        run.__signature__ = inspect.Signature([*options, *shared])  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in (*options, *shared)}
         return run
 
     return decorate
-
-
-def _shared_option(name: str, kind: Any, address: str) -> inspect.Parameter:
-    default: Any = {"address": address, "tls": False}.get(name)
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, keyword, default=default, annotation=kind)
 
 
 def remote_of(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
+from tokenpod.cli.options import keyword, takes
 from tokenpod.service.config import (
     ServerSettings,
     SettingsError,
@@ -23,7 +24,12 @@ from tokenpod.service.telemetry.logs import print_error
 def serve_app() -> typer.Typer:
     """An application of the one command `serve`."""
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command("serve", help=SERVE_HELP)(_serve_command())
+
+    @app.command("serve", help=SERVE_HELP)
+    @takes(setting_flag(name, field) for name, field in ServerSettings.model_fields.items())
+    def serve(**given: object) -> None:
+        raise typer.Exit(_run({name: v for name, v in given.items() if v is not None}))
+
     return app
 
 
@@ -71,22 +77,7 @@ def setting_flag(name: str, field: FieldInfo) -> inspect.Parameter:
     if get_origin(kind) is Annotated:
         # The settings model checks the file; here its type serves the shell's completion.
         kind = get_args(kind)[0]
-    annotation = Annotated[kind | None, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
-
-
-def _serve_command() -> Any:
-    def serve(**given: object) -> None:
-        flags = {name: value for name, value in given.items() if value is not None}
-        raise typer.Exit(_run(flags))
-
-    parameters = [setting_flag(name, f) for name, f in ServerSettings.model_fields.items()]
-    # Typer reads a command's options off its signature.
-    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    serve.__annotations__ = {p.name: p.annotation for p in parameters}
-    return serve
+    return keyword(name, Annotated[kind | None, option])
 
 
 def _wants_json(flags: dict[str, object]) -> bool:

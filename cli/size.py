@@ -16,7 +16,8 @@ from tokenpod.core.capability import Capability, eight_bits_problem, problem_of
 from tokenpod.core.capacity import GIB, Capacity, Demand, Footprint, capacity, fewest_ranks
 from tokenpod.service.config import ServerSettings
 
-#: What tells a model's size; the folder is added. It imports torch, so it is a process.
+#: What tells a model's size; its folder is added, and the format of its products if they have
+#: one. It imports torch, so it is a process.
 FOOTPRINT_COMMAND = (sys.executable, "-P", "-m", "tokenpod.models.footprint")
 
 #: Lengths that are shown where the operator names none.
@@ -101,7 +102,7 @@ def report(
     problem = _problem(device, settings)
     if problem is not None:
         raise SizeError(problem)
-    model = footprint(folder)
+    model = footprint(folder, settings.quantize)
     demand = Demand(
         device=settings.resolved_device,
         dtype=settings.resolved_dtype or model.dtype or "float32",
@@ -111,6 +112,7 @@ def report(
         max_total_tokens=settings.max_total_tokens,
         max_batch_total_tokens=settings.max_batch_total_tokens,
         memory_fraction=settings.memory_fraction,
+        quantize=settings.quantize,
     )
     fewest = fewest_ranks(model, demand, memory=device.memory)
     if num_shard is not None and num_shard not in model.portions:
@@ -139,11 +141,10 @@ def _problem(device: Device, settings: ServerSettings) -> str | None:
     return problem
 
 
-def footprint(folder: Path) -> Footprint:
+def footprint(folder: Path, quantize: str = "none") -> Footprint:
     """What the model in `folder` takes. Raises SizeError with what is wrong with it."""
-    done = subprocess.run(
-        [*FOOTPRINT_COMMAND, str(folder)], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
+    command = [*FOOTPRINT_COMMAND, str(folder), *([] if quantize == "none" else [quantize])]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise SizeError(lines[-1])
@@ -163,6 +164,7 @@ def as_json(report: Report) -> str:
         "architecture": model.architecture,
         "parameters": model.parameters,
         "dtype": report.demand.dtype,
+        "quantize": report.demand.quantize,
         "kv_cache_dtype": report.demand.kv_cache_dtype,
         "weight_bytes": found.weights,
         "reserve_bytes": {_key(name): size for name, size in found.reserve.items()},
@@ -185,10 +187,10 @@ def as_text(report: Report) -> str:
 def _lines(report: Report) -> Iterator[str]:
     model, found = report.model, report.found
     source = "safetensors" if model.from_tensors else "config.json"
-    yield (
-        f"model    {model.architecture}, {model.parameters:,} parameters as"
-        f" {report.demand.dtype} (from {source})"
-    )
+    products = report.demand.quantize
+    formats = report.demand.dtype + (f", products as {products}" if products != "none" else "")
+    parameters = f"{model.parameters:,} parameters as {formats} (from {source})"
+    yield f"model    {model.architecture}, {parameters}"
     yield f"device   {report.device.name}, {gib(found.memory)} GiB"
     yield f"shards   {found.ranks}"
     yield ""

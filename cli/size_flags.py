@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from tokenpod.cli.gpus import GIB, GPUS
+from tokenpod.cli.options import option, parameters, takes
 from tokenpod.cli.serve_flags import setting_flag
 from tokenpod.cli.size import Device, Report, SizeError, as_json, as_text, report
 from tokenpod.core.cgroup import memory_limits
@@ -18,12 +20,11 @@ from tokenpod.service.config import ServerSettings, SettingsError, load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 
 SIZE_HELP = (
-    "Foretell whether a model fits a device, how large its KV cache is and how many sequences run"
+    "Estimate whether a model fits a device, how large its KV cache is and how many sequences run"
     " at once. Needs no GPU, and of the model no more than config.json. Exit status 1 if it does"
     " not fit. Flags that serve has mean the same, and have its variables."
 )
 
-_PANEL = "Device"
 _NAMES = ", ".join(GPUS)
 
 #: Settings that decide how much memory a server takes.
@@ -31,6 +32,7 @@ _SETTINGS = (
     "model_id",
     "revision",
     "dtype",
+    "quantize",
     "kv_cache_dtype",
     "max_total_tokens",
     "max_batch_size",
@@ -39,85 +41,58 @@ _SETTINGS = (
     "memory_fraction",
 )
 
-_OWN: dict[str, Any] = {
-    "gpu": Annotated[str | None, typer.Option(help=f"One of {_NAMES}.", rich_help_panel=_PANEL)],
-    "memory_gib": Annotated[
-        float | None,
-        typer.Option(
-            min=0.001,
-            max=1 << 20,
-            metavar="GIB",
-            help="Memory of a GPU that is not in the list; with --cpu that of the container, whose"
-            " own limit is the default.",
-            rich_help_panel=_PANEL,
-        ),
-    ],
-    "cpu": Annotated[
-        bool,
-        typer.Option(
-            "--cpu",
-            help="Run on a CPU; the default where there is no GPU and none is named.",
-            rich_help_panel=_PANEL,
-        ),
-    ],
-    "num_shard": Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Devices that share the model, in all pods. Default: what serve's variables say,"
-            " else the fewest that it fits.",
-            rich_help_panel=_PANEL,
-        ),
-    ],
-    "length": Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1,
-            metavar="TOKENS",
-            help="Count sequences of so many tokens. Repeatable.",
-        ),
-    ],
-    "json_output": Annotated[bool, typer.Option("--json", help="JSON; sizes are bytes.")],
-}
-_SWITCHES = ("cpu", "json_output")
+_device_option = partial(option, panel="Device")
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """The flags that `serve` does not have."""
+
+    gpu: str | None = _device_option(f"One of {_NAMES}.")
+    memory_gib: float | None = _device_option(
+        "Memory of a GPU that is not in the list; with --cpu that of the container, whose own limit"
+        " is the default.",
+        "GIB",
+        min=0.001,
+        max=1 << 20,
+    )
+    cpu: bool = _device_option(
+        "Run on a CPU; the default where there is no GPU and none is named.",
+        flag="--cpu",
+        default=False,
+    )
+    num_shard: int | None = _device_option(
+        "Devices that share the model, in all pods. Default: what serve's variables say, else the"
+        " fewest that it fits.",
+        min=1,
+    )
+    length: list[int] | None = option(
+        "Count sequences of so many tokens. Repeatable.", "TOKENS", min=1
+    )
+    json_output: bool = option("JSON; sizes are bytes.", flag="--json", default=False)
 
 
 def size_app() -> typer.Typer:
     """An application of the one command `size`."""
     app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    app.command("size", help=SIZE_HELP)(_size_command())
+    shared = [setting_flag(name, ServerSettings.model_fields[name]) for name in _SETTINGS]
+    own = parameters(SizeOptions)
+
+    @app.command("size", help=SIZE_HELP)
+    @takes([*shared, *own])
+    def size(**given: Any) -> None:
+        options = SizeOptions(**{each.name: given.pop(each.name) for each in own})
+        raise typer.Exit(_run(options, {name: v for name, v in given.items() if v is not None}))
+
     return app
 
 
-def _size_command() -> Any:
-    def size(**given: Any) -> None:
-        own = {name: given.pop(name) for name in _OWN}
-        raise typer.Exit(_run(own, {name: v for name, v in given.items() if v is not None}))
-
-    shared = [setting_flag(name, ServerSettings.model_fields[name]) for name in _SETTINGS]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = [
-        *shared,
-        *(
-            inspect.Parameter(
-                name, keyword, default=False if name in _SWITCHES else None, annotation=kind
-            )
-            for name, kind in _OWN.items()
-        ),
-    ]
-    # Typer reads a command's options off its signature.
-    size.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    size.__annotations__ = {p.name: p.annotation for p in parameters}
-    return size
-
-
-def _run(own: dict[str, Any], flags: dict[str, object]) -> int:
-    named = own["gpu"] is not None or own["memory_gib"] is not None
+def _run(own: SizeOptions, flags: dict[str, object]) -> int:
+    named = own.gpu is not None or own.memory_gib is not None
     try:
         # Unless a device is named, it is that of this pod.
-        cpu = own["cpu"] or (not named and load_settings(**flags).resolved_device == "cpu")
-        device = _device(own["gpu"], own["memory_gib"], cpu=cpu)
+        cpu = own.cpu or (not named and load_settings(**flags).resolved_device == "cpu")
+        device = _device(own.gpu, own.memory_gib, cpu=cpu)
         settings = load_settings(**flags, device="cpu" if cpu else "cuda")
         folder = resolve_model(settings.model_id, settings.revision)
         found = _report(folder, settings, device, own)
@@ -125,16 +100,16 @@ def _run(own: dict[str, Any], flags: dict[str, object]) -> int:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
-    print(as_json(found) if own["json_output"] else as_text(found))
+    print(as_json(found) if own.json_output else as_text(found))
     return 0 if found.found.fits else 1
 
 
-def _report(folder: Path, settings: ServerSettings, device: Device, own: dict[str, Any]) -> Report:
-    shards = own["num_shard"]
+def _report(folder: Path, settings: ServerSettings, device: Device, own: SizeOptions) -> Report:
+    shards = own.num_shard
     if shards is None and {"num_shard", "num_nodes"} & settings.model_fields_set:
         # A pod of a group asks about its own group.
         shards = settings.world
-    return report(folder, settings, device, num_shard=shards, lengths=own["length"] or ())
+    return report(folder, settings, device, num_shard=shards, lengths=own.length or ())
 
 
 def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:

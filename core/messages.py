@@ -82,6 +82,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     arrived_at: int = 0
     #: Drop the request once this moment has passed.
     deadline_at: int | None = None
+    #: Drop the request if no step has held any of it by this moment: its end would be late.
+    begin_by: int | None = None
     #: Requests share cached prefixes only within one salt (adapter, tenant).
     salt: str = ""
     #: A router's liveness probe: one new token at once, in a row and slots that are kept for it.
@@ -188,12 +190,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
     running: int
     waiting: int
-    #: Waiting prompt tokens.
+    #: Tokens that waiting requests need computed.
     waiting_tokens: int
     #: KV slots: in all, free, and in the prefix tree without a user (evictable).
     slots: int
     free_slots: int
     evictable_slots: int
+    #: Running sequences whose memory was taken since the start, to be computed again.
     preemptions: int = 0
 
 
@@ -276,14 +279,14 @@ class Joined(Message, frozen=True, array_like=True, tag=True):
     leader_address: str
 
 
-class Letter(Message, frozen=True, array_like=True, tag=True):
-    """From one pod's front end to another's; ranks carry it unread."""
+class Drain(Message, frozen=True, array_like=True, tag=True):
+    """A follower's pod is to stop and asks the leader's to drain; as the answer: it has drained.
 
-    #: The follower at the other end, whose pod asks or is answered.
+    It goes from one pod's front end to the other's, by way of their ranks.
+    """
+
+    #: The follower whose pod asks.
     rank: int
-    #: The asker's number; the answer has the same.
-    id: int
-    body: bytes
 
 
 class Over(Message, frozen=True, array_like=True, tag=True):
@@ -333,7 +336,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: "float32", "bfloat16", "float16"; None: the checkpoint's own.
     dtype: str | None
     device: str
-    #: CPU threads; 0: one a core, less one for the front end.
+    #: CPU threads; 0: one per core, less one for the front end.
     threads: int
     max_batch_size: int
     max_batch_prefill_tokens: int
@@ -357,5 +360,5 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
 ToEngine = Request | Abort | Advance | Ask | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
 #: What travels on a rank's line, besides its link: see engine/shards/line.py.
-ToRank = Letter | Over
-FromRank = Pulse | Waiting | Joined | Letter | Broken
+ToRank = Drain | Over
+FromRank = Pulse | Waiting | Joined | Drain | Broken

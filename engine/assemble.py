@@ -97,7 +97,7 @@ def _on_host(
     group: Group | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
-    ranks = group.neighbours if group else 1
+    ranks = group.local_ranks if group else 1
     free = free_memory(device).shared(ranks)
     if free.limited:
         free = free.less(_serving_takes(model, options, ranks), "a load takes")

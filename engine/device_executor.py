@@ -277,7 +277,7 @@ class DeviceExecutor:
                 self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
             else:
                 new = plan.asks[at]
-                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt)
+                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt, new.outputs)
 
     def _upload(self, values: np.ndarray) -> torch.Tensor:
         source = torch.from_numpy(values)

@@ -18,13 +18,13 @@ from torch.distributed import distributed_c10d as c10d
 from tokenpod.core.errors import EngineError
 from tokenpod.engine.host_group import HostGroup
 from tokenpod.engine.rendezvous import one_line
-from tokenpod.kernels.triton.peers import BLOCK, Inboxes
+from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
 
 #: Bytes of the longest sum that goes through the peers' memory, by how many ranks there are: each
 #: sends all of it to every other one, twice the bytes (benchmarks/gpu_shards.py).
 LONGEST_SUM = {2: 4 << 20, 4: 1 << 20, 8: 1 << 19}
 #: Tokens that the leader can tell at once without NCCL.
-_MOST_TOLD = 4 * BLOCK
+_MOST_BROADCAST = 4 * BLOCK
 
 
 class DeviceGroup:
@@ -41,7 +41,7 @@ class DeviceGroup:
         self, host: HostGroup, store: c10d.Store, *, device: torch.device, timeout: float
     ) -> None:
         self._host = host
-        self.rank, self.world, self.neighbours = host.rank, host.world, host.neighbours
+        self.rank, self.world, self.local_ranks = host.rank, host.world, host.local_ranks
         torch.cuda.set_device(device)
         try:
             distributed.init_process_group(
@@ -56,15 +56,17 @@ class DeviceGroup:
         except RuntimeError as error:
             raise EngineError(f"rank {self.rank} can't use NCCL: {one_line(error)}") from None
         self._memory: list[torch.Tensor] = []
-        self._sums = self._inboxes(self._longest_sum, device)
-        #: See `Group.inboxes`.
-        self.inboxes = self._inboxes(self._longest_sum, device, together=1) if self._sums else None
-        self._told = self._inboxes(_MOST_TOLD, device) if self._sums else None
+        self._sums = self._symmetric_buffers(self._longest_sum, device)
+        #: See `Group.buffers`.
+        self.buffers = (
+            self._symmetric_buffers(self._longest_sum, device, together=1) if self._sums else None
+        )
+        self._broadcasts = self._symmetric_buffers(_MOST_BROADCAST, device) if self._sums else None
 
     @property
     def reaches_peers(self) -> bool:
         """Whether short messages go through the peers' memory."""
-        return self._told is not None
+        return self._broadcasts is not None
 
     def sum(self, x: torch.Tensor) -> None:
         """See `Group.sum`."""
@@ -73,13 +75,13 @@ class DeviceGroup:
         else:
             distributed.all_reduce(x)
 
-    def add(self, share: torch.Tensor, residual: torch.Tensor) -> None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """See `Group.add`."""
-        if self._sums is not None and self._sums.fit(share):
-            self._sums.add(share, residual)
+        if self._sums is not None and self._sums.fit(partial):
+            self._sums.add(partial, residual)
         else:
-            distributed.all_reduce(share)
-            residual += share
+            distributed.all_reduce(partial)
+            residual += partial
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group.gather`."""
@@ -88,10 +90,10 @@ class DeviceGroup:
         distributed.all_gather_into_tensor(parts, x.contiguous())
         return parts.transpose(0, 1).reshape(n, self.world * local)
 
-    def share(self, tokens: torch.Tensor) -> None:
-        """See `Group.share`."""
-        if self._told is not None and len(tokens) <= self._told.capacity:
-            self._told.tell(tokens)
+    def broadcast(self, tokens: torch.Tensor) -> None:
+        """See `Group.broadcast`."""
+        if self._broadcasts is not None and len(tokens) <= self._broadcasts.capacity:
+            self._broadcasts.tell(tokens)
         else:
             distributed.broadcast(tokens, 0)
 
@@ -109,16 +111,16 @@ class DeviceGroup:
         """Words of 32 bits."""
         return next((size // 4 for most, size in LONGEST_SUM.items() if self.world <= most), 0)
 
-    def _inboxes(
+    def _symmetric_buffers(
         self, capacity: int, device: torch.device, *, together: int = BLOCK
-    ) -> Inboxes | None:
-        """Inboxes in memory that all ranks reach; None, on all of them, where one does not."""
-        if self.least(int(self.neighbours == self.world and capacity > 0)) == 0:
+    ) -> SymmetricBuffers | None:
+        """Buffers in memory that all ranks reach; None, on all of them, where one does not."""
+        if self.least(int(self.local_ranks == self.world and capacity > 0)) == 0:
             return None
         addresses: list[int] = []
         try:
             memory = symmetric_memory.empty(
-                Inboxes.words(self.world, capacity), dtype=torch.int64, device=device
+                SymmetricBuffers.words(self.world, capacity), dtype=torch.int64, device=device
             )
             everyone: Any = distributed.group.WORLD
             handle: Any = symmetric_memory.rendezvous(memory, everyone)
@@ -136,4 +138,4 @@ class DeviceGroup:
         # Nobody writes before all have zeroed theirs.
         if self.least(len(addresses)) != self.world:
             return None
-        return Inboxes.at(addresses, self.rank, capacity, device, together=together)
+        return SymmetricBuffers.at(addresses, self.rank, capacity, device, together=together)

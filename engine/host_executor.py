@@ -106,7 +106,7 @@ class HostExecutor:
                 self._sampler.follow_row(row, draws=bool(plan.n_draws[at]))
             else:
                 new = plan.asks[at]
-                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt)
+                self._sampler.set_row(row, RowSampling.of(new), new.request.prompt, new.outputs)
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         counts = Counts(plan.tokens, plan.rows, int(plan.r_samples.sum()))

@@ -50,8 +50,8 @@ class HostGroup:
         # The library's default would be whatever this host's name resolves to, or else loopback.
         options._devices = [gloo.create_device(hostname=_own_address(*toward))]
         self._gloo = self._run(lambda: gloo(store, rank, world, options))
-        self.neighbours = self._count_neighbours()
-        self.inboxes = None
+        self.local_ranks = self._count_local_ranks()
+        self.buffers = None
 
     def sum(self, x: torch.Tensor) -> None:
         """See `Group.sum`."""
@@ -64,17 +64,17 @@ class HostGroup:
         else:
             self._run(lambda: self._gloo.allreduce([x]).wait())
 
-    def add(self, share: torch.Tensor, residual: torch.Tensor) -> None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """See `Group.add`."""
-        self.sum(share)
-        residual += share
+        self.sum(partial)
+        residual += partial
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group.gather`."""
         return torch.cat(self._run(lambda: self._exchange(x.contiguous())), dim=1)
 
-    def share(self, tokens: torch.Tensor) -> None:
-        """See `Group.share`."""
+    def broadcast(self, tokens: torch.Tensor) -> None:
+        """See `Group.broadcast`."""
         self._run(lambda: self._gloo.broadcast(tokens, 0).wait())
 
     def least(self, number: int) -> int:
@@ -98,7 +98,7 @@ class HostGroup:
             trip.wait()
         return parts
 
-    def _count_neighbours(self) -> int:
+    def _count_local_ranks(self) -> int:
         own = torch.tensor([[zlib.crc32(socket.gethostname().encode())]])
         return int((self.gather(own) == own).sum())
 

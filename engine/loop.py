@@ -13,6 +13,7 @@ overlap with, so the same turn settles at once.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenpod.core.messages import (
@@ -51,12 +52,17 @@ class _InFlight:
 
 @dataclass(slots=True)
 class EngineLoop:
-    """Turns messages into steps, and steps into messages, until the link closes."""
+    """Turns messages into steps, and steps into messages, until the link closes.
+
+    Args:
+        clock: nanoseconds, of the clock that requests' deadlines are on.
+    """
 
     link: Face
     scheduler: Scheduler
     executor: Launcher
     overlap: bool = False
+    clock: Callable[[], int] = time.monotonic_ns
     _settled: int = 0
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
@@ -84,7 +90,7 @@ class EngineLoop:
         """One turn; waits for messages if there is nothing else to do."""
         for message in self.link.receive(self._patience()):
             self._take(message)
-        step = self.scheduler.plan(time.monotonic_ns())
+        step = self.scheduler.plan(self.clock())
         self._stuck = step is None
         previous, self._flying = self._flying, None
         if step is not None:
@@ -121,7 +127,7 @@ class EngineLoop:
                 raise ValueError("EngineOptions is the first message only")
 
     def _advance(self, op: Advance) -> None:
-        now = time.monotonic_ns()
+        now = self.clock()
         failure = self.scheduler.advance(op)
         if failure is None:
             self._ops[op.op] = _OpTimes(began=now)
@@ -138,8 +144,10 @@ class EngineLoop:
         for at, logprobs in result.prompt_logprobs.items():
             sequence = flying.step.sequences[at]
             if not sequence.dead:
-                self._scored.setdefault(sequence.id, []).extend(logprobs)
-        settled = self.scheduler.settle(flying.step, result.tokens, time.monotonic_ns())
+                # A prompt that was preempted half-way is scored again from its beginning.
+                start = int(flying.step.plan.r_start[at])
+                self._scored.setdefault(sequence.id, [])[start:] = logprobs
+        settled = self.scheduler.settle(flying.step, result.tokens, self.clock())
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 
@@ -155,7 +163,7 @@ class EngineLoop:
         """
         events = self.scheduler.drain_events()
         waits = self._stuck and self.scheduler.busy
-        silent = waits and time.monotonic_ns() - self._sent_at > _PULSE_NS
+        silent = waits and self.clock() - self._sent_at > _PULSE_NS
         stale = self._asked or (self._flying is None and self.scheduler.load() != self._told)
         if events.sequence_ids or events.failures or events.advanced or silent or stale:
             self._publish(events)
@@ -167,7 +175,7 @@ class EngineLoop:
         result: StepResult | None = None,
         advanced: list[Advanced] | None = None,
     ) -> None:
-        now = self._sent_at = time.monotonic_ns()
+        now = self._sent_at = self.clock()
         self._asked = False
         load = self._told = self.scheduler.load()
         logprobs = [0.0] * len(settled.sequence_ids)

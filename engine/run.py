@@ -21,7 +21,7 @@ from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
-from tokenpod.models.share import WHOLE, Share
+from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 
@@ -61,7 +61,7 @@ def follow(member: Member, executor: Executor) -> NoReturn:
 def load(
     options: EngineOptions, link: Face, member: Member | None
 ) -> tuple[Assembled, Ready, Limits]:
-    """Join the other ranks, load the model or this rank's share, make the pool, warm up.
+    """Join the other ranks, load the model or this rank's shard, make the pool, warm up.
 
     Raises EngineError or ModelError with one line that says what is wrong.
     """
@@ -73,8 +73,8 @@ def load(
         config = read_config(Path(options.model_folder))
         check_heads(config.heads, config.kv_heads, config.head_dim)
     group = _join(member, device) if member else None
-    share = Share(group.rank, group.world) if group else WHOLE
-    torch.set_num_threads(options.threads or _own_cores(group.neighbours if group else 1))
+    shard = Shard(group.rank, group.world) if group else WHOLE
+    torch.set_num_threads(options.threads or _own_cores(group.local_ranks if group else 1))
     began = time.monotonic()
     reported = 0.0
 
@@ -91,7 +91,7 @@ def load(
         dtype=dtype,
         device=device,
         progress=progress,
-        share=share,
+        shard=shard,
         group=group,
         max_total_tokens=options.max_total_tokens,
         quantize=options.quantize,

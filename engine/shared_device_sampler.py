@@ -35,7 +35,7 @@ class LeadingDeviceSampler(DeviceSampler):
     ) -> torch.Tensor:
         """See `DeviceSampler.begin`."""
         tokens = super().begin(logits, rows, positions)
-        self._group.share(tokens)
+        self._group.broadcast(tokens)
         return tokens
 
     def finish(
@@ -49,7 +49,7 @@ class LeadingDeviceSampler(DeviceSampler):
         launches = launches or self.launches
         samples = super().finish(logits, rows, positions, launches)
         if launches.draws:
-            self._group.share(samples.tokens)
+            self._group.broadcast(samples.tokens)
         return samples
 
 
@@ -84,7 +84,7 @@ class FollowingDeviceSampler:
     ) -> torch.Tensor:
         """The leader's greedy tokens."""
         tokens = self._tokens[: len(rows)]
-        self._group.share(tokens)
+        self._group.broadcast(tokens)
         return tokens
 
     def finish(
@@ -93,5 +93,5 @@ class FollowingDeviceSampler:
         """All of the leader's tokens; log probabilities are 0, and there are no top tokens."""
         tokens = self._tokens[: len(rows)]
         if self.launches.draws:
-            self._group.share(tokens)
+            self._group.broadcast(tokens)
         return DeviceSamples.of_tokens(tokens)

@@ -33,7 +33,7 @@ class LeadingSampler(Sampler):
     def sample(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> Samples:
         """See `Sampler.sample`."""
         samples = super().sample(logits, rows, positions)
-        self._group.share(samples.tokens)
+        self._group.broadcast(samples.tokens)
         return samples
 
 
@@ -52,5 +52,5 @@ class FollowingSampler:
     def sample(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> Samples:
         """The leader's tokens; log probabilities are 0, and there are no top tokens."""
         tokens = torch.empty(len(rows), dtype=torch.int64)
-        self._group.share(tokens)
+        self._group.broadcast(tokens)
         return Samples(tokens, torch.zeros(len(rows), dtype=torch.float32))

@@ -29,13 +29,13 @@ class Group(Protocol):
         ...
 
     @property
-    def neighbours(self) -> int:
+    def local_ranks(self) -> int:
         """Ranks on this host, this one included: they share its memory."""
         ...
 
     @property
-    def inboxes(self) -> Any:
-        """What products send their shares through (`Operations.prepare_sum_linear`).
+    def buffers(self) -> Any:
+        """What products send their partial sums through (`Operations.prepare_sum_linear`).
 
         None where they don't: `add` follows them.
         """
@@ -45,10 +45,10 @@ class Group(Protocol):
         """Every rank's x [T, hidden] becomes the sum of all, bit by bit the same."""
         ...
 
-    def add(self, share: torch.Tensor, residual: torch.Tensor) -> None:
-        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `share`.
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
+        """Residual [T, hidden], the same everywhere, += the sum of all ranks' `partial`.
 
-        The result is bit by bit the same on all ranks. May change `share`.
+        The result is bit by bit the same on all ranks. May change `partial`.
         """
         ...
 
@@ -56,7 +56,7 @@ class Group(Protocol):
         """X [n, local] -> [n, world · local]: the ranks' columns, those of rank 0 first."""
         ...
 
-    def share(self, tokens: torch.Tensor) -> None:
+    def broadcast(self, tokens: torch.Tensor) -> None:
         """Every rank's tokens [n] int64 become the leader's."""
         ...
 

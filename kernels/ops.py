@@ -55,8 +55,8 @@ AttentionPlan = Any
 #: What `Operations.rotate` found out about a step; each implementation has its own.
 Rotation = Any
 
-#: What `Group.inboxes` is; each kind of group has its own.
-Inboxes = Any
+#: What `Group.buffers` is; each kind of group has its own.
+PeerBuffers = Any
 
 
 class Activation(Enum):
@@ -343,13 +343,17 @@ class PrepareAddLinear(Protocol):
 
 
 class PrepareSumLinear(Protocol):
-    """Choose, once, how a product is made whose shares ranks sum in the residual stream.
+    """Choose, once, how a product is made whose partial sums ranks add in the residual stream.
 
     Product and sum are one operation because outputs can travel while others are still made.
     """
 
     def __call__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, inboxes: Inboxes, apart: AddLinear
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        buffers: PeerBuffers,
+        apart: AddLinear,
     ) -> AddLinear:
         """Weight [out, in], bias [out] or None -> residual += Σ (x · weightᵀ + bias), in place.
 

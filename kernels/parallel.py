@@ -1,4 +1,4 @@
-"""Operations of one rank among several: each computes its share, and a group joins the shares.
+"""Operations of one rank among several: each computes its part, and a group joins the parts.
 
 Every rank has the whole residual stream, bit by bit the same. Products that read it yield this
 rank's heads or features. Products that end in it yield one summand a rank; the sum is made before
@@ -27,7 +27,7 @@ from tokenpod.kernels.ops import (
 
 
 def parallel(ops: Operations, group: Group) -> Operations:
-    """The same operations for weights of which this rank has its share.
+    """The same operations for weights of which this rank has its shard.
 
     - `embed` takes this rank's block of a vocabulary, as many rows on every rank, those of rank 0
       first, and yields what the whole table yields.
@@ -45,7 +45,7 @@ def parallel(ops: Operations, group: Group) -> Operations:
 
 
 def _embed(embed: Embed, group: Group) -> Embed:
-    def embed_share(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
+    def embed_shard(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
         row = t_token - group.rank * len(table)
         elsewhere = (row < 0) | (row >= len(table))
         x = embed(table, row.masked_fill_(elsewhere, 0))
@@ -53,7 +53,7 @@ def _embed(embed: Embed, group: Group) -> Embed:
         group.sum(x)
         return x
 
-    return embed_share
+    return embed_shard
 
 
 def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
@@ -67,9 +67,9 @@ def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
         ) -> None:
             group.add(product(x, delta), residual)
 
-        if ops.prepare_sum_linear is None or group.inboxes is None:
+        if ops.prepare_sum_linear is None or group.buffers is None:
             return add_product
-        return ops.prepare_sum_linear(weight, own_bias, group.inboxes, add_product)
+        return ops.prepare_sum_linear(weight, own_bias, group.buffers, add_product)
 
     return prepare
 
@@ -81,9 +81,9 @@ def _prepare_experts(prepare_experts: PrepareExperts, group: Group) -> PrepareEx
         block = prepare_experts(weights, norm, activation, routing)
 
         def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
-            share = torch.zeros_like(residual)
-            block(residual, share)
-            group.add(share, residual if into is None else into)
+            partial = torch.zeros_like(residual)
+            block(residual, partial)
+            group.add(partial, residual if into is None else into)
 
         return add_experts
 

@@ -19,7 +19,7 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.formats import quantised
 from tokenpod.models.linear import Weights
-from tokenpod.models.share import WHOLE, Share
+from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.weights import Source, Weight
 
 SINGLE = "model.safetensors"
@@ -191,45 +191,45 @@ def read_weights(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
-    share: Share = WHOLE,
+    shard: Shard = WHOLE,
     quantize: str | None = None,
 ) -> Weights:
     """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
 
     With `quantize`, weights of products are in that format instead. Of what ranks divide only this
-    rank's share is read, but of rows that they divide, for their scales. `progress` hears of bytes
+    rank's shard is read, but of rows that they divide, for their scales. `progress` hears of bytes
     read from the files so far, and in all.
     """
-    sizes = [_stored_bytes(checkpoint, weight, share) for weight in weights]
+    sizes = [_stored_bytes(checkpoint, weight, shard) for weight in weights]
     total, done = sum(sizes), 0
     progress(done, total)
     loaded: Weights = {}
     for weight, size in zip(weights, sizes, strict=True):
         if quantize is not None and weight.multiplied:
-            made = _read_quantised(checkpoint, weight, share, device, quantize)
+            made = _read_quantised(checkpoint, weight, shard, device, quantize)
             loaded[weight.name] = made
         else:
             kind = weight.dtype or dtype
-            loaded[weight.name] = _read(checkpoint, weight, share, kind, device)
+            loaded[weight.name] = _read(checkpoint, weight, shard, kind, device)
         done += size
         progress(done, total)
     return loaded
 
 
 def _read_quantised(
-    checkpoint: Checkpoint, weight: Weight, share: Share, device: torch.device, quantize: str
+    checkpoint: Checkpoint, weight: Weight, shard: Shard, device: torch.device, quantize: str
 ) -> LinearWeight:
     source = weight.sources[0]
-    columns = share.part(source.axes[1]) if source.divided == 1 else None
-    read = share if columns is None else WHOLE
+    columns = shard.part(source.axes[1]) if source.divided == 1 else None
+    read = shard if columns is None else WHOLE
     dense = _read(checkpoint, weight, read, torch.float32, device)
     return quantised(dense, quantize, columns)
 
 
-def _stored_bytes(checkpoint: Checkpoint, weight: Weight, share: Share) -> int:
-    """Bytes of a rank's share of a weight in the files."""
+def _stored_bytes(checkpoint: Checkpoint, weight: Weight, shard: Shard) -> int:
+    """Bytes of a rank's shard of a weight in the files."""
     return sum(
-        checkpoint.number_bytes(source.name) * math.prod(share.shape(source))
+        checkpoint.number_bytes(source.name) * math.prod(shard.shape(source))
         for source in weight.sources
     )
 
@@ -237,18 +237,18 @@ def _stored_bytes(checkpoint: Checkpoint, weight: Weight, share: Share) -> int:
 def _read(
     checkpoint: Checkpoint,
     weight: Weight,
-    share: Share,
+    shard: Shard,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
     """A weight's sources, one after the other along their rows; one stack per expert."""
-    shapes = [share.shape(source) for source in weight.sources]
+    shapes = [shard.shape(source) for source in weight.sources]
     rows = sum(shape[0] for shape in shapes)
     # A copy even if nothing changes: what was read is backed by the file.
     merged = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
     start = 0
     for source, shape in zip(weight.sources, shapes, strict=True):
-        part = read_source(checkpoint, source, share)
+        part = read_source(checkpoint, source, shard)
         end = start + shape[0]
         merged[start : start + len(part)].copy_(part)
         merged[start + len(part) : end].zero_()  # beyond the vocabulary's end
@@ -256,17 +256,17 @@ def _read(
     return merged if weight.experts is None else merged.view(weight.experts, -1, merged.shape[1])
 
 
-def read_source(checkpoint: Checkpoint, source: Source, share: Share) -> torch.Tensor:
-    """A rank's share of a source, as stored or as its function makes it."""
-    axis = source.divided if share.world > 1 else None
+def read_source(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
+    """A rank's shard of a source, as stored or as its function makes it."""
+    axis = source.divided if shard.world > 1 else None
     stored_axis = axis if axis is None or not source.transposed else 1 - axis
-    rows = source.stored_rows(share.part(source.axes[0]))
+    rows = source.stored_rows(shard.part(source.axes[0]))
     if rows is not None:
         tensor = _read_rows(checkpoint, source, rows)
     elif axis is None:
         tensor = checkpoint.read(source.name)
     else:
-        tensor = checkpoint.read(source.name, stored_axis, share.part(source.axes[axis]))
+        tensor = checkpoint.read(source.name, stored_axis, shard.part(source.axes[axis]))
     if source.transposed:
         tensor = tensor.t()
     return tensor if source.function is None else source.function(tensor)

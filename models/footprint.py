@@ -1,4 +1,4 @@
-"""What a model takes, told by a process of its own: `python -m tokenpod.models.footprint FOLDER`.
+"""What a model takes, told by a process: `python -m tokenpod.models.footprint FOLDER [FORMAT]`.
 
 The weight tables that load a model also say how large it is, so the two can't disagree. They come
 with torch, which the service and its commands do without: hence the process.
@@ -14,14 +14,16 @@ import msgspec
 
 from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.load import Layout, ModelError, read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.formats import check_format
+from tokenpod.models.load import Layout, ModelError, read_config, read_layout
+from tokenpod.models.shard import Shard
 
 
 def main() -> int:
     """Print the footprint of the model in a folder as JSON, or one line about what is wrong."""
+    folder, *formats = sys.argv[1:]
     try:
-        footprint = footprint_of(Path(sys.argv[1]))
+        footprint = footprint_of(Path(folder), *formats)
     except ModelError as error:
         print(error, file=sys.stderr)
         return 1
@@ -29,12 +31,13 @@ def main() -> int:
     return 0
 
 
-def footprint_of(folder: Path) -> Footprint:
+def footprint_of(folder: Path, quantize: str | None = None) -> Footprint:
     """The footprint of the model in `folder`, which needs no more than its config.json.
 
     Where its safetensors files are there too, their tensors are checked against it. Raises
-    ModelError for what could not be served.
+    ModelError for what could not be served, with its products in the format `quantize`.
     """
+    check_format(read_config(folder), quantize)
     if not any(folder.glob("*.safetensors")):
         return _footprint(read_layout(folder, None), from_tensors=False)
     with Checkpoint(folder) as checkpoint:
@@ -59,12 +62,21 @@ def _footprint(layout: Layout, *, from_tensors: bool) -> Footprint:
 
 def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
     for world in range(1, layout.spec.heads + 1):
-        share = Share(0, world)
+        shard = Shard(0, world)
         try:
-            local = share.config(layout.spec)
+            local = shard.config(layout.spec)
         except ModelError:
             continue
-        yield world, Portion(share.numbers(layout.weights), local.kv_heads)
+        products = [weight for weight in layout.weights if weight.multiplied]
+        yield (
+            world,
+            Portion(
+                numbers=shard.numbers(layout.weights),
+                kv_heads=local.kv_heads,
+                product_numbers=shard.numbers(products),
+                product_rows=sum(shard.shape(s)[0] for each in products for s in each.sources),
+            ),
+        )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tokenpod.kernels.int8 import quantise_rows
 from tokenpod.kernels.ops import Int8Weight
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.errors import ModelError
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.models.spec import Experts, ModelSpec
 from tokenpod.models.weights import Weight
 
@@ -43,15 +43,15 @@ def quantised(weight: torch.Tensor, quantize: str, columns: range | None) -> Lin
 
 
 def bytes_needed(
-    weights: Iterable[Weight], share: Share, dtype: torch.dtype, quantize: str | None
+    weights: Iterable[Weight], shard: Shard, dtype: torch.dtype, quantize: str | None
 ) -> int:
     """Bytes of a rank's weights."""
     total = 0
     for weight in weights:
-        numbers = share.numbers([weight])
+        numbers = shard.numbers([weight])
         if quantize is None or not weight.multiplied:
             total += numbers * (weight.dtype or dtype).itemsize
         else:
-            rows = sum(share.shape(source)[0] for source in weight.sources)
+            rows = sum(shard.shape(source)[0] for source in weight.sources)
             total += numbers + rows * torch.float32.itemsize
     return total

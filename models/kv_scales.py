@@ -7,7 +7,7 @@ import torch
 from tokenpod.kernels.ops import KVScales
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Axis, Division
 
 
@@ -15,7 +15,7 @@ def read_scales(
     checkpoint: Checkpoint,
     names: list[list[str]],
     kv_heads: int,
-    share: Share,
+    shard: Shard,
     device: torch.device,
 ) -> KVScales | None:
     """[layers, K] each, float32, K this rank's heads; None if the checkpoint has none.
@@ -24,7 +24,7 @@ def read_scales(
         checkpoint: has one scale of keys and one of values per layer, for all heads or each.
         names: of each layer's scale of keys, and of values.
         kv_heads: of the whole model.
-        share: whose heads.
+        shard: whose heads.
         device: where the scales go.
 
     Raises:
@@ -33,13 +33,13 @@ def read_scales(
     if not any(name in checkpoint for layers in names for name in layers):
         return None
     keys, values = (
-        torch.stack([_read(checkpoint, name, kv_heads, share) for name in layers])
+        torch.stack([_read(checkpoint, name, kv_heads, shard) for name in layers])
         for layers in names
     )
     return KVScales(keys.to(device), values.to(device))
 
 
-def _read(checkpoint: Checkpoint, name: str, kv_heads: int, share: Share) -> torch.Tensor:
+def _read(checkpoint: Checkpoint, name: str, kv_heads: int, shard: Shard) -> torch.Tensor:
     if name not in checkpoint:
         raise ModelError(f"tensor {name} is missing from the checkpoint, which has others like it")
     scale = checkpoint.read(name).float().flatten()
@@ -50,5 +50,5 @@ def _read(checkpoint: Checkpoint, name: str, kv_heads: int, share: Share) -> tor
         )
     if not (scale.isfinite() & (scale > 0)).all():
         raise ModelError(f"tensor {name} holds a scale that is no positive number")
-    part = share.part(Axis(kv_heads, Division.KEY))
+    part = shard.part(Axis(kv_heads, Division.KEY))
     return scale.expand(kv_heads)[part.start : part.stop]

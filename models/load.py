@@ -20,7 +20,7 @@ from tokenpod.models.formats import bytes_needed, check_format
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import scale_names, weights_of
-from tokenpod.models.share import WHOLE, Share
+from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Weight
 
@@ -83,20 +83,20 @@ def load_model(
     dtype: torch.dtype | None,
     device: torch.device,
     progress: Progress,
-    share: Share = WHOLE,
+    shard: Shard = WHOLE,
     group: Group | None = None,
     max_total_tokens: int | None = None,
     quantize: str | None = None,
 ) -> Decoder:
-    """Load a checkpoint, or one rank's share of it.
+    """Load a checkpoint, or one rank's shard of it.
 
     Args:
         folder: with config.json and safetensors.
         dtype: None keeps the checkpoint's.
         device: where the weights go.
         progress: called with bytes read so far and in all, first with 0.
-        share: whose part to read.
-        group: the ranks of that share; None if it is all of the model.
+        shard: whose part to read.
+        group: the ranks of that shard; None if it is all of the model.
         max_total_tokens: the longest sequence that will be served; None: what the model can.
         quantize: the format of products' weights, of `FORMATS`; None: `dtype`.
 
@@ -104,16 +104,16 @@ def load_model(
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
             model, and if the weights don't fit into memory.
     """
-    assert share == (Share(group.rank, group.world) if group else WHOLE)
+    assert shard == (Shard(group.rank, group.world) if group else WHOLE)
     spec = read_config(folder, max_total_tokens)
-    share.check(spec)
+    shard.check(spec)
     check_format(spec, quantize)
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint, max_total_tokens)
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
-        needed = bytes_needed(weights, share, dtype, quantize)
-        _check_memory(needed, dtype, device, group.neighbours if group else 1)
+        needed = bytes_needed(weights, shard, dtype, quantize)
+        _check_memory(needed, dtype, device, group.local_ranks if group else 1)
         try:
             tensors = read_weights(
                 checkpoint,
@@ -121,15 +121,15 @@ def load_model(
                 dtype=dtype,
                 device=device,
                 progress=progress,
-                share=share,
+                shard=shard,
                 quantize=quantize,
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
-        scales = read_scales(checkpoint, layout.scales, spec.kv_heads, share, device)
+        scales = read_scales(checkpoint, layout.scales, spec.kv_heads, shard, device)
     ops = operations_for(device, dtype)
     return Decoder(
-        share.config(spec),
+        shard.config(spec),
         tensors,
         parallel(ops, group) if group else ops,
         parameters=WHOLE.numbers(weights),
@@ -171,10 +171,10 @@ def _family(fields: Fields) -> Family:
     )
 
 
-def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, neighbours: int) -> None:
+def _check_memory(needed: int, dtype: torch.dtype, device: torch.device, local_ranks: int) -> None:
     """Raise ModelError if so many bytes don't fit; ranks of one host share a CPU's memory."""
     available = available_bytes(device)
-    sharers = neighbours if device.type == "cpu" else 1
+    sharers = local_ranks if device.type == "cpu" else 1
     if available is not None and needed * sharers > available:
         among = f" for each of {sharers} ranks" if sharers > 1 else ""
         raise ModelError(

@@ -1,56 +1,63 @@
-"""May these requests join? The promise: once in, they never run out of memory.
+"""How memory is promised to requests: the protocol that every admission policy implements.
 
-The argument (after LightLLM's Efficient Router). Sequences that decode advance in lockstep: every
-step runs all of them. So the future is known but for early ends, which only help. A sequence that
-holds h tokens with l to come holds h + min(t, l) after t steps and nothing after l. The sum over
-all sequences has its maxima where one ends, so it is enough to look there.
-
-A sequence whose prompt is still being computed starts to grow up to `delay` steps later. Prompts
-are computed in order and get a guaranteed share of every step, so the delay is bounded; whatever it
-turns out to be, the sequence holds at most h + min(t, l) at step t and is gone after delay + l.
-That envelope is what is summed. A sequence that a router holds grows when the router says and may
-stay for ever: all of its bound counts, at all times (`FOREVER`).
-
-Slots shared through the tree count once, for the sequence that locks them longest. What nobody
-locks can be evicted and does not count.
+A policy is one module with a class of its own and one for its ledgers (see exact.py). The queue
+asks whether requests may join, the planners say what theirs need, and the batcher asks who gives
+way when slots run out. None of them knows which policy it talks to.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+from typing import Protocol
 
-#: An end that no moment comes after.
-FOREVER = 1 << 40
-
-Ints = npt.NDArray[np.int64]
+from tokenpod.scheduler.sequence import Sequence
 
 
-def peak_tokens(held: npt.ArrayLike, left: npt.ArrayLike, end: npt.ArrayLike) -> int:
-    """The most tokens that these sequences will ever hold at once, in O(n log n).
+class Ledger(Protocol):
+    """What all admitted sequences need, and then, in the queue's order, some that wait.
 
-    Args:
-        held: [n] tokens each holds now, or needs before it can grow. An entry below 0 takes back
-            part of another, until its own end.
-        left: [n] tokens each can still grow by, one a step.
-        end: [n] steps until it has surely gone, at least `left`; or FOREVER.
+    Entries are only added. Adding one never lets more fit, so the first request that does not fit
+    can be found by bisection over marks.
     """
-    h, rest, ends = (np.asarray(column, np.int64) for column in (held, left, end))
-    if not len(h):
-        return 0
-    order = ends.argsort()
-    moments, firsts = np.unique(ends[order], return_index=True)
-    # At moment t: the sum of h + min(rest, t) over those that end at t or later. Who has more than
-    # t to come ends later, so what min cuts off is summed over all with rest > t.
-    whole = _suffix_sums((h + rest)[order])[firsts]
-    growing = np.sort(rest)
-    at = growing.searchsorted(moments)
-    cut = _suffix_sums(growing)[at] - moments * (len(growing) - at)
-    return int((whole - cut).max())
+
+    def decoding(self, sequences: Listing[Sequence]) -> None:
+        """Add sequences that take one slot per step from now on."""
+
+    def leaving(self, sequences: Listing[Sequence]) -> None:
+        """Add sequences whose slots will be free once the step in flight has settled."""
+
+    def reserved(self, sequence: Sequence) -> None:
+        """Add one whose whole bound must stay reserved: a router decides when it runs."""
+
+    def prefilling(self, sequence: Sequence) -> None:
+        """Add one that is computed after those that were added before."""
+
+    def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
+        """Add samples that wait for the prompt of `first`, which was added before."""
+
+    @property
+    def mark(self) -> int:
+        """Names what has been added so far."""
+
+    def fits(self, mark: int) -> bool:
+        """Whether the policy lets everything join that was added until `mark`."""
 
 
-def _suffix_sums(values: Ints) -> Ints:
-    """[n + 1] the sum of the values from each index on."""
-    sums = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values[::-1], out=sums[-2::-1])
-    return sums
+class Admission(Protocol):
+    """Decides which requests join, and which running one gives way when slots run out."""
+
+    def ledger(self) -> Ledger:
+        """An empty ledger."""
+
+    def victim(self, running: Listing[Sequence]) -> Sequence | None:
+        """The sequence to preempt when a step needs more slots than there are.
+
+        Args:
+            running: the batcher's, at least one. A router's are never preempted.
+
+        Returns None if none is to be: sequences without a slot then pause.
+        """
+
+    def ended(self, sequence: Sequence) -> None:
+        """Learn from a sequence that has ended, whatever the reason; its outputs are complete."""

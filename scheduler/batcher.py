@@ -1,10 +1,14 @@
-"""The in-pod batcher: no stall for running streams.
+"""The in-pod batcher: plans the sequences of `Generate`.
 
-A step holds a token of every decoding sequence, then pieces of prompts up to the step's budget, in
-the order of admission (queue.py).
+    queue --admitted--> prefilling --needed positions launched--> decoding --> ended
+      ^                                                              |
+      |       siblings --the first sample's prompt settled--> ready--+
+      |                                                              |
+      +------- preempted: no row, no slots; computed again <---------+
 
-    admitted: prefilling --prompt launched--> decoding
-              siblings --the first sample's prompt settled--> ready (their last token) --> decoding
+Siblings wait for the prompt of the first sample; `ready` ones compute its last token only. What a
+step holds is the batching policy's decision, and who gives way when slots run out the admission
+policy's.
 """
 
 from __future__ import annotations
@@ -15,29 +19,42 @@ from itertools import compress
 
 import numpy as np
 
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.admission import Admission, Ledger
+from tokenpod.scheduler.batching import Batching
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import StepBuilder
 from tokenpod.scheduler.table import Ints
-from tokenpod.scheduler.work import Limits
 
 
 class Batcher:
     """Plans the sequences of `Generate`.
 
     Args:
-        requeue: takes samples that were admitted with a sibling whose prompt they can't have.
+        kv: the slots.
+        rows: the executor's rows.
+        admission: decides who gives way.
+        batching: decides what a step holds.
+        requeue: takes samples that were admitted and have to begin anew.
     """
 
     def __init__(
-        self, limits: Limits, kv: KV, rows: Rows, requeue: Callable[[list[Sequence]], None]
+        self,
+        kv: KV,
+        rows: Rows,
+        admission: Admission,
+        batching: Batching,
+        requeue: Callable[[list[Sequence]], None],
     ) -> None:
+        #: Times that a decoding sequence had to pause for want of a slot.
         self.stalls = 0
-        self._limits = limits
+        #: Times that a sequence was preempted.
+        self.preemptions = 0
         self._kv = kv
         self._rows = rows
+        self._admission = admission
+        self._batching = batching
         self._requeue = requeue
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
@@ -45,25 +62,23 @@ class Batcher:
         #: Samples that wait for the prompt of the first, by the first's id.
         self._siblings: dict[int, list[Sequence]] = {}
         self._decoding: dict[int, Sequence] = {}
-        #: The same as a list, and their places; None: somebody has come or gone since.
+        #: The same as a list, with their places; None: out of date.
         self._lockstep: tuple[list[Sequence], Ints] | None = None
         #: Ended, but with a step in flight, so that their slots are not free yet.
         self._leaving: dict[int, Sequence] = {}
-
-    @property
-    def quantum(self) -> int:
-        """Prompt tokens that a step surely processes, whatever a router wants."""
-        return max(self._limits.prefill_tokens // 2, 1)
+        #: The same for preempted ones.
+        self._vacating: dict[int, Sequence] = {}
 
     @property
     def running(self) -> int:
         """Admitted sequences."""
         siblings = sum(map(len, self._siblings.values()))
-        return len(self._ready) + len(self._prefilling) + len(self._decoding) + siblings
+        queued = len(self._ready) + len(self._prefilling)
+        return queued + len(self._decoding) + len(self._vacating) + siblings
 
     @property
     def has_prompts(self) -> bool:
-        """Whether prompt tokens are to be processed."""
+        """Whether prompt tokens are to be computed."""
         return bool(self._ready or self._prefilling)
 
     @property
@@ -78,32 +93,118 @@ class Batcher:
         if siblings:
             self._siblings[first.id] = siblings
 
-    def foresee(self, forecast: Forecast, samples: list[Sequence]) -> None:
+    def enter(self, ledger: Ledger, samples: list[Sequence]) -> None:
         """See `queue.Planner`."""
         first, *siblings = samples
-        forecast.prefilling(first)
+        ledger.prefilling(first)
         if siblings:
-            forecast.siblings(first, siblings)
+            ledger.siblings(first, siblings)
 
-    def add_to(self, forecast: Forecast) -> None:
-        """Add the need of these sequences."""
-        forecast.leaving([*self._leaving.values()])
-        forecast.decoding([*self._decoding.values()])
+    def add_to(self, ledger: Ledger) -> None:
+        """Add what these sequences need."""
+        ledger.leaving([*self._leaving.values(), *self._vacating.values()])
+        ledger.decoding([*self._decoding.values()])
         for sequence in self._ready:
-            forecast.prefilling(sequence)
+            ledger.prefilling(sequence)
         for first, siblings in self._siblings.items():
-            if first in self._decoding:
-                forecast.siblings(self._decoding[first], siblings)
+            computed = self._decoding.get(first) or self._vacating.get(first)
+            if computed is not None:
+                ledger.siblings(computed, siblings)
         for sequence in self._prefilling:
-            self.foresee(forecast, [sequence, *self._siblings.get(sequence.id, [])])
+            self.enter(ledger, [sequence, *self._siblings.get(sequence.id, [])])
 
-    def plan(self, step: StepBuilder, prefill_tokens: int) -> None:
-        """Add to a step, with about so many prompt tokens: `quantum` at the least."""
-        self._decode(step)
-        budget = max(prefill_tokens, self.quantum)
+    def plan(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
+        """Add to a step.
+
+        Args:
+            step: has the rows of routers already.
+            prompt_tokens: left of the step's budget.
+            slots: that may be taken. Too few are never left under exact admission.
+        """
+        portion = self._batching.portion(
+            decoding=bool(self._decoding), prompts=self.has_prompts, prompt_tokens=prompt_tokens
+        )
+        sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
+        if len(sequences) + self.has_prompts > slots:
+            slots = self._make_room(slots, decode=portion.decode)
+            sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
+            self.stalls += max(len(sequences) - slots, 0)
+            sequences, places = sequences[:slots], places[:slots]
+        if sequences:
+            step.decode(sequences, places)
+        self._compute(step, portion.prompt_tokens, slots - len(sequences))
+
+    def inputs_proven(self, sequence: Sequence) -> None:
+        """The first output after a sequence's needed positions has settled: publish these.
+
+        Samples that have waited for its prompt can begin.
+        """
+        sequence.proven = True
+        siblings = self._siblings.pop(sequence.id, [])
+        self._kv.publish_inputs(sequence, awaited=bool(siblings))
+        self._rows.promise(-len(siblings))
+        for sibling in siblings:
+            self._kv.follow(sibling, sequence)
+            self._rows.give(sibling)
+            self._ready.append(sibling)
+
+    def preempt(self, sequence: Sequence) -> bool:
+        """Take row and slots from a running sequence, which goes back to its place in the queue.
+
+        If it has a step in flight, that happens when the step has settled: its token counts.
+        Returns False if it is not running here.
+        """
+        if not self._take_out(sequence):
+            return False
+        self.preemptions += 1
+        if sequence.in_flight:
+            self._vacating[sequence.id] = sequence
+        else:
+            self._vacate(sequence)
+        return True
+
+    def settled(self) -> None:
+        """A step has settled: preempted sequences that were in it begin anew."""
+        for sequence in [*self._vacating.values()]:
+            if not sequence.in_flight:
+                del self._vacating[sequence.id]
+                self._vacate(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence has ended; its slots stay with it until `released`."""
+        if sequence.row < 0:
+            self._remove_sibling(sequence)
+        elif sequence.id in self._vacating or self._take_out(sequence):
+            self._vacating.pop(sequence.id, None)
+            if siblings := self._take_siblings(sequence):
+                # The prompt that they wait for may never come.
+                self._requeue(siblings)
+            self._leaving[sequence.id] = sequence
+
+    def released(self, sequence: Sequence) -> None:
+        """A sequence's slots and row are free."""
+        self._leaving.pop(sequence.id, None)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _next_to_decode(self) -> tuple[list[Sequence], Ints]:
+        """The sequences that decode and have not launched their last token; [n] their places."""
+        if self._lockstep is None:
+            sequences = [*self._decoding.values()]
+            self._lockstep = sequences, np.array([s.place for s in sequences], np.int64)
+        sequences, places = self._lockstep
+        table = self._kv.table
+        going_on = table.computed[places] < table.bound[places]
+        if going_on.all():
+            return sequences, places
+        return [*compress(sequences, going_on.tolist())], places[going_on]
+
+    def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
+        """Add pieces of prompts, in the order of admission."""
+        budget = min(prompt_tokens, slots)
         while budget > 0 and (line := self._ready or self._prefilling):
             sequence = line[0]
-            n = min(sequence.prompt_length - sequence.computed, budget)
+            n = min(sequence.to_compute, budget)
             step.prompt(sequence, n)
             budget -= n
             if not sequence.prefilling:
@@ -111,31 +212,54 @@ class Batcher:
                 self._decoding[sequence.id] = sequence
                 self._lockstep = None
 
-    def prompt_settled(self, sequence: Sequence) -> None:
-        """A prompt has been computed: share it, and let its siblings start."""
-        siblings = self._siblings.pop(sequence.id, [])
-        self._kv.share_prompt(sequence, awaited=bool(siblings))
+    def _make_room(self, slots: int, *, decode: bool) -> int:
+        """Preempt until every row has a slot, or the admission policy names nobody.
+
+        Slots of sequences with a step in flight come free too late for this step, but count.
+        Returns the slots that may be taken now.
+        """
+        coming = 0
+        while running := [*self._decoding.values(), *self._ready, *self._prefilling]:
+            wanted = len(self._next_to_decode()[0]) * decode + self.has_prompts
+            if wanted <= slots + coming:
+                break
+            victim = self._admission.victim(running)
+            if victim is None:
+                break
+            before, private = self._kv.available, victim.private
+            coming += private if victim.in_flight else 0
+            self.preempt(victim)
+            slots += self._kv.available - before
+        return max(slots, 0)
+
+    # -- who is where --------------------------------------------------------------------------
+
+    def _take_out(self, sequence: Sequence) -> bool:
+        """Take a sequence with a row out of those that are planned; False if it is not there."""
+        if sequence.id in self._decoding:
+            del self._decoding[sequence.id]
+            self._lockstep = None
+            return True
+        for line in (self._ready, self._prefilling):
+            if sequence in line:
+                line.remove(sequence)
+                return True
+        return False
+
+    def _vacate(self, sequence: Sequence) -> None:
+        """Free row and slots of a preempted sequence, and queue it again."""
+        self._kv.release(sequence)
+        self._rows.give_back(sequence)
+        sequence.restart()
+        self._requeue([sequence, *self._take_siblings(sequence)])
+
+    def _take_siblings(self, first: Sequence) -> list[Sequence]:
+        """Take out those that wait for the prompt of `first`."""
+        siblings = self._siblings.pop(first.id, [])
         self._rows.promise(-len(siblings))
-        for sibling in siblings:
-            self._kv.follow(sibling, sequence)
-            self._rows.give(sibling)
-            self._ready.append(sibling)
-
-    def remove(self, sequence: Sequence) -> None:
-        """A sequence has ended; what it holds stays with it until `released`."""
-        if sequence.row < 0:
-            self._remove_sibling(sequence)
-        elif self._remove_running(sequence):
-            self._leaving[sequence.id] = sequence
-
-    def released(self, sequence: Sequence) -> None:
-        """A sequence's slots and row have come free."""
-        self._leaving.pop(sequence.id, None)
-
-    # -- parts ---------------------------------------------------------------------------------
+        return siblings
 
     def _remove_sibling(self, sequence: Sequence) -> None:
-        """Forget one that waits for its sibling's prompt."""
         for first, siblings in self._siblings.items():
             if sequence in siblings:
                 siblings.remove(sequence)
@@ -144,33 +268,5 @@ class Batcher:
                     del self._siblings[first]
                 return
 
-    def _remove_running(self, sequence: Sequence) -> bool:
-        """Forget one with a row; False if it is not ours."""
-        self._lockstep = None
-        if self._decoding.pop(sequence.id, None) is None:
-            for line in (self._ready, self._prefilling):
-                if sequence in line:
-                    line.remove(sequence)
-                    break
-            else:
-                return False
-        if siblings := self._siblings.pop(sequence.id, None):
-            # The prompt that they wait for may never come: they go back to the queue, where
-            # admission counts anew what they need.
-            self._rows.promise(-len(siblings))
-            self._requeue(siblings)
-        return True
 
-    def _decode(self, step: StepBuilder) -> None:
-        if self._lockstep is None:
-            sequences = [*self._decoding.values()]
-            self._lockstep = sequences, np.array([s.place for s in sequences], np.int64)
-        sequences, places = self._lockstep
-        table = self._kv.table
-        # The last token of others has been launched, and may be under way.
-        going_on = table.launched[places] < table.most[places]
-        if not going_on.all():
-            sequences = [*compress(sequences, going_on.tolist())]
-            places = places[going_on]
-        if sequences:
-            self.stalls += step.decode(sequences, places)
+_NONE: Ints = np.empty(0, np.int64)

@@ -18,12 +18,14 @@ class Deadlines:
         self._watched: set[int] = set()
 
     def add(self, request: Request) -> None:
-        """Watch a request's deadline and time limit."""
-        for moment in (request.deadline_at, request.stopping.time_limit_at):
+        """Watch a request's moments: its samples' end, and its beginning, which is the first's."""
+        moments = request.deadline_at, request.stopping.time_limit_at
+        watched = [(moment, i) for moment in moments for i in request.sequence_ids]
+        watched.append((request.begin_by, request.sequence_ids[0]))
+        for moment, sequence_id in watched:
             if moment is not None:
-                for sequence_id in request.sequence_ids:
-                    heapq.heappush(self._moments, (moment, sequence_id))
-                self._watched.update(request.sequence_ids)
+                heapq.heappush(self._moments, (moment, sequence_id))
+                self._watched.add(sequence_id)
 
     def forget(self, sequence_id: int) -> None:
         """A sequence is gone: clients whose deadlines are an hour away must not pile up here."""

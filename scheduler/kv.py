@@ -4,9 +4,9 @@ At any time every slot is free, in the tree, or private to one sequence:
 
     free + tree + private == total
 
-A sequence begins with the tree's longest prefix of its prompt, locked. What it computes goes to
-slots of its own. Once its prompt has been computed, those slots move to the tree, where siblings
-and later requests find them; when it ends, its outputs follow.
+A sequence begins with the tree's longest prefix of the tokens that it needs, locked. What it
+computes goes to private slots. Once the needed tokens have been computed, those slots move to the
+tree, where siblings and later requests find them; when it ends or is preempted, its outputs follow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tokenpod.scheduler.radix import RadixTree, Slots
+from tokenpod.scheduler.radix import Node, RadixTree, Slots
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.slots import Extent, SlotAllocator
 from tokenpod.scheduler.table import Ints, Table
@@ -34,13 +34,13 @@ class KV:
 
     Args:
         slots: of the pool.
-        caching: keep what has been computed for later requests; else only the samples of one
+        caching: keep what has been computed for later requests; if False, only the samples of one
             request share its prompt.
     """
 
     def __init__(self, slots: int, *, caching: bool = True) -> None:
         self.total = slots
-        #: Of the sequences that keys and values belong to.
+        #: Columns of the sequences that keys and values belong to.
         self.table = Table()
         self._caching = caching
         self.tree = RadixTree()
@@ -53,52 +53,50 @@ class KV:
 
     @property
     def available(self) -> int:
-        """Slots that can be had: free ones, and the tree's that nobody uses."""
+        """Slots that can be allocated: free ones, and the tree's that no sequence uses."""
         return self._allocator.free + self.tree.evictable
 
     def begin(self, sequence: Sequence) -> None:
-        """Find and lock the longest cached prefix of a sequence's prompt.
+        """Find and lock the longest cached prefix of the tokens that a sequence needs.
 
-        The last prompt token is always computed: its logits are wanted. A prompt whose tokens are
-        to be scored is computed whole, by its first sample.
+        The last one is always computed: its logits are wanted. A prompt whose tokens are to be
+        scored is computed whole, by its first sample.
         """
-        request = sequence.request
-        whole = request.prompt_logprobs and sequence.stream == 0
-        usable = 0 if whole or not self._caching else sequence.prompt_length - 1
-        node, length = self.tree.match(sequence.prompt[:usable], request.salt)
+        request, usable = sequence.request, sequence.inputs[:-1]
+        if not self._caching or (request.prompt_logprobs and sequence.scored):
+            usable = usable[:0]
+        node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
-        sequence.node = node
-        sequence.shared = sequence.cached = sequence.computed = length
+        self._begin_after(sequence, node, length)
 
     def known(self, sequence: Sequence) -> int:
-        """Prompt tokens that need not be computed (any more), as far as the tree knows now."""
+        """Needed tokens that are computed, or in the tree if the sequence has not begun."""
         if sequence.node is not None:
             return sequence.computed
-        usable = sequence.prompt[: sequence.prompt_length - 1]
-        return self.tree.known(usable, sequence.request.salt)
+        return self.tree.known(sequence.inputs[:-1], sequence.request.salt)
 
     def follow(self, sibling: Sequence, first: Sequence) -> None:
-        """Begin a sample with the prompt of the first one, which has just been shared."""
+        """Begin a sample with the prompt of the first one, which has just been published."""
         assert first.node is not None
         if first.node.listed:
             self.begin(sibling)
             return
         self.tree.lock(first.node)
-        sibling.node = first.node
-        sibling.shared = sibling.cached = sibling.computed = first.shared
+        self._begin_after(sibling, first.node, first.shared)
 
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`."""
         self._unlock(sequence)
-        sequence.shared = sequence.cached = sequence.computed = 0
+        sequence.shared = sequence.computed = 0
 
     def prefix_slots(self, sequence: Sequence) -> Slots:
-        """[cached] the slots of the cached prefix."""
-        assert sequence.node is not None
-        return self.tree.slots(sequence.node) if sequence.cached else _NO_SLOTS
+        """[shared] the slots of the cached prefix, int64, of a sequence that begins."""
+        node = sequence.node
+        assert node is not None
+        return _NO_SLOTS if node.parent is None else self.tree.slots(node)
 
     def extend(self, sequence: Sequence, n: int) -> Slots:
-        """[n] slots for the next `n` positions; raises OutOfSlots."""
+        """[n] slots for the next `n` positions, int64. Raises OutOfSlots if fewer are available."""
         position = sequence.computed
         room = max(sequence.bound - position - n, 0)
         extents = sequence.extents
@@ -116,8 +114,11 @@ class KV:
     def extend_each(self, places: Ints) -> tuple[Ints, Slots]:
         """A slot for the next position of each sequence whose last extent has room for it.
 
-        Returns the indices into `places` of the others, which `extend` serves, and [n] slots, of
-        which theirs mean nothing.
+        Args:
+            places: [n] int64, the sequences' places in the table.
+
+        Returns the indices into `places` of the other sequences, which `extend` serves, and [n]
+        slots, int64, of which those at these indices are undefined.
         """
         tails = self.table.tail[places]
         roomy = self._allocator.rooms[tails] > 0
@@ -127,26 +128,30 @@ class KV:
         slots[roomy] = self._allocator.grow_each(tails[roomy])
         return np.flatnonzero(~roomy), slots
 
-    def share_prompt(self, sequence: Sequence, *, awaited: bool) -> None:
-        """Move a computed prompt's slots to the tree.
+    def publish_inputs(self, sequence: Sequence, *, awaited: bool) -> None:
+        """Move the slots of a sequence's needed positions, which are computed, to the tree.
 
-        If somebody else brought part of it there meanwhile, the sequence keeps to its own slots:
-        with a lock on the other's it would hold that part twice, for longer than was forecast.
-        Siblings that await the prompt then share the sequence's own copy among themselves: all of
-        it but the last token, which each of them computes.
+        If another sequence has published part of them meanwhile, the sequence keeps its private
+        slots: if it locked the other's too, that part would take slots twice for longer than
+        admission counted. Siblings that wait for the prompt then share the sequence's own copy
+        among themselves: all of it but the last token, which each of them computes.
+
+        Args:
+            sequence: has settled the first output after its needed positions.
+            awaited: whether siblings wait for its prompt.
         """
         assert sequence.node is not None
         if not sequence.node.listed:
             return
-        node, known = self.tree.match(sequence.prompt, sequence.request.salt)
-        end = sequence.prompt_length
+        node, known = self.tree.match(sequence.inputs, sequence.request.salt)
+        end = sequence.needed
         if known <= sequence.shared and self._caching:
             slots = self._hand_over(sequence, known, end)
-            node = self.tree.append(node, sequence.prompt[known:], slots)
+            node = self.tree.append(node, sequence.inputs[known:], slots)
         elif awaited and end - 1 > sequence.shared:
             end -= 1
             slots = self._hand_over(sequence, sequence.shared, end)
-            tokens = sequence.prompt[sequence.shared : end]
+            tokens = sequence.inputs[sequence.shared : end]
             node = self.tree.hang_unlisted(sequence.node, tokens, slots)
         else:
             return
@@ -156,7 +161,7 @@ class KV:
         sequence.shared = end
 
     def release(self, sequence: Sequence) -> None:
-        """Take a sequence's slots: what it computed goes to the tree, the rest is free."""
+        """Take all slots of a sequence: what it computed goes to the tree, the rest is free."""
         if sequence.node is None:
             return
         computed = min(sequence.computed, sequence.length)
@@ -171,7 +176,7 @@ class KV:
         self._unlock(sequence)
 
     def forget_unused(self) -> None:
-        """Empty the tree of what nobody uses."""
+        """Evict everything that no sequence uses."""
         self._evict(self.tree.evictable)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -182,7 +187,7 @@ class KV:
             for extent in sequence.extents:
                 owner[extent.first : extent.end] += 1
                 private += extent.used
-            assert sum(extent.used for extent in sequence.extents) == sequence.held, sequence.id
+            assert sum(extent.used for extent in sequence.extents) == sequence.private, sequence.id
         tree = 0
         for node in self.tree.nodes():
             owner[node.slots] += 1
@@ -195,18 +200,26 @@ class KV:
         locked = sum(len(node.tokens) for node in self.tree.nodes() if node.locks)
         assert locked == self.tree.locked_tokens, (locked, self.tree.locked_tokens)
 
+    @staticmethod
+    def _begin_after(sequence: Sequence, node: Node, length: int) -> None:
+        """Begin a sequence after a prefix of `length` tokens, which ends at the locked `node`."""
+        sequence.node = node
+        sequence.shared = sequence.computed = length
+        if not sequence.began_at:
+            sequence.cached = length
+
     def _unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None
         self._free(self.tree.unlock(sequence.node))
         sequence.node = None
 
     def _make_space(self, n: int, room: int) -> None:
-        """Evict what `n` slots and some room after them need, if others have a claim on the rest.
+        """Evict for `n` slots and some room after them, if the other free slots are set aside.
 
-        Slots that are freed one by one, as several sequences grow side by side, end up in turns
-        with one and the other: attention over them is slower, and every step looks for new ones.
-        What is cached in pieces is freed in pieces, so more is evicted until a run is whole again;
-        else pieces would become ever smaller.
+        Slots that are evicted one by one while several sequences grow would go to these in turns:
+        attention over scattered slots is slower, and every step would look for new ones. What is
+        cached in pieces is freed in pieces, so more is evicted until a run is long enough; else
+        pieces would become ever smaller.
         """
         wanted = n + min(room, ROOM_TO_EVICT_FOR)
         missing = wanted - self._allocator.unclaimed
@@ -231,8 +244,8 @@ class KV:
     def _hand_over(self, sequence: Sequence, start: int, end: int) -> Slots:
         """Take the slots of positions `start` to `end` from a sequence's private ones.
 
-        `start` may lie within an extent: what is before it is a duplicate of what the tree holds
-        and stays private.
+        `start` may lie within an extent: positions before it are in the tree, too, and their slots
+        stay private.
         """
         slots = _slots_from(sequence.extents, start, end - start)
         rest = []
@@ -246,7 +259,7 @@ class KV:
                 rest.append(self._allocator.split_front(extent, before))
             self._allocator.trim_front(extent, min(end, stop) - extent.position)
             rest.append(extent)
-        # The last one stays even if it is empty: it knows at which position the next slot goes.
+        # The last one stays even if it is empty: it has the position of the next slot.
         for extent in rest[:-1]:
             if not (extent.used or extent.room):
                 self._allocator.drop(extent)
@@ -259,14 +272,14 @@ class KV:
 
 
 def _covers(sequence: Sequence, position: int) -> bool:
-    """Whether `position` is in a private slot."""
+    """Whether the slot of `position` is private."""
     return any(e.position <= position < e.position + e.used for e in sequence.extents)
 
 
 def _slots_from(extents: list[Extent], position: int, n: int) -> Slots:
-    """[n] the private slots of positions from `position` on."""
+    """[n] the private slots of the positions from `position` on, int64."""
     runs: list[Slots] = []
-    # Most often it is the last ones that are asked for.
+    # Most often the last ones are wanted.
     for extent in reversed(extents):
         low = max(position, extent.position)
         high = min(position + n, extent.position + extent.used)

@@ -1,13 +1,14 @@
-"""Liveness probes of routers: a token each, at once, whatever else runs or waits.
+"""Liveness probes of routers: one token each, at once, whatever else runs or waits.
 
-A row and `PROBE_TOKENS` slots are kept for them beside those that everybody shares, so a pod whose
-rows and memory are all taken still shows that it can generate. Probes take turns.
+A row and `PROBE_TOKENS` slots are reserved for them beside those that all others share, so a pod
+whose rows and memory are all taken still shows that it can generate. Probes run one after another.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
+from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
@@ -26,6 +27,11 @@ class Probes:
     def __len__(self) -> int:
         return len(self._waiting) + (self._running is not None)
 
+    @property
+    def reserved(self) -> int:
+        """Slots that the next probe may take."""
+        return 0 if self._running is not None else PROBE_TOKENS
+
     def add(self, sequence: Sequence) -> None:
         """Queue a probe: a prompt of less than `PROBE_TOKENS` tokens, and one new token."""
         self._waiting.append(sequence)
@@ -37,10 +43,10 @@ class Probes:
         self._running = sequence = self._waiting.popleft()
         self._kv.begin(sequence)
         self._rows.give_probe(sequence)
-        step.prompt(sequence, sequence.prompt_length - sequence.computed)
+        step.prompt(sequence, sequence.to_compute)
 
     def released(self, sequence: Sequence) -> None:
-        """A probe is over, or given up."""
+        """A probe has ended; its slots and row are free."""
         if sequence is self._running:
             self._running = None
         elif sequence in self._waiting:

@@ -1,63 +1,69 @@
-"""Who waits for a row and memory: callers' requests and a router's in one line.
+"""Requests that wait for a row and memory: callers' and a router's in one queue.
 
-First come, first served within a priority. The head waits until it fits; nobody overtakes it within
-its priority, so nobody starves, and neither callers nor a router can keep the other out.
+First come, first served within a priority. The head waits until it fits; no request overtakes
+another of its priority, so none starves, and neither callers nor a router can keep the other out. A
+preempted sequence keeps its arrival, and so stands before all that came later.
 
-    waiting --fits: a row, and the forecast with it stays within the slots--> its planner
+    waiting --a row is free, and the admission policy's ledger has room--> its planner
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Protocol
 
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.admission import Ledger
+from tokenpod.scheduler.batching import Joining
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Owner, Sequence
-from tokenpod.scheduler.work import Limits
 
-#: (-priority, arrival, samples): sorts in the order of service.
-_Entry = tuple[int, int, list[Sequence]]
+#: (-priority, arrival, stream of the first sample, samples): sorts in the order of service.
+_Entry = tuple[int, int, int, list[Sequence]]
 
 
 class Planner(Protocol):
-    """Who plans the steps of admitted sequences."""
+    """Plans the steps of admitted sequences."""
 
-    def foresee(self, forecast: Forecast, samples: list[Sequence]) -> None:
-        """Add the need of a request to that of all others; its cached prefix is locked."""
+    def enter(self, ledger: Ledger, samples: list[Sequence]) -> None:
+        """Add what a request needs to a ledger; its cached prefix is locked."""
 
     def start(self, samples: list[Sequence]) -> None:
-        """Take a request; its first sample has got a row."""
+        """Take a request; its first sample has a row."""
 
 
 class Queue:
     """Requests without a row.
 
     Args:
-        planners: who takes the admitted requests of an owner.
-        forecast: gathers the need of everything that has been admitted.
+        kv: has the cached prefixes.
+        rows: the executor's rows.
+        planners: take the admitted requests of each owner.
+        ledger: makes one with everything that has been admitted.
+        joining: asks the batching policy, given the tokens that each of the batcher's waiting
+            requests needs computed, in the queue's order.
     """
 
     def __init__(
         self,
-        limits: Limits,
         kv: KV,
         rows: Rows,
         planners: Mapping[Owner, Planner],
-        forecast: Callable[[], Forecast],
+        ledger: Callable[[], Ledger],
+        joining: Callable[[Iterator[int]], Joining],
     ) -> None:
-        #: Waiting prompt tokens.
+        #: Tokens that waiting requests need computed.
         self.tokens = 0
-        self._limits = limits
         self._kv = kv
         self._rows = rows
         self._planners = planners
-        self._forecast = forecast
+        self._ledger = ledger
+        self._joining = joining
         self._arrivals = 0
         self._waiting: list[_Entry] = []
-        #: The head did not fit, and nothing has left since.
+        #: The head did not fit, and nothing has been freed since.
         self._full = False
 
     def __len__(self) -> int:
@@ -65,8 +71,8 @@ class Queue:
 
     @property
     def head(self) -> list[Sequence]:
-        """The samples of the request whose turn is next; none if nobody waits."""
-        return self._waiting[0][2] if self._waiting else []
+        """The samples of the request that is next; none if the queue is empty."""
+        return self._waiting[0][-1] if self._waiting else []
 
     def add(self, samples: list[Sequence]) -> None:
         """Add a request behind those of its priority."""
@@ -76,75 +82,105 @@ class Queue:
         self.add_again(samples)
 
     def add_again(self, samples: list[Sequence]) -> None:
-        """Add samples that were admitted and can't begin after all, in their old place."""
-        entry = (-samples[0].request.priority, samples[0].arrival, samples)
+        """Add samples that were admitted and have to begin anew, in their old place."""
+        first = samples[0]
+        entry = (-first.request.priority, first.arrival, first.stream, samples)
         insort(self._waiting, entry)
-        self.tokens += samples[0].prompt_length
+        self.tokens += first.needed
         if self._waiting[0] is entry:
             self._full = False
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a sequence; False if it does not wait here."""
-        for at, (_, _, samples) in enumerate(self._waiting):
+        for at, (*_, samples) in enumerate(self._waiting):
             if sequence in samples:
                 samples.remove(sequence)
                 if not samples:
                     del self._waiting[at]
-                    self.tokens -= sequence.prompt_length
+                    self.tokens -= sequence.needed
                 self._full = False
                 return True
         return False
 
     def freed(self) -> None:
-        """Slots or a row have come free: the head may fit now."""
+        """Slots or a row are free again: the head may fit now."""
         self._full = False
 
     def admit(self) -> None:
-        """Hand over, in order, all that fit.
+        """Hand over to their planners, in order, all that fit and that the batching policy wants.
 
-        Many are asked for at once, and twice as many after that. A request more never makes the
-        peak lower, so the first one that does not fit is found by halving.
+        Many are asked for at once, and twice as many after that. A request more never lets more
+        fit, so the first one that does not fit is found by bisection.
         """
         if self._full or not self._waiting:
             return
         self._full = True
         if len(self.head) > self._rows.free:
             return
-        fitting = self._begin_fitting()
-        for _, _, samples in self._waiting[:fitting]:
+        joining = self._joining(samples[0].needed for *_, samples in self._of_batcher())
+        fitting = self._begin_fitting(self._limit(joining.most))
+        if joining != _ALL_THAT_FIT:
+            # The policy may say otherwise before the next step.
+            self._full = False
+            fitting = self._at_least(joining.least, fitting)
+        for _, _, _, samples in self._waiting[:fitting]:
             first, *siblings = samples
-            self.tokens -= first.prompt_length
+            self.tokens -= first.needed
             self._rows.give(first)
             self._rows.promise(len(siblings))
             self._planners[first.owner].start(samples)
         del self._waiting[:fitting]
 
-    def _begin_fitting(self) -> int:
-        """Begin the first requests of the line, as many as fit; how many."""
-        forecast, rows = self._forecast(), self._rows.free
-        #: Entries of the forecast with the first k + 1 requests.
-        entries: list[int] = []
+    def _of_batcher(self) -> Iterator[_Entry]:
+        return (entry for entry in self._waiting if entry[-1][0].owner is Owner.BATCHER)
+
+    def _limit(self, most: int | None) -> int:
+        """Entries at the head with at most so many requests of the batcher."""
+        beyond = None if most is None else next(islice(self._of_batcher(), most, None), None)
+        return len(self._waiting) if beyond is None else self._waiting.index(beyond)
+
+    def _at_least(self, least: int, fitting: int) -> int:
+        """Of the first entries, which have begun: all, or those before the batcher's first one."""
+        begun = self._waiting[:fitting]
+        ours = [at for at, entry in enumerate(begun) if entry[-1][0].owner is Owner.BATCHER]
+        if not ours or len(ours) >= least:
+            return fitting
+        self._withdraw(begun[ours[0] :])
+        return ours[0]
+
+    def _begin_fitting(self, limit: int) -> int:
+        """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
+        ledger, rows = self._ledger(), self._rows.free
+        #: The ledger's mark after each of them.
+        marks: list[int] = []
 
         def too_many(k: int) -> bool:
-            return forecast.peak(entries[k]) > self._limits.slots
+            return not ledger.fits(marks[k])
 
         fitting = 0
         while True:
-            for _, _, samples in self._waiting[fitting : 2 * fitting or 1]:
+            for _, _, _, samples in self._waiting[fitting : min(2 * fitting or 1, limit)]:
                 rows -= len(samples)
                 if rows < 0:
                     break
                 self._kv.begin(samples[0])
-                self._planners[samples[0].owner].foresee(forecast, samples)
-                entries.append(len(forecast))
-            if len(entries) == fitting:
+                self._planners[samples[0].owner].enter(ledger, samples)
+                marks.append(ledger.mark)
+            if len(marks) == fitting:
                 return fitting
             if too_many(-1):
-                asked = range(fitting, len(entries))
+                asked = range(fitting, len(marks))
                 fitting += bisect_left(asked, True, key=too_many)
-                for _, _, samples in reversed(self._waiting[fitting : len(entries)]):
-                    self._kv.withdraw(samples[0])
+                self._withdraw(self._waiting[fitting : len(marks)])
                 return fitting
-            fitting = len(entries)
+            fitting = len(marks)
             if rows < 0:
                 return fitting
+
+    def _withdraw(self, begun: list[_Entry]) -> None:
+        """Undo the beginning of entries, the last one first."""
+        for *_, samples in reversed(begun):
+            self._kv.withdraw(samples[0])
+
+
+_ALL_THAT_FIT = Joining()

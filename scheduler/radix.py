@@ -1,7 +1,7 @@
-"""The prefix tree: keys and values of token prefixes that sequences share.
+"""The prefix tree: keys and values of token prefixes that sequences have in common.
 
-A node owns the slots of a run of tokens; the path from its root spells a prefix. A sequence that
-uses a path locks it. A shared slot is never written, so nothing is ever copied; what no sequence
+A node owns the slots of a run of tokens; the path from its root is a prefix. A sequence that uses a
+path locks it. A slot in the tree is never written, so nothing is ever copied; what no sequence
 locks is a cache, and its least recently used leaves are evicted when slots are needed. Each salt
 (an adapter, a tenant) has a root of its own.
 """
@@ -48,9 +48,9 @@ class Node:
         self.used_at = 0
         #: Whether its parent knows it: `match` finds it, and it outlives its last lock.
         self.listed = True
-        #: Whether it is in line for eviction.
+        #: Whether it is in the queue for eviction.
         self.queued = False
-        #: The last forecast that counted it, and the end until which it is locked there.
+        #: The last ledger that counted it, and the step until which it is locked there.
         self.seen_by = 0
         self.kept_until = 0
 
@@ -64,15 +64,15 @@ class RadixTree:
         self.locked_tokens = 0
         self._roots: dict[str, Node] = {}
         self._unlisted: set[Node] = set()
-        #: (used_at, ticket, node): every leaf that nobody locks is in line, once. What has changed
-        #: since it got in line is seen when its turn has come.
-        self._line: list[tuple[int, int, Node]] = []
+        #: (used_at, ticket, node): every leaf without locks is queued, once. Changes since then are
+        #: noticed when it is taken out.
+        self._leaves: list[tuple[int, int, Node]] = []
         self._tickets = itertools.count()
         self._clock = 0
 
     @property
     def evictable(self) -> int:
-        """Tokens that nobody uses."""
+        """Tokens that no sequence uses."""
         return self.tokens - self.locked_tokens
 
     def match(self, tokens: Tokens, salt: str = "") -> tuple[Node, int]:
@@ -95,7 +95,7 @@ class RadixTree:
         return node, at
 
     def known(self, tokens: Tokens, salt: str = "") -> int:
-        """The length of the longest known prefix; unlike `match` it leaves no trace."""
+        """The length of the longest known prefix; unlike `match` it changes nothing."""
         node, at = self._roots.get(salt), 0
         while node is not None and at < len(tokens):
             node = node.children.get(int(tokens[at]))
@@ -107,7 +107,7 @@ class RadixTree:
         return at
 
     def append(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
-        """Hang `tokens` below `node`; no child there may begin with the same token."""
+        """Add `tokens` below `node`; no child there may begin with the same token."""
         if not len(tokens):
             return node
         assert int(tokens[0]) not in node.children, "the tree has this prefix already"
@@ -115,13 +115,13 @@ class RadixTree:
         child.used_at = self._clock
         node.children[int(tokens[0])] = child
         self.tokens += len(tokens)
-        self._get_in_line(child)
+        self._queue_leaf(child)
         return child
 
     def hang_unlisted(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
-        """A node below `node` for those alone who are given it: the tree has its tokens already.
+        """A node below `node` that `match` does not find: the tree has its tokens already.
 
-        It must be locked at once, and is gone with its last lock.
+        It must be locked at once, and goes with its last lock.
         """
         child = Node(tokens.copy(), slots.copy(), node)
         child.listed = False
@@ -137,13 +137,13 @@ class RadixTree:
             each.locks += 1
 
     def unlock(self, node: Node) -> Slots:
-        """Undo one `lock`; the slots of what is gone with it."""
+        """Undo one `lock`; the slots of an unlisted node that went with its last lock."""
         for each in _path(node):
             each.locks -= 1
             assert each.locks >= 0, "unlocked more often than locked"
             if each.locks == 0:
                 self.locked_tokens -= len(each.tokens)
-                self._get_in_line(each)
+                self._queue_leaf(each)
         if node.listed or node.locks:
             return _NO_SLOTS
         self._unlisted.remove(node)
@@ -156,17 +156,17 @@ class RadixTree:
         return np.concatenate(runs[::-1]) if runs else _NO_SLOTS
 
     def evict(self, n: int) -> list[Slots]:
-        """Forget at least `n` tokens, or all that nobody uses; their slots."""
+        """Remove at least `n` tokens, or all that no sequence uses; their slots."""
         freed: list[Slots] = []
-        while self._line and n > 0:
-            used_at, _, leaf = heapq.heappop(self._line)
+        while self._leaves and n > 0:
+            used_at, _, leaf = heapq.heappop(self._leaves)
             leaf.queued = False
             if leaf.used_at != used_at:
-                self._get_in_line(leaf)
+                self._queue_leaf(leaf)
                 continue
             parent = leaf.parent
             if leaf.children or leaf.locks or parent is None:
-                # It comes back when its last child or lock is gone.
+                # It is queued again when its last child or lock is gone.
                 continue
             keep = max(len(leaf.tokens) - n, 0)
             freed.append(leaf.slots[keep:])
@@ -174,10 +174,10 @@ class RadixTree:
             self.tokens -= len(leaf.tokens) - keep
             if keep:
                 leaf.tokens, leaf.slots = leaf.tokens[:keep].copy(), leaf.slots[:keep].copy()
-                self._get_in_line(leaf)
+                self._queue_leaf(leaf)
             else:
                 del parent.children[int(leaf.tokens[0])]
-                self._get_in_line(parent)
+                self._queue_leaf(parent)
         return freed
 
     def nodes(self) -> Iterator[Node]:
@@ -189,15 +189,15 @@ class RadixTree:
             yield node
             stack.extend(node.children.values())
 
-    def _get_in_line(self, node: Node) -> None:
-        """See that a leaf without locks can be evicted; no harm for others."""
+    def _queue_leaf(self, node: Node) -> None:
+        """Queue a node for eviction if it is a leaf without locks."""
         evictable = node.listed and not node.locks and not node.children
         if evictable and not node.queued and node.parent is not None:
             node.queued = True
-            heapq.heappush(self._line, (node.used_at, next(self._tickets), node))
+            heapq.heappush(self._leaves, (node.used_at, next(self._tickets), node))
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut `node` in two; the new upper part. `node` itself, as lockers know it, is the end."""
+        """Cut `node` in two; the new upper part. Those who locked `node` keep the lower end."""
         assert node.parent is not None
         # Copies: a view would keep all of the old run in memory after the other half is evicted.
         upper = Node(node.tokens[:at].copy(), node.slots[:at].copy(), node.parent)

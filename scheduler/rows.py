@@ -1,4 +1,4 @@
-"""The executor's rows: who has which."""
+"""The executor's rows, and which sequence has which."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from tokenpod.scheduler.sequence import Sequence
 
 
 class Rows:
-    """Rows 0 to total - 1, the lowest free one first; row `total` is kept for liveness probes."""
+    """Rows 0 to total - 1, the lowest free one first; row `total` is for liveness probes.
+
+    Args:
+        total: sequences that can have a row at once, without a probe's.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -18,26 +22,26 @@ class Rows:
 
     @property
     def free(self) -> int:
-        """Rows that nobody has and nobody was promised."""
+        """Rows that no sequence has or was promised."""
         return len(self._free) - self._promised
 
     @property
     def probing(self) -> bool:
-        """Whether a probe has the row that is kept for it."""
+        """Whether a probe has the row that is reserved for it."""
         return self._probing
 
     @property
     def promised(self) -> int:
-        """Rows that are kept for somebody."""
+        """Rows that are promised to sequences that can't begin yet."""
         return self._promised
 
     @property
     def in_use(self) -> int:
-        """Rows that somebody has."""
+        """Rows that sequences have."""
         return self._total - len(self._free) + self._probing
 
     def promise(self, n: int) -> None:
-        """Keep `n` free rows for later; a negative `n` withdraws promises."""
+        """Promise `n` free rows; a negative `n` withdraws promises."""
         self._promised += n
 
     def give(self, sequence: Sequence) -> None:
@@ -46,8 +50,8 @@ class Rows:
         self._fresh.append(sequence)
 
     def give_probe(self, sequence: Sequence) -> None:
-        """Give a liveness probe the row that is kept for it."""
-        assert not self._probing, "probes take turns"
+        """Give a liveness probe the row that is reserved for it."""
+        assert not self._probing, "one probe at a time"
         self._probing = True
         sequence.row = self._total
         self._fresh.append(sequence)

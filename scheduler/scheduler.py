@@ -1,13 +1,13 @@
 """Two planners, one step: the in-pod batcher's sequences and a router's run side by side.
 
 The scheduler decides what the next step holds and what its outcome means; it knows lengths, slots
-and limits, and nothing of tensors or wires. A caller may plan step n + 1 before it settles step n:
-a plan needs to know how long sequences are, not which tokens they hold.
+and limits, and nothing of tensors or protocols. A caller may plan step n + 1 before it settles step
+n: a plan needs the lengths of sequences, not their tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -22,42 +22,56 @@ from tokenpod.core.messages import (
     Request,
     Started,
 )
+from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
+from tokenpod.scheduler.batching import Batching, Joining, Mixed
 from tokenpod.scheduler.deadlines import Deadlines
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.pace import Pace
 from tokenpod.scheduler.probe import Probes
 from tokenpod.scheduler.queue import Planner, Queue
+from tokenpod.scheduler.refusals import malformed, never_fits, too_much
 from tokenpod.scheduler.routed import Routed
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
+from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits, Settled
 
 __all__ = ["Limits", "Scheduler", "Settled", "Step"]
 
 
-#: A router's waiting requests may need so many times the slots in all: it keeps books of its own,
-#: and what it has given up for lost may still be here.
-_MOST_WAITING = 2
-
-
 class Scheduler:
-    """Who runs next, and where its keys and values live."""
+    """Decides which sequences run next, and where their keys and values are.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+        limits: the engine's resources.
+        admission: makes the admission policy from the table of sequences, the slots, and the
+            prompt tokens that every step with prompts is sure to compute.
+        batching: makes the batching policy from the step's budget of prompt tokens.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        admission: Callable[[Table, int, int], Admission] = Exact,
+        batching: Callable[[int], Batching] = Mixed,
+    ) -> None:
         self.limits = limits
         self.kv = KV(limits.slots + PROBE_TOKENS, caching=limits.prefix_caching)
+        self._batching = batching(limits.prefill_tokens)
+        self._admission = admission(self.kv.table, limits.slots, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
-        self._batcher = Batcher(limits, self.kv, self._rows, self._requeue)
-        self._routed = Routed(limits, self.kv)
+        self._batcher = Batcher(self.kv, self._rows, self._admission, self._batching, self._requeue)
+        self._routed = Routed()
         self._probes = Probes(self.kv, self._rows)
         planners: dict[Owner, Planner] = {
             Owner.BATCHER: self._batcher,
             Owner.ROUTER: self._routed,
         }
-        self._queue = Queue(limits, self.kv, self._rows, planners, self._forecast)
+        self._queue = Queue(self.kv, self._rows, planners, self._ledger, self._joining)
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
         #: Requests that came since `_drop_hopeless` last looked.
@@ -72,7 +86,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once (see `drain_events`)."""
-        problem = self._never_fits(request)
+        problem = never_fits(request, self.limits)
         if problem:
             for sequence_id in request.sequence_ids:
                 failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
@@ -88,7 +102,9 @@ class Scheduler:
 
     def advance(self, op: Advance) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
-        if failure := self._malformed(op) or self._too_much(op):
+        failure = malformed(op, self._sequences, self.limits)
+        failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
+        if failure is not None:
             return failure
         fresh = [sequence for r in op.start for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
@@ -97,8 +113,17 @@ class Scheduler:
         self._routed.begin(op, fresh, resumed)
         return None
 
+    def preempt(self, sequence_id: int) -> bool:
+        """Take row and slots from a running sequence of the batcher; it is computed again later.
+
+        Tests preempt whomever they like; the admission policy names its victims to the batcher.
+        Returns False for every other sequence: waiting, ended, a router's, a probe.
+        """
+        sequence = self._sequences.get(sequence_id)
+        return sequence is not None and not sequence.dead and self._batcher.preempt(sequence)
+
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Forget sequences: their slots are free at once, or when the step in flight settles."""
+        """End sequences: their slots are free at once, or when the step in flight settles."""
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
                 self._end(sequence)
@@ -122,7 +147,8 @@ class Scheduler:
 
         Args:
             step: as planned; steps settle in the order in which they were planned.
-            tokens: one for each row that samples, in order; -1: its logits held NaN or Inf.
+            tokens: one for each row that samples, in order; -1: its logits had NaN or Inf.
+            now: in nanoseconds.
         """
         settled = Settled()
         # A step that was planned during another began no sooner than that one ended.
@@ -135,6 +161,7 @@ class Scheduler:
         for sequence in left:
             if not sequence.in_flight:
                 self._free(sequence)
+        self._batcher.settled()
         settled.advanced += self._routed.settle(step)
         return settled
 
@@ -160,11 +187,11 @@ class Scheduler:
 
     @property
     def stalls(self) -> int:
-        """Times that a decoding sequence had to pause for want of a slot: 0, by admission."""
+        """Times that a decoding sequence paused for want of a slot: 0 if admission is exact."""
         return self._batcher.stalls
 
     def load(self) -> Load:
-        """What the engine holds."""
+        """The counts that go to the service with every step."""
         return Load(
             running=self._batcher.running + len(self._routed.sequences),
             waiting=len(self._queue),
@@ -172,36 +199,44 @@ class Scheduler:
             slots=self.limits.slots,
             free_slots=max(self.kv.free - PROBE_TOKENS, 0),
             evictable_slots=self.kv.tree.evictable,
+            preemptions=self._batcher.preemptions,
         )
 
     def check(self) -> None:
-        """Raise AssertionError unless the books balance."""
+        """Raise AssertionError unless every slot and row is in exactly one place."""
         self.kv.check(self._sequences.values())
         assert self._rows.in_use == sum(s.row >= 0 for s in self._sequences.values())
         rows = self._rows.in_use + self._rows.promised + self._rows.free
         assert rows - self._rows.probing == self.limits.max_rows, (rows, self.limits.max_rows)
+        promised = sum(s.bound - s.computed for s in self._routed.sequences)
+        assert promised == self._routed.reserved, (promised, self._routed.reserved)
 
     # -- parts ---------------------------------------------------------------------------------
 
     def _plan(self, builder: StepBuilder) -> None:
-        """Routers' rows, then the batcher's; while both have prompts each has half the budget.
+        """Add routers' rows, then the batcher's; if both have prompts each gets half the budget.
 
         Probes have a budget of their own: PROBE_TOKENS.
         """
         batcher, budget = self._batcher, self.limits.prefill_tokens
         self._routed.plan(builder, budget - budget // 2 if batcher.has_prompts else budget)
-        batcher.plan(builder, budget - builder.prompt_tokens)
+        slots = self.kv.available - self._routed.reserved - self._probes.reserved
+        batcher.plan(builder, budget - builder.prompt_tokens, slots)
         self._probes.plan(builder)
 
-    def _forecast(self) -> Forecast:
-        """The need of everything that has been admitted."""
-        forecast = Forecast(self.kv.table, self._batcher.quantum)
-        self._batcher.add_to(forecast)
-        self._routed.add_to(forecast)
-        return forecast
+    def _ledger(self) -> Ledger:
+        """A ledger with everything that has been admitted."""
+        ledger = self._admission.ledger()
+        self._batcher.add_to(ledger)
+        self._routed.add_to(ledger)
+        return ledger
+
+    def _joining(self, waiting: Iterator[int]) -> Joining:
+        return self._batching.joining(self._batcher.running, waiting)
 
     def _requeue(self, samples: list[Sequence]) -> None:
         self._queue.add_again(samples)
+        self._queue.freed()
 
     def _make(self, request: Request, owner: Owner) -> list[Sequence]:
         prompt = np.asarray(request.prompt, dtype=np.int32)
@@ -209,63 +244,6 @@ class Scheduler:
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}
         return sequences
-
-    def _malformed(self, op: Advance) -> Failure | None:
-        """What is wrong with a router's step, whatever the load."""
-        invalid = FailureCode.INVALID_ARGUMENT
-        if len(op.start_chunks) != len(op.start):
-            problem = f"{len(op.start)} sequences with {len(op.start_chunks)} pieces of prompts"
-            return Failure(-1, invalid, problem)
-        new: set[int] = set()
-        for request in op.start:
-            first, *others = request.sequence_ids
-            if others:
-                problem = f"a router's request is one sequence, not {len(others) + 1}"
-                return Failure(first, invalid, problem)
-            if first in new or first in self._sequences:
-                return Failure(first, invalid, f"sequence {first} exists already")
-            if problem := self._never_fits(request):
-                return Failure(first, invalid, problem)
-            new.add(first)
-        for sequence_id in op.resume:
-            sequence = self._sequences.get(sequence_id)
-            if sequence is None or sequence.dead or sequence.owner is not Owner.ROUTER:
-                problem = f"sequence {sequence_id} is not a router's"
-                return Failure(sequence_id, invalid, problem)
-        return None
-
-    def _too_much(self, op: Advance) -> Failure | None:
-        """Why a router can't have promised so much to its clients."""
-        need, slots = sum(map(_bound, op.start)), self.limits.slots
-        waiting = self._routed.waiting_tokens
-        if need > slots or waiting + need > _MOST_WAITING * slots:
-            problem = (
-                f"the batch needs {need} tokens of KV cache, and requests that wait {waiting};"
-                f" there are {slots} (--max-batch-total-tokens)"
-            )
-            return Failure(-1, FailureCode.RESOURCE_EXHAUSTED, problem)
-        return None
-
-    def _never_fits(self, request: Request) -> str:
-        """Why a request is impossible even if nothing else runs, or nothing."""
-        samples, limits = len(request.sequence_ids), self.limits
-        new_tokens = request.stopping.max_new_tokens
-        if not request.prompt or new_tokens < 1:
-            return "a request needs at least one prompt token and one new token"
-        length = len(request.prompt) + new_tokens
-        if length > limits.max_positions:
-            return (
-                f"prompt and new tokens are {length}; at most {limits.max_positions} are possible"
-            )
-        # Each sample but the first computes the last prompt token again.
-        need = _bound(request) + (samples - 1) * new_tokens
-        if need > limits.slots:
-            return f"the request needs {need} tokens of KV cache; there are {limits.slots}"
-        if samples > limits.max_rows:
-            return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
-        if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
-            return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"
-        return ""
 
     def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
         sequence.keep = sequence.keep and token >= 0
@@ -278,9 +256,10 @@ class Scheduler:
             self._end(sequence)
             return
         finish = sequence.append(token, now)
-        if len(sequence.outputs) == 1:
-            settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
-            self._batcher.prompt_settled(sequence)
+        if not sequence.proven:
+            if len(sequence.outputs) == 1:
+                settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
+            self._batcher.inputs_proven(sequence)
         settled.sequence_ids.append(sequence.id)
         settled.token_ids.append(token)
         settled.finishes.append(finish)
@@ -288,48 +267,53 @@ class Scheduler:
             self._end(sequence)
 
     def _drop_late(self, now: int) -> None:
-        """End what has run out of time."""
+        """End sequences whose deadline or time limit has passed."""
         for sequence_id in self._deadlines.passed(now):
             sequence = self._sequences.get(sequence_id)
             if sequence is None or sequence.dead:
                 continue
-            deadline = sequence.request.deadline_at
-            if deadline is not None and now >= deadline:
+            request = sequence.request
+            if _passed(request.deadline_at, now):
                 problem = "the deadline passed"
                 failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
                 self._events.failures.append(failure)
-            elif sequence.launched:
-                # The next token ends it.
-                continue
-            else:
+                self._end(sequence)
+            elif _passed(request.stopping.time_limit_at, now):
+                if sequence.launched:
+                    # The next token ends it.
+                    continue
                 self._events.sequence_ids.append(sequence.id)
                 self._events.token_ids.append(-1)
                 self._events.finishes.append(FinishCode.TIME_LIMIT)
-            self._end(sequence)
+                self._end(sequence)
+            elif not sequence.began_at:
+                self._give_up(request, now, "calls take longer than that now")
 
     def _drop_hopeless(self, now: int) -> None:
-        """End what can't have its first token in time, before it costs one."""
+        """End sequences that can't have their first token in time, before it costs anything."""
         new, self._new = self._new, []
-        # Those in the middle of the queue were looked at when they came, and will be at their turn.
+        # Others in the queue were checked when they came, and will be again at its head.
         for sequence in (*new, *self._queue.head[:1], *self._batcher.prefilling):
             deadline = sequence.request.deadline_at
-            if sequence.dead or deadline is None:
+            if sequence.dead or sequence.outputs or deadline is None:
                 continue
-            if now + self._pace.least(sequence.prompt_length) <= deadline:
+            if now + self._pace.least(sequence.needed) <= deadline:
                 continue
-            least = self._pace.least(sequence.prompt_length - self.kv.known(sequence))
-            if now + least <= deadline:
-                continue
-            problem = (
-                f"the deadline can't be met any more: it is {max(deadline - now, 0) / 1e9:.3f} s"
-                f" away, and the prompt takes {least / 1e9:.3f} s at the least"
-            )
-            for sequence_id in sequence.request.sequence_ids:
-                other = self._sequences.get(sequence_id)
-                if other is not None and not other.dead:
-                    failure = Failure(other.id, FailureCode.DEADLINE_EXCEEDED, problem)
-                    self._events.failures.append(failure)
-                    self._end(other)
+            least = self._pace.least(sequence.needed - self.kv.known(sequence))
+            if now + least > deadline:
+                why = f"the prompt takes {least / 1e9:.3f} s at the least"
+                self._give_up(sequence.request, now, why)
+
+    def _give_up(self, request: Request, now: int, why: str) -> None:
+        """End all samples of a request that would be late."""
+        left = max((request.deadline_at or now) - now, 0) / 1e9
+        problem = f"the deadline can't be met any more: it is {left:.3f} s away, and {why}"
+        for sequence_id in request.sequence_ids:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None and not sequence.dead:
+                failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
+                self._events.failures.append(failure)
+                self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.dead:
@@ -341,6 +325,7 @@ class Scheduler:
             self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
+        self._admission.ended(sequence)
         self.kv.release(sequence)
         self._rows.give_back(sequence)
         for planner in (self._batcher, self._routed, self._probes):
@@ -351,6 +336,5 @@ class Scheduler:
         sequence.leave()
 
 
-def _bound(request: Request) -> int:
-    """Slots that a request's first sample may come to need."""
-    return len(request.prompt) + request.stopping.max_new_tokens - 1
+def _passed(moment: int | None, now: int) -> bool:
+    return moment is not None and now >= moment

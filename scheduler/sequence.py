@@ -1,4 +1,4 @@
-"""One sample of a request: how far it has come."""
+"""One sample of a request, and its progress."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Owner(Enum):
     BATCHER = auto()
     #: A router, by `Advance`.
     ROUTER = auto()
-    #: Nobody has to: a liveness probe runs at once, in a row that is kept for it.
+    #: The scheduler: a liveness probe runs at once, in a row that is reserved for it.
     PROBE = auto()
 
 
 class Counted:
-    """A sequence's number in one of the table's columns."""
+    """An int of a sequence that lies in a column of the table."""
 
     def __init__(self, meaning: str) -> None:
         self.__doc__ = meaning
@@ -41,13 +41,19 @@ class Counted:
 
 
 class Sequence:
-    """One sample's tokens, and the keys and values it holds.
+    """One sample's tokens, and the slots of its keys and values.
 
     Its positions are prompt, then outputs. `computed` of them have their keys and values written or
-    under way; `launched` outputs have been sampled or are being sampled.
+    being written; `launched` outputs have been sampled or are being sampled. `needed` positions
+    must be computed before the next output can be sampled: those of the prompt, and of a sequence
+    that was preempted also those of the outputs that it had.
 
     Args:
-        table: holds what is counted, at `place`, until `leave`.
+        request: prompt, sampling and stopping.
+        stream: which of the request's samples.
+        prompt: the request's, as an array that all samples share.
+        table: has the columns, at `place`, until `leave`.
+        owner: decides when it is stepped.
     """
 
     __slots__ = (
@@ -58,12 +64,13 @@ class Sequence:
         "extents",
         "finish",
         "id",
+        "inputs",
         "keep",
         "node",
         "outputs",
         "owner",
         "place",
-        "prompt",
+        "proven",
         "request",
         "stream",
         "table",
@@ -81,21 +88,25 @@ class Sequence:
         self.request = request
         self.owner = owner
         self.stream = stream
-        self.prompt = prompt
         self.table = table
         self.place = table.take()
-        table.prompt[self.place] = len(prompt)
-        table.most[self.place] = request.stopping.max_new_tokens
+        #: [needed] the tokens at the positions that must be computed.
+        self.inputs = prompt
+        table.needed[self.place] = self.needed
+        table.bound[self.place] = self.bound
+        #: An output has been sampled after all of `inputs` had been computed.
+        self.proven = False
         #: Its place in the queue within its priority.
         self.arrival = 0
         self.outputs: list[int] = []
-        #: Prompt tokens that were found in the tree.
+        #: Prompt tokens that were found in the tree when it was first admitted.
         self.cached = 0
+        #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
         #: Ended, aborted or failed: nothing more is planned, and what comes back is dropped.
         self.dead = False
-        #: Whether what it computed is fit for the tree.
+        #: False once it has computed NaN or Inf, which must not get into the tree.
         self.keep = True
         #: The locked tree node that ends its shared prefix, of `shared` tokens.
         self.node: Node | None = None
@@ -103,12 +114,24 @@ class Sequence:
         self.extents: list[Extent] = []
 
     def leave(self) -> None:
-        """Give the place in the table back: nobody has this sequence any more."""
+        """Give the place in the table back: the sequence has ended and has no slots."""
         self.table.give_back(self.place)
         self.place = 0
 
+    def restart(self) -> None:
+        """Begin anew after a preemption: all tokens so far must be computed again.
+
+        It has no step in flight and no slots.
+        """
+        assert not self.in_flight
+        assert self.node is None
+        self.inputs = self.all_tokens(self.length)
+        self.proven = False
+        self.table.needed[self.place] = self.needed
+        self.computed = self.shared = 0
+
     row = Counted("The executor's row; -1: none.")
-    computed = Counted("Positions whose keys and values are written, or under way.")
+    computed = Counted("Positions whose keys and values are written, or being written.")
     shared = Counted("Of these, the first ones that are in the tree.")
     launched = Counted("Outputs that have been sampled or are being sampled.")
     in_flight = Counted("Steps launched and not settled.")
@@ -116,40 +139,57 @@ class Sequence:
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
-        return len(self.prompt)
+        return len(self.request.prompt)
+
+    @property
+    def needed(self) -> int:
+        """Positions that must be computed before an output can be sampled."""
+        return len(self.inputs)
+
+    @property
+    def bound(self) -> int:
+        """Positions that will be computed at most: the last token's keys are never written."""
+        return len(self.request.prompt) + self.request.stopping.max_new_tokens - 1
 
     @property
     def length(self) -> int:
         """Tokens known to exist: prompt and settled outputs."""
-        return len(self.prompt) + len(self.outputs)
+        return len(self.request.prompt) + len(self.outputs)
 
     @property
-    def bound(self) -> int:
-        """Slots that it may come to need: the last token's keys and values are never written."""
-        return len(self.prompt) + self.request.stopping.max_new_tokens - 1
+    def to_compute(self) -> int:
+        """While it prefills: positions to launch before an output can be sampled."""
+        return len(self.inputs) - self.computed
 
     @property
     def prefilling(self) -> bool:
-        """Whether part of the prompt has yet to be launched."""
-        return self.computed < len(self.prompt)
+        """Whether there are such positions."""
+        return self.computed < len(self.inputs)
 
     @property
-    def exhausted(self) -> bool:
-        """Whether its last allowed token has been launched."""
-        return self.launched >= self.request.stopping.max_new_tokens
+    def scored(self) -> bool:
+        """Whether log probabilities of the prompt's tokens are wanted of the next steps."""
+        return self.request.prompt_logprobs and self.stream == 0 and not self.outputs
 
     @property
-    def held(self) -> int:
-        """Private slots."""
+    def private(self) -> int:
+        """Slots that are not in the tree."""
         return self.computed - self.shared
 
     def all_tokens(self, n: int) -> Tokens:
-        """The first `n` tokens of prompt and outputs."""
-        outputs = np.asarray(self.outputs, dtype=np.int32)
-        return np.concatenate((self.prompt, outputs))[:n]
+        """[n] the first tokens of prompt and outputs, int32."""
+        since = self.outputs[len(self.inputs) - self.prompt_length :]
+        return np.concatenate((self.inputs, np.asarray(since, dtype=np.int32)))[:n]
 
     def append(self, token: int, now: int) -> FinishCode:
-        """Note a sampled token; whether it ends the sequence, and why."""
+        """Add a sampled token.
+
+        Args:
+            token: its id.
+            now: in nanoseconds, for the time limit.
+
+        Returns why it ends the sequence, or RUNNING.
+        """
         self.outputs.append(token)
         self.finish = self._finish(token, now)
         return self.finish

@@ -1,9 +1,9 @@
 """KV slots, contiguous first.
 
-A slot holds the keys and values of one token. Sequences grow by a slot a step, and attention over
+A slot has the keys and values of one token. Sequences grow by one slot per step, and attention over
 one run of adjacent slots is several times cheaper than over scattered ones, so an allocation takes
-*room*: adjacent slots that are set aside for its growth. Room is a wish, not a claim: it counts as
-free, and the largest rooms are halved when others need the space.
+*room*: adjacent slots that are set aside for its growth. Room is not guaranteed: it counts as free,
+and the largest rooms are halved when others need the space.
 
     |  prompt  | grown | room ... |  prompt  | grown | room .......... |   free   |
     first      ----used-->        first
@@ -22,13 +22,13 @@ _FIRST_EXTENTS = 64
 
 
 class OutOfSlots(Exception):
-    """More slots were asked for than are free. Admission makes this impossible."""
+    """More slots are wanted than are free."""
 
 
 class Extent:
     """A run of slots that hold positions `position` to `position + used` of one sequence.
 
-    What it knows is in its allocator's columns, at `at`, so that many can grow at once.
+    Its numbers are in the allocator's columns, at `at`, so that many can grow at once.
     """
 
     __slots__ = ("_of", "at")
@@ -39,7 +39,7 @@ class Extent:
 
     @property
     def position(self) -> int:
-        """Of the first slot."""
+        """The position of the first slot."""
         return int(self._of.positions[self.at])
 
     @property
@@ -49,7 +49,7 @@ class Extent:
 
     @property
     def used(self) -> int:
-        """Slots that hold something."""
+        """Slots of positions."""
         return int(self._of.used[self.at])
 
     @property
@@ -67,24 +67,24 @@ class Extent:
 
 
 class SlotAllocator:
-    """Hands out slots 0 to total - 1."""
+    """Allocates slots 0 to total - 1."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        #: Slots that can be had: unused ones, rooms included.
+        #: Slots that can be allocated: unused ones, rooms included.
         self.free = total
         #: Free intervals without rooms: where they start, their lengths, and both by length.
         self._starts = [0] if total else []
         self._length = {0: total} if total else {}
         self._by_length = [(total, 0)] if total else []
-        #: What extents are, by `Extent.at`; 0 is nobody's.
+        #: The extents, by `Extent.at`; 0 is none.
         self._columns = np.zeros((4, _FIRST_EXTENTS), np.int64)
         self._unnamed = list(range(_FIRST_EXTENTS - 1, 0, -1))
         self._name_columns()
 
     @property
     def unclaimed(self) -> int:
-        """Free slots that are nobody's room."""
+        """Free slots that are not set aside as room."""
         return self.free - int(self.rooms.sum())
 
     @property
@@ -145,7 +145,7 @@ class SlotAllocator:
         return slots
 
     def release(self, extent: Extent) -> None:
-        """Free an extent whole. It is gone."""
+        """Free all slots of an extent, and its room."""
         self.free += extent.used
         self._insert(extent.first, extent.used + extent.room)
         self.drop(extent)

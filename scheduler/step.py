@@ -1,4 +1,4 @@
-"""A step: planners add rows, which are put into columns once."""
+"""One step: planners add rows, which are put into columns once."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _NOBODY: Ints = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the plan, and whose rows it is about."""
+    """One step: the plan, and the sequences that its rows belong to."""
 
     plan: StepPlan
-    #: [B] by row of the plan: sequences, and their places in the table.
+    #: [B], by row of the plan: sequences, and their places in the table.
     sequences: list[Sequence]
     places: Ints
-    #: Tokens of prompts in it.
+    #: Tokens of prompts (or of preempted sequences) in it.
     prompt_tokens: int
-    #: When, in nanoseconds.
+    #: Time of planning, in nanoseconds.
     planned_at: int
 
     @cached_property
     def sampled(self) -> list[Sequence]:
-        """Those of which a token is sampled, in order."""
+        """The sequences of which a token is sampled, in order."""
         return [self.sequences[row] for row in np.flatnonzero(self.plan.r_samples)]
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Tokens of a prompt."""
+    """Some of the tokens that a sequence needs computed, and their slots."""
 
     sequence: Sequence
     start: int
@@ -46,27 +46,28 @@ class _Piece:
 
     @property
     def tokens(self) -> Tokens:
-        return self.sequence.prompt[self.start : self.start + len(self.slots)]
+        return self.sequence.inputs[self.start : self.start + len(self.slots)]
 
     @property
     def scored(self) -> bool:
-        return self.sequence.request.prompt_logprobs and self.sequence.stream == 0
+        return self.sequence.scored
 
     @property
     def following(self) -> Tokens:
-        """What comes after each token of it, as far as the prompt goes."""
-        return self.sequence.prompt[self.start + 1 : self.start + 1 + len(self.slots)]
+        """The token after each of `tokens`, as far as the prompt goes."""
+        return self.sequence.inputs[self.start + 1 : self.start + 1 + len(self.slots)]
 
 
 class StepBuilder:
-    """A step in the making: planners add to it, `finish` puts it into columns.
+    """Collects the rows of a step; `finish` puts them into columns.
 
     Args:
+        kv: gives the slots.
         now: in nanoseconds.
     """
 
     def __init__(self, kv: KV, now: int) -> None:
-        #: Prompt tokens so far.
+        #: Tokens of prompts (or of preempted sequences) so far.
         self.prompt_tokens = 0
         self._kv = kv
         self._now = now
@@ -75,35 +76,28 @@ class StepBuilder:
         self._slots: list[Slots] = []
         self._pieces: list[_Piece] = []
 
-    def decode(self, sequences: list[Sequence], places: Ints) -> int:
-        """The next token of sequences whose prompts have been launched; for how many is no slot.
+    def decode(self, sequences: list[Sequence], places: Ints) -> None:
+        """Add the next token of sequences whose needed positions have all been launched.
 
         Args:
-            sequences: each once, and none twice in a step.
-            places: theirs in the table.
+            sequences: each at most once per step.
+            places: [n] int64, their places in the table.
+
+        Raises:
+            OutOfSlots: fewer slots than sequences are available.
         """
         kv, table = self._kv, self._kv.table
         others, slots = kv.extend_each(places)
-        stalled = []
         for at in others.tolist():
-            # Admission makes it impossible that there is none; if it is not, pausing beats failing.
-            if kv.available:
-                slots[at] = kv.extend(sequences[at], 1)[0]
-            else:
-                stalled.append(at)
-        if stalled:
-            places, slots = np.delete(places, stalled), np.delete(slots, stalled)
-            left_out = set(stalled)
-            sequences = [s for at, s in enumerate(sequences) if at not in left_out]
+            slots[at] = kv.extend(sequences[at], 1)[0]
         table.computed[places] += 1
         table.launched[places] += 1
         self._decoding += sequences
         self._places.append(places)
         self._slots.append(slots)
-        return len(stalled)
 
     def prompt(self, sequence: Sequence, n: int) -> None:
-        """The next `n` prompt tokens of a sequence."""
+        """Add the next `n` tokens that a sequence needs computed."""
         sequence.began_at = sequence.began_at or self._now
         start = sequence.computed
         slots = self._kv.extend(sequence, n)
@@ -118,11 +112,12 @@ class StepBuilder:
         return not (self._decoding or self._pieces)
 
     def finish(self, number: int, fresh: list[Sequence], freed: list[int]) -> Step:
-        """The step of this number.
+        """Make the plan.
 
         Args:
+            number: of the step.
             fresh: sequences that got a row since the last step.
-            freed: rows that were given back since.
+            freed: rows that were given back since then.
         """
         ones = [piece for piece in self._pieces if len(piece.slots) == 1]
         longer = [piece for piece in self._pieces if len(piece.slots) > 1]
@@ -145,7 +140,7 @@ class StepBuilder:
             new=len(fresh),
             prefix=sum(map(len, prefixes)),
         )
-        asks = [NewRow(sequence.request, sequence.stream) for sequence in fresh]
+        asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
         self._fill_rows(plan, places, longer)
         self._fill_tokens(plan, ones, longer, order)
@@ -169,7 +164,7 @@ class StepBuilder:
         if longer:
             plan.r_tokens[-len(longer) :] = [len(piece.slots) for piece in longer]
         np.subtract(ends, plan.r_tokens, out=plan.r_start, casting="same_kind")
-        np.greater_equal(ends, table.prompt[places], out=plan.r_samples)
+        np.greater_equal(ends, table.needed[places], out=plan.r_samples)
         # `launched` counts this step's token already.
         plan.r_output[:] = table.launched[places] - 1
         plan.r_scored[:] = 0
@@ -177,7 +172,7 @@ class StepBuilder:
     def _fill_tokens(
         self, plan: StepPlan, ones: list[_Piece], longer: list[_Piece], order: Ints
     ) -> None:
-        """`order`: of rows with one token, which come from those that decode and from `ones`."""
+        """`order`: [n] of the rows with one token: decoding sequences, then `ones`."""
         singles = len(order)
         slots = _joined([*self._slots, *(one.slots for one in ones)] if ones else self._slots)
         plan.t_slot[:singles] = slots[order]
@@ -193,7 +188,7 @@ class StepBuilder:
             np.concatenate(parts, out=plan.t_slot[singles:], casting="same_kind")
 
     def _scored(self, ones: list[_Piece], longer: list[_Piece], order: Ints) -> dict[int, Tokens]:
-        """By row, rising: the tokens that follow those whose probabilities are asked for."""
+        """By row, ascending: the tokens after those whose log probabilities are asked for."""
         if not any(piece.scored for piece in self._pieces):
             return {}
         row_of = order.argsort()[len(order) - len(ones) :]

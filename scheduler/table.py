@@ -1,7 +1,7 @@
-"""What all sequences have come to, in columns: a step of hundreds of rows is a few operations.
+"""The state of all sequences, in columns: a step of hundreds of rows takes a few operations.
 
 A sequence has a place in every column from its beginning to its end; `Sequence` reads and writes
-its own by name. Place 0 is nobody's, and all zeros.
+its own by name. Place 0 belongs to no sequence, and is all zeros.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ class Table:
     __slots__ = (
         "_columns",
         "_free",
+        "bound",
         "computed",
         "in_flight",
         "launched",
-        "most",
-        "prompt",
+        "needed",
         "row",
         "shared",
         "tail",
     )
 
-    #: Positions whose keys and values are written, or under way.
+    #: Positions whose keys and values are written, or being written.
     computed: Ints
     #: Of these, the first ones that are in the tree.
     shared: Ints
-    #: Tokens of the prompt.
-    prompt: Ints
-    #: Output tokens that have been sampled, or are being sampled, and how many may be.
+    #: Positions that must be computed before a token can be sampled.
+    needed: Ints
+    #: Positions that will be computed at most.
+    bound: Ints
+    #: Output tokens that have been sampled, or are being sampled.
     launched: Ints
-    most: Ints
     #: Steps launched and not settled.
     in_flight: Ints
     #: The executor's row; -1: none.
@@ -52,7 +53,7 @@ class Table:
         self._name_columns()
 
     def take(self) -> int:
-        """A place, all zeros but for the row."""
+        """A free place: zeros, and no row."""
         if not self._free:
             places = self._columns.shape[1]
             self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
@@ -64,16 +65,16 @@ class Table:
         return place
 
     def give_back(self, place: int) -> None:
-        """A sequence is gone."""
+        """Free the place of a sequence that has ended."""
         self._free.append(place)
 
     def _name_columns(self) -> None:
         (
             self.computed,
             self.shared,
-            self.prompt,
+            self.needed,
+            self.bound,
             self.launched,
-            self.most,
             self.in_flight,
             self.row,
             self.tail,

@@ -1,4 +1,4 @@
-"""What the scheduler is given, and what it tells of a step."""
+"""What the scheduler gets, and what it reports of a step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tokenpod.core.messages import Failure, FinishCode, Started
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine has."""
+    """The engine's resources."""
 
-    #: KV slots, without those that are kept for liveness probes.
+    #: KV slots, without those that are reserved for liveness probes.
     slots: int
     #: Sequences that can hold a row of the executor at once, without a probe's.
     max_rows: int
@@ -19,7 +19,7 @@ class Limits:
     max_positions: int
     #: Prompt tokens that one step takes.
     prefill_tokens: int
-    #: Keep keys and values of prompts for later ones that begin alike.
+    #: Keep keys and values for later prompts with the same prefix.
     prefix_caching: bool = True
 
 
@@ -28,15 +28,15 @@ class Advanced:
     """A router's step is complete."""
 
     id: int
-    #: Prompt tokens that its sequences have yet to be given, by sequence id.
+    #: Prompt tokens that its sequences have yet to compute, by sequence id.
     behind: dict[int, int]
-    #: Sequences that were not given what was asked for: no row, or not enough of the budget.
+    #: Sequences that did not get all that was asked for: no row, or not enough of the budget.
     waiting: list[int]
 
 
 @dataclass(slots=True)
 class Settled:
-    """What a step brought, or what happened without one. The first three lists are parallel."""
+    """The outcome of a step, or what happened without one. The first three lists are parallel."""
 
     sequence_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

@@ -156,14 +156,17 @@ class ServerSettings(BaseSettings):
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _setting(
         "auto",
         Group.MEMORY,
-        "Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and a scale a head, on a GPU of"
+        "Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of"
         " compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact.",
     )
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto", Group.MODEL, "Where the model runs. auto: a GPU if there is one."
     )
     threads: int = _setting(
-        0, Group.MODEL, "CPU threads of the model. 0: one a core, less one for the front end.", ge=0
+        0,
+        Group.MODEL,
+        "CPU threads of the model. 0: one per core, less one for the front end.",
+        ge=0,
     )
 
     hostname: str = _setting(
@@ -406,7 +409,7 @@ class ServerSettings(BaseSettings):
     auth_token_file: FilePath | None = _setting(
         None,
         Group.SECURITY,
-        "Accept only calls with one of these bearer tokens, one a line; read again on change.",
+        "Accept only calls with one of these bearer tokens, one per line; read again on change.",
     )
 
     otlp_endpoint: str | None = _setting(

@@ -95,10 +95,13 @@ def test_mermaid_pictures_begin_with_their_kind_and_close_their_boxes(page: Path
         assert opened == lines.count("end")
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
-def test_python_blocks_compile(name: str) -> None:
-    for code in blocks(ROOT / name, "python"):
+def test_python_blocks_compile() -> None:
+    # The demo model's card shows what the model writes.
+    pages = [page for page in PAGES if "demo" not in page.parts]
+    found = [code for page in pages for code in blocks(page, "python")]
+    for code in found:
         ast.parse(code)
+    assert found
 
 
 def test_commands_in_pages_exist_with_their_flags() -> None:

@@ -1,133 +1,140 @@
-"""What a request's record tells: latencies, percentiles of them, and whether they were in bounds.
-
-| name | meaning, in seconds |
-|---|---|
-| ttft | from when the request was due until its first message with tokens, any sample's |
-| itl  | between two messages with tokens of one sample, one value a gap whatever they hold |
-| tpot | of one sample: from its first message to its last, over the tokens after the first one |
-| e2e  | from when the request was due until its status |
-"""
+"""What became of each request, the latencies that follow from it, and their percentiles."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenpod.cli.bench.messages import Record
-
 Floats = NDArray[np.float64]
 
-#: The latencies of a request, by name.
-LATENCIES = ("ttft", "itl", "tpot", "e2e")
+#: A message with tokens as `Record.stream` keeps it: when it came in seconds, how many tokens it
+#: had, of which sample.
+ARRIVAL = struct.Struct("=dII")
+_ARRIVALS = np.dtype([("time", np.float64), ("tokens", np.uint32), ("sample", np.uint32)])
+
+#: The latencies of a request by name, and how tables and pictures call them.
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "between messages",
+    "tpot": "time per output token",
+    "e2e": "end to end",
+}
+
+
+@dataclass
+class Record:
+    """One request. Times are seconds from the level's start, latencies seconds.
+
+    Args:
+        target: which server.
+        due: when it was to be sent; earlier than `sent` where the client could not keep up.
+        ended: when its status came.
+        code, detail: the status; UNFINISHED where an OK stream lacked a `finished`.
+        prompt_tokens, cached_tokens: as the server counted them; 0 before it did.
+        queue_s, first_token_s: as the server measured them, of sample 0; NaN if it did not.
+        stream: the messages with tokens, each as `ARRIVAL`.
+    """
+
+    index: int
+    target: int
+    due: float
+    sent: float
+    ended: float = math.nan
+    code: str = "OK"
+    detail: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    queue_s: float = math.nan
+    first_token_s: float = math.nan
+    stream: bytearray = field(default_factory=bytearray)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it succeeded."""
+        return self.code == "OK"
+
+    @property
+    def arrivals(self) -> np.ndarray:
+        """The messages with tokens: columns `time`, `tokens` and `sample`."""
+        return np.frombuffer(self.stream, _ARRIVALS)
+
+    @property
+    def messages(self) -> int:
+        """Messages with tokens that came."""
+        return len(self.arrivals)
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that came."""
+        return int(self.arrivals["tokens"].sum())
+
+    @property
+    def ttft(self) -> float:
+        """From when it was due until its first message with tokens, any sample's; NaN of none."""
+        return float(self.arrivals["time"][0]) - self.due if self.stream else math.nan
+
+    @property
+    def itl(self) -> Floats:
+        """Between two messages of one sample, one value per gap whatever they hold."""
+        return np.concatenate([np.zeros(0), *(np.diff(own["time"]) for own in self._samples)])
+
+    @property
+    def tpot(self) -> Floats:
+        """Of each sample: from its first message to its last, over the tokens after the first."""
+        after_first = [(own, int(own["tokens"][1:].sum())) for own in self._samples]
+        return np.array([np.ptp(own["time"]) / tokens for own, tokens in after_first if tokens])
+
+    @property
+    def e2e(self) -> float:
+        """From when it was due until its status."""
+        return self.ended - self.due
+
+    @property
+    def _samples(self) -> list[np.ndarray]:
+        came = self.arrivals
+        return [came[came["sample"] == sample] for sample in np.unique(came["sample"])]
+
+
+def within(bounds: Mapping[str, float], record: Record) -> bool:
+    """Whether no latency of a request exceeds its bound (by name, in seconds)."""
+    # NaN, the ttft of a request without tokens, is within no bound.
+    return all(np.all(getattr(record, name) <= bound) for name, bound in bounds.items())
+
+
+def values(records: Iterable[Record], name: str) -> Floats:
+    """Every value of a latency or another time of these requests, in seconds."""
+    return np.hstack([np.zeros(0), *(getattr(record, name) for record in records)])
+
+
+def total(records: Iterable[Record], name: str) -> int:
+    """The sum of one of their counts."""
+    return sum(getattr(record, name) for record in records)
 
 
 class Spread(msgspec.Struct, frozen=True):
     """How values are spread. Every percentile is a value that was observed; None: there is none."""
 
     count: int
-    mean: float | None
-    p50: float | None
-    p90: float | None
-    p95: float | None
-    p99: float | None
-    max: float | None
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
 
 
-def percentile(ordered: Floats, share: float) -> float:
-    """The least of `ordered` (ascending, not empty) that at least `share` of them don't exceed."""
-    # The product of a share and a count can be a hair above the whole number that is meant.
-    rank = math.ceil(share * len(ordered) - 1e-9)
-    return float(ordered[max(rank, 1) - 1])
-
-
-def spread(values: Floats | Sequence[float]) -> Spread:
+def spread(observed: Floats | Sequence[float]) -> Spread:
     """The spread of values; NaN is left out."""
-    ordered = np.sort(np.asarray(values, np.float64))
-    ordered = ordered[~np.isnan(ordered)]
-    if not len(ordered):
-        return Spread(0, None, None, None, None, None, None)
-    p50, p90, p95, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.95, 0.99))
-    return Spread(len(ordered), float(ordered.mean()), p50, p90, p95, p99, float(ordered[-1]))
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """One request's latencies, in seconds.
-
-    Args:
-        ttft: None if no token came.
-        itl: every gap, of all samples.
-        tpot: one a sample that had more than one message.
-        output_tokens: tokens that came.
-    """
-
-    ttft: float | None
-    itl: Floats
-    tpot: Floats
-    e2e: float
-    output_tokens: int
-
-    def worst(self, name: str) -> float:
-        """The latency that a bound is compared with: of several values the largest; 0 of none."""
-        if name == "ttft":
-            return math.inf if self.ttft is None else self.ttft
-        if name == "e2e":
-            return self.e2e
-        values = self.itl if name == "itl" else self.tpot
-        return float(values.max(initial=0.0))
-
-
-def latency(record: Record) -> Latency:
-    """The latencies of one request, failed or not."""
-    times = np.frombuffer(record.times, np.float64)
-    tokens = np.frombuffer(record.tokens, np.uint32)
-    samples = np.frombuffer(record.samples, np.uint32)
-    gaps, paces = [np.zeros(0)], []
-    for sample in np.unique(samples):
-        own = samples == sample
-        came = times[own]
-        gaps.append(np.diff(came))
-        after_first = int(tokens[own][1:].sum())
-        if after_first:
-            paces.append((came[-1] - came[0]) / after_first)
-    return Latency(
-        ttft=float(times[0]) - record.due if len(times) else None,
-        itl=np.concatenate(gaps),
-        tpot=np.asarray(paces, np.float64),
-        e2e=record.ended - record.due,
-        output_tokens=int(tokens.sum()),
-    )
-
-
-def within(bounds: Mapping[str, float], found: Latency) -> bool:
-    """Whether no latency of a request exceeds its bound (by name, in seconds)."""
-    return all(found.worst(name) <= bound for name, bound in bounds.items())
-
-
-def parse_bounds(text: str) -> dict[str, float]:
-    """`ttft=200ms,itl=50ms` as seconds by name. Raises ValueError that quotes the wrong part."""
-    bounds: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, bound = part.strip().partition("=")
-        if name not in LATENCIES:
-            raise ValueError(f"has {part.strip()!r}: write NAME=TIME, of {', '.join(LATENCIES)}")
-        bounds[name] = _seconds(part.strip(), bound)
-    return bounds
-
-
-def _seconds(part: str, text: str) -> float:
-    for unit, seconds in (("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            try:
-                value = float(text.removesuffix(unit)) * seconds
-            except ValueError:
-                break
-            if 0 < value < math.inf:
-                return value
-            break
-    raise ValueError(f"has {part!r}: the time must be above 0, as 200ms or 1.5s")
+    found = np.asarray(observed, np.float64)
+    found = found[~np.isnan(found)]
+    if not len(found):
+        return Spread(0)
+    # Nearest rank: the least value that at least such a part of all values does not exceed.
+    ranks = np.quantile(found, (0.5, 0.9, 0.95, 0.99, 1.0), method="inverted_cdf")
+    return Spread(len(found), float(found.mean()), *ranks.tolist())

@@ -2,160 +2,128 @@
 
 from __future__ import annotations
 
-import asyncio
+import subprocess
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cached_property
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
-import msgspec
+from tokenpod.cli.bench.figures import Record
+from tokenpod.cli.bench.messages import Begin, Level, Outcome, Plan, Progress
+from tokenpod.cli.remote import RemoteError
 
-from tokenpod.cli.bench.messages import (
-    HEAD_BYTES,
-    Answer,
-    Go,
-    Level,
-    Outcome,
-    Plan,
-    Progress,
-    Ready,
-    Record,
-    Request,
-    body_length,
-    decode_answer,
-    frame,
-)
-
-#: Seconds from the word to the start: enough for it to reach every worker.
+#: Seconds from telling the workers when to start until then: enough to reach all of them.
 _HEAD_START = 0.05
 
-AnswerType = TypeVar("AnswerType", bound=Answer)
-OnProgress = Callable[[int, int], None]
 
+@dataclass(frozen=True)
+class Measured:
+    """One level that has ended, with the outcome of each client process that took part."""
 
-class FleetError(Exception):
-    """A client process ended before its work; the text is for the operator."""
+    plan: Plan
+    level: Level
+    outcomes: list[Outcome]
 
+    @cached_property
+    def requests(self) -> list[Record]:
+        """Every request, in the order of their numbers."""
+        found = [record for outcome in self.outcomes for record in outcome.records]
+        return sorted(found, key=lambda record: record.index)
 
-@dataclass(frozen=True, slots=True)
-class ClientShare:
-    """What one client process spent: `cpu_seconds` of `wall_seconds`."""
+    @cached_property
+    def good(self) -> list[Record]:
+        """The requests that succeeded."""
+        return [record for record in self.requests if record.ok]
 
-    cpu_seconds: float
-    wall_seconds: float
+    @cached_property
+    def failed(self) -> list[Record]:
+        """The requests that did not."""
+        return [record for record in self.requests if not record.ok]
 
     @property
-    def busy(self) -> float:
-        """Computing time over time. Above 1: its threads ran at once."""
-        return self.cpu_seconds / self.wall_seconds if self.wall_seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One level: every request, in the order of their numbers, and what the clients spent.
-
-    Args:
-        lags: how late the clients' event loops came, in seconds.
-    """
-
-    level: Level
-    records: list[Record]
-    clients: list[ClientShare]
-    lags: list[float]
-
-
-@asynccontextmanager
-async def fleet(plan: Plan) -> AsyncIterator[Fleet]:
-    """Worker processes for a plan (whose `process` is ignored); gone when the block is left."""
-    workers: list[Process] = []
-    try:
-        for process in range(plan.processes):
-            # -P: nothing is imported from the working directory.
-            command = [sys.executable, "-P", "-m", "tokenpod.cli.bench.worker"]
-            # A group of its own: Ctrl-C is the command's to hear, also while a worker starts.
-            worker = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, process_group=0
-            )
-            workers.append(worker)
-            await _tell(worker, msgspec.structs.replace(plan, process=process))
-        yield Fleet(workers)
-        for worker in workers:
-            if worker.stdin:
-                worker.stdin.close()
-    except BaseException:
-        for worker in workers:
-            if worker.returncode is None:
-                worker.kill()
-        raise
-    finally:
-        for worker in workers:
-            await worker.wait()
+    def duration(self) -> float:
+        """Seconds from the start until the last request had ended."""
+        return max((record.ended for record in self.requests), default=0.0)
 
 
 class Fleet:
-    """Runs levels on its workers. Made by `fleet`."""
+    """A plan's worker processes, which end with the block that they are made for."""
 
-    def __init__(self, workers: list[Process]) -> None:
-        self._workers = workers
-        self._progress = [Progress(0, 0) for _ in workers]
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._workers: dict[Connection, subprocess.Popen[bytes]] = {}
 
-    async def run(self, level: Level, on_progress: OnProgress) -> Measured:
-        """Run one level to its end.
+    def __enter__(self) -> Fleet:
+        for _ in range(self._plan.options.processes):
+            own, theirs = Pipe()
+            # -P: nothing is imported from the working directory. A group of its own: Ctrl-C ends
+            # the command, which ends its workers.
+            command = [sys.executable, "-P", "-m", "tokenpod.cli.bench.worker"]
+            self._workers[own] = subprocess.Popen(command, stdin=theirs.fileno(), process_group=0)
+            theirs.close()
+            self._send(own, self._plan)
+        return self
 
-        Args:
-            on_progress: called with how many requests have ended and how many of them failed.
+    def __exit__(self, problem: object, *_: object) -> None:
+        for pipe, worker in self._workers.items():
+            pipe.close()
+            if problem:
+                worker.kill()
+        for worker in self._workers.values():
+            worker.wait()
 
-        Raises FleetError.
+    def run(self, level: Level, on_progress: Callable[[int, int], None]) -> Measured:
+        """Run one level to its end. Raises RemoteError if a worker ends.
+
+        `on_progress` is called with how many requests have ended and how many of them failed.
         """
-        self._progress = [Progress(0, 0) for _ in self._workers]
-        await self._to_all(level)
-        await asyncio.gather(*(self._expect(i, Ready) for i in range(len(self._workers))))
-        await self._to_all(Go(time.monotonic() + _HEAD_START))
-        waits = (self._outcome(i, on_progress) for i in range(len(self._workers)))
-        outcomes = await asyncio.gather(*waits)
-        records = [record for outcome in outcomes for record in outcome.records]
-        records.sort(key=lambda record: record.index)
-        clients = [ClientShare(o.cpu_seconds, o.wall_seconds) for o in outcomes if o.wall_seconds]
-        return Measured(level, records, clients, [lag for o in outcomes for lag in o.lags])
+        begins = divide(level, len(self._workers))
+        pipes = list(self._workers)[: len(begins)]
+        for pipe, begin in zip(pipes, begins, strict=True):
+            self._send(pipe, begin)
+        latest: dict[Connection, Progress] = {pipe: self._receive(pipe) for pipe in pipes}
+        start = time.monotonic() + _HEAD_START
+        for pipe in pipes:
+            self._send(pipe, start)
+        outcomes: dict[Connection, Outcome] = {}
+        while len(outcomes) < len(pipes):
+            for ready in wait([pipe for pipe in pipes if pipe not in outcomes]):
+                assert isinstance(ready, Connection)
+                answer = self._receive(ready)
+                if isinstance(answer, Outcome):
+                    outcomes[ready] = answer
+                    continue
+                latest[ready] = answer
+                ended = sum(each.ended for each in latest.values())
+                on_progress(ended, sum(each.failed for each in latest.values()))
+        return Measured(self._plan, level, [outcomes[pipe] for pipe in pipes])
 
-    async def _to_all(self, message: Request) -> None:
-        for worker in self._workers:
-            await _tell(worker, message)
-
-    async def _outcome(self, index: int, on_progress: OnProgress) -> Outcome:
-        while True:
-            answer = await self._read(index)
-            if isinstance(answer, Outcome):
-                return answer
-            if isinstance(answer, Progress):
-                self._progress[index] = answer
-                ended = sum(p.ended for p in self._progress)
-                on_progress(ended, sum(p.failed for p in self._progress))
-
-    async def _expect(self, index: int, kind: type[AnswerType]) -> AnswerType:
-        answer = await self._read(index)
-        assert isinstance(answer, kind), f"a worker says {answer!r}"
-        return answer
-
-    async def _read(self, index: int) -> Answer:
-        pipe = self._workers[index].stdout
-        assert pipe is not None
+    def _send(self, pipe: Connection, message: Plan | Begin | float) -> None:
         try:
-            return decode_answer(
-                await pipe.readexactly(body_length(await pipe.readexactly(HEAD_BYTES)))
-            )
-        except asyncio.IncompleteReadError as error:
-            status = await self._workers[index].wait()
-            raise FleetError(f"client process {index} ended with status {status}") from error
+            pipe.send(message)
+        except ConnectionError as error:
+            raise self._ended(pipe) from error
+
+    def _receive(self, pipe: Connection) -> Any:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._ended(pipe) from error
+
+    def _ended(self, pipe: Connection) -> RemoteError:
+        number, status = list(self._workers).index(pipe), self._workers[pipe].wait()
+        return RemoteError(f"client process {number} ended with status {status}")
 
 
-async def _tell(worker: Process, message: Request) -> None:
-    assert worker.stdin is not None
-    worker.stdin.write(frame(message))
-    try:
-        await worker.stdin.drain()
-    except ConnectionError as error:
-        raise FleetError(f"a client process ended with status {await worker.wait()}") from error
+def divide(level: Level, processes: int) -> list[Begin]:
+    """What the first processes begin, together all requests; the other processes have none."""
+    slots = level.load.concurrency
+    if slots is None:
+        return [Begin(level, process, processes) for process in range(processes)]
+    # A process without a slot could never send its requests: fewer processes take part.
+    active = min(processes, slots)
+    return [Begin(level, i, active, slots // active + (i < slots % active)) for i in range(active)]

@@ -1,139 +1,107 @@
-"""What the command and its worker processes tell each other, and how it is framed.
+"""Messages between the command and its worker processes, which pickle them.
 
-A frame is its length in 4 bytes, big-endian, and one struct in msgpack. A worker gets one `Plan`,
-then a `Begin` a level, each of which it answers with `Ready`; a `Go` it answers with any number of
-`Progress` and one `Outcome`. When its standard input ends, so does the worker.
+A worker receives one `Plan`, and a `Begin` for each level that it takes part in. It answers that
+with a `Progress` once its first requests are made, and receives the moment to start, of the
+system's monotonic clock, which all processes read. Any number of `Progress` and one `Outcome`
+follow. It ends when its pipe does.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import BinaryIO
+from typing import Literal
 
 import msgspec
 
-from tokenpod.cli.bench.arrivals import Load
-from tokenpod.cli.bench.asks import Prompts
+from tokenpod.cli.bench.figures import Record
+from tokenpod.cli.bench.flags import BenchOptions
+from tokenpod.cli.bench.prompts import Prompts
+from tokenpod.cli.remote import Remote
 
-_LENGTH = struct.Struct(">I")
 
-
-class Target(msgspec.Struct, frozen=True):
-    """How to reach the servers; as `Remote`, with any number of addresses.
+class Load(msgspec.Struct, frozen=True):
+    """The load of one level, as the report has it too.
 
     Args:
-        connections: HTTP/2 connections a process opens to each address.
+        mode: closed: so many clients, each of which sends its next request when its last one has
+            ended; open: requests arrive at random times, however slow the server is; replay: they
+            arrive when a workload file says, `request_rate` times as fast as it is written.
+        concurrency: requests in flight at most; one more waits, and its wait is measured. None: any
+            number.
+        request_rate: requests/s; None in a closed loop and for all at once.
+        burstiness: of an open loop: shape of the gamma distribution of the gaps. 1: a Poisson
+            process; less comes in bursts, more comes evenly.
     """
 
-    addresses: list[str]
-    token: str | None = None
-    tls: bool = False
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    connections: int = 1
+    mode: Literal["closed", "open", "replay"]
+    concurrency: int | None = None
+    request_rate: float | None = None
+    burstiness: float | None = None
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether every request is due at the start."""
+        return self.mode == "open" and self.request_rate is None
+
+    @property
+    def name(self) -> str:
+        """How a table names it."""
+        if self.mode == "closed":
+            return f"{self.concurrency} at a time"
+        return "all at once" if self.all_at_once else f"{self.request_rate:g} requests/s"
 
 
-class Sampling(msgspec.Struct, frozen=True):
-    """What every request has in common. None and 0 leave a field unset."""
+class Level(msgspec.Struct, frozen=True):
+    """One run under one load; `number` 0 is the warm-up.
 
-    ignore_eos: bool = True
-    temperature: float | None = None
-    top_p: float = 0.0
-    n: int = 1
-
-
-class Plan(msgspec.Struct, frozen=True, tag=True):
-    """All that a worker needs.
-
-    Args:
-        process, processes: which of how many this worker is.
-        deadline: seconds a request may take, or None.
-    """
-
-    process: int
-    processes: int
-    target: Target
-    prompts: Prompts
-    sampling: Sampling
-    seed: int
-    deadline: float | None
-
-
-class Level(msgspec.Struct, frozen=True, tag=True):
-    """One run under one load.
-
-    Args:
-        number: 0 is the warm-up.
-        requests: how many to send, or None.
-        duration: seconds in which to send them, or None; those in flight are waited for.
+    It sends so many `requests`, if that is not None, within `duration` seconds, if that is not
+    None; those in flight then are waited for.
     """
 
     number: int
     load: Load
     requests: int | None
-    duration: float | None
+    duration: float | None = None
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The first requests of a level are made."""
+class Plan(msgspec.Struct, frozen=True):
+    """All that is to be done.
 
-
-class Go(msgspec.Struct, frozen=True, tag=True):
-    """Begin at this moment of the system's monotonic clock, which all processes share."""
-
-    at: float
-
-
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    """How many requests of the level have ended so far, and how many of those failed."""
-
-    ended: int
-    failed: int
-
-
-class Record(msgspec.Struct, frozen=True, array_like=True):
-    """What became of one request. Times are seconds from the level's start.
-
-    Args:
-        due: when it was to be sent; earlier than `sent` where the client could not keep up.
-        ended: when its status came.
-        code: the status code's name; UNFINISHED where an OK stream lacked a `finished`.
-        detail: the status' message; "" for OK.
-        prompt_tokens, cached_tokens: as the server counted them; 0 before it did.
-        queue_s, first_token_s: as the server measured them, of sample 0; NaN if it did not.
-        times, tokens, samples: when each message with tokens came (float64), how many it held
-            (uint32), and of which sample (uint32).
+    The `remotes` take turns; `options` are as typed; `bounds` are for goodput, in seconds by
+    latency, and may be empty.
     """
 
-    index: int
-    target: int
-    due: float
-    sent: float
-    ended: float
-    code: str
-    detail: str
-    prompt_tokens: int
-    cached_tokens: int
-    queue_s: float
-    first_token_s: float
-    times: bytes
-    tokens: bytes
-    samples: bytes
-
-    @property
-    def ok(self) -> bool:
-        """Whether it succeeded."""
-        return self.code == "OK"
+    remotes: list[Remote]
+    options: BenchOptions
+    prompts: Prompts
+    seed: int
+    ignore_eos: bool
+    levels: list[Level]
+    bounds: dict[str, float]
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True):
-    """A worker's share of a level.
+class Begin(msgspec.Struct, frozen=True):
+    """The next level. The worker sends the requests `first`, `first + step`, ... of it.
 
-    Args:
-        cpu_seconds: what the process computed, all threads together.
-        wall_seconds: from the start until its last request had ended.
-        lags: how late its event loop came, in seconds, every so often.
+    It may have `slots` of them in flight; None: any number.
+    """
+
+    level: Level
+    first: int = 0
+    step: int = 1
+    slots: int | None = None
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How many requests of the level have ended so far, and how many of those failed."""
+
+    ended: int = 0
+    failed: int = 0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """A worker's part of a level, from the start until its last request had ended.
+
+    `cpu_seconds` is of all its threads, `lags` are how late its event loop was, in seconds.
     """
 
     records: list[Record]
@@ -141,37 +109,7 @@ class Outcome(msgspec.Struct, frozen=True, tag=True):
     wall_seconds: float
     lags: list[float]
 
-
-Request = Plan | Level | Go
-Answer = Ready | Progress | Outcome
-
-
-def frame(message: Request | Answer) -> bytes:
-    """A message as it is sent."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def body_length(head: bytes) -> int:
-    """Bytes that follow a frame's first `HEAD_BYTES`."""
-    (length,) = _LENGTH.unpack(head)
-    return int(length)
-
-
-#: Bytes of a frame before its body.
-HEAD_BYTES = _LENGTH.size
-
-
-def read_request(pipe: BinaryIO) -> Request | None:
-    """The next message for a worker; None when the pipe has ended."""
-    head = pipe.read(HEAD_BYTES)
-    if len(head) < HEAD_BYTES:
-        return None
-    request: Request = msgspec.msgpack.decode(pipe.read(body_length(head)), type=Request)
-    return request
-
-
-def decode_answer(body: bytes) -> Answer:
-    """A worker's message."""
-    answer: Answer = msgspec.msgpack.decode(body, type=Answer)
-    return answer
+    @property
+    def busy(self) -> float:
+        """CPU time over time. Above 1: its threads ran at once."""
+        return self.cpu_seconds / self.wall_seconds if self.wall_seconds else 0.0

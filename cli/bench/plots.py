@@ -8,67 +8,52 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tokenpod.cli.bench.figures import LATENCIES, latency
+from tokenpod.cli.bench.figures import LATENCIES, Record, values
 from tokenpod.cli.bench.fleet import Measured
-from tokenpod.cli.bench.messages import Record
-from tokenpod.cli.bench.report import LevelReport, latency_values
+from tokenpod.cli.bench.report import LevelReport
 
-_TITLES = {
-    "ttft": "Time to first token",
-    "itl": "Between two messages of a stream",
-    "tpot": "Time per output token",
-    "e2e": "End to end",
-}
 _DPI = 130
 #: Of a timeline: bins at most, and seconds of one at least.
 _BINS, _BIN_SECONDS = 120, 0.1
 
 
-def plot(folder: Path, levels: list[tuple[str, Measured, LevelReport]]) -> list[Path]:
+def plot(folder: Path, levels: list[tuple[Measured, LevelReport]]) -> list[Path]:
     """Write every picture that these levels allow into a folder that exists; their paths.
 
-    latency.png: how latencies are distributed. timeline.png, or timeline-1.png and so on for
-    several levels: requests in flight and output tokens/s over time. sweep.png, for several levels:
-    throughput and latencies over the load.
+    docs/benchmarking.md says what they show.
     """
-    pictures = {"latency.png": _distributions([(name, m) for name, m, _ in levels])}
-    for number, (name, measured, _) in enumerate(levels, 1):
-        suffix = f"-{number}" if len(levels) > 1 else ""
-        pictures[f"timeline{suffix}.png"] = _timeline(name, measured)
-    if len(levels) > 1:
-        pictures["sweep.png"] = _sweep([(name, report) for name, _, report in levels])
-    paths = []
+    several = len(levels) > 1
+    pictures = {"latency.png": _distributions([measured for measured, _ in levels])}
+    for number, (measured, _) in enumerate(levels, 1):
+        pictures[f"timeline-{number}.png" if several else "timeline.png"] = _timeline(measured)
+    if several:
+        pictures["sweep.png"] = _sweep([report for _, report in levels])
     for name, figure in pictures.items():
-        paths.append(folder / name)
-        figure.savefig(paths[-1], dpi=_DPI)
-    return paths
+        figure.savefig(folder / name, dpi=_DPI)
+    return [folder / name for name in pictures]
 
 
-def _distributions(levels: list[tuple[str, Measured]]) -> Figure:
+def _distributions(levels: list[Measured]) -> Figure:
     figure = Figure(figsize=(10, 7), layout="constrained")
-    axes = figure.subplots(2, 2).flat
-    values = [
-        (name, latency_values([latency(record) for record in measured.records if record.ok]))
-        for name, measured in levels
-    ]
-    for axis, kind in zip(axes, LATENCIES, strict=True):
-        for name, of_level in values:
-            if len(of_level[kind]):
-                axis.ecdf(of_level[kind] * 1e3, label=name)
-        axis.set(title=_TITLES[kind], xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
+    for axis, (kind, title) in zip(figure.subplots(2, 2).flat, LATENCIES.items(), strict=True):
+        for measured in levels:
+            found = values(measured.good, kind) * 1e3
+            if len(found):
+                axis.ecdf(found, label=measured.level.load.name)
+        axis.set(title=title.capitalize(), xlabel="ms", ylabel="share of values", ylim=(0, 1.02))
         _finish(axis)
     return figure
 
 
-def _timeline(name: str, measured: Measured) -> Figure:
+def _timeline(measured: Measured) -> Figure:
     figure = Figure(figsize=(10, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    above.set(title=name, ylabel="requests in flight")
+    above.set(title=measured.level.load.name, ylabel="requests in flight")
     below.set(xlabel="seconds", ylabel="output tokens/s")
-    if measured.records:
-        moments, flying = in_flight(measured.records)
+    if measured.requests:
+        moments, flying = in_flight(measured.requests)
         above.step(moments, flying, where="post")
-        edges, rate = token_rate(measured.records)
+        edges, rate = token_rate(measured.requests)
         below.stairs(rate, edges)
     for axis in (above, below):
         axis.set_ylim(bottom=0)
@@ -78,29 +63,24 @@ def _timeline(name: str, measured: Measured) -> Figure:
 
 def in_flight(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
     """Moments in seconds, and how many requests were in flight from each one on."""
-    sent = np.asarray([record.sent for record in records])
-    ended = np.asarray([record.ended for record in records])
-    moments = np.concatenate([sent, ended])
-    change = np.concatenate([np.ones(len(sent)), -np.ones(len(ended))])
+    moments = np.concatenate([values(records, "sent"), values(records, "ended")])
+    change = np.repeat([1.0, -1.0], len(records))
     order = np.argsort(moments, kind="stable")
     return moments[order], np.cumsum(change[order])
 
 
 def token_rate(records: list[Record]) -> tuple[np.ndarray, np.ndarray]:
     """Edges in seconds, and output tokens/s between two of them, failed requests' included."""
-    times = np.concatenate([np.frombuffer(record.times, np.float64) for record in records])
-    tokens = np.concatenate([np.frombuffer(record.tokens, np.uint32) for record in records])
-    end = max(record.ended for record in records)
+    came = np.concatenate([record.arrivals for record in records])
+    end = values(records, "ended").max()
     bins = max(1, min(_BINS, int(end / _BIN_SECONDS)))
-    counts, edges = np.histogram(times, bins, (0.0, end), weights=tokens.astype(np.float64))
+    counts, edges = np.histogram(came["time"], bins, (0.0, end), weights=came["tokens"] * 1.0)
     return edges, counts / np.diff(edges)
 
 
-def _sweep(levels: list[tuple[str, LevelReport]]) -> Figure:
+def _sweep(reports: list[LevelReport]) -> Figure:
     figure = Figure(figsize=(10, 7), layout="constrained")
     throughput, good, first, between = figure.subplots(2, 2).flat
-    names = [name for name, _ in levels]
-    reports = [report for _, report in levels]
     shapes = [report.load for report in reports]
     loads = [s.concurrency if s.mode == "closed" else s.request_rate for s in shapes]
     # All at once has no place on an axis of rates: the loads then stand side by side.
@@ -115,12 +95,12 @@ def _sweep(levels: list[tuple[str, LevelReport]]) -> Figure:
     good.set(title="Requests/s")
     for axis, kind in ((first, "ttft"), (between, "itl")):
         for share in ("p50", "p95", "p99"):
-            values = [getattr(getattr(r.latency_s, kind), share) for r in reports]
-            in_ms = [np.nan if value is None else value * 1e3 for value in values]
+            found = [getattr(getattr(r.latency_s, kind), share) for r in reports]
+            in_ms = [np.nan if value is None else value * 1e3 for value in found]
             axis.plot(at, in_ms, marker="o", label=share)
-        axis.set(title=f"{_TITLES[kind]}, ms")
+        axis.set(title=f"{LATENCIES[kind].capitalize()}, ms")
     for axis in (throughput, good, first, between):
-        axis.set_xticks(at, names, rotation=20, ha="right")
+        axis.set_xticks(at, [load.name for load in shapes], rotation=20, ha="right")
         axis.set_ylim(bottom=0)
         _finish(axis)
     return figure

@@ -2,9 +2,9 @@
 
 A step of decoding reads each key and value once and computes little, so this is about keeping reads
 in flight. The query heads of a key/value head are packed into one product with its keys, so each is
-read once. A row's visible range is cut into equal shares for `splits` programs; their number
+read once. A row's visible range is cut into equal splits for `splits` programs; their number
 depends on nothing but shapes, and contexts are read on the device, so a captured graph stays right
-while contexts grow. A second kernel merges the shares by the logarithms of their sums.
+while contexts grow. A second kernel merges the splits by the logarithms of their sums.
 
 Both let the next kernel start early (`launch`): the product behind them asks for its weight while
 they leave memory idle. The first one itself starts early, and asks for its first AHEAD blocks: only
@@ -36,7 +36,7 @@ LEAST_M = 16
 #: Bytes that one request brings into the L2 cache.
 LINE: tl.constexpr = tl.constexpr(128)
 
-#: Shares merged at a time.
+#: Splits merged at a time.
 MERGE_BLOCK = 32
 
 
@@ -171,7 +171,7 @@ def _attend(
     # Neighbouring programs read neighbouring heads of the same slots.
     kv_head = tl.program_id(0)
     row = tl.program_id(1)
-    share = tl.program_id(2)
+    split = tl.program_id(2)
     ALIBI: tl.constexpr = h_slope is not None
     SCALED: tl.constexpr = key_scales is not None
     # With scales, values come in pairs: of even dimensions and odd ones.
@@ -185,7 +185,7 @@ def _attend(
         first = tl.maximum(context - window, 0)
     if SPLIT:
         length = tl.cdiv(tl.cdiv(context - first, BLOCK), splits) * BLOCK
-        start = first + share * length
+        start = first + split * length
         end = tl.minimum(start + length, context)
     else:
         start = first
@@ -225,9 +225,9 @@ def _attend(
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     if h_sink is not None:
-        # A sink is one more logit, without a value: it is in the first share.
-        most = tl.load(h_sink + heads, mask=is_head & (share == 0), other=float("-inf")) * LOG2E
-        total += tl.where(share == 0, 1.0, 0.0)
+        # A sink is one more logit, without a value: it is in the first split.
+        most = tl.load(h_sink + heads, mask=is_head & (split == 0), other=float("-inf")) * LOG2E
+        total += tl.where(split == 0, 1.0, 0.0)
     result = tl.zeros([M, WIDTH], tl.float32)
     odd_result = tl.zeros([M, WIDTH], tl.float32)
     value_dims = tl.arange(0, WIDTH)
@@ -276,7 +276,7 @@ def _attend(
     empty = total == 0.0
     result = result / tl.where(empty, 1.0, total)[:, None]
     if SPLIT:
-        part = (row.to(tl.int64) * tl.num_programs(0) * GROUP + heads) * splits + share
+        part = (row.to(tl.int64) * tl.num_programs(0) * GROUP + heads) * splits + split
         tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], result, mask=is_query)
         log_sum = tl.where(empty, float("-inf"), most + tl.log2(tl.where(empty, 1.0, total)))
         tl.store(log_sums + part, log_sum, mask=is_head)
@@ -320,12 +320,12 @@ def _merge(
     result = tl.zeros([DIM], tl.float32)
     await_inputs(OVERLAP)
     for at in range(0, splits, BLOCK):
-        share = at + tl.arange(0, BLOCK)
-        log_sum = tl.load(log_sums + first + share, mask=share < splits, other=float("-inf"))
-        # Not masked by the sums, to load both at once: an empty share is zeros.
-        held = (share < splits)[:, None] & (dims < HEAD_DIM)[None, :]
+        split = at + tl.arange(0, BLOCK)
+        log_sum = tl.load(log_sums + first + split, mask=split < splits, other=float("-inf"))
+        # Not masked by the sums, to load both at once: an empty split is zeros.
+        held = (split < splits)[:, None] & (dims < HEAD_DIM)[None, :]
         part = tl.load(
-            parts + (first + share)[:, None] * HEAD_DIM + dims[None, :], mask=held, other=0.0
+            parts + (first + split)[:, None] * HEAD_DIM + dims[None, :], mask=held, other=0.0
         )
         weights, most, total, shrink = add_block(log_sum[None, :], 1.0, most, total, True)
         result = result * shrink + tl.sum(tl.trans(weights) * part, 0)

@@ -185,20 +185,20 @@ def choose(
         at = partial + (split * tokens + token).to(tl.int64) * experts + expert
         logits += tl.load(at, mask=inside, other=0.0)
     logits = tl.where(expert < experts, logits, float("-inf"))
-    shares = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    shares /= tl.sum(shares, axis=1)[:, None]
+    weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    weights /= tl.sum(weights, axis=1)[:, None]
 
     # A token of NaN has experts too, the first ones: its result is NaN by its input.
-    key = tl.where(shares == shares, shares, -1.0)
+    key = tl.where(weights == weights, weights, -1.0)
     key = tl.where(expert < experts, key, -3.0)
     for _ in range(PER_TOKEN):
         key = tl.where(expert == tl.argmax(key, axis=1)[:, None], -2.0, key)
     if NORMALISED:
-        shares /= tl.sum(tl.where(key == -2.0, shares, 0.0), axis=1)[:, None]
+        weights /= tl.sum(tl.where(key == -2.0, weights, 0.0), axis=1)[:, None]
     picked = ((key == -2.0) & inside).to(tl.int32)
 
     at = token * PER_TOKEN + tl.cumsum(picked, axis=1) - 1
-    tl.store(scale + at, shares, mask=picked > 0)
+    tl.store(scale + at, weights, mask=picked > 0)
     tl.store(chosen + at, tl.broadcast_to(expert, (BLOCK_T, EXPERTS)), mask=picked > 0)
     if ALONE:
         count = tl.sum(picked, axis=0)

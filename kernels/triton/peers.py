@@ -1,8 +1,8 @@
 """Small collectives among GPUs that can write to each other's memory, one launch each.
 
-Every rank has an inbox, [2, world, capacity] words of 64 bits: a half for every other launch, in it
+Every rank has a buffer, [2, world, capacity] words of 64 bits: a half for every other launch, in it
 a place for each sender's message. A word is 32 bits of the message and, above them, the number of
-the launch. Its sender writes it to the receiver's inbox in one piece; the receiver reads it until
+the launch. Its sender writes it to the receiver's buffer in one piece; the receiver reads it until
 the number is right. So no flag follows the message and no fence parts the two: a sum costs one trip
 between GPUs. (NCCL calls this way of sending LL.)
 
@@ -10,9 +10,9 @@ Two halves are enough. A rank that is at launch n has heard from all others in l
 have ended launch n - 2 and its half is free. Each block of words counts its own launches, since not
 all launches have as many blocks; so any sequence of sizes will do. Counts are kept on the device,
 which lets CUDA graphs replay a launch. (`product_sums` sends in the same way, from products
-whose shares are summed; there each word counts alone.)
+whose partial sums are summed; there each word counts alone.)
 
-`tell` sends in one direction only. Its half is free because of three of them in a row (of inboxes
+`tell` sends in one direction only. Its half is free because of three of them in a row (of buffers
 that serve `tell` alone) a sum of the whole group, of any kind, parts the first from the last.
 """
 
@@ -32,8 +32,8 @@ _WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Inboxes:
-    """One rank's view of the inboxes of one kind of collective. All ranks use them in one order.
+class SymmetricBuffers:
+    """One rank's view of the buffers of one kind of collective. All ranks use them in one order.
 
     Raises ValueError for a message of more than `capacity` words.
     """
@@ -42,7 +42,7 @@ class Inboxes:
     world: int
     #: 32-bit words of the longest message, a multiple of BLOCK.
     capacity: int
-    #: [world] int64 on the device: the addresses of all ranks' inboxes, zeros at first.
+    #: [world] int64 on the device: the addresses of all ranks' buffers, zeros at first.
     addresses: torch.Tensor
     #: [capacity / words that are counted together] int32 on the device: launches so far. Blocks of
     #: BLOCK words are, or for `product_sums` each word is alone.
@@ -50,7 +50,7 @@ class Inboxes:
 
     @staticmethod
     def words(world: int, capacity: int) -> int:
-        """64-bit words of one inbox."""
+        """64-bit words of one buffer."""
         return 2 * world * capacity
 
     @classmethod
@@ -62,7 +62,7 @@ class Inboxes:
         device: torch.device,
         *,
         together: int = BLOCK,
-    ) -> Inboxes:
+    ) -> SymmetricBuffers:
         """With counts of its own, one for every `together` words."""
         return cls(
             rank,
@@ -80,12 +80,12 @@ class Inboxes:
         """See `Group.sum`; contiguous numbers of 16 or 32 bits."""
         self._sum(x, x, add=False)
 
-    def add(self, share: torch.Tensor, residual: torch.Tensor) -> None:
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
         """See `Group.add`; contiguous numbers of 16 or 32 bits."""
-        self._sum(share, residual, add=True)
+        self._sum(partial, residual, add=True)
 
     def tell(self, tokens: torch.Tensor) -> None:
-        """See `Group.share`; tokens of less than 32 bits."""
+        """See `Group.broadcast`; tokens of less than 32 bits."""
         words = len(tokens)
         assert words <= self.capacity, f"{words} tokens; {self.capacity} fit"
         _tell[(triton.cdiv(words, BLOCK),)](
@@ -101,32 +101,32 @@ class Inboxes:
             **launch_options(tokens.device),
         )
 
-    def _sum(self, share: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
-        assert share.is_contiguous()
+    def _sum(self, partial: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
+        assert partial.is_contiguous()
         assert target.is_contiguous()
-        assert share.dtype == target.dtype
-        assert self.fit(share), f"{share.nbytes} bytes; {4 * self.capacity} fit"
-        words = share.nbytes // 4
-        _sum_shares[(triton.cdiv(words, BLOCK),)](
-            share.view(torch.int32),
+        assert partial.dtype == target.dtype
+        assert self.fit(partial), f"{partial.nbytes} bytes; {4 * self.capacity} fit"
+        words = partial.nbytes // 4
+        _sum_over_ranks[(triton.cdiv(words, BLOCK),)](
+            partial.view(torch.int32),
             target.view(torch.int32),
             self.addresses,
             self.counts,
             words,
             self.capacity,
-            KIND=str(share.dtype).removeprefix("torch."),
+            KIND=str(partial.dtype).removeprefix("torch."),
             ADD=add,
             RANK=self.rank,
             WORLD=self.world,
             BLOCK=BLOCK,
             num_warps=_WARPS,
-            **launch_options(share.device),
+            **launch_options(partial.device),
         )
 
 
 @triton.jit
-def _sum_shares(
-    share,
+def _sum_over_ranks(
+    partial,
     target,
     addresses,
     counts,
@@ -142,7 +142,7 @@ def _sum_shares(
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     await_inputs(OVERLAP)
     launch = tl.load(counts + tl.program_id(0)) + 1
-    own = tl.load(share + i, mask=i < words, other=0)
+    own = tl.load(partial + i, mask=i < words, other=0)
     half = (launch & 1) * WORLD * capacity
     for rank in tl.static_range(WORLD):
         if rank != RANK:
@@ -195,23 +195,23 @@ def _tell(
 
 @triton.jit
 def send(own, launch, address, at, inside):
-    """Words `own`, numbered with `launch`, to places `at` of the inbox that `address` points to."""
-    inbox = tl.load(address).to(tl.pointer_type(tl.int64))
+    """Words `own`, numbered with `launch`, to places `at` of the buffer at `address`."""
+    buffer = tl.load(address).to(tl.pointer_type(tl.int64))
     stamped = (launch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(inbox + at, stamped, mask=inside)
+    tl.store(buffer + at, stamped, mask=inside)
 
 
 @triton.jit
 def receive(launch, address, at, inside):
-    """Words at places `at` of that inbox, once all that are `inside` have the number `launch`.
+    """Words at places `at` of that buffer, once all that are `inside` have the number `launch`.
 
     At least as many words as threads: only then no two threads read the same one, and the threads
     of a warp leave the loop together.
     """
-    inbox = tl.load(address).to(tl.pointer_type(tl.int64))
-    got = tl.load(inbox + at, mask=inside, other=0, volatile=True)
+    buffer = tl.load(address).to(tl.pointer_type(tl.int64))
+    got = tl.load(buffer + at, mask=inside, other=0, volatile=True)
     while tl.max(((got >> 32).to(tl.int32) != launch).to(tl.int32) * inside.to(tl.int32)) > 0:
-        got = tl.load(inbox + at, mask=inside, other=0, volatile=True)
+        got = tl.load(buffer + at, mask=inside, other=0, volatile=True)
     return got.to(tl.int32)
 
 

@@ -8,17 +8,17 @@ from torch.nn import functional
 
 from tokenpod.kernels.ops import Activation, AddLinear, Linear, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
-from tokenpod.kernels.triton.peers import Inboxes
+from tokenpod.kernels.triton.peers import SymmetricBuffers
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
-from tokenpod.kernels.triton.product_kernels import add_shares, matrix, multiply_add
+from tokenpod.kernels.triton.product_kernels import add_partials, matrix, multiply_add
 from tokenpod.kernels.triton.product_sums import RanksOut, copies, fits
 from tokenpod.kernels.triton.tiles import ALL_LIBRARY, Kind, Tile, Tiles, measured
 
 #: The matrix unit's smallest side.
 LEAST_MATRIX_ROWS = 16
 
-#: Outputs that one program sums the shares of.
-SHARES_BLOCK = 512
+#: Outputs that one program sums the partial sums of.
+PARTIALS_BLOCK = 512
 
 #: A bulk request's address and size are multiples of this many bytes.
 BULK_BYTES = 16
@@ -98,7 +98,7 @@ def prepare_add_linear(
 def prepare_sum_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    inboxes: Inboxes,
+    buffers: SymmetricBuffers,
     apart: AddLinear,
     tiles: Tiles | None = None,
 ) -> AddLinear:
@@ -110,9 +110,9 @@ def prepare_sum_linear(
     ) -> None:
         tile = table.choose_own(n, k, len(x))
         whole = tile.kind is Kind.MULTIPLY_ADD or (tile.kind is Kind.MATRIX and tile.splits == 1)
-        joined = whole and fits(residual, inboxes, _outputs_of(tile, gated=False))
+        joined = whole and fits(residual, buffers, _outputs_of(tile, gated=False))
         if joined and delta is None:
-            multiply(x, weight, bias, residual, tile, inboxes=inboxes)
+            multiply(x, weight, bias, residual, tile, buffers=buffers)
         else:
             apart(x, residual, delta)
 
@@ -146,14 +146,14 @@ def multiply(
     norm: RowNorm | None = None,
     activation: Activation | None = None,
     add: bool = False,
-    inboxes: Inboxes | None = None,
+    buffers: SymmetricBuffers | None = None,
 ) -> None:
     """Y [T, n] = (or += with `add`) x [T, k] · weightᵀ + bias, with one of our kernels.
 
     With an `activation` the weight is [2n, k], gates first. Rows of x, y and weight are contiguous;
     `norm` needs `Kind.MULTIPLY_ADD`. Only a `Kind.MATRIX` without activation heeds `splits`.
 
-    With `inboxes` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
+    With `buffers` y += the sum of all ranks' products, rounded before it is taken: y `fits`, there
     are neither splits nor an activation, and all ranks call this with the same tile.
     """
     tokens, n = y.shape
@@ -167,9 +167,9 @@ def multiply(
         "ACTIVATION": "none" if activation is None else activation.value,
         "ADD": add,
         "KIND": str(y.dtype).removeprefix("torch."),
-        "RANK": inboxes.rank if inboxes else 0,
-        "WORLD": inboxes.world if inboxes else 1,
-        "COPIES": copies(block_t, block_n, tile.warps, y.dtype) if inboxes else 1,
+        "RANK": buffers.rank if buffers else 0,
+        "WORLD": buffers.world if buffers else 1,
+        "COPIES": copies(block_t, block_n, tile.warps, y.dtype) if buffers else 1,
         "EVEN": k % block_k == 0,
         "BLOCK_T": block_t,
         "BLOCK_N": block_n,
@@ -183,7 +183,7 @@ def multiply(
     splits = tile.splits if tile.kind is Kind.MATRIX and activation is None else 1
     grid = (triton.cdiv(n, block_n), splits)
     biases = weight if bias is None else bias
-    ranks = RanksOut.of(y, inboxes) if inboxes else None
+    ranks = RanksOut.of(y, buffers) if buffers else None
     if tile.kind is Kind.MULTIPLY_ADD:
         norm_weight, epsilon = (weight, 0.0) if norm is None else norm
         multiply_add[grid](
@@ -223,7 +223,7 @@ def multiply(
             **common,
         )
         if splits > 1:
-            add_shares[(tokens, triton.cdiv(n, SHARES_BLOCK))](
+            add_partials[(tokens, triton.cdiv(n, PARTIALS_BLOCK))](
                 target,
                 biases,
                 y,
@@ -233,7 +233,7 @@ def multiply(
                 BIAS=bias is not None,
                 ADD=add,
                 SPLITS=splits,
-                BLOCK=SHARES_BLOCK,
+                BLOCK=PARTIALS_BLOCK,
                 num_warps=2,
                 **launch_options(x.device),
             )

@@ -3,7 +3,7 @@
 Both kernels give a program BLOCK_N rows of the weight and let it walk along them: `multiply_add` in
 ordinary arithmetic for a handful of tokens, and `matrix` on the matrix unit, tokens padded to
 BLOCK_T. Around the product they can do what the model does next to it: norm its input
-(`multiply_add` only), add a bias, apply the gate, add to the residual, also the other ranks' shares
+(`multiply_add` only), add a bias, apply the gate, add to the residual, also the other ranks' sums
 (where WORLD is above 1; see `product_sums`).
 
 The norm costs no pass of its own: x·w / rms(x) is linear in 1 / rms(x), so the sum of squares grows
@@ -11,7 +11,7 @@ along with the product and divides it in the end.
 
 A weight of few rows would leave most of the device idle, or make its programs so narrow that they
 read the input as often as the weight. So SPLITS programs of `matrix` may share the walk; their sums
-go through memory to `add_shares`, which adds them in their order: results don't depend on timing.
+go through memory to `add_partials`, which adds them in their order: results don't depend on timing.
 
 A weight does not depend on the kernel before. So its first tile is loaded (`multiply_add`), and
 AHEAD bytes more of every row are asked into the L2 cache, before waiting for that kernel
@@ -201,7 +201,7 @@ def matrix(
 
     out = sums
     if SPLITS > 1:
-        # A share: `add_shares` does the rest.
+        # A partial sum: `add_partials` does the rest.
         y += tl.program_id(1).to(tl.int64) * tokens * n
     elif BIAS:
         out += tl.load(bias + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
@@ -220,8 +220,8 @@ def matrix(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def add_shares(
-    shares,
+def add_partials(
+    partials,
     bias,
     y,
     y_stride,
@@ -233,16 +233,16 @@ def add_shares(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Y [tokens, n] (+)= bias + shares [SPLITS, tokens, n] float32, summed in their order."""
+    """Y [tokens, n] (+)= bias + partials [SPLITS, tokens, n] float32, summed in their order."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         out += tl.load(bias + i, mask=i < n, other=0.0).to(tl.float32)
     await_inputs(OVERLAP)
-    for share in tl.static_range(SPLITS):
-        at = (tokens * share + token) * n + i
-        out += tl.load(shares + at, mask=i < n, other=0.0)
+    for split in tl.static_range(SPLITS):
+        at = (tokens * split + token) * n + i
+        out += tl.load(partials + at, mask=i < n, other=0.0)
     _write(y + token * y_stride + i, out, i < n, ADD)
 
 
@@ -293,7 +293,7 @@ def _write(at, out, inside, ADD: tl.constexpr):
 
 @triton.jit
 def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
-    """Ask AHEAD bytes of every row, from element `first`, into the L2 cache: a request a line."""
+    """Prefetch AHEAD bytes of every row, from element `first`, into the L2 cache, line by line."""
     if AHEAD > 0:
         LINE: tl.constexpr = 128
         BYTES: tl.constexpr = start_of_row.dtype.element_ty.primitive_bitwidth // 8
@@ -304,7 +304,7 @@ def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
 
 @triton.jit
 def _ask_rows(weight, row, rows, first, k, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
-    """Ask AHEAD bytes, from element `first`, of BLOCK_N rows into the L2 cache: a request a row.
+    """Prefetch AHEAD bytes, from element `first`, of BLOCK_N rows into the L2 cache, row by row.
 
     A thread asks for each row, so at most as many rows as threads. Addresses and sizes are
     multiples of 16 bytes.

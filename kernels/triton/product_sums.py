@@ -1,10 +1,10 @@
-"""Sums over ranks where the products of their shares end, without a launch of their own.
+"""Sums over ranks where the products of their shards end, without a launch of their own.
 
-A program of such a product has some outputs of this rank's share. It sends them to the other ranks'
-inboxes, waits for theirs of the same outputs, and adds the sum to the residual stream, all in the
+A program of such a product has some outputs of this rank. It sends them to the other ranks'
+buffers, waits for theirs of the same outputs, and adds the sum to the residual stream, all in the
 words of `peers`: 32 bits of outputs, and above them the number of the launch. Outputs are rounded
 before they travel and before they are summed, in the order of ranks: bit by bit what the product
-alone and `Inboxes.add` behind it yield.
+alone and `SymmetricBuffers.add` behind it yield.
 
 Word token · n/2 + row/2 holds outputs `row` and `row + 1` of a token, or one output of 32 bits. So
 a word belongs to other programs if the tile is another, and to other outputs if n is. Therefore
@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.peers import Inboxes, numbers, receive, send, word_of
+from tokenpod.kernels.triton.peers import SymmetricBuffers, numbers, receive, send, word_of
 
 
 class RanksOut(NamedTuple):
@@ -37,23 +37,23 @@ class RanksOut(NamedTuple):
 
     #: [T · n / outputs a word] int32: the residual stream's memory.
     residual: torch.Tensor
-    #: See `Inboxes`, as the next two.
+    #: See `SymmetricBuffers`, as the next two.
     addresses: torch.Tensor
     counts: torch.Tensor
     capacity: int
 
     @classmethod
-    def of(cls, residual: torch.Tensor, inboxes: Inboxes) -> RanksOut:
+    def of(cls, residual: torch.Tensor, buffers: SymmetricBuffers) -> RanksOut:
         """For a residual that `fits`."""
         words = residual.view(torch.int32)
-        return cls(words, inboxes.addresses, inboxes.counts, inboxes.capacity)
+        return cls(words, buffers.addresses, buffers.counts, buffers.capacity)
 
 
-def fits(residual: torch.Tensor, inboxes: Inboxes, block_n: int) -> bool:
-    """Whether programs of `block_n` outputs of a token own whole words, and inboxes hold them."""
+def fits(residual: torch.Tensor, buffers: SymmetricBuffers, block_n: int) -> bool:
+    """Whether programs of `block_n` outputs of a token own whole words, and buffers hold them."""
     in_word = 4 // residual.itemsize
     whole = block_n % in_word == 0 and residual.shape[1] % in_word == 0
-    return whole and residual.is_contiguous() and inboxes.fit(residual)
+    return whole and residual.is_contiguous() and buffers.fit(residual)
 
 
 def copies(block_t: int, block_n: int, warps: int, dtype: torch.dtype) -> int:

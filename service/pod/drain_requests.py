@@ -1,6 +1,6 @@
 """A follower's pod that is told to stop asks the leader's to drain first: the group ends with it.
 
-The request and its answer go by way of the ranks, whose streams are there anyway, are mutually
+The request and its answer pass through the ranks, whose streams are there anyway, are mutually
 authenticated, and end when the group does.
 """
 
@@ -10,15 +10,17 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tokenpod.core.messages import Letter
-from tokenpod.service.pod.rank_line import RankLine
+from tokenpod.core.messages import Drain
+from tokenpod.service.pod.control_stream import ControlStream
 from tokenpod.service.rpc.errors import Unavailable
 
 log = logging.getLogger("tokenpod")
 
 
 class DrainRequests:
-    """Those of one life of the engines, of either side. `open` it with the line to the first rank.
+    """Requests to drain, on either side, of one life of the engines.
+
+    `open` it with the control stream of the first rank.
 
     Args:
         leads: this pod answers; else it asks.
@@ -28,17 +30,17 @@ class DrainRequests:
         #: Drains the leader's pod, once it serves.
         self.drain: Callable[[], Awaitable[None]] | None = None
         self._leads = leads
-        self._line: RankLine | None = None
+        self._control: ControlStream | None = None
         self._drained: asyncio.Future[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
 
-    def open(self, line: RankLine | None) -> None:
-        """Write by way of this rank."""
-        self._line = line
+    def open(self, control: ControlStream | None) -> None:
+        """Write through this rank."""
+        self._control = control
 
     def close(self) -> None:
         """The ranks are gone: nothing will be answered any more."""
-        self._line = None
+        self._control = None
         if self._drained is not None and not self._drained.done():
             self._drained.set_exception(Unavailable("the group has ended", retry_after=1.0))
         for task in self._answers:
@@ -46,24 +48,24 @@ class DrainRequests:
 
     async def ask(self) -> None:
         """Return once the leader's pod has drained. Raises Unavailable if the group ends before."""
-        if self._line is None:
+        if self._control is None:
             raise Unavailable("the group has not formed yet", retry_after=1.0)
         self._drained = asyncio.get_running_loop().create_future()
-        self._line.send(Letter(0, 1, b""))
+        self._control.send(Drain(0))
         await self._drained
 
-    def deliver(self, letter: Letter) -> None:
+    def deliver(self, drain: Drain) -> None:
         """A request has come, or its answer."""
         if self._leads:
-            task = asyncio.create_task(self._answer(letter))
+            task = asyncio.create_task(self._answer(drain))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
         elif self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    async def _answer(self, letter: Letter) -> None:
+    async def _answer(self, drain: Drain) -> None:
         if self.drain is not None:
             # A leader that does not serve yet has nothing to drain.
             await self.drain()
-        if self._line is not None:
-            self._line.send(Letter(letter.rank, letter.id, b""))
+        if self._control is not None:
+            self._control.send(Drain(drain.rank))

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from tokenpod.core.link import give_link
-from tokenpod.core.messages import EngineOptions, Letter, Loading, Ready
+from tokenpod.core.messages import Drain, EngineOptions, Loading, Ready
 from tokenpod.service.pod.client import EngineClient, EngineLost
-from tokenpod.service.pod.rank_line import RankLine
+from tokenpod.service.pod.control_stream import ControlStream
 
 #: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
 #: from the working directory.
@@ -25,8 +25,9 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.process")
 class EngineProcess:
     """One engine and the link to it. Make it with `start`.
 
-    `spare_links` are the ends of further links, for front ends to come: sockets to be handed on.
-    `line` is that of a rank of a group. `joins` brings the engine new links, where it has several.
+    `spare_links` are the ends of further links: sockets that further front ends inherit.
+    `control` is the control stream of a rank of a group. `joins` brings the engine new links,
+    where it has several.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class EngineProcess:
         name: str,
         process: subprocess.Popen[bytes],
         client: EngineClient,
-        line: RankLine | None,
+        control: ControlStream | None,
         spare_links: Sequence[socket.socket],
         joins: socket.socket | None,
     ) -> None:
         #: For the operator.
         self.name = name
         self.client = client
-        self.line = line
+        self.control = control
         self.spare_links = spare_links
         self._process = process
         self._joins = joins
@@ -55,7 +56,7 @@ class EngineProcess:
         *,
         links: int = 1,
         on_waiting: Callable[[str], None] = lambda reason: None,
-        on_letter: Callable[[Letter], None] = lambda letter: None,
+        on_drain: Callable[[Drain], None] = lambda drain: None,
     ) -> EngineProcess:
         """Start the process and connect; the model is not loaded yet (await `ready`).
 
@@ -63,20 +64,20 @@ class EngineProcess:
             options: with a placement, the engine is a rank and has a line.
             on_loading: hears of progress while weights are read.
             command: what runs it.
-            links: one a front end.
+            links: one per front end.
             on_waiting: hears what keeps the group from forming.
-            on_letter: hears what other pods' front ends say.
+            on_drain: called with another pod's request to drain, or its answer.
         """
         pairs = [socket.socketpair() for _ in range(links)]
         theirs = [pair[1].fileno() for pair in pairs]
-        ends, line_end = [pair[1] for pair in pairs], None
+        ends, control_end = [pair[1] for pair in pairs], None
         joins: socket.socket | None = None
         if links > 1:
             joins, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ends.append(their_end)
             theirs.append(their_end.fileno())
         if options.placement is not None:
-            line_end, their_end = socket.socketpair()
+            control_end, their_end = socket.socketpair()
             ends.append(their_end)
             placement = msgspec.structs.replace(options.placement, line=their_end.fileno())
             options = msgspec.structs.replace(options, placement=placement)
@@ -90,9 +91,11 @@ class EngineProcess:
             end.close()
         ours, *spare = [pair[0] for pair in pairs]
         client = await EngineClient.connect(ours, options, on_loading, count=links)
-        line = await RankLine.connect(line_end, on_waiting, on_letter) if line_end else None
+        control = (
+            await ControlStream.connect(control_end, on_waiting, on_drain) if control_end else None
+        )
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
-        return cls(name, process, client, line, spare, joins)
+        return cls(name, process, client, control, spare, joins)
 
     @property
     def pid(self) -> int:
@@ -141,10 +144,10 @@ class EngineProcess:
         return f"{self.name} was killed by {signal.Signals(-status).name}{memory}"
 
     async def stop(self, seconds: float) -> None:
-        """Hang up and wait so long; kill what does not leave."""
+        """Hang up and wait so many seconds; kill the process if it has not ended."""
         self.client.close()
-        if self.line is not None:
-            self.line.close()
+        if self.control is not None:
+            self.control.close()
         for link in self.spare_links:
             link.close()
         if self._joins is not None:

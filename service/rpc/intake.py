@@ -1,4 +1,4 @@
-"""Where requests come in: who is refused is refused first, then bytes are checked, then parsed.
+"""Reads requests: calls that are refused anyway are refused first, then bytes are checked, parsed.
 
 grpcio reads and parses a unary request before it calls anybody. So handlers of one request are
 served as handlers of a stream, which read the one message when they want it: a call that is refused
@@ -24,7 +24,7 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
 from tokenpod.service.rpc.interceptors import Context, Continuation, Handler, behaviour_of
 from tokenpod.service.rpc.memory_budget import Lease
-from tokenpod.service.rpc.methods import MethodLimits, method_limits
+from tokenpod.service.rpc.methods import Backend, MethodLimits
 from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
 
 #: Seconds that a message may take to arrive; a call that never sends one must not stay.
@@ -34,21 +34,23 @@ ARRIVAL_SECONDS = 60.0
 _LONG_BYTES = 64 * 1024
 
 
-def open_to_all(method: str) -> Lease | None:
+#: Called with a method's full name and the seconds until the deadline (None: it has none).
+Check = Callable[[str, float | None], Lease | None]
+
+
+def open_to_all(method: str, seconds: float | None) -> Lease | None:
     """A gate that refuses nobody."""
     return None
 
 
-def intake_of(
-    settings: ServerSettings, gate: Callable[[str], Lease | None], *, trusted: bool = False
-) -> Intake:
+def intake_of(settings: ServerSettings, backend: Backend, *, trusted: bool = False) -> Intake:
     """A listener's, by the operator's settings. `trusted`: routers alone can reach it."""
-    limits = method_limits(
+    limits = backend.table.limits(
         max_logit_bias=settings.max_logit_bias,
         max_stop_sequences=settings.max_stop_sequences,
         trusted=trusted,
     )
-    return Intake(limits, gate)
+    return Intake(limits, backend.check)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +116,16 @@ class Intake(grpc.aio.ServerInterceptor):
 
     Args:
         limits: of each method, by its full name; methods that are not there are not limited.
-        gate: called with a method's full name before a message is read; raises a ServiceError if
-            the call would be refused whatever it says. What it returns holds memory for the
-            message, until that has been parsed.
+        gate: called before a message is read; raises a ServiceError if the call would be refused
+            whatever it says. What it returns holds memory for the message, until that has been
+            parsed.
         arrival: seconds that a message may take to arrive.
     """
 
     def __init__(
         self,
         limits: Mapping[str, MethodLimits],
-        gate: Callable[[str], Lease | None] = open_to_all,
+        gate: Check = open_to_all,
         arrival: float = ARRIVAL_SECONDS,
     ) -> None:
         self._limits = limits
@@ -151,11 +153,13 @@ class Intake(grpc.aio.ServerInterceptor):
         inner, gate, arrival = behaviour_of(handler), self._gate, self._arrival
 
         async def coroutine(requests: Any, context: Context) -> Any:
-            request = await _request(parser, context, arrival, gate(method))
+            lease = gate(method, context.time_remaining())
+            request = await _request(parser, context, arrival, lease)
             return await inner(request, context)
 
         async def generator(requests: Any, context: Context) -> AsyncIterator[Any]:
-            request = await _request(parser, context, arrival, gate(method))
+            lease = gate(method, context.time_remaining())
+            request = await _request(parser, context, arrival, lease)
             async with contextlib.aclosing(inner(request, context)) as answers:
                 async for answer in answers:
                     yield answer

@@ -1,4 +1,4 @@
-"""What wraps every rpc: exceptions become statuses, callers show a token.
+"""Interceptors around every rpc: exceptions become statuses, callers show a token.
 
 One wrapper serves all four arities and both ways to write a streaming handler: as an async
 generator, or as a coroutine that calls `context.write` (as grpcio's own Health/Watch does).
@@ -10,7 +10,7 @@ import contextlib
 import hmac
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call pass only with `authorization: Bearer TOKEN`.
 
-    A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can mend it with a
+    A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can fix it with a
     better one. Tokens are compared in constant time.
 
     Args:
         token_file: one token a line; read again when it changes, so that a mounted secret can be
             rotated.
-        exempt: services that need no token: probes carry none.
+        exempt: full names of the methods that need no token.
     """
 
-    def __init__(
-        self, token_file: Path, exempt: frozenset[str] = frozenset({"grpc.health.v1.Health"})
-    ) -> None:
+    def __init__(self, token_file: Path, exempt: Collection[str] = ()) -> None:
         self._file = token_file
         self._exempt = exempt
         self._read_at: tuple[int, int] | None = None
@@ -69,8 +67,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        service = handler_call_details.method.split("/")[1]
-        if handler is None or service in self._exempt:
+        if handler is None or handler_call_details.method in self._exempt:
             return handler
         metadata = handler_call_details.invocation_metadata or ()
         given = [str(value) for key, value in metadata if key == "authorization"]
@@ -87,7 +84,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if scheme.lower() != "bearer" or not token:
             return False
         given = token.strip().encode()
-        # Every token is compared, so that time tells nothing about which one was near.
+        # Every token is compared, so that the time does not show which one was similar.
         found = [hmac.compare_digest(given, known) for known in self._known()]
         return any(found)
 
@@ -172,12 +169,18 @@ async def _answer(error: Exception, context: Context, method: str) -> None:
     """End the call with the status that `error` stands for."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    fault: ServiceError
     if not isinstance(error, ServiceError):
-        fault = Internal()
-        extra = {"error_id": fault.error_id, "method": method}
+        fault = internal = Internal()
+        extra = {"error_id": internal.error_id, "method": method}
         log.error("internal error", exc_info=error, extra=extra)
-        error = fault
-    await _abort(context, error)
+    else:
+        fault = error
+    # gRPC keeps what `abort` raises in the call's state, a cycle with every frame on the way here.
+    # So what the call has read goes now, with its frames, and not when garbage is collected.
+    error.with_traceback(None)
+    error.__context__ = error.__cause__ = None
+    await _abort(context, fault)
 
 
 async def _abort(context: Context, error: ServiceError) -> None:

@@ -122,6 +122,16 @@ class Instruments:
             _utilization,
         )
 
+        def preemptions(options: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(load().preemptions)]
+
+        self._meter.create_observable_counter(
+            "tokenpod.preemptions",
+            [preemptions],
+            "{preemption}",
+            "Running sequences whose memory was taken, to be computed again",
+        )
+
 
 def _utilization(load: Load) -> float:
     used = load.slots - load.free_slots - load.evictable_slots

@@ -20,7 +20,7 @@ from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, unpacke
 from tokenpod.service.text.text_workers import TextLimits, TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
 
-#: Bytes of UTF-8 up to which texts are tokenised on the event loop (docs/performance-notes.md).
+#: Bytes of UTF-8 up to which texts are tokenised on the event loop (benchmarks/NOTES.md).
 INLINE_BYTES = 4096
 #: What a text costs besides its length, in bytes.
 _TEXT_BYTES = 20

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import random
 import signal
 import socket
 import struct
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
+import floods
 import grpc
 import wirefuzz
 from harness import SERVING, text_request
 
-from chaos.scene import OPTIONS, Pod, answer, gone, wait_for
+from chaos.scene import OPTIONS, Pod, answer, gone
+from chaos.waiting import wait_for
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 _CONNECTIONS = 8
@@ -42,6 +47,8 @@ class Attack:
         amount: in the long form.
         least: in the short form; 0: it has no part in that.
         ends: the pod ends by it, and is started again: probes are lost meanwhile.
+        cuts_router: what a router runs may be cut off. It is where the pod ends.
+        plays_router: the attacker has a router's rpcs, and takes batches away: routers keep away.
     """
 
     name: str
@@ -49,6 +56,8 @@ class Attack:
     amount: int
     least: int
     ends: bool = False
+    cuts_router: bool = False
+    plays_router: bool = False
 
 
 # -- clients -------------------------------------------------------------------------------------
@@ -133,6 +142,38 @@ def fuzz(pod: Pod, draw: random.Random, amount: int) -> str:
         wirefuzz.clear(channel)
     allowed = {_OK, "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "CANCELLED"}
     return _said(codes, allowed)
+
+
+def flood(pod: Pod, draw: random.Random, amount: int) -> str:
+    """Frames as fast as they can be sent, so many seconds of each kind."""
+    kinds = [*floods.ONGOING, *floods.CLOSED]
+    draw.shuffle(kinds)
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    flooding = spawn.Process(target=_flood, args=(pod.port, kinds, amount, theirs))
+    flooding.start()
+    # Its own end is closed here, so that it is heard if the process ends.
+    theirs.close()
+    sent: dict[str, int] = ours.recv()
+    flooding.join()
+    for kind in floods.ONGOING:
+        assert sent[kind] > 1 << 20, f"there was no flood of {kind}: {sent[kind]} bytes"
+    return ", ".join(f"{count / 1e6:.0f} MB of {kind}" for kind, count in sorted(sent.items()))
+
+
+def _flood(port: int, kinds: list[str], seconds: float, told: Connection) -> None:
+    """In a process of its own: bystanders are not to wait for its thread."""
+    # What is attacked is the server, not the processor that both share.
+    os.nice(10)
+    sent = dict.fromkeys(kinds, 0)
+    frames = {**floods.ONGOING, **floods.CLOSED}
+    for kind in kinds:
+        over = threading.Event()
+        threading.Timer(seconds, over.set).start()
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                sent[kind] += floods.flood(port, frames[kind](), over)
+    told.send(sent)
 
 
 def connections(pod: Pod, draw: random.Random, amount: int) -> str:
@@ -234,8 +275,9 @@ ATTACKS = (
     Attack("deadlines that are too short", deadlines, 300, 40),
     Attack("calls at one moment", burst, 800, 300),
     Attack("stalled readers", stalled, 40, 8),
-    Attack("odd messages and bytes", fuzz, 1500, 150),
+    Attack("odd messages and bytes", fuzz, 1500, 150, plays_router=True),
     Attack("odd connections", connections, 300, 30),
+    Attack("floods", flood, 5, 1),
     Attack("SIGSTOP, engine, 1 s", stop_engine, 3, 1),
     Attack("SIGSTOP, first front end, 1 s", stop_first, 3, 1),
     Attack("SIGSTOP, further front end", hang_front_end, 2, 1),
@@ -246,7 +288,7 @@ ATTACKS = (
     Attack("a second signal, engine stopped", terminate_twice, 2, 0, ends=True),
 )
 #: On a pod of two ranks.
-GROUP_ATTACKS = (Attack("kill -9 or SIGSTOP, rank", lose_rank, 4, 0),)
+GROUP_ATTACKS = (Attack("kill -9 or SIGSTOP, rank", lose_rank, 4, 0, cuts_router=True),)
 
 
 # -- ways ----------------------------------------------------------------------------------------

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chaos.attacks import ATTACKS, GROUP_ATTACKS, Attack
-from chaos.scene import Bystanders, Pod, Seen, answer, wait_for
+from chaos.routed import RoutedBystander, RoutedSeen
+from chaos.scene import Bystanders, Pod, Seen, answer
+from chaos.waiting import wait_for
 
 _CLIENTS = 3
 #: Calls of bystanders that must be served before and after each attack.
@@ -25,6 +28,7 @@ class Row:
     attack: str
     attacker: str
     seen: Seen
+    routed: RoutedSeen
     #: Seconds of the attack, and from its end until a new client is served.
     seconds: float
     back: float
@@ -39,7 +43,8 @@ class Row:
             self.attack,
             self.attacker,
             f"{self.seen.served} ({self.seen.retried})",
-            str(self.seen.wrong + self.seen.failed.total()),
+            f"{self.routed.served} ({self.routed.cut})",
+            str(self.seen.wrong + self.seen.failed.total() + self.routed.wrong),
             f"{self.seen.probe_p99_ms:.0f}",
             str(self.seen.lost_probes),
             f"{self.back:.1f}",
@@ -52,6 +57,7 @@ HEAD = [
     "attack",
     "the attacker saw",
     "served to bystanders (tried again)",
+    "to a router (cut off)",
     "failed or wrong",
     "probes p99, ms",
     "lost",
@@ -82,26 +88,48 @@ def campaign(
             draw.shuffle(chosen)
             chosen.sort(key=lambda attack: attack.ends)
             pod = Pod(attackers, *flags)
-            bystanders = Bystanders(pod, _CLIENTS, seed)
+            scene = _Scene(pod, Bystanders(pod, _CLIENTS, seed), RoutedBystander(pod.socket))
             try:
                 for attack in chosen:
-                    rows.append(_one(pod, bystanders, attack, draw, short=short))
+                    rows.append(_one(scene, attack, draw, short=short))
                     tell(rows[-1])
             finally:
-                bystanders.close()
-                pod.close()
+                scene.close()
     return rows
 
 
-def _one(
-    pod: Pod, bystanders: Bystanders, attack: Attack, draw: random.Random, *, short: bool
-) -> Row:
-    wait_for(lambda: bystanders.served() >= _SERVED, "bystanders are not served before the attack")
-    bystanders.look()
+@dataclass(frozen=True)
+class _Scene:
+    """A pod and those who must not notice."""
+
+    pod: Pod
+    clients: Bystanders
+    router: RoutedBystander
+
+    def served(self) -> bool:
+        """Whether all of them have been served since the last look."""
+        return self.clients.served() >= _SERVED and self.router.served() >= _SERVED
+
+    def look(self) -> tuple[Seen, RoutedSeen]:
+        """What they have met since the last look."""
+        return self.clients.look(), self.router.look()
+
+    def close(self) -> None:
+        """End all."""
+        self.router.close()
+        self.clients.close()
+        self.pod.close()
+
+
+def _one(scene: _Scene, attack: Attack, draw: random.Random, *, short: bool) -> Row:
+    pod = scene.pod
+    wait_for(scene.served, "bystanders are not served before the attack")
+    scene.look()
     before, began = pod.memory(), time.monotonic()
     attacker, fault = "", ""
     try:
-        attacker = attack.strike(pod, draw, attack.least if short else attack.amount)
+        with scene.router.away() if attack.plays_router else contextlib.nullcontext():
+            attacker = attack.strike(pod, draw, attack.least if short else attack.amount)
     except Exception as error:
         fault = f"the attack: {type(error).__name__}: {error}"
     ended = time.monotonic()
@@ -109,16 +137,17 @@ def _one(
         fault = fault or "the pod ended"
         pod.restart()
     back = _back(pod) - ended
-    wait_for(lambda: bystanders.served() >= _SERVED, "bystanders are not served any more")
-    seen = bystanders.look()
+    wait_for(scene.served, "bystanders are not served any more")
+    seen, routed = scene.look()
     return Row(
         attack.name,
         attacker,
         seen,
+        routed,
         ended - began,
         back,
         pod.memory() - before,
-        fault or _fault(pod, attack, seen),
+        fault or _fault(pod, attack, seen, routed),
     )
 
 
@@ -135,7 +164,7 @@ def _answers(pod: Pod) -> bool:
         return False
 
 
-def _fault(pod: Pod, attack: Attack, seen: Seen) -> str:
+def _fault(pod: Pod, attack: Attack, seen: Seen, routed: RoutedSeen) -> str:
     """What did not hold for the bystanders."""
     try:
         pod.check_log()
@@ -143,8 +172,10 @@ def _fault(pod: Pod, attack: Attack, seen: Seen) -> str:
         return str(error)
     if seen.failed:
         return f"bystanders failed: {dict(seen.failed)}"
-    if seen.wrong:
-        return f"{seen.wrong} wrong answers"
+    if seen.wrong or routed.wrong:
+        return f"{seen.wrong} wrong answers, {routed.wrong} to a router"
+    if routed.cut and not (attack.ends or attack.cuts_router or attack.plays_router):
+        return f"a router lost what it ran {routed.cut} times"
     if seen.lost_in_a_row >= _LOST_PROBES and not attack.ends:
         return f"{seen.lost_in_a_row} probes in a row lost"
     return ""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import SERVING, ServerProcess, free_port, serve, text_request
 
+from chaos.waiting import wait_for
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 #: What innocent clients ask, and how long they try again: longer than a pod takes to start.
@@ -48,13 +50,20 @@ class Pod:
         self.port, self.health_port = free_port(), free_port()
         self.restarts = 0
         self.server: ServerProcess
+        self._folder = tempfile.TemporaryDirectory()
         self._flags = (*flags, "--port", str(self.port), "--health-port", str(self.health_port))
+        self._flags += ("--uds-path", f"{self._folder.name}/shard")
         self._life = contextlib.ExitStack()
         self._start()
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def socket(self) -> Path:
+        """What routers open."""
+        return Path(self._folder.name, "shard-0")
 
     def further(self) -> list[int]:
         """Process ids of the further front ends."""
@@ -73,8 +82,7 @@ class Pod:
         got = self.server.process.wait(60)
         assert got == status, f"exit status {got}, not {status}"
         wait_for(lambda: all(gone(pid) for pid in processes), "a process is left over")
-        socket = Path(self.server.uds)
-        assert not socket.exists() or status < 0, "the unix socket is left over"
+        assert not self.socket.exists() or status < 0, "the unix socket is left over"
 
     def restart(self) -> None:
         """Start it again; it must have ended."""
@@ -101,11 +109,13 @@ class Pod:
     def close(self) -> None:
         """End it, whatever it does."""
         self._life.close()
+        self._folder.cleanup()
 
     def _start(self) -> None:
         self._life = contextlib.ExitStack()
         self.server = self._life.enter_context(serve(*self._flags, wait=False))
         self.server.port, self.server.health_port = self.port, self.health_port
+        self.server.uds = str(self.socket)
         self.server.wait_until_serving()
 
 
@@ -233,14 +243,6 @@ def text_of(events: Iterator[Any]) -> str:
         elif event.WhichOneof("event") == "finished":
             parts.append(f" [{event.finished.reason}]")
     return "".join(parts)
-
-
-def wait_for(condition: Any, otherwise: str, seconds: float = 60.0) -> None:
-    """Until it holds; AssertionError, in these words, if it does not come to."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)
 
 
 def gone(pid: int) -> bool:

@@ -22,6 +22,10 @@ from tokenpod.cli.gpus import GIB, GPUS
 from tokenpod.cli.size import footprint
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.models.formats import bytes_needed
+from tokenpod.models.load import read_layout
+from tokenpod.models.shard import Shard
+from tokenpod.service.pod.model_store import resolve_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -90,6 +94,37 @@ def test_a_cache_of_8_bits_holds_twice_the_tokens(big: Path):
     )
     assert half["kv_bytes_per_token"] == usual["kv_bytes_per_token"] / 2
     assert half["kv_slots"] == pytest.approx(2 * usual["kv_slots"] + PROBE_TOKENS, abs=1)
+
+
+def test_products_of_8_bits_take_one_byte_per_number_and_a_scale_per_row(big: Path):
+    found = answer("--model-id", big, "--gpu", "h200", "--quantize", "int8")
+    hidden, inner, keys, layers = 4096, 14_336, 1024, 32
+    products = layers * hidden * (2 * hidden + 2 * keys + 3 * inner)
+    rows = layers * (2 * hidden + 2 * keys + 2 * inner + hidden)
+    assert found["weight_bytes"] == 2 * (found["parameters"] - products) + products + 4 * rows
+    usual = answer("--model-id", big, "--gpu", "h200")
+    assert (found["quantize"], usual["quantize"]) == ("int8", "none")
+    assert found["weight_bytes"] < 0.6 * usual["weight_bytes"]
+    assert found["kv_slots"] > usual["kv_slots"]
+    text = size("--model-id", big, "--gpu", "h200", "--quantize", "int8").stdout
+    assert "parameters as bfloat16, products as int8 (from config.json)" in text
+
+
+def test_what_8_bits_take_is_what_the_loader_needs():
+    demo = resolve_model("demo", None)
+    layout = read_layout(demo, None)
+    for world in (1, 2):
+        needed = bytes_needed(layout.weights, Shard(0, world), torch.bfloat16, "int8")
+        assert footprint(demo, "int8").weight_bytes(world, 2, "int8") == needed
+
+
+def test_experts_are_refused_a_format_in_the_loaders_words(tmp_path: Path):
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    mixture = CONFIG | experts | {"architectures": ["MixtralForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(mixture))
+    done = size("--gpu", "h200", "--model-id", tmp_path, "--quantize", "int8")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: quantize is int8: MixtralForCausalLM has experts")
 
 
 def test_without_a_number_the_fewest_shards_that_fit_are_taken(big: Path):

@@ -184,13 +184,16 @@ def requests():
     yield Request([20, 21], prompts[2], SAMPLED, StoppingParams(max_new_tokens=4), logprobs=True)
 
 
-def run(loop, link):
+def run(loop, link, preempted=None):
+    """Answer the requests; before turns, by turn, some sequences are preempted."""
     waiting = list(requests())
     # The last one comes when the prompt that it shares is in the cache.
     link.inbox += waiting[:-1]
     for turn in range(200):
         if turn == 8:
             link.inbox.append(waiting[-1])
+        for sequence in (preempted or {}).get(turn, ()):
+            assert loop.scheduler.preempt(sequence)
         if turn > 8 and len(link.finished) == 6:
             assert not link.failures
             return link
@@ -218,6 +221,18 @@ def test_the_device_samples_what_the_host_samples(overlap, captured, expected):
     for sequence, logprobs in expected.logprobs.items():
         assert got.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
     assert got.scored.keys() == expected.scored.keys() != set()
+    for sequence, logprobs in expected.scored.items():
+        assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_preempted_rows_sample_what_they_would_have_sampled(expected):
+    # In the middle of a prompt that is scored, after it, and one of two samples.
+    got = run(*on_device(overlap=True), preempted={4: [11, 12], 5: [13], 8: [13], 12: [21]})
+    assert dict(got.tokens) == dict(expected.tokens)
+    assert dict(got.tops) == dict(expected.tops)
+    for sequence, logprobs in expected.logprobs.items():
+        assert got.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
+    assert got.scored.keys() == expected.scored.keys()
     for sequence, logprobs in expected.scored.items():
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
 

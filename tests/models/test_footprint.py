@@ -13,7 +13,7 @@ from tokenpod.models.checkpoint import Checkpoint, read_weights
 from tokenpod.models.errors import ModelError
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.load import read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
 
 
@@ -38,7 +38,7 @@ def test_a_rank_alone_holds_all_weights(folder: Path, load_folder: Callable):
     model = load_folder(folder, dtype=torch.bfloat16)
     wider = [weight for weight in read_layout(folder, None).weights if weight.dtype]
     assert all("norm" in weight.sources[0].name for weight in wider)
-    more = 2 * Share().numbers(wider)  # kept in float32
+    more = 2 * Shard().numbers(wider)  # kept in float32
     assert footprint_of(folder).weight_bytes(1, 2) + more == model.weight_bytes
 
 
@@ -51,7 +51,7 @@ def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
         world for world in range(1, config.heads + 1) if not divides_badly(config, world)
     ]
     for world, portion in footprint.portions.items():
-        share = Share(0, world)
+        shard = Shard(0, world)
         with Checkpoint(folder) as checkpoint:
             tensors = read_weights(
                 checkpoint,
@@ -59,15 +59,15 @@ def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
                 dtype=torch.float32,
                 device=torch.device("cpu"),
                 progress=lambda done, total: None,
-                share=share,
+                shard=shard,
             )
         assert portion.numbers == sum(tensor.numel() for tensor in tensors.values())
-        assert portion.kv_heads == share.config(config).kv_heads
+        assert portion.kv_heads == shard.config(config).kv_heads
 
 
 def divides_badly(config: ModelSpec, world: int) -> bool:
     try:
-        Share(0, world).check(config)
+        Shard(0, world).check(config)
     except ModelError:
         return True
     return False

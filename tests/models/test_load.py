@@ -15,7 +15,7 @@ from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.load import ModelError, load_model, read_config, read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 from tokenpod.models.spec import Experts
 
 CPU = torch.device("cpu")
@@ -327,7 +327,7 @@ def test_a_rank_reads_the_scales_of_its_heads(folder):
     add_scales(folder)
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint)
-        scales = read_scales(checkpoint, layout.scales, 4, Share(1, 2), CPU)
+        scales = read_scales(checkpoint, layout.scales, 4, Shard(1, 2), CPU)
     assert scales.values.tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
 
 

@@ -14,7 +14,7 @@ from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint, read_weights
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model, read_layout
-from tokenpod.models.share import Share
+from tokenpod.models.shard import Shard
 
 CPU = torch.device("cpu")
 KINDS = ["llama-biases", "qwen3", "opt-350m", "gpt-neox", "gemma2", "falcon-40b", "phi3"]
@@ -24,7 +24,7 @@ def load(folder, **more):
     return load_model(folder, dtype=None, device=CPU, progress=lambda done, total: None, **more)
 
 
-def read(folder, share=Share()):  # noqa: B008 - it is frozen
+def read(folder, shard=Shard()):  # noqa: B008 - it is frozen
     with Checkpoint(folder) as checkpoint:
         return read_weights(
             checkpoint,
@@ -32,7 +32,7 @@ def read(folder, share=Share()):  # noqa: B008 - it is frozen
             dtype=torch.float32,
             device=CPU,
             progress=lambda done, total: None,
-            share=share,
+            shard=shard,
             quantize="int8",
         )
 
@@ -80,7 +80,7 @@ def test_products_take_a_byte_per_number_and_the_rest_what_it_took(golden):
 @pytest.mark.parametrize("name", ["llama-biases", "falcon-40b"])
 def test_ranks_have_parts_of_the_same_numbers(name, golden):
     folder = golden(name).folder
-    whole, parts = read(folder), [read(folder, Share(rank, 2)) for rank in range(2)]
+    whole, parts = read(folder), [read(folder, Shard(rank, 2)) for rank in range(2)]
     (down,) = whole["1.down"].parts
     halves = [part["1.down"].parts[0] for part in parts]
     assert torch.equal(torch.cat([half.weight for half in halves], dim=1), down.weight)

@@ -1,11 +1,11 @@
 import random
 
 import numpy as np
-from scheduler_house import House, request
+from scheduler_driver import Driver, request
 
-from tokenpod.scheduler.admission import FOREVER
-from tokenpod.scheduler.forecast import Forecast
+from tokenpod.scheduler.exact import Forecast
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.peak import FOREVER
 from tokenpod.scheduler.sequence import Sequence
 
 
@@ -35,7 +35,7 @@ def test_a_shared_prompt_is_found_up_to_its_last_token():
     kv = KV(100)
     one = begun(kv, 1, [1] * 10)
     slots = compute(kv, one, 10)
-    kv.share_prompt(one, awaited=False)
+    kv.publish_inputs(one, awaited=False)
     two = begun(kv, 2, [1] * 10)
     assert two.cached == 9
     assert kv.prefix_slots(two).tolist() == slots[:9].tolist()
@@ -47,8 +47,8 @@ def test_who_computed_the_same_prompt_second_keeps_its_own_slots():
     one, two = begun(kv, 1, [1] * 10), begun(kv, 2, [1] * 10)
     for sequence in (one, two):
         compute(kv, sequence, 10)
-        kv.share_prompt(sequence, awaited=False)
-    assert (one.held, two.held) == (0, 10)
+        kv.publish_inputs(sequence, awaited=False)
+    assert (one.private, two.private) == (0, 10)
     kv.release(one)
     # Its copy is a mere cache now: the second one does not hold on to it.
     assert kv.tree.evictable == 10
@@ -58,18 +58,18 @@ def test_who_computed_the_same_prompt_second_keeps_its_own_slots():
 
 
 def test_without_a_cache_only_the_samples_of_a_request_share_their_prompt():
-    house = House(slots=100, max_rows=4, prefill_tokens=32, prefix_caching=False)
-    house.submit(request([1, 2, 3], [5] * 30, max_new_tokens=4))
-    house.turn()
-    house.turn()
-    kv = house.scheduler.kv
+    driver = Driver(slots=100, max_rows=4, prefill_tokens=32, prefix_caching=False)
+    driver.submit(request([1, 2, 3], [5] * 30, max_new_tokens=4))
+    driver.turn()
+    driver.turn()
+    kv = driver.scheduler.kv
     assert kv.tree.tokens == 29
-    house.run()
+    driver.run()
     assert (kv.tree.tokens, kv.free) == (0, kv.total)
-    house.submit(request(4, [5] * 30))
-    house.turn()
-    assert house.planned() == {4: 30}
-    house.drain()
+    driver.submit(request(4, [5] * 30))
+    driver.turn()
+    assert driver.planned() == {4: 30}
+    driver.drain()
 
 
 def test_the_cache_gives_way_to_who_needs_the_slots():
@@ -81,7 +81,7 @@ def test_the_cache_gives_way_to_who_needs_the_slots():
     two = begun(kv, 2, [2] * 15)
     assert len(compute(kv, two, 15)) == 15
     # Room for its outputs too, so that they lie together.
-    assert kv.tree.match(one.prompt)[1] == 20 - two.bound
+    assert kv.tree.match(one.inputs)[1] == 20 - two.bound
     kv.check([two])
 
 
@@ -89,10 +89,10 @@ def test_the_forecast_counts_a_shared_prefix_once():
     kv = KV(100)
     one = begun(kv, 1, [1] * 10, max_new_tokens=5)
     compute(kv, one, 10)
-    kv.share_prompt(one, awaited=False)
+    kv.publish_inputs(one, awaited=False)
     two = begun(kv, 2, [1] * 10, max_new_tokens=5)
     compute(kv, two, 1)
-    forecast = Forecast(kv.table, quantum=8)
+    forecast = Forecast(kv.table, slots=100, quantum=8)
     forecast.decoding([one, two])
     # The prompt, the last prompt token of the second again, and what is to come but for the last
     # tokens: these are never processed.
@@ -104,21 +104,21 @@ def test_a_frozen_sequence_counts_with_all_it_holds_and_may_come_to_hold():
     one, two = begun(kv, 1, [1] * 10), begun(kv, 2, [1] * 10)
     for sequence in (one, two):
         compute(kv, sequence, 10)
-        kv.share_prompt(sequence, awaited=False)
-    forecast = Forecast(kv.table, quantum=8)
-    forecast.frozen(one)
-    forecast.frozen(two)
+        kv.publish_inputs(sequence, awaited=False)
+    forecast = Forecast(kv.table, slots=100, quantum=8)
+    forecast.reserved(one)
+    forecast.reserved(two)
     assert forecast.peak() == one.bound + two.bound
     assert forecast.peak() < FOREVER
 
 
 def test_long_lives_of_many_leave_nothing_behind():
-    house = House(slots=64, max_rows=6, prefill_tokens=8, overlap=True)
+    driver = Driver(slots=64, max_rows=6, prefill_tokens=8, overlap=True)
     for sequence_id in range(1, 40):
         prompt = [sequence_id % 3] * (1 + sequence_id % 17)
-        house.submit(request(sequence_id, prompt, max_new_tokens=1 + sequence_id % 11))
-    house.drain()
-    assert all(len(house.outputs(i)) == 1 + i % 11 for i in range(1, 40))
+        driver.submit(request(sequence_id, prompt, max_new_tokens=1 + sequence_id % 11))
+    driver.drain()
+    assert all(len(driver.outputs(i)) == 1 + i % 11 for i in range(1, 40))
 
 
 def two_samples(kv, prompt, **options):
@@ -134,7 +134,7 @@ def two_samples(kv, prompt, **options):
 def test_the_forecast_counts_an_awaited_prompt_once_until_the_last_sample_is_over():
     kv = KV(100)
     first, sibling = two_samples(kv, [1] * 10, max_new_tokens=4)
-    forecast = Forecast(kv.table, quantum=8)
+    forecast = Forecast(kv.table, slots=100, quantum=8)
     forecast.prefilling(first)
     forecast.siblings(first, [sibling])
     assert forecast.peak() == 10 + 3 + (1 + 3)
@@ -145,9 +145,9 @@ def test_samples_share_their_own_copy_of_a_prompt_that_another_brought_meanwhile
     first, sibling = two_samples(kv, [1] * 10, max_new_tokens=4)
     other = begun(kv, 3, [1] * 10, max_new_tokens=4)
     compute(kv, other, 10)
-    kv.share_prompt(other, awaited=False)
+    kv.publish_inputs(other, awaited=False)
     compute(kv, first, 10)
-    kv.share_prompt(first, awaited=True)
+    kv.publish_inputs(first, awaited=True)
     kv.follow(sibling, first)
     assert kv.prefix_slots(sibling).tolist() != kv.prefix_slots(other).tolist()[:9]
     assert (len(kv.prefix_slots(sibling)), sibling.computed) == (9, 9)
@@ -167,13 +167,13 @@ def test_samples_share_their_own_copy_of_a_prompt_that_another_brought_meanwhile
 def test_samples_that_fill_the_cache_with_their_prompt_once_are_served():
     # 60 of prompt, 2 x 15 new less the last ones, and the last prompt token again. Twice the prompt
     # would not fit.
-    house = House(slots=60 + 2 * 14 + 1, max_rows=4, prefill_tokens=16)
-    house.submit(request([1, 2], [5] * 60, max_new_tokens=15))
-    house.run()
-    assert [len(house.outputs(i)) for i in (1, 2)] == [15, 15]
-    house.submit(request([3, 4], [6] * 60, max_new_tokens=16))
-    assert house.sequences[3].ended == "failure INVALID_ARGUMENT"
-    house.drain()
+    driver = Driver(slots=60 + 2 * 14 + 1, max_rows=4, prefill_tokens=16)
+    driver.submit(request([1, 2], [5] * 60, max_new_tokens=15))
+    driver.run()
+    assert [len(driver.outputs(i)) for i in (1, 2)] == [15, 15]
+    driver.submit(request([3, 4], [6] * 60, max_new_tokens=16))
+    assert driver.sequences[3].ended == "failure INVALID_ARGUMENT"
+    driver.drain()
 
 
 def test_sequences_that_grow_side_by_side_get_runs_also_when_the_cache_is_full():

@@ -7,7 +7,7 @@ import random
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from scheduler_house import House, request
+from scheduler_driver import Driver, request
 
 #: Prompts are cut from few texts, so that many begin alike.
 TEXTS = [[1] * 60, [1, 2] * 30, [2, 2, 1] * 20, [1] * 10 + [2] * 50]
@@ -52,7 +52,7 @@ class SchedulerLife(RuleBasedStateMachine):
                 return -1
             return chance.choice((EOS, STOP)) if draw < nan + end else chance.randint(1, 2)
 
-        self.house = House(
+        self.driver = Driver(
             overlap=overlap,
             choose=choose,
             slots=slots,
@@ -79,8 +79,8 @@ class SchedulerLife(RuleBasedStateMachine):
         turns=st.integers(0, 5),
     )
     def submit(self, prompt, stops, n, priority, salt, score, deadline, limit, turns):
-        now = self.house.now
-        self.house.submit(
+        now = self.driver.now
+        self.driver.submit(
             request(
                 self.new_ids(n),
                 prompt,
@@ -102,19 +102,25 @@ class SchedulerLife(RuleBasedStateMachine):
     )
     def submit_the_same_at_once(self, prompt, new, samples, turns):
         for n in samples:
-            self.house.submit(request(self.new_ids(n), prompt, max_new_tokens=new))
+            self.driver.submit(request(self.new_ids(n), prompt, max_new_tokens=new))
         self.turns(turns)
 
     @rule(turns=st.integers(1, 20))
     def turns(self, turns):
         for _ in range(turns):
-            self.house.now += 1
-            self.house.turn()
+            self.driver.now += 1
+            self.driver.turn()
 
     @rule(pick=st.randoms(use_true_random=False), n=st.integers(1, 3))
     def abort(self, pick, n):
         alive = self.alive()
-        self.house.abort(*pick.sample(alive, min(n, len(alive))))
+        self.driver.abort(*pick.sample(alive, min(n, len(alive))))
+
+    @rule(pick=st.randoms(use_true_random=False), n=st.integers(1, 4), turns=st.integers(0, 3))
+    def preempt(self, pick, n, turns):
+        alive = self.alive()
+        self.driver.preempt(*pick.sample(alive, min(n, len(alive))))
+        self.turns(turns)
 
     @rule(
         starts=st.lists(st.tuples(prompts(), stops(), st.integers(0, 12)), max_size=3),
@@ -124,8 +130,8 @@ class SchedulerLife(RuleBasedStateMachine):
     )
     def advance(self, starts, pick, waits, turns):
         held = self.alive(held=True)
-        self.house.advance(
-            1000 + len(self.house.ops),
+        self.driver.advance(
+            1000 + len(self.driver.ops),
             [request(self.new_ids(1), prompt, **stops) for prompt, stops, _ in starts],
             [end for _, _, end in starts],
             pick.sample(held, pick.randint(0, len(held))),
@@ -136,22 +142,22 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(prompt=prompts(), n=st.integers(1, 3), turns=st.integers(0, 3))
     def probe(self, prompt, n, turns):
         for _ in range(n):
-            self.house.submit(request(self.new_ids(1), prompt[:10], max_new_tokens=1, probe=True))
+            self.driver.submit(request(self.new_ids(1), prompt[:10], max_new_tokens=1, probe=True))
         self.turns(turns)
 
     @rule(rounds=st.integers(1, 16))
     def decode_all_that_is_held(self, rounds):
         for _ in range(rounds):
-            self.house.advance(1000 + len(self.house.ops), resume=self.alive(held=True))
+            self.driver.advance(1000 + len(self.driver.ops), resume=self.alive(held=True))
             self.turns(2)
 
     def alive(self, held=False):
-        sequences = self.house.sequences.items()
+        sequences = self.driver.sequences.items()
         return [i for i, s in sequences if not s.ended and (s.held or not held)]
 
     def teardown(self):
-        if hasattr(self, "house"):
-            self.house.drain()
+        if hasattr(self, "driver"):
+            self.driver.drain()
 
 
 TestSchedulerLife = SchedulerLife.TestCase

@@ -7,7 +7,7 @@ import random
 import tracemalloc
 
 import pytest
-from scheduler_house import SECOND, request
+from scheduler_driver import SECOND, request
 
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

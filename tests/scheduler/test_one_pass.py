@@ -10,7 +10,7 @@ import random
 from itertools import count
 
 import pytest
-from scheduler_house import House, request
+from scheduler_driver import Driver, request
 
 
 def path(sequence):
@@ -20,11 +20,11 @@ def path(sequence):
         node = node.parent
 
 
-def reference_peak(house, extra):
+def reference_peak(driver, extra):
     """The most slots ever held: those with a row, then requests `extra` (lists of samples)."""
-    scheduler = house.scheduler
+    scheduler = driver.scheduler
     batcher, routed = scheduler._batcher, scheduler._routed
-    quantum, line, spans = batcher.quantum, 0, []
+    quantum, line, spans = scheduler._batching.quantum, 0, []
     nodes = {}
 
     def hold(sequence, held, left, end):
@@ -35,32 +35,34 @@ def reference_peak(house, extra):
     def in_line(sequence, need):
         nonlocal line
         line += need
-        end = -(-line // quantum) + 3 + sequence.bound - sequence.prompt_length + 1
-        hold(sequence, sequence.held + need, sequence.bound - sequence.prompt_length, end)
+        growth = sequence.bound - sequence.needed
+        end = -(-line // quantum) + 3 + growth + 1
+        hold(sequence, sequence.private + need, growth, end)
         return end
 
     def follow(first, siblings):
         ends = [in_line(sibling, 1) for sibling in siblings]
         if ends:
-            spans.append((first.prompt_length - first.shared, 0, ends[-1]))
+            spans.append((first.needed - first.shared, 0, ends[-1]))
             for node in path(first):
                 nodes[node] = max(nodes[node], ends[-1])
 
     def own(sequence):
         """What it holds alone: its prompt is its siblings' too."""
         siblings = batcher._siblings.get(sequence.id)
-        return sequence.held - (sequence.prompt_length - sequence.shared if siblings else 0)
+        return sequence.private - (sequence.needed - sequence.shared if siblings else 0)
 
-    for sequence in batcher._leaving.values():
-        hold(sequence, sequence.held, 0, 2)
+    for sequence in [*batcher._leaving.values(), *batcher._vacating.values()]:
+        hold(sequence, sequence.private, 0, 2)
     for sequence in batcher._decoding.values():
         left = sequence.bound - sequence.computed
         hold(sequence, own(sequence), left, left + 1)
     for sequence in batcher._ready:
-        in_line(sequence, sequence.prompt_length - sequence.computed)
+        in_line(sequence, sequence.needed - sequence.computed)
     for first, siblings in batcher._siblings.items():
-        if first in batcher._decoding:
-            follow(batcher._decoding[first], siblings)
+        computed = batcher._decoding.get(first) or batcher._vacating.get(first)
+        if computed is not None:
+            follow(computed, siblings)
     waiting = [[s, *batcher._siblings.get(s.id, [])] for s in batcher._prefilling]
     frozen = list(routed.sequences)
     for samples in extra:
@@ -69,9 +71,9 @@ def reference_peak(house, extra):
         else:
             waiting.append(samples)
     for first, *siblings in waiting:
-        end = in_line(first, first.prompt_length - first.computed)
+        end = in_line(first, first.needed - first.computed)
         if siblings:
-            spans[-1] = (spans[-1][0] - (first.prompt_length - first.shared), *spans[-1][1:])
+            spans[-1] = (spans[-1][0] - (first.needed - first.shared), *spans[-1][1:])
             assert end == spans[-1][2]
         follow(first, siblings)
     for_ever = 1 << 30
@@ -84,20 +86,20 @@ def reference_peak(house, extra):
     )
 
 
-def reference_count(house):
+def reference_count(driver):
     """How many requests are let in if each is asked for in its turn."""
-    scheduler = house.scheduler
+    scheduler = driver.scheduler
     line, rows, taken = scheduler._queue._waiting, scheduler._rows.free, []
-    for _, _, samples in line:
+    for *_, samples in line:
         rows -= len(samples)
         if rows < 0:
             break
         scheduler.kv.begin(samples[0])
         taken.append(samples)
-        if reference_peak(house, taken) > scheduler.limits.slots:
+        if reference_peak(driver, taken) > scheduler.limits.slots:
             break
     fits = len(taken)
-    if taken and reference_peak(house, taken) > scheduler.limits.slots:
+    if taken and reference_peak(driver, taken) > scheduler.limits.slots:
         fits -= 1
     for samples in reversed(taken):
         scheduler.kv.withdraw(samples[0])
@@ -107,18 +109,18 @@ def reference_count(house):
 @pytest.mark.parametrize("seed", range(4))
 def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
     chance, ids = random.Random(seed), count(1)
-    house = House(
+    driver = Driver(
         slots=chance.choice([60, 300, 1000]),
         max_rows=chance.choice([4, 16]),
         prefill_tokens=chance.choice([8, 64]),
         overlap=seed % 2 == 0,
     )
-    queue, decisions = house.scheduler._queue, []
+    queue, decisions = driver.scheduler._queue, []
     admit = queue.admit
 
     def compared():
         full = queue._full
-        wanted = 0 if full else reference_count(house)
+        wanted = 0 if full else reference_count(driver)
         before = len(queue)
         admit()
         assert before - len(queue) == wanted
@@ -133,18 +135,20 @@ def test_as_many_are_let_in_as_when_each_is_asked_for_in_its_turn(seed):
             new = chance.randint(1, 20)
             if chance.random() < 0.15:
                 held.append(next(ids))
-                failure = house.advance(next(ids), [request(held[-1], prompt, max_new_tokens=new)])
+                failure = driver.advance(next(ids), [request(held[-1], prompt, max_new_tokens=new)])
                 if failure:
                     held.pop()
             else:
                 samples = [next(ids) for _ in range(chance.choice([1, 1, 1, 3]))]
-                house.submit(request(samples, prompt, max_new_tokens=new))
+                driver.submit(request(samples, prompt, max_new_tokens=new))
         if chance.random() < 0.1:
-            house.abort(chance.randint(1, next(ids)))
+            driver.preempt(*(i for i, s in driver.sequences.items() if chance.random() < 0.3))
+        if chance.random() < 0.1:
+            driver.abort(chance.randint(1, next(ids)))
         for _ in range(chance.randint(1, 6)):
-            house.turn()
+            driver.turn()
         if held and chance.random() < 0.5:
-            house.abort(held.pop(0))
-    house.drain()
+            driver.abort(held.pop(0))
+    driver.drain()
     assert any(wanted > 1 for wanted, _ in decisions)
     assert any(0 < wanted < line for wanted, line in decisions)

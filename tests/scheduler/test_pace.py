@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from scheduler_house import House, request
+from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.pace import Pace
 
@@ -75,67 +75,67 @@ def test_more_tokens_never_take_less():
     assert all(least[n + 50] >= least[n] for n in range(350))
 
 
-# -- in the house ------------------------------------------------------------------------------
+# -- in the driver ------------------------------------------------------------------------------
 
 
-def busy_house(**limits) -> House:
-    """A house where every step of 8 prompt tokens has taken 100."""
-    house = House(**{"slots": 400, "max_rows": 8, "prefill_tokens": 8, "overlap": True} | limits)
-    house.submit(request(1000, [9] * 200, max_new_tokens=1))
-    while house.turn():
-        house.now += 100
-    return house
+def busy_driver(**limits) -> Driver:
+    """A driver where every step of 8 prompt tokens has taken 100."""
+    driver = Driver(**{"slots": 400, "max_rows": 8, "prefill_tokens": 8, "overlap": True} | limits)
+    driver.submit(request(1000, [9] * 200, max_new_tokens=1))
+    while driver.turn():
+        driver.now += 100
+    return driver
 
 
-def drop_times(house: House) -> list[str]:
-    return [house.sequences[i].ended for i in sorted(house.sequences) if i < 1000]
+def drop_times(driver: Driver) -> list[str]:
+    return [driver.sequences[i].ended for i in sorted(driver.sequences) if i < 1000]
 
 
 def test_a_deadline_that_the_prompt_alone_outlasts_is_refused_at_once():
-    house = busy_house()
+    driver = busy_driver()
     # Five steps: 250 at the least, by the careful half.
-    house.submit(request(1, list(range(40)), deadline_at=house.now + 240))
-    house.submit(request(2, list(range(100, 140)), deadline_at=house.now + 260))
-    steps = house.steps
-    house.turn()
-    assert drop_times(house) == ["failure DEADLINE_EXCEEDED", ""]
-    assert house.planned() == {2: 8}
-    assert house.steps == steps + 1
-    house.abort(2)
-    house.drain()
+    driver.submit(request(1, list(range(40)), deadline_at=driver.now + 240))
+    driver.submit(request(2, list(range(100, 140)), deadline_at=driver.now + 260))
+    steps = driver.steps
+    driver.turn()
+    assert drop_times(driver) == ["failure DEADLINE_EXCEEDED", ""]
+    assert driver.planned() == {2: 8}
+    assert driver.steps == steps + 1
+    driver.abort(2)
+    driver.drain()
 
 
 def test_a_prompt_that_falls_behind_is_dropped_between_its_pieces():
-    house = busy_house()
-    house.submit(request(1, list(range(40)), deadline_at=house.now + 400))
+    driver = busy_driver()
+    driver.submit(request(1, list(range(40)), deadline_at=driver.now + 400))
     for _ in range(3):
-        house.turn()
-        house.now += 150
+        driver.turn()
+        driver.now += 150
     # Two pieces are left: 100 at the least, and 50 to go... one turn later it is plain.
-    house.turn()
-    assert drop_times(house) == ["failure DEADLINE_EXCEEDED"]
-    house.drain()
+    driver.turn()
+    assert drop_times(driver) == ["failure DEADLINE_EXCEEDED"]
+    driver.drain()
 
 
 def test_what_the_cache_holds_needs_no_time():
-    house = busy_house()
-    house.submit(request(1, [9] * 200, deadline_at=house.now + 60, max_new_tokens=1))
-    house.submit(request(2, [8] * 200, deadline_at=house.now + 60, max_new_tokens=1))
-    house.run()
-    assert drop_times(house) == ["finish", "failure DEADLINE_EXCEEDED"]
-    house.drain()
+    driver = busy_driver()
+    driver.submit(request(1, [9] * 200, deadline_at=driver.now + 60, max_new_tokens=1))
+    driver.submit(request(2, [8] * 200, deadline_at=driver.now + 60, max_new_tokens=1))
+    driver.run()
+    assert drop_times(driver) == ["finish", "failure DEADLINE_EXCEEDED"]
+    driver.drain()
 
 
 def test_all_samples_of_a_request_are_dropped_together():
-    house = busy_house()
-    house.submit(request([1, 2, 3], list(range(40)), deadline_at=house.now + 100))
-    house.turn()
-    assert drop_times(house) == ["failure DEADLINE_EXCEEDED"] * 3
-    house.drain()
+    driver = busy_driver()
+    driver.submit(request([1, 2, 3], list(range(40)), deadline_at=driver.now + 100))
+    driver.turn()
+    assert drop_times(driver) == ["failure DEADLINE_EXCEEDED"] * 3
+    driver.drain()
 
 
 def test_a_fresh_server_drops_nothing_before_its_deadline():
-    house = House(slots=400, max_rows=8, prefill_tokens=8)
-    house.submit(request(1, list(range(160)), deadline_at=10, max_new_tokens=1))
-    house.run()
-    assert drop_times(house) == ["finish"]
+    driver = Driver(slots=400, max_rows=8, prefill_tokens=8)
+    driver.submit(request(1, list(range(160)), deadline_at=10, max_new_tokens=1))
+    driver.run()
+    assert drop_times(driver) == ["finish"]

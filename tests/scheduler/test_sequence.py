@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from scheduler_house import request
+from scheduler_driver import request
 
 from tokenpod.core.messages import FinishCode
 from tokenpod.scheduler.sequence import Sequence

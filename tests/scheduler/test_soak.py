@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduler_house import House, request
+from scheduler_driver import Driver, request
 
 
-def soak(seed: int, turns: int) -> House:
+def soak(seed: int, turns: int) -> Driver:
     chance = random.Random(seed)
     nan = chance.choice([0.0, 0.0, 0.02])
-    house = House(
+    driver = Driver(
         overlap=chance.random() < 0.5,
         choose=lambda sequence_id, index: -1 if chance.random() < nan else chance.choice((1, 2)),
         slots=chance.randint(36, 70),
@@ -20,35 +20,37 @@ def soak(seed: int, turns: int) -> House:
     )
     texts = [[1] * 30, [1, 2] * 15, [2, 2, 1] * 10]
     ids = op = 0
-    routed = chance.random() < 0.3
+    routed, preempts = chance.random() < 0.3, chance.random() < 0.3
     for _ in range(turns):
-        house.now += 1
-        while house.scheduler.load().waiting < 4:
+        driver.now += 1
+        while driver.scheduler.load().waiting < 4:
             n = chance.choice([1, 1, 1, 2, 3])
             ids += n
             prompt = chance.choice(texts)[: chance.randint(1, 14)]
             new = chance.choice([1, 2, 5, 12])
-            deadline = house.now + 12 if chance.random() < 0.05 else None
+            deadline = driver.now + 12 if chance.random() < 0.05 else None
             ids_now = range(ids - n + 1, ids + 1)
-            house.submit(request(ids_now, prompt, max_new_tokens=new, deadline_at=deadline))
-        alive = [i for i, s in house.sequences.items() if not s.ended]
+            driver.submit(request(ids_now, prompt, max_new_tokens=new, deadline_at=deadline))
+        alive = [i for i, s in driver.sequences.items() if not s.ended]
         if chance.random() < 0.08:
-            house.abort(*chance.sample(alive, min(len(alive), 2)))
+            driver.abort(*chance.sample(alive, min(len(alive), 2)))
+        if preempts and chance.random() < 0.3:
+            driver.preempt(*chance.sample(alive, min(len(alive), 3)))
         if routed and chance.random() < 0.3:
-            held = [i for i in alive if house.sequences[i].held and not house.sequences[i].ended]
+            held = [i for i in alive if driver.sequences[i].held and not driver.sequences[i].ended]
             ids, op = ids + 1, op + 1
             prompt = chance.choice(texts)[: chance.randint(1, 14)]
             start = [request(ids, prompt, max_new_tokens=6)] if chance.random() < 0.4 else []
-            house.advance(op, start, resume=held)
-        house.turn()
+            driver.advance(op, start, resume=held)
+        driver.turn()
         # The service forgets what has ended; so does this client, to stay quick.
-        if len(house.sequences) > 200:
-            flying = house.planned()
-            house.sequences = {
-                i: s for i, s in house.sequences.items() if not s.ended or s.held or i in flying
+        if len(driver.sequences) > 200:
+            flying = driver.planned()
+            driver.sequences = {
+                i: s for i, s in driver.sequences.items() if not s.ended or s.held or i in flying
             }
-    house.drain()
-    return house
+    driver.drain()
+    return driver
 
 
 @pytest.mark.parametrize("seed", range(0, 120, 20))

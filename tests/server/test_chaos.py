@@ -8,4 +8,4 @@ from chaos.campaign import campaign, table
 def test_a_pod_withstands_the_short_form() -> None:
     rows = campaign(seed=1, short=True)
     assert not [row.fault for row in rows if row.fault], table(rows)
-    assert all(row.seen.served for row in rows)
+    assert all(row.seen.served and row.routed.served for row in rows)

@@ -7,8 +7,7 @@ import contextlib
 import resource
 import socket
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import floods
 import grpc
@@ -33,36 +32,11 @@ def flooded() -> Iterator[ServerProcess]:
 # -- bursts ------------------------------------------------------------------------------------
 
 
-async def burst(address: str, connections: int, calls: int) -> Counter[tuple[str, bool]]:
-    """Make calls at once on each connection: (code, whether there was a hint) and how often."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    ends: Counter[tuple[str, bool]] = Counter()
-    request = pb.GenerateRequest(text="x", stopping={"max_new_tokens": 1})
-
-    async def one(channel: grpc.aio.Channel) -> None:
-        try:
-            async for _ in rpc.TextGenerationServiceStub(channel).Generate(request, timeout=300):
-                pass
-            ends["OK", False] += 1
-        except grpc.aio.AioRpcError as error:
-            hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
-            ends[error.code().name, hint] += 1
-
-    async with contextlib.AsyncExitStack() as stack:
-        channels = [
-            await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
-            for _ in range(connections)
-        ]
-        await asyncio.gather(*(channel.channel_ready() for channel in channels))
-        await asyncio.gather(*(one(channel) for channel in channels for _ in range(calls)))
-    return ends
-
-
 @pytest.mark.parametrize(("connections", "calls"), [(1, 1500), (8, 250)])
 def test_a_burst_is_served_or_refused_with_a_hint_and_never_reset(
     flooded: ServerProcess, connections: int, calls: int
 ) -> None:
-    ends = asyncio.run(burst(flooded.address, connections, calls))
+    ends = asyncio.run(floods.burst(flooded.address, connections, calls))
     assert sum(ends.values()) == connections * calls
     refused = ("RESOURCE_EXHAUSTED", True), ("UNAVAILABLE", True)
     assert not set(ends) - {("OK", False), *refused}, ends
@@ -70,21 +44,15 @@ def test_a_burst_is_served_or_refused_with_a_hint_and_never_reset(
 
 # -- floods ------------------------------------------------------------------------------------
 
-ONGOING: dict[str, Callable[[], Iterator[bytes]]] = {
-    "resets": floods.resets,
-    "settings": floods.settings,
-    "headers that never end": lambda: floods.continuations(floods.header("x", "y" * 107)),
-}
 
-
-@pytest.mark.parametrize("kind", ONGOING)
+@pytest.mark.parametrize("kind", floods.ONGOING)
 def test_a_connection_that_floods_costs_others_no_call(flooded: ServerProcess, kind: str) -> None:
     over, pid = threading.Event(), flooded.process.pid
     forget_peak(pid)
     before = peak_bytes(pid)
     sent: list[int] = []
     flooding = threading.Thread(
-        target=lambda: sent.append(floods.flood(flooded.port, ONGOING[kind](), over))
+        target=lambda: sent.append(floods.flood(flooded.port, floods.ONGOING[kind](), over))
     )
     flooding.start()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from harness import (
     generate,
     serve,
     text_request,
+    until_refused,
+    wait_for,
 )
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
@@ -111,13 +113,6 @@ def one_each(server: ServerProcess) -> list[Client]:
         if len(found) == FRONT_ENDS:
             return [found[pid] for pid in (server.process.pid, *further(server))]
     raise AssertionError(f"100 connections reached {len(found)} front ends")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def gone(pid: int) -> bool:
@@ -284,11 +279,9 @@ def test_a_drain_finishes_the_streams_of_all_and_leaves_nobody() -> None:
             # As an init process or a terminal might: stopping is the first one's business.
             os.kill(pid, signal.SIGTERM)
         wait_for(lambda: server.health() == NOT_SERVING)
-        time.sleep(0.2)
         for client in clients:
-            with pytest.raises(grpc.RpcError) as refused:
-                generate(client.stub, text_request(PROMPT, stopping=SHORT))
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            refused = until_refused(client.stub, text_request(PROMPT, stopping=SHORT))
+            assert refused.code() is grpc.StatusCode.UNAVAILABLE
         for stream in streams:
             assert len(collect(stream.rest(), 1).samples[0].token_ids) == 500
         assert server.process.wait(30) == 0

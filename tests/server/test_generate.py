@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import grpc
@@ -255,9 +254,7 @@ def test_cancel_frees_the_slots(server: ServerProcess, stub: Any) -> None:
         )
         next(iter(call))
         call.cancel()
-    began = time.monotonic()
-    generate(stub, text_request(PROMPT, stopping={"max_new_tokens": 1}))
-    assert time.monotonic() - began < 60
+    generate(stub, text_request(PROMPT, stopping={"max_new_tokens": 1}), timeout=60)
 
 
 def test_deadline_ends_a_stream(stub: Any) -> None:

@@ -25,6 +25,8 @@ from harness import (
     generate,
     serve,
     text_request,
+    until_refused,
+    wait_for,
 )
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
@@ -58,13 +60,6 @@ class Reader:
     def wait(self) -> None:
         self._thread.join(90)
         assert not self._thread.is_alive()
-
-
-def wait_for(condition: Any, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def listens(port: int) -> bool:
@@ -121,12 +116,10 @@ def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
         running = Reader(stub, text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600}))
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.health() == NOT_SERVING)
-        time.sleep(0.2)
-        with pytest.raises(grpc.RpcError) as refused:
-            generate(stub, text_request(PROMPT, stopping={"max_new_tokens": 1}))
+        refused = until_refused(stub, text_request(PROMPT, stopping={"max_new_tokens": 1}))
         running.wait()
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "grpc-retry-pushback-ms" in dict(refused.value.trailing_metadata())
+        assert refused.code() is grpc.StatusCode.UNAVAILABLE
+        assert "grpc-retry-pushback-ms" in dict(refused.trailing_metadata())
         assert running.error is None
         assert len(collect(running.events, 1).samples[0].token_ids) == 600
         assert server.process.wait(30) == 0
@@ -134,22 +127,24 @@ def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
 
 async def test_no_client_that_calls_all_the_time_is_cancelled_by_a_stop() -> None:
     ended: Counter[tuple[grpc.StatusCode, bool]] = Counter()
+    answered: Counter[int] = Counter()
 
-    async def client(address: str) -> None:
+    async def client(number: int, address: str) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(address, options) as channel:
             stub = rpc.TextGenerationServiceStub(channel)
             try:
                 while True:
                     await stub.Tokens(pb.TokensRequest(text=PROMPT), timeout=60)
+                    answered[number] += 1
                     await asyncio.sleep(0.05)
             except grpc.aio.AioRpcError as error:
                 hint = "grpc-retry-pushback-ms" in dict(error.trailing_metadata() or ())
                 ended[error.code(), hint] += 1
 
     with serve() as server:
-        clients = [asyncio.create_task(client(server.address)) for _ in range(30)]
-        await asyncio.sleep(1.0)
+        clients = [asyncio.create_task(client(number, server.address)) for number in range(30)]
+        await asyncio.to_thread(wait_for, lambda: len(answered) == 30)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.gather(*clients)
         assert await asyncio.to_thread(server.process.wait, 30) == 0
@@ -174,7 +169,7 @@ async def test_nor_by_a_stop_while_a_group_forms() -> None:
     with serve(*alone, wait=False) as server:
         await asyncio.to_thread(wait_for, lambda: listens(server.port))
         clients = [asyncio.create_task(client(server)) for _ in range(30)]
-        await asyncio.sleep(1.0)
+        await asyncio.to_thread(wait_for, lambda: ended.total() > 30)
         server.process.send_signal(signal.SIGTERM)
         await asyncio.gather(*clients)
         assert await asyncio.to_thread(server.process.wait, 30) == 0

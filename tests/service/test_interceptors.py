@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from harness import violations
 from rpcs import KINDS, Act, Scripted, arities, call_kind, nothing, serving
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
@@ -65,6 +68,30 @@ async def test_a_push_back_arrives_once_as_metadata_and_as_a_detail(kind: str) -
     assert status is not None
     assert sum(packed.Unpack(retry) for packed in status.details) == 1
     assert retry.retry_delay.seconds == 2
+
+
+class Message:
+    """Stands for megabytes that a call has read."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_a_failed_call_has_read_is_let_go_at_once(kind: str) -> None:
+    left: list[weakref.ref[Message]] = []
+
+    async def fail(context: Any) -> None:
+        message = Message()
+        left.append(weakref.ref(message))
+        try:
+            raise KeyError(message)
+        except KeyError as error:
+            raise Unavailable("x") from error
+
+    gc.disable()
+    try:
+        await failure(fail, kind)
+        assert left[0]() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("bug", [ValueError, KeyError, StopAsyncIteration, RuntimeError, OSError])
@@ -275,7 +302,7 @@ async def test_probes_need_no_token_and_watch_works_through_all_interceptors(
         await board.add_to(server, ())
 
     async with serving(
-        prepare=prepare, interceptors=[ErrorInterceptor(), AuthInterceptor(tokens)]
+        prepare=prepare, interceptors=[ErrorInterceptor(), AuthInterceptor(tokens, TABLE.open)]
     ) as running:
         stub = health_pb2_grpc.HealthStub(running.channel)
         request = health_pb2.HealthCheckRequest(service="liveness")

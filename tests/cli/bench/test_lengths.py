@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenpod.cli.bench.lengths import Fixed, LogNormal, Uniform, parse_lengths
+from tokenpod.cli.bench.prompts import LogNormal, Uniform, parse_lengths
 
 
 def draws(lengths, count=4000):
@@ -16,7 +16,7 @@ def draws(lengths, count=4000):
 @pytest.mark.parametrize(
     ("text", "lengths"),
     [
-        ("128", Fixed(128)),
+        ("128", Uniform(128, 128)),
         ("uniform:16:256", Uniform(16, 256)),
         ("lognormal:180:0.9:2048", LogNormal(180, 0.9, 2048)),
     ],
@@ -48,8 +48,8 @@ def test_what_is_no_length_is_quoted_with_what_would_be(text, problem):
     assert repr(text) in str(caught.value)
 
 
-def test_fixed_is_always_the_same():
-    assert set(draws(Fixed(7))) == {7}
+def test_a_number_is_always_the_same():
+    assert set(draws(parse_lengths("7"))) == {7}
 
 
 def test_uniform_draws_both_ends_and_nothing_beyond():

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import math
-from array import array
 from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
 
-from tokenpod.cli.bench.arrivals import Closed, Open, Replay
-from tokenpod.cli.bench.fleet import ClientShare, Measured
-from tokenpod.cli.bench.messages import Level, Record
-from tokenpod.cli.bench.report import LoadShape, Report, level_report
+from tokenpod.cli.bench.figures import ARRIVAL, Record
+from tokenpod.cli.bench.flags import BenchOptions
+from tokenpod.cli.bench.fleet import Measured
+from tokenpod.cli.bench.messages import Level, Load, Outcome, Plan
+from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod.cli.bench.report import LevelReport, Report, section
 from tokenpod.cli.bench.screen import print_sweep
+from tokenpod.cli.remote import Remote
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarking.md"
 
@@ -34,22 +36,24 @@ def request(index, *, first=1.0, ended=2.0, code="OK", **more):
         "cached_tokens": 0,
         "queue_s": 0.25,
         "first_token_s": 0.5,
-        "times": array("d", [first, ended]).tobytes(),
-        "tokens": array("I", [1, 1]).tobytes(),
-        "samples": array("I", [0, 0]).tobytes(),
+        "stream": bytearray(ARRIVAL.pack(first, 1, 0) + ARRIVAL.pack(ended, 1, 0)),
     }
     return Record(**(fields | more))
 
 
-NONE = {"times": b"", "tokens": b"", "samples": b""}
+NONE = {"stream": bytearray()}
 
 
 def report(*records, load=None, clients=None, lags=(), bounds=None, prefix_tokens=0, addresses=1):
-    level = Level(1, load or Closed(2), len(records), None)
-    clients = clients or [ClientShare(0.1, 2.0)]
-    measured = Measured(level, list(records), clients, list(lags))
-    targets = [f"host:{i}" for i in range(addresses)]
-    return level_report(measured, targets, bounds or {}, prefix_tokens)
+    level = Level(1, load or Load("closed", 2), len(records), None)
+    first, *others = clients or [(0.1, 2.0)]
+    outcomes = [Outcome(list(records), *first, list(lags))]
+    outcomes += [Outcome([], *other, []) for other in others]
+    texts = (Text("x"),) if prefix_tokens is None else ()
+    prompts = Prompts(Uniform(8, 8), Uniform(2, 2), prefix_tokens=prefix_tokens or 0, texts=texts)
+    remotes = [Remote(f"host:{i}") for i in range(addresses)]
+    plan = Plan(remotes, BenchOptions(), prompts, 1, True, [level], bounds or {})
+    return section(LevelReport, Measured(plan, level, outcomes))
 
 
 def test_rates_are_of_what_succeeded_over_the_whole_level():
@@ -90,9 +94,9 @@ def test_without_bounds_there_is_no_goodput():
 
 def test_the_offered_rate_is_that_of_what_was_due():
     due = [request(i, due=i * 0.5) for i in range(1, 5)]
-    assert report(*due, load=Open(3.0)).requests.offered_per_s == 2.0
-    assert report(*due, load=Closed(1)).requests.offered_per_s is None
-    assert report(request(0), load=Open(None)).requests.offered_per_s is None
+    assert report(*due, load=Load("open", None, 3.0, 1.0)).requests.offered_per_s == 2.0
+    assert report(*due, load=Load("closed", 1)).requests.offered_per_s is None
+    assert report(request(0), load=Load("open", None, None, 1.0)).requests.offered_per_s is None
 
 
 def test_the_wait_for_a_client_is_told():
@@ -111,14 +115,16 @@ def test_each_server_has_its_share():
 @pytest.mark.parametrize(
     ("load", "shape"),
     [
-        (Closed(4), LoadShape("closed", 4, None, None)),
-        (Open(2.0, 0.5, 9), LoadShape("open", 9, 2.0, 0.5)),
-        (Open(None), LoadShape("open", None, None, 1.0)),
-        (Replay(3.0), LoadShape("replay", None, 3.0, None)),
+        (Load("closed", 4), ("closed", 4, None, None)),
+        (Load("open", 9, 2.0, 0.5), ("open", 9, 2.0, 0.5)),
+        (Load("open", None, None, 1.0), ("open", None, None, 1.0)),
+        (Load("replay", None, 3.0), ("replay", None, 3.0, None)),
     ],
 )
 def test_the_load_is_told_in_flat_fields(load, shape):
-    assert report(request(0), load=load).load == shape
+    names = ("mode", "concurrency", "request_rate", "burstiness")
+    told = msgspec.to_builtins(report(request(0), load=load))["load"]
+    assert told == dict(zip(names, shape, strict=True))
 
 
 def test_a_level_without_requests_is_all_zero():
@@ -132,7 +138,7 @@ def test_a_calm_client_is_no_warning():
 
 
 def test_a_busy_client_process_is_a_warning():
-    (warning,) = report(request(0), clients=[ClientShare(0.1, 2), ClientShare(1.9, 2)]).warnings
+    (warning,) = report(request(0), clients=[(0.1, 2.0), (1.9, 2.0)]).warnings
     assert "busy for 95%" in warning
 
 
@@ -157,8 +163,8 @@ def test_what_the_server_did_not_measure_is_left_out():
 def test_the_table_of_all_loads_fits_80_columns():
     slow = [request(i, due=i * 0.01, first=2.0 + i * 0.01, ended=99.0) for i in range(300)]
     levels = [
-        ("16 requests/s", report(*slow, load=Open(16.0), bounds={"ttft": 999.0})),
-        ("all at once", report(request(0, code="CANCELLED"), load=Open(None))),
+        report(*slow, load=Load("open", None, 16.0, 1.0), bounds={"ttft": 999.0}),
+        report(request(0, code="CANCELLED"), load=Load("open", None, None, 1.0)),
     ]
     out = io.StringIO()
     print_sweep(Console(file=out, width=80), levels)

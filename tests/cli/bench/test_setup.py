@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import typer
 
-from tokenpod.cli.bench.arrivals import Closed, Open, Replay
-from tokenpod.cli.bench.asks import Drawn, Listed, Text, TextPrompts, TokenPrompts
-from tokenpod.cli.bench.lengths import Fixed, Uniform
-from tokenpod.cli.bench.messages import Level
-from tokenpod.cli.bench.setup import BenchOptions, make_setup
+from tokenpod.cli.bench.flags import BenchOptions
+from tokenpod.cli.bench.messages import Level, Load
+from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod.cli.bench.setup import make_plan
 from tokenpod.cli.remote import Remote
 
+INPUT, OUTPUT = Uniform(128, 128), Uniform(64, 64)
 WORKLOAD = {
     "token_low": 10,
     "token_high": 128,
@@ -35,91 +35,99 @@ def workload(tmp_path: Path) -> Path:
 
 
 def setup(**options):
-    return make_setup([Remote("h:1", "secret"), Remote("h:2", "secret")], BenchOptions(**options))
+    return make_plan([Remote("h:1", "secret"), Remote("h:2", "secret")], BenchOptions(**options))
 
 
 def loads(**options):
-    return [level.load for level in setup(**options).levels]
+    return [level.load for level in levels(**options)]
+
+
+def levels(**options):
+    """The levels after the warm-up."""
+    return [level for level in setup(**options).levels if level.number]
 
 
 def test_defaults_are_a_small_closed_loop():
     found = setup()
-    assert found.levels == [Level(1, Closed(8), 64, None)]
-    assert found.warmup == Level(0, Closed(4), 4, None)
-    assert found.plan.prompts == TokenPrompts(Drawn(Fixed(128), Fixed(64)), 10, 1000)
-    assert found.plan.target.addresses == ["h:1", "h:2"]
-    assert found.plan.target.token == "secret"
-    assert found.plan.sampling.ignore_eos
+    warmup = Level(0, Load("closed", 4), 4, None)
+    assert found.levels == [warmup, Level(1, Load("closed", 8), 64, None)]
+    assert found.prompts == Prompts(Uniform(128, 128), Uniform(64, 64), (10, 1000))
+    assert found.remotes == [Remote("h:1", "secret"), Remote("h:2", "secret")]
+    assert found.ignore_eos
 
 
 def test_without_a_seed_one_is_drawn():
-    assert len({setup().plan.seed for _ in range(4)}) > 1
-    assert setup(seed=5).plan.seed == 5
+    assert len({setup().seed for _ in range(4)}) > 1
+    assert setup(seed=5).seed == 5
 
 
 def test_several_loads_are_levels_of_their_own():
-    levels = setup(concurrency="1,2,4", requests=3).levels
-    assert [(level.number, level.load) for level in levels] == [
-        (1, Closed(1)),
-        (2, Closed(2)),
-        (3, Closed(4)),
+    found = levels(concurrency="1,2,4", requests=3)
+    assert [(level.number, level.load) for level in found] == [
+        (1, Load("closed", 1)),
+        (2, Load("closed", 2)),
+        (3, Load("closed", 4)),
     ]
 
 
 def test_a_rate_is_an_open_loop_that_concurrency_caps():
-    assert loads(request_rate="1,2.5", burstiness=0.5) == [Open(1.0, 0.5), Open(2.5, 0.5)]
-    assert loads(request_rate="1", concurrency="4") == [Open(1.0, 1.0, 4)]
-    assert loads(request_rate="inf") == [Open(None)]
+    assert loads(request_rate="1,2.5", burstiness=0.5) == [
+        Load("open", None, 1.0, 0.5),
+        Load("open", None, 2.5, 0.5),
+    ]
+    assert loads(request_rate="1", concurrency="4") == [Load("open", 4, 1.0, 1.0)]
+    assert loads(request_rate="inf") == [Load("open", None, None, 1.0)]
 
 
 def test_a_duration_needs_no_number_of_requests():
-    assert setup(duration=3.0).levels == [Level(1, Closed(8), None, 3.0)]
-    assert setup(duration=3.0, requests=9).levels == [Level(1, Closed(8), 9, 3.0)]
+    assert levels(duration=3.0) == [Level(1, Load("closed", 8), None, 3.0)]
+    assert levels(duration=3.0, requests=9) == [Level(1, Load("closed", 8), 9, 3.0)]
 
 
 def test_all_at_once_is_a_number_of_requests_whatever_the_duration():
     for concurrency in (None, "4"):
-        (level,) = setup(request_rate="inf", duration=3.0, concurrency=concurrency).levels
+        (level,) = levels(request_rate="inf", duration=3.0, concurrency=concurrency)
         assert level.requests == 64
 
 
 def test_a_case_brings_lengths_seed_tokens_and_load(workload):
     found = setup(workload=workload, case="one")
-    assert found.plan.prompts == TokenPrompts(Listed([(8, 4)] * 3), 10, 128)
-    assert found.plan.seed == 11
-    assert found.levels == [Level(1, Closed(1), 3, None)]
-    assert loads(workload=workload, case="all") == [Open(None)]
-    assert loads(workload=workload, case="timed") == [Replay(4)]
-    assert loads(workload=workload, case="poisson") == [Open(4)]
+    assert found.prompts == Prompts(INPUT, OUTPUT, (10, 128), pairs=((8, 4),) * 3)
+    assert found.seed == 11
+    assert found.levels[1:] == [Level(1, Load("closed", 1), 3, None)]
+    assert loads(workload=workload, case="all") == [Load("open", None, None, 1.0)]
+    assert loads(workload=workload, case="timed") == [Load("replay", None, 4)]
+    assert loads(workload=workload, case="poisson") == [Load("open", None, 4, 1.0)]
 
 
 def test_the_command_line_wins_over_the_case(workload):
     found = setup(workload=workload, case="one", seed=3, requests=9, token_range="1:5")
-    assert (found.plan.seed, found.levels[0].requests) == (3, 9)
-    assert (found.plan.prompts.low, found.plan.prompts.high) == (1, 5)
-    assert loads(workload=workload, case="timed", concurrency="2") == [Closed(2)]
-    assert loads(workload=workload, case="timed", request_rate="2") == [Open(2.0)]
+    assert (found.seed, found.levels[1].requests) == (3, 9)
+    assert found.prompts.token_range == (1, 5)
+    assert loads(workload=workload, case="timed", concurrency="2") == [Load("closed", 2)]
+    assert loads(workload=workload, case="timed", request_rate="2") == [
+        Load("open", None, 2.0, 1.0)
+    ]
 
 
 def test_a_file_of_one_case_needs_no_name(tmp_path):
     path = tmp_path / "one.json"
     path.write_text(json.dumps({"a": {"requests": [[1, 1]]}}))
-    assert setup(workload=path).plan.prompts == TokenPrompts(Listed([(1, 1)]), 10, 1000)
+    assert setup(workload=path).prompts == Prompts(INPUT, OUTPUT, pairs=((1, 1),))
 
 
 def test_a_file_of_prompts_is_asked_once_each_and_may_end_early(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("one\ntwo\n")
     found = setup(prompts=path, output_tokens="uniform:1:3")
-    assert found.plan.prompts == TextPrompts([Text("one"), Text("two")], Uniform(1, 3))
-    assert found.levels[0].requests == 2
-    assert not found.plan.sampling.ignore_eos
-    assert found.prefix_tokens is None
-    assert setup(prompts=path, ignore_eos=True).plan.sampling.ignore_eos
+    assert found.prompts == Prompts(INPUT, Uniform(1, 3), texts=(Text("one"), Text("two")))
+    assert found.levels[1].requests == 2
+    assert not found.ignore_eos
+    assert setup(prompts=path, ignore_eos=True).ignore_eos
 
 
 def test_no_warmup_is_no_level():
-    assert setup(warmup=0).warmup is None
+    assert [level.number for level in setup(warmup=0).levels] == [1]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def attend(scaled: bool, options: AttentionOptions, window: int | None) -> None:
-    """A row in shares, and rows of several tokens in one run and in several; many whole rows."""
+    """A row in splits, and rows of several tokens in one run and in several; many whole rows."""
     scales = KVScales(*torch.ones(2, KV_HEADS)) if scaled else None
     for specs in (
         [Spec(1, 40), Spec(9, 40), Spec(9, 50, piece=4)],
@@ -146,7 +146,7 @@ def store_8_bits() -> None:
 
 
 def multiply() -> None:
-    """With every kind of tile that the table has for few rows, and one in shares."""
+    """With every kind of tile that the table has for few rows, and one in splits."""
     weight, norm = draw(2 * HIDDEN, HIDDEN), RowNorm(draw(HIDDEN), 1e-6)
     table = measured(product.capability(CPU))
     entries = itertools.chain(table.otherwise, *table.by_shape.values())
@@ -172,10 +172,10 @@ def sum_over_ranks() -> None:
     weight, table = draw(2 * HIDDEN, HIDDEN), measured(product.capability(CPU))
     entries = [entry for _, entry in itertools.chain(table.otherwise, *table.by_shape.values())]
     kinds = {entry.kind: replace(entry, splits=1) for entry in entries}
-    inboxes = peers.Inboxes.at([0, 0], 0, 4096, CPU, together=1)
+    buffers = peers.SymmetricBuffers.at([0, 0], 0, 4096, CPU, together=1)
     for kind, tokens in ((Kind.MULTIPLY_ADD, 1), (Kind.MULTIPLY_ADD, 4), (Kind.MATRIX, 4)):
         residual = draw(tokens, 2 * HIDDEN)
-        product.multiply(draw(tokens, HIDDEN), weight, None, residual, kinds[kind], inboxes=inboxes)
+        product.multiply(draw(tokens, HIDDEN), weight, None, residual, kinds[kind], buffers=buffers)
 
 
 def experts_block() -> None:
@@ -195,9 +195,9 @@ def others() -> None:
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
-    inboxes = peers.Inboxes.at([0, 0], 0, peers.BLOCK, CPU)
-    inboxes.add(draw(peers.BLOCK), draw(peers.BLOCK))
-    inboxes.tell(torch.zeros(3, dtype=torch.int64))
+    buffers = peers.SymmetricBuffers.at([0, 0], 0, peers.BLOCK, CPU)
+    buffers.add(draw(peers.BLOCK), draw(peers.BLOCK))
+    buffers.tell(torch.zeros(3, dtype=torch.int64))
 
 
 def sample() -> None:

@@ -56,7 +56,7 @@ def test_every_head_size_and_type(head_dim, dtype, device):
     [(1, 64, None), (2, 64, 40), (3, 16, None), (40, 16, 40), (20, 64, None)],
 )
 def test_any_number_of_shares_gives_the_same_result(splits, block, window, device):
-    """More shares than a row has blocks, than are merged at a time, and just one."""
+    """More splits than a row has blocks, than are merged at a time, and just one."""
     step = lay_out(DECODES, device)
     inputs = draw_inputs(step, 2, 1, 64, torch.float32, device)
     out = torch.empty(step.batch.tokens, 128, device=device)

@@ -1,4 +1,4 @@
-"""What is decided on the host: tiles of extending rows, shares of decoding ones."""
+"""What is decided on the host: tiles of extending rows, splits of decoding ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Collectives through peers' memory. Here all ranks' inboxes are this process's memory.
+"""Collectives through peers' memory. Here all ranks' buffers are this process's memory.
 
 Interpreted kernels run one after the other, and each would wait for the next rank's message. So the
-messages that a rank receives are put into its inbox beforehand, as their senders would write them.
+messages that a rank receives are put into its buffer beforehand, as their senders would write them.
 """
 
 from __future__ import annotations
@@ -10,31 +10,33 @@ import pytest
 import torch
 from interpreted import DEVICE
 
-from tokenpod.kernels.triton.peers import BLOCK, Inboxes
+from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
 
 WORDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
 
 
 class Peers:
-    """Ranks with inboxes."""
+    """Ranks with buffers."""
 
     def __init__(self, world: int, blocks: int = 2) -> None:
         self.world, self.capacity = world, blocks * BLOCK
         shape = (world, 2, world, self.capacity)
         #: [receiver, half, sender, word]
         self.memory = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
-        addresses = [inbox.data_ptr() for inbox in self.memory]
-        self.ranks = [Inboxes.at(addresses, rank, self.capacity, DEVICE) for rank in range(world)]
+        addresses = [buffer.data_ptr() for buffer in self.memory]
+        self.ranks = [
+            SymmetricBuffers.at(addresses, rank, self.capacity, DEVICE) for rank in range(world)
+        ]
 
     def put(self, message: torch.Tensor, *, sender: int, receiver: int, launch: int) -> None:
         """What `sender` writes to `receiver` in its launch number `launch`."""
         words = message.reshape(-1).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         self.memory[receiver, launch % 2, sender, : len(words)] = words | launch << 32
 
-    def sum(self, rank: int, shares: list[torch.Tensor], launch: int, into=None) -> torch.Tensor:
+    def sum(self, rank: int, partials: list[torch.Tensor], launch: int, into=None) -> torch.Tensor:
         for sender in set(range(self.world)) - {rank}:
-            self.put(shares[sender], sender=sender, receiver=rank, launch=launch)
-        own = shares[rank].clone()
+            self.put(partials[sender], sender=sender, receiver=rank, launch=launch)
+        own = partials[rank].clone()
         if into is None:
             self.ranks[rank].sum(own)
             return own
@@ -58,9 +60,9 @@ def assert_rounded(got, expected):
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_sum_is_rounded_once_and_the_same_everywhere(world, dtype):
     peers = Peers(world)
-    shares = [draw(3, 140, dtype=dtype, seed=rank) for rank in range(world)]
-    expected = torch.stack([share.float() for share in shares]).sum(0).to(dtype)
-    sums = [peers.sum(rank, shares, launch=1) for rank in range(world)]
+    partials = [draw(3, 140, dtype=dtype, seed=rank) for rank in range(world)]
+    expected = torch.stack([partial.float() for partial in partials]).sum(0).to(dtype)
+    sums = [peers.sum(rank, partials, launch=1) for rank in range(world)]
     for got in sums:
         assert torch.equal(got, sums[0])
     assert_rounded(sums[0], expected)
@@ -69,21 +71,21 @@ def test_a_sum_is_rounded_once_and_the_same_everywhere(world, dtype):
 @pytest.mark.parametrize("dtype", WORDS, ids=str)
 def test_a_sum_meets_the_residual_stream_before_it_is_rounded(dtype):
     peers = Peers(2)
-    shares = [draw(2, 64, dtype=dtype, seed=rank) * 2**-9 for rank in range(2)]
+    partials = [draw(2, 64, dtype=dtype, seed=rank) * 2**-9 for rank in range(2)]
     residual = draw(2, 64, dtype=dtype, seed=9)
-    expected = (residual.float() + (shares[0].float() + shares[1].float())).to(dtype)
+    expected = (residual.float() + (partials[0].float() + partials[1].float())).to(dtype)
     for rank in range(2):
-        assert_rounded(peers.sum(rank, shares, launch=1, into=residual), expected)
+        assert_rounded(peers.sum(rank, partials, launch=1, into=residual), expected)
 
 
 def test_the_others_get_the_message_with_the_launch_on_every_word():
     peers = Peers(3)
-    shares = [draw(1, 20, dtype=torch.float32, seed=rank) for rank in range(3)]
-    peers.sum(1, shares, launch=1)
+    partials = [draw(1, 20, dtype=torch.float32, seed=rank) for rank in range(3)]
+    peers.sum(1, partials, launch=1)
     for receiver in (0, 2):
         words = peers.memory[receiver, 1, 1, :20]
         assert (words >> 32).unique().tolist() == [1]
-        assert torch.equal(words.to(torch.int32).view(torch.float32), shares[1][0])
+        assert torch.equal(words.to(torch.int32).view(torch.float32), partials[1][0])
         assert not peers.memory[receiver, 1, 1, 20:].any()
         assert not peers.memory[receiver, 0].any()
 
@@ -93,16 +95,16 @@ def test_launches_of_any_sizes_follow_each_other():
     peers = Peers(2, blocks=3)
     launches = [0, 0, 0]
     for turn, words in enumerate((40, 3 * BLOCK, 7, BLOCK, 2 * BLOCK + 1, 3 * BLOCK)):
-        shares = [draw(1, words, dtype=torch.float32, seed=10 * turn + r) for r in range(2)]
+        partials = [draw(1, words, dtype=torch.float32, seed=10 * turn + r) for r in range(2)]
         for block in range(-(-words // BLOCK)):
             launches[block] += 1
             part = slice(block * BLOCK, (block + 1) * BLOCK)
-            message = shares[1][0, part].contiguous().view(torch.int32).long() & 0xFFFFFFFF
-            inbox = peers.memory[0, launches[block] % 2, 1, part]
-            inbox[: len(message)] = message | launches[block] << 32
-        own = shares[0].clone()
+            message = partials[1][0, part].contiguous().view(torch.int32).long() & 0xFFFFFFFF
+            buffer = peers.memory[0, launches[block] % 2, 1, part]
+            buffer[: len(message)] = message | launches[block] << 32
+        own = partials[0].clone()
         peers.ranks[0].sum(own)
-        assert torch.equal(own, shares[0] + shares[1])
+        assert torch.equal(own, partials[0] + partials[1])
     assert peers.ranks[0].counts.tolist() == launches
 
 
@@ -118,16 +120,16 @@ def test_the_leader_tells_its_tokens():
 
 
 def test_what_does_not_fit_is_known_before():
-    inboxes = Peers(2, blocks=1).ranks[0]
-    assert inboxes.fit(torch.zeros(BLOCK, dtype=torch.float32))
-    assert inboxes.fit(torch.zeros(2 * BLOCK, dtype=torch.bfloat16))
-    assert not inboxes.fit(torch.zeros(BLOCK + 1, dtype=torch.float32))
-    assert not inboxes.fit(torch.zeros(3, dtype=torch.bfloat16))
+    buffers = Peers(2, blocks=1).ranks[0]
+    assert buffers.fit(torch.zeros(BLOCK, dtype=torch.float32))
+    assert buffers.fit(torch.zeros(2 * BLOCK, dtype=torch.bfloat16))
+    assert not buffers.fit(torch.zeros(BLOCK + 1, dtype=torch.float32))
+    assert not buffers.fit(torch.zeros(3, dtype=torch.bfloat16))
 
 
 def test_bad_numbers_stay_bad():
     peers = Peers(2)
-    shares = [torch.tensor([[float("nan"), float("inf")]], device=DEVICE), torch.ones(1, 2)]
-    got = peers.sum(0, [share.to(DEVICE) for share in shares], launch=1)
+    partials = [torch.tensor([[float("nan"), float("inf")]], device=DEVICE), torch.ones(1, 2)]
+    got = peers.sum(0, [partial.to(DEVICE) for partial in partials], launch=1)
     assert got[0, 0].isnan()
     assert got[0, 1] == float("inf")

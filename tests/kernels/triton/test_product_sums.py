@@ -1,6 +1,6 @@
-"""Products that join the ranks' shares themselves, against the same products and `Inboxes.add`.
+"""Products that add the ranks' partial sums, against products and `SymmetricBuffers.add`.
 
-As in `test_peers`, messages are put into a rank's inbox before it waits for them; only the last
+As in `test_peers`, messages are put into a rank's buffer before it waits for them; only the last
 test has ranks that really wait for each other.
 """
 
@@ -15,7 +15,7 @@ from summing_ranks import MATRIX, MULTIPLY_ADD, K, Sum, follow_turns, turn_of
 
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.triton import OPERATIONS, product
-from tokenpod.kernels.triton.peers import BLOCK, Inboxes
+from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
 from tokenpod.kernels.triton.product_sums import copies, fits
 from tokenpod.kernels.triton.tiles import LIBRARY, Tile, Tiles
 
@@ -26,51 +26,53 @@ N = 90
 
 
 class Ranks:
-    """All ranks' inboxes, for products and for sums behind them."""
+    """All ranks' buffers, for products and for sums behind them."""
 
     def __init__(self, world: int, capacity: int = 4 * BLOCK) -> None:
         self.world = world
         #: [for sums behind products or at their ends, receiver, half, sender, word]
         self.memory = torch.zeros((2, world, 2, world, capacity), dtype=torch.int64, device=DEVICE)
-        addresses = [[inbox.data_ptr() for inbox in inboxes] for inboxes in self.memory]
+        addresses = [[buffer.data_ptr() for buffer in buffers] for buffers in self.memory]
         ranks = range(world)
-        self.behind = [Inboxes.at(addresses[0], rank, capacity, DEVICE) for rank in ranks]
-        self.inboxes = [
-            Inboxes.at(addresses[1], rank, capacity, DEVICE, together=1) for rank in ranks
+        self.behind = [SymmetricBuffers.at(addresses[0], rank, capacity, DEVICE) for rank in ranks]
+        self.buffers = [
+            SymmetricBuffers.at(addresses[1], rank, capacity, DEVICE, together=1) for rank in ranks
         ]
 
     def put(self, kind: int, sender: int, receiver: int, message: torch.Tensor) -> None:
         """What `sender` is about to write, if it has launched as often as `receiver`."""
         words = message.reshape(-1).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-        inboxes = (self.behind, self.inboxes)[kind][receiver]
+        buffers = (self.behind, self.buffers)[kind][receiver]
         at = torch.arange(len(words), device=DEVICE)
-        launch = inboxes.counts[at if kind == 1 else at // BLOCK].to(torch.int64) + 1
+        launch = buffers.counts[at if kind == 1 else at // BLOCK].to(torch.int64) + 1
         self.memory[kind, receiver, launch % 2, sender, at] = words | launch << 32
 
-    def apart(self, rank: int, shares: list[torch.Tensor], residual: torch.Tensor) -> torch.Tensor:
+    def apart(
+        self, rank: int, partials: list[torch.Tensor], residual: torch.Tensor
+    ) -> torch.Tensor:
         for sender in set(range(self.world)) - {rank}:
-            self.put(0, sender, rank, shares[sender])
+            self.put(0, sender, rank, partials[sender])
         total = residual.clone()
-        self.behind[rank].add(shares[rank].clone(), total)
+        self.behind[rank].add(partials[rank].clone(), total)
         return total
 
     def at_the_end(
-        self, rank: int, each: Sum, shares: list[torch.Tensor], tile: Tile
+        self, rank: int, each: Sum, partials: list[torch.Tensor], tile: Tile
     ) -> torch.Tensor:
         for sender in set(range(self.world)) - {rank}:
-            self.put(1, sender, rank, shares[sender])
+            self.put(1, sender, rank, partials[sender])
         total = each.residual.clone()
         x, weight, bias = each.inputs[rank], each.weights[rank], each.biases[rank]
-        product.multiply(x, weight, bias, total, tile, inboxes=self.inboxes[rank])
+        product.multiply(x, weight, bias, total, tile, buffers=self.buffers[rank])
         return total
 
 
 def assert_same(ranks: Ranks, each: Sum, tile: Tile, on: list[int]) -> None:
-    shares = [each.share(rank, tile) for rank in range(ranks.world)]
+    partials = [each.partial(rank, tile) for rank in range(ranks.world)]
     for rank in on:
-        expected = ranks.apart(rank, shares, each.residual)
+        expected = ranks.apart(rank, partials, each.residual)
         assert not torch.equal(expected, each.residual)
-        assert torch.equal(ranks.at_the_end(rank, each, shares, tile), expected)
+        assert torch.equal(ranks.at_the_end(rank, each, partials, tile), expected)
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
@@ -90,12 +92,12 @@ def test_numbers_of_other_types_are_summed_too(dtype, tile):
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_the_others_get_each_output_once_with_the_number_of_its_launch(tile):
     ranks, each = Ranks(3), Sum.draw(3, 2, N)
-    shares = [each.share(rank, tile) for rank in range(3)]
-    ranks.at_the_end(1, each, shares, tile)
+    partials = [each.partial(rank, tile) for rank in range(3)]
+    ranks.at_the_end(1, each, partials, tile)
     for receiver in (0, 2):
         words = ranks.memory[1, receiver, 1, 1]
         assert (words[:N] >> 32).unique().tolist() == [1]
-        assert torch.equal(words[:N].to(torch.int32).view(BF16).view(2, N), shares[1])
+        assert torch.equal(words[:N].to(torch.int32).view(BF16).view(2, N), partials[1])
         assert not words[N:].any()
         assert not ranks.memory[1, receiver, 0].any()
     assert not ranks.memory[0].any()
@@ -105,7 +107,7 @@ def test_any_tokens_outputs_and_tiles_follow_each_other():
     """A word belongs to other programs then, and to other outputs; it counts for itself."""
     ranks = Ranks(2)
     wider = replace(MULTIPLY_ADD, block_n=16)
-    launches = torch.zeros_like(ranks.inboxes[0].counts)
+    launches = torch.zeros_like(ranks.buffers[0].counts)
     steps = [
         *[(1, N, MULTIPLY_ADD)] * 2,
         (17, N, MATRIX),
@@ -119,7 +121,7 @@ def test_any_tokens_outputs_and_tiles_follow_each_other():
     for seed, (tokens, n, tile) in enumerate(steps):
         assert_same(ranks, Sum.draw(2, tokens, n, seed=seed), tile, on=[0])
         launches[: tokens * n // 2] += 1
-    assert torch.equal(ranks.inboxes[0].counts, launches)
+    assert torch.equal(ranks.buffers[0].counts, launches)
     assert launches.unique().numel() > 3
 
 
@@ -127,8 +129,8 @@ def test_bad_numbers_stay_bad():
     each = Sum.draw(2, 1, N)
     each.weights[0][5, 0] = float("nan")
     each.weights[1][8, 0] = float("inf")
-    shares = [each.share(rank, MULTIPLY_ADD) for rank in range(2)]
-    total = Ranks(2).at_the_end(0, each, shares, MULTIPLY_ADD)[0]
+    partials = [each.partial(rank, MULTIPLY_ADD) for rank in range(2)]
+    total = Ranks(2).at_the_end(0, each, partials, MULTIPLY_ADD)[0]
     assert total[5].isnan()
     assert total[8].isinf()
     assert total.isfinite().sum() == N - 2
@@ -143,14 +145,14 @@ def test_a_program_has_as_many_words_as_threads_or_more():
 
 
 def test_what_does_not_fit_is_known_before():
-    inboxes = Ranks(2, capacity=BLOCK).inboxes[0]
+    buffers = Ranks(2, capacity=BLOCK).buffers[0]
     wide = torch.zeros(2, BLOCK, dtype=BF16, device=DEVICE)
-    assert fits(wide, inboxes, 4)
-    assert not fits(torch.zeros(3, BLOCK, dtype=BF16, device=DEVICE), inboxes, 4)
-    assert not fits(wide, inboxes, 1)
-    assert fits(wide.float()[:, : BLOCK // 2].contiguous(), inboxes, 1)
-    assert not fits(wide[:, :7].contiguous(), inboxes, 4)
-    assert not fits(wide[:, ::2], inboxes, 4)
+    assert fits(wide, buffers, 4)
+    assert not fits(torch.zeros(3, BLOCK, dtype=BF16, device=DEVICE), buffers, 4)
+    assert not fits(wide, buffers, 1)
+    assert fits(wide.float()[:, : BLOCK // 2].contiguous(), buffers, 1)
+    assert not fits(wide[:, :7].contiguous(), buffers, 4)
+    assert not fits(wide[:, ::2], buffers, 4)
 
 
 # -- what a model calls ------------------------------------------------------------------------
@@ -159,15 +161,15 @@ def test_what_does_not_fit_is_known_before():
 class Alone:
     """A group whose other rank has sent zeros."""
 
-    rank, world, neighbours = 0, 2, 2
+    rank, world, local_ranks = 0, 2, 2
 
-    def __init__(self, inboxes: Inboxes | None) -> None:
-        self.inboxes = inboxes
+    def __init__(self, buffers: SymmetricBuffers | None) -> None:
+        self.buffers = buffers
         self.added: list[int] = []
 
-    def add(self, share: torch.Tensor, residual: torch.Tensor) -> None:
-        self.added.append(len(share))
-        residual += share
+    def add(self, partial: torch.Tensor, residual: torch.Tensor) -> None:
+        self.added.append(len(partial))
+        residual += partial
 
 
 @pytest.mark.parametrize(
@@ -184,10 +186,10 @@ class Alone:
 def test_a_product_and_its_sum_are_apart_where_they_cannot_be_one(tiles, tokens, apart):
     ranks, each = Ranks(2), Sum.draw(2, tokens, N)
     ranks.put(1, 1, 0, torch.zeros(min(tokens, 4), N, dtype=BF16, device=DEVICE))
-    group = Alone(ranks.inboxes[0])
+    group = Alone(ranks.buffers[0])
 
-    def prepare(weight, bias, inboxes, otherwise):
-        return product.prepare_sum_linear(weight, bias, inboxes, otherwise, tiles)
+    def prepare(weight, bias, buffers, otherwise):
+        return product.prepare_sum_linear(weight, bias, buffers, otherwise, tiles)
 
     ops = replace(
         OPERATIONS,
@@ -197,17 +199,17 @@ def test_a_product_and_its_sum_are_apart_where_they_cannot_be_one(tiles, tokens,
     total = each.residual.clone()
     parallel(ops, group).prepare_add_linear(each.weights[0], None)(each.inputs[0], total)
     assert group.added == [tokens] * apart
-    assert bool(ranks.inboxes[0].counts.any()) == (not apart)
+    assert bool(ranks.buffers[0].counts.any()) == (not apart)
     expected = each.residual.float() + each.inputs[0].float() @ each.weights[0].float().T
     torch.testing.assert_close(total.float(), expected, rtol=0.02, atol=0.1)
 
 
-@pytest.mark.parametrize("lacks", ["inboxes", "operation"])
-def test_without_inboxes_or_a_way_to_use_them_the_group_adds(lacks):
+@pytest.mark.parametrize("lacks", ["buffers", "operation"])
+def test_without_buffers_or_a_way_to_use_them_the_group_adds(lacks):
     each = Sum.draw(2, 1, N)
-    inboxes = None if lacks == "inboxes" else Ranks(2).inboxes[0]
+    buffers = None if lacks == "buffers" else Ranks(2).buffers[0]
     prepare = None if lacks == "operation" else OPERATIONS.prepare_sum_linear
-    group = Alone(inboxes)
+    group = Alone(buffers)
     ops = replace(OPERATIONS, prepare_sum_linear=prepare)
     parallel(ops, group).prepare_add_linear(each.weights[0], None)(each.inputs[0], each.residual)
     assert group.added == [1]

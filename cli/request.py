@@ -1,0 +1,80 @@
+"""`tokenpod generate`: the fields of its request as options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import typer
+
+from tokenpod.cli.options import option
+
+UINT32 = 2**32 - 1
+
+_output = partial(option, panel="Output", show_default=False)
+_stopping = partial(option, panel="Stopping", show_default=False)
+_sampling = partial(option, panel="Sampling", show_default=False)
+_stop_count = partial(_stopping, min=0, max=UINT32, default=0)
+_sampling_count = partial(_sampling, min=0, max=UINT32, default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """Fields of `GenerateRequest` and of its parts, by their names. None leaves a field unset."""
+
+    stream: bool = _output("Text as it comes.", flag="--stream/--no-stream", default=True)
+    logprobs: bool = _output("Log probabilities (--json).", flag="--logprobs", default=False)
+    top_n_tokens: int = _output("Most likely tokens (--json).", min=0, max=UINT32, default=0)
+    prompt_logprobs: bool = _output(
+        "The prompt's log probabilities (--json).", flag="--prompt-logprobs", default=False
+    )
+    max_new_tokens: int | None = _stop_count("Tokens at most.", default=None)
+    min_new_tokens: int = _stop_count("Tokens at least.")
+    stop_sequences: list[str] | None = _stopping(
+        "Stop at this text. Repeatable.", flag="--stop-sequence"
+    )
+    stop_token_ids: list[int] | None = _stop_count(
+        "Stop at this token. Repeatable.", "ID", flag="--stop-token-id", default=None
+    )
+    ignore_eos: bool = _stopping(
+        "Go on after an end-of-text token.", flag="--ignore-eos", default=False
+    )
+    include_stop_sequence: bool = _stopping(
+        "Leave it in the text.", flag="--include-stop-sequence", default=False
+    )
+    time_limit_ms: int = _stop_count("Finish after so many milliseconds and keep the text.", "MS")
+    truncate: int = _stop_count("Keep the prompt's last N tokens.")
+    do_sample: bool | None = _sampling(
+        "Sample, or take the most likely.", flag="--do-sample/--no-do-sample"
+    )
+    temperature: float | None = _sampling("Divides the logits.")
+    top_k: int = _sampling_count("Only the k most likely tokens.")
+    top_p: float = _sampling("Only the nucleus of this mass.", default=0.0)
+    min_p: float = _sampling("Only tokens this likely, relative to the most likely.", default=0.0)
+    typical_p: float = _sampling("Locally typical mass.", default=0.0)
+    repetition_penalty: float = _sampling("1 is none.", default=0.0)
+    presence_penalty: float = _sampling("-2 to 2.", default=0.0)
+    frequency_penalty: float = _sampling("-2 to 2.", default=0.0)
+    logit_bias: list[str] | None = _sampling("Add to a token's logit. Repeatable.", "ID=BIAS")
+    seed: int | None = _sampling("", min=0, max=2**64 - 1)
+    watermark: bool = _sampling("Mark the text.", flag="--watermark", default=False)
+    n: int = _sampling_count("Samples to return.")
+    best_of: int = _sampling_count("Samples to choose from; needs --no-stream.")
+    request_id: str = option("Name in logs and traces.", default="")
+    priority: int = option("Higher runs first.", min=-100, max=100, default=0)
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """The fields that are set, by name. Raises BadParameter for a bias that can't be read."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return given | {"logit_bias": dict(map(_bias, self.logit_bias or ()))}
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        if 0 <= int(token) <= UINT32:
+            return int(token), float(bias)
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"is {text!r}: write ID=BIAS, as 42=-1.5", param_hint="--logit-bias")

@@ -1,0 +1,75 @@
+"""What a step holds: the protocol that every batching policy implements, and the default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """How many waiting requests of the batcher may be admitted at once."""
+
+    #: If fewer fit than this, none is admitted.
+    least: int = 1
+    #: None: all that fit.
+    most: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What the batcher adds to a step."""
+
+    #: The next token of every decoding sequence.
+    decode: bool
+    #: Prompt tokens, at most.
+    prompt_tokens: int
+
+
+class Batching(Protocol):
+    """Decides when waiting requests join, and what a step computes of those that have."""
+
+    @property
+    def quantum(self) -> int:
+        """Prompt tokens that every step with prompts is sure to compute, at least 1."""
+
+    def joining(self, running: int, waiting: Iterable[int]) -> Joining:
+        """How many requests may be admitted before the next step.
+
+        Args:
+            running: the batcher's admitted sequences.
+            waiting: tokens that each waiting request of the batcher needs computed, in the order
+                of the queue.
+        """
+
+    def portion(self, *, decoding: bool, prompts: bool, prompt_tokens: int) -> Portion:
+        """What the next step holds; called once per step that is planned.
+
+        Args:
+            decoding: whether sequences decode.
+            prompts: whether there are prompt tokens to compute.
+            prompt_tokens: what routers have left of the step's budget of prompt tokens.
+        """
+
+
+class Mixed:
+    """`mixed`: one token of every decoding sequence, then pieces of prompts up to the budget.
+
+    Args:
+        prefill_tokens: the step's budget of prompt tokens.
+    """
+
+    def __init__(self, prefill_tokens: int) -> None:
+        #: See `Batching`. While routers have prompts too, each side has half of the budget.
+        self.quantum = max(prefill_tokens // 2, 1)
+
+    def joining(self, running: int, waiting: Iterable[int]) -> Joining:
+        """See `Batching`: at any time, as many as fit."""
+        del running, waiting
+        return Joining()
+
+    def portion(self, *, decoding: bool, prompts: bool, prompt_tokens: int) -> Portion:
+        """See `Batching`: running streams never wait for prompts."""
+        del decoding, prompts
+        return Portion(decode=True, prompt_tokens=max(prompt_tokens, self.quantum))

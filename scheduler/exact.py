@@ -1,0 +1,168 @@
+"""`exact` admission: every request gets its bound, so none ever runs out of memory.
+
+A ledger's entries are (tokens, growth, end): what is held, by how much it grows, until when. The
+need of the first k of some candidates is the peak of the entries up to the k-th one's last.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+
+import numpy as np
+
+from tokenpod.scheduler.peak import FOREVER, peak_tokens
+from tokenpod.scheduler.radix import Node
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.table import Ints, Table
+
+#: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
+_SLACK = 1
+
+_numbers = itertools.count(1)
+
+
+class Exact:
+    """Admits a request if all sequences together can never need more slots than there are.
+
+    Args:
+        table: the sequences' columns.
+        slots: of the KV pool.
+        quantum: prompt tokens that every step with prompts is sure to compute.
+    """
+
+    def __init__(self, table: Table, slots: int, quantum: int) -> None:
+        self._table = table
+        self._slots = slots
+        self._quantum = quantum
+
+    def ledger(self) -> Forecast:
+        """See `Admission`."""
+        return Forecast(self._table, self._slots, self._quantum)
+
+    def victim(self, running: Listing[Sequence]) -> None:
+        """See `Admission`: slots don't run out, and nobody is preempted."""
+
+    def ended(self, sequence: Sequence) -> None:
+        """See `Admission`: bounds are all that counts here."""
+
+
+class Forecast:
+    """The ledger of exact admission: knows the most slots that will ever be taken.
+
+    Args:
+        table: the sequences' columns.
+        slots: of the KV pool.
+        quantum: prompt tokens that every step with prompts is sure to compute.
+    """
+
+    def __init__(self, table: Table, slots: int, quantum: int) -> None:
+        self._table = table
+        self._slots = slots
+        self._quantum = quantum
+        #: [3, n] of those that were added many at a time, and the entries that came singly.
+        self._columns: list[Ints] = []
+        self._tokens: list[int] = []
+        self._growth: list[int] = []
+        self._ends: list[int] = []
+        self._number = next(_numbers)
+        #: The step by which each sequence has ended whose samples may wait for it.
+        self._ends_at: dict[int, int] = {}
+        self._prompt_tokens = 0
+
+    def decoding(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`."""
+        table, at = self._table, _places(sequences)
+        growth = table.bound[at] - table.computed[at]
+        self._many(sequences, table.computed[at] - table.shared[at], growth, growth + _SLACK)
+
+    def leaving(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`."""
+        table, at = self._table, _places(sequences)
+        zeros = np.zeros(len(at), np.int64)
+        self._many(sequences, table.computed[at] - table.shared[at], zeros, zeros + 1 + _SLACK)
+
+    def reserved(self, sequence: Sequence) -> None:
+        """See `Ledger`: it may stay for ever."""
+        self._add(sequence.bound - sequence.shared, 0, FOREVER)
+        if sequence.node is not None:
+            self._lock(sequence.node, FOREVER)
+
+    def prefilling(self, sequence: Sequence) -> None:
+        """See `Ledger`."""
+        self._behind_all(sequence, len(sequence.inputs) - sequence.computed)
+
+    def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
+        """See `Ledger`.
+
+        Each computes its last token again, after those that were added before. The prompt is there
+        once, and stays until the last of all samples is over.
+        """
+        last = 0
+        for sequence in sequences:
+            last = self._behind_all(sequence, 1)
+        prompt = first.needed - first.shared
+        self._add(-prompt, 0, self._ends_at[first.id])
+        self._add(prompt, 0, last)
+        if first.node is not None:
+            self._lock(first.node, last)
+
+    @property
+    def mark(self) -> int:
+        """See `Ledger`: entries that came singly."""
+        return len(self._tokens)
+
+    def fits(self, mark: int) -> bool:
+        """See `Ledger`."""
+        return self.peak(mark) <= self._slots
+
+    def peak(self, mark: int | None = None) -> int:
+        """The most slots that will ever be taken at once by what was added until `mark`."""
+        singly = np.array((self._tokens, self._growth, self._ends), np.int64)[:, :mark]
+        return peak_tokens(*np.concatenate((*self._columns, singly), axis=1))
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _many(self, sequences: Listing[Sequence], tokens: Ints, growth: Ints, ends: Ints) -> None:
+        self._columns.append(np.stack((tokens, growth, ends)))
+        for sequence, end in zip(sequences, ends.tolist(), strict=True):
+            self._ends_at[sequence.id] = end
+            if sequence.node is not None:
+                self._lock(sequence.node, end)
+
+    def _behind_all(self, sequence: Sequence, need: int) -> int:
+        """Add one with `need` tokens to compute; the step by which it has ended."""
+        self._prompt_tokens += need
+        # A sibling waits until the prompt is settled, and rounds up to whole steps once more.
+        delay = -(-self._prompt_tokens // self._quantum) + 3
+        # The last of these steps brings the first new token; the last one is not written.
+        growth = sequence.bound - len(sequence.inputs)
+        end = delay + growth + _SLACK
+        self._add(sequence.private + need, growth, end)
+        self._ends_at[sequence.id] = end
+        if sequence.node is not None:
+            self._lock(sequence.node, end)
+        return end
+
+    def _add(self, tokens: int, growth: int, end: int) -> None:
+        self._tokens.append(tokens)
+        self._growth.append(growth)
+        self._ends.append(end)
+
+    def _lock(self, node: Node, end: int) -> None:
+        """Count the path to `node` until `end`."""
+        while node.parent is not None:
+            tokens = len(node.tokens)
+            if node.seen_by == self._number:
+                if node.kept_until >= end:
+                    # Then those above it are kept as long too.
+                    return
+                self._add(-tokens, 0, node.kept_until)
+            self._add(tokens, 0, end)
+            node.seen_by, node.kept_until = self._number, end
+            node = node.parent
+
+
+def _places(sequences: Listing[Sequence]) -> Ints:
+    return np.array([sequence.place for sequence in sequences], np.int64)

@@ -1,0 +1,87 @@
+"""Why a request or a router's step is refused at once, whatever else runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tokenpod.core.messages import PROBE_TOKENS, Advance, Failure, FailureCode, Request
+from tokenpod.scheduler.sequence import Owner, Sequence
+from tokenpod.scheduler.work import Limits
+
+#: A router's waiting requests may need so many times the slots in all: it counts for itself, and
+#: requests that it has given up may still be here.
+_MOST_WAITING = 2
+
+
+def never_fits(request: Request, limits: Limits) -> str:
+    """Why a request is impossible even if nothing else runs; empty if it is possible."""
+    samples = len(request.sequence_ids)
+    new_tokens = request.stopping.max_new_tokens
+    if not request.prompt or new_tokens < 1:
+        return "a request needs at least one prompt token and one new token"
+    length = len(request.prompt) + new_tokens
+    if length > limits.max_positions:
+        return f"prompt and new tokens are {length}; at most {limits.max_positions} are possible"
+    # Each sample but the first computes the last prompt token again.
+    need = _bound(request) + (samples - 1) * new_tokens
+    if need > limits.slots:
+        return f"the request needs {need} tokens of KV cache; there are {limits.slots}"
+    if samples > limits.max_rows:
+        return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
+    if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
+        return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"
+    return ""
+
+
+def malformed(op: Advance, sequences: Mapping[int, Sequence], limits: Limits) -> Failure | None:
+    """What is wrong with a router's step, whatever the load.
+
+    Args:
+        op: the step.
+        sequences: all that exist, by id.
+        limits: the engine's resources.
+    """
+    invalid = FailureCode.INVALID_ARGUMENT
+    if len(op.start_chunks) != len(op.start):
+        problem = f"{len(op.start)} sequences with {len(op.start_chunks)} pieces of prompts"
+        return Failure(-1, invalid, problem)
+    new: set[int] = set()
+    for request in op.start:
+        first, *others = request.sequence_ids
+        if others:
+            problem = f"a router's request is one sequence, not {len(others) + 1}"
+            return Failure(first, invalid, problem)
+        if first in new or first in sequences:
+            return Failure(first, invalid, f"sequence {first} exists already")
+        if problem := never_fits(request, limits):
+            return Failure(first, invalid, problem)
+        new.add(first)
+    for sequence_id in op.resume:
+        sequence = sequences.get(sequence_id)
+        if sequence is None or sequence.dead or sequence.owner is not Owner.ROUTER:
+            problem = f"sequence {sequence_id} is not a router's"
+            return Failure(sequence_id, invalid, problem)
+    return None
+
+
+def too_much(op: Advance, waiting_tokens: int, limits: Limits) -> Failure | None:
+    """Why a router can't have promised so much to its clients.
+
+    Args:
+        op: the step.
+        waiting_tokens: slots that the router's waiting sequences may come to need.
+        limits: the engine's resources.
+    """
+    need, slots = sum(map(_bound, op.start)), limits.slots
+    if need > slots or waiting_tokens + need > _MOST_WAITING * slots:
+        problem = (
+            f"the batch needs {need} tokens of KV cache, and requests that wait {waiting_tokens};"
+            f" there are {slots} (--max-batch-total-tokens)"
+        )
+        return Failure(-1, FailureCode.RESOURCE_EXHAUSTED, problem)
+    return None
+
+
+def _bound(request: Request) -> int:
+    """Slots that a request's first sample may come to need."""
+    return len(request.prompt) + request.stopping.max_new_tokens - 1

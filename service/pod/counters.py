@@ -1,0 +1,153 @@
+"""Counters that the front-end processes of a pod share: a few numbers in shared memory.
+
+Each process writes its own row and reads all, so nothing is ever locked. The memory has no name:
+it is a file descriptor that children inherit, and is gone when the last process is.
+
+    row k = [admitted requests, prompt tokens that wait, serving, the engine owes it a step,
+             bytes that its calls hold, heartbeats, requests without a token yet]
+    two more numbers, written by the first process: whether the pod drains, and whether the engine
+    makes no progress
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING = range(7)
+_COLUMNS = 7
+_CLOSED, _STALLED = range(2)
+_HEAD = 2
+_NUMBER = 8  # bytes
+
+
+class PodCounters:
+    """The numbers, seen by process `index` of `count`. Make it with `create` or `join`.
+
+    `descriptor` is what the other processes inherit; None where there are none.
+    """
+
+    def __init__(
+        self, numbers: memoryview, index: int, count: int, descriptor: int | None = None
+    ) -> None:
+        self.index = index
+        self.count = count
+        self.descriptor = descriptor
+        self._numbers = numbers.cast("q")
+
+    @classmethod
+    def create(cls, count: int) -> PodCounters:
+        """New numbers, all zero, for `count` processes; the caller is the first."""
+        if count == 1:
+            return cls(memoryview(bytearray(_size(1))), 0, 1)
+        descriptor = os.memfd_create("tokenpod-counters")
+        os.ftruncate(descriptor, _size(count))
+        return cls(_mapped(descriptor, count), 0, count, descriptor)
+
+    @classmethod
+    def join(cls, descriptor: int, index: int, count: int) -> PodCounters:
+        """The numbers that the first process made, seen by process `index`."""
+        return cls(_mapped(descriptor, count), index, count, descriptor)
+
+    @property
+    def requests(self) -> int:
+        """Admitted requests (`Generate` and `Tokens` calls) of all processes."""
+        return self._sum(_REQUESTS)
+
+    @property
+    def waiting(self) -> int:
+        """`Generate` calls that have no token yet."""
+        return self._sum(_WAITING)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens that wait for their computation."""
+        return self._sum(_WAITING_TOKENS)
+
+    @property
+    def call_bytes(self) -> int:
+        """Bytes that calls hold; see memory_budget.py."""
+        return self._sum(_CALL_BYTES)
+
+    @property
+    def all_serving(self) -> bool:
+        """Whether every process but the first, which needs no telling, serves."""
+        return self._sum(_SERVING) == self.count - 1
+
+    @property
+    def pending(self) -> bool:
+        """Whether the engine owes a step to any process that has said so."""
+        return bool(self._sum(_PENDING))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the first process takes no new work any more, nor may the others."""
+        return bool(self._numbers[_CLOSED])
+
+    def close(self) -> None:
+        """No process takes new work any more. For the first process."""
+        self._numbers[_CLOSED] = 1
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the engine makes no progress, so that new calls would only wait."""
+        return bool(self._numbers[_STALLED])
+
+    def set_stalled(self, stalled: bool) -> None:
+        """For the first process, which watches the engine."""
+        self._numbers[_STALLED] = stalled
+
+    def add(
+        self,
+        *,
+        requests: int = 0,
+        waiting: int = 0,
+        waiting_tokens: int = 0,
+        call_bytes: int = 0,
+    ) -> None:
+        """Change the counts of this process by these amounts."""
+        row = self._row(self.index)
+        self._numbers[row + _REQUESTS] += requests
+        self._numbers[row + _WAITING] += waiting
+        self._numbers[row + _WAITING_TOKENS] += waiting_tokens
+        self._numbers[row + _CALL_BYTES] += call_bytes
+
+    def set_serving(self) -> None:
+        """This process listens, and its model is there."""
+        self._numbers[self._row(self.index) + _SERVING] = 1
+
+    def set_pending(self, pending: bool) -> None:
+        """Whether the engine owes this process a step."""
+        self._numbers[self._row(self.index) + _PENDING] = pending
+
+    def beat(self) -> None:
+        """This process is alive: its event loop turns."""
+        self._numbers[self._row(self.index) + _BEATS] += 1
+
+    def beats(self, index: int) -> int:
+        """Heartbeats of process `index` so far."""
+        return self._numbers[self._row(index) + _BEATS]
+
+    def serves(self, index: int) -> bool:
+        """Whether process `index` listens, and its model is there."""
+        return bool(self._numbers[self._row(index) + _SERVING])
+
+    def forget(self, index: int) -> None:
+        """Process `index` is gone: its counts become zero."""
+        row = self._row(index)
+        for column in range(_COLUMNS):
+            self._numbers[row + column] = 0
+
+    def _row(self, index: int) -> int:
+        return _HEAD + _COLUMNS * index
+
+    def _sum(self, column: int) -> int:
+        return sum(self._numbers[self._row(index) + column] for index in range(self.count))
+
+
+def _size(count: int) -> int:
+    return _NUMBER * (_HEAD + _COLUMNS * count)
+
+
+def _mapped(descriptor: int, count: int) -> memoryview:
+    return memoryview(mmap.mmap(descriptor, _size(count)))

@@ -1,0 +1,110 @@
+"""What a call that comes now has to expect, by how long calls have run of late.
+
+One that waits begins when one that runs has ended. So with c of them running, each for s seconds
+in the mean, who has n others before it begins after n * s / c. s is counted in steps and told in
+the time that a step takes now, so that a burst is seen before its first calls have ended.
+
+Overload settles where the next call is just still taken in: whoever is taken in then has exactly
+the time that this module foretells. An estimate that is too short by a little makes all of them
+late, one that is too long refuses a few that might have been in time. So from its first step to its
+end a call gets the mean and two mean deviations (as TCP waits for an answer; Jacobson, "Congestion
+Avoidance and Control", 1988). Where there is no line to speak of nobody is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenpod.core.messages import Load
+from tokenpod.service.pod.counters import PodCounters
+
+#: Calls that have to end before anything is foretold, and what the newest one weighs at least.
+_ENOUGH = 16
+_WEIGHT = 1 / 64
+#: The part of its time that a call is taken in for. The rest is for the ways, for steps that take
+#: longer, and for what the others do.
+_USABLE = 0.9
+#: Whoever waits for less than this part of its time is never refused: it may be a short call among
+#: long ones.
+_HARMLESS = 0.25
+
+
+class Engine(Protocol):
+    """What the engine was last heard to do."""
+
+    load: Load
+    #: Seconds that a step usually takes.
+    usual_step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Seconds until a call's first step begins, and from there to its end."""
+
+    wait: float = 0.0
+    run: float = 0.0
+
+    def fits(self, seconds: float) -> bool:
+        """Whether a call with so much time left is taken in."""
+        return self.wait <= max(_USABLE * seconds - self.run, _HARMLESS * seconds)
+
+
+class Turnover:
+    """How soon rows come free.
+
+    Args:
+        counters: of the calls of all front ends.
+    """
+
+    def __init__(self, counters: PodCounters) -> None:
+        self._counters = counters
+        self._engine: Engine | None = None
+        self._rows = 0
+        self._ended = 0
+        #: Steps of a call from its first to its last: their mean and mean deviation.
+        self._steps = self._deviation = 0.0
+
+    def watch(self, engine: Engine, rows: int) -> None:
+        """An engine that runs `rows` sequences at most is there."""
+        self._engine, self._rows = engine, rows
+
+    def note(self, seconds: float) -> None:
+        """A call of this process has got its last token, so long after its first step began."""
+        if self._engine is None or not self._engine.usual_step:
+            return
+        self._ended += 1
+        off = seconds / self._engine.usual_step - self._steps
+        weight = max(1 / self._ended, _WEIGHT)
+        self._steps += weight * off
+        # The first one is no deviation from anything.
+        self._deviation += weight * (abs(off) * (self._ended > 1) - self._deviation)
+
+    def begin_within(self, seconds: float, new_tokens: int) -> float:
+        """Seconds within which a call has to begin, to end in so many: after them it is dropped.
+
+        Args:
+            new_tokens: that it asks for: it takes no more steps than that, and its prompt's.
+        """
+        if self._engine is None or self._ended < _ENOUGH:
+            return seconds
+        run = min(self._most_steps, new_tokens + 1) * self._engine.usual_step
+        return max(seconds - run / _USABLE, _HARMLESS * seconds)
+
+    def outlook(self) -> Outlook:
+        """Of a call that comes now; nothing at all while too little is known."""
+        if self._engine is None or self._ended < _ENOUGH:
+            return Outlook()
+        load, step = self._engine.load, self._engine.usual_step
+        # While the engine lets somebody wait, as many run as can; else those rows are free.
+        most = load.running if load.waiting else self._rows
+        # Each of both counts some too many: whose prompt is being computed, whose answer is read.
+        waiting = min(self._counters.waiting, self._counters.requests - load.running)
+        ahead = waiting - (most - load.running)
+        wait = max(ahead, 0) * self._steps * step / max(most, 1)
+        return Outlook(wait, self._most_steps * step)
+
+    @property
+    def _most_steps(self) -> float:
+        """Steps that hardly any call exceeds."""
+        return self._steps + 2 * self._deviation

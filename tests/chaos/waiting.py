@@ -1,0 +1,14 @@
+"""To wait for something that comes to hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_for(condition: Callable[[], bool], otherwise: str, seconds: float = 60.0) -> None:
+    """Until it holds; AssertionError, in these words, if it does not come to."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)

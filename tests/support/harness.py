@@ -1,0 +1,247 @@
+"""Real server processes for tests, and small ways to talk to them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+START_SECONDS = 60.0
+#: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
+#: and test processes that run side by side, whose ids are local_ranks, begin far from each other.
+_PORTS = range(10_000, 32_000)
+_turns = itertools.count(os.getpid() * 997)
+
+
+def free_port() -> int:
+    """A port that nobody listens on, and that nobody else is given until its server has it."""
+    while True:
+        port = _PORTS[next(_turns) % len(_PORTS)]
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@dataclass
+class ServerProcess:
+    """A `tokenpod serve` process."""
+
+    process: subprocess.Popen[str]
+    port: int
+    health_port: int
+    uds: str
+    log: Path
+    channels: list[grpc.Channel] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def health_address(self) -> str:
+        return f"127.0.0.1:{self.health_port}"
+
+    def channel(self, address: str | None = None) -> grpc.Channel:
+        channel = grpc.insecure_channel(address or self.address)
+        self.channels.append(channel)
+        return channel
+
+    def stub(self) -> Any:
+        return rpc.TextGenerationServiceStub(self.channel())
+
+    def health(self, service: str = "readiness") -> int:
+        with grpc.insecure_channel(self.health_address) as channel:
+            request = health_pb2.HealthCheckRequest(service=service)
+            return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status)
+
+    def wait_until_serving(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended:\n{self.log.read_text()}")
+            with contextlib.suppress(grpc.RpcError):
+                if self.health() == SERVING:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"not SERVING within {START_SECONDS} s:\n{self.log.read_text()}")
+
+    def children(self) -> list[int]:
+        """Process ids of the server's children."""
+        return children_of(self.process.pid)
+
+    def engine_pid(self) -> int:
+        """The process id of the only engine."""
+        (pid,) = self.engine_pids()
+        return pid
+
+    def engine_pids(self) -> list[int]:
+        """Process ids of the pod's ranks, in order."""
+        return self._running("tokenpod.engine.process")
+
+    def text_worker_pids(self) -> list[int]:
+        """Process ids of the first front end's text workers."""
+        return self._running("tokenpod.service.text.text_worker")
+
+    def _running(self, module: str) -> list[int]:
+        return [pid for pid in self.children() if module in _arguments(pid)]
+
+    def stop(self) -> int:
+        """SIGTERM, and wait; the exit status."""
+        for channel in self.channels:
+            channel.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of a process's children, as far as its first thread has started them."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listed.read_text().split()]
+
+
+def _arguments(pid: int) -> list[str]:
+    """A process's command line; empty once it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+@contextlib.contextmanager
+def serve(
+    *flags: str, wait: bool = True, env: dict[str, str] | None = None
+) -> Iterator[ServerProcess]:
+    """A server on free ports and a unix socket; killed in the end if it still runs."""
+    with tempfile.TemporaryDirectory() as scratch:
+        port, health_port = free_port(), free_port()
+        log = Path(scratch) / "log"
+        command = [sys.executable, "-P", "-m", "tokenpod", "serve", "--hostname", "127.0.0.1"]
+        command += ["--port", str(port), "--health-port", str(health_port)]
+        command += ["--uds-path", f"{scratch}/shard", "--lame-duck-seconds", "0", *flags]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                text=True,
+                cwd=scratch,
+                env={**os.environ, **(env or {})},
+            )
+        server = ServerProcess(process, port, health_port, f"{scratch}/shard-0", log)
+        try:
+            if wait:
+                server.wait_until_serving()
+            yield server
+        finally:
+            for channel in server.channels:
+                channel.close()
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@dataclass
+class Sample:
+    """One sample of a `Generate` stream, put together."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    special: list[bool] = field(default_factory=list)
+    tops: list[Any] = field(default_factory=list)
+    finished: Any = None
+
+
+@dataclass
+class Stream:
+    """A whole `Generate` stream."""
+
+    started: Any
+    samples: list[Sample]
+    events: list[Any]
+
+
+def generate(stub: Any, request: Any, **call: Any) -> Stream:
+    """Run `Generate` to its end and check the order of events that the protocol promises."""
+    call.setdefault("timeout", 120)
+    return collect(list(stub.Generate(request, **call)), request.sampling.n or 1)
+
+
+def until_refused(stub: Any, request: Any) -> grpc.RpcError:
+    """Call `Generate` until the server refuses it, and return how it did."""
+    while True:
+        try:
+            generate(stub, request)
+        except grpc.RpcError as error:
+            return error
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Look until it is so; fails after that many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def collect(events: Sequence[Any], n: int) -> Stream:
+    samples = [Sample() for _ in range(n)]
+    assert events[0].WhichOneof("event") == "started"
+    for event in events[1:]:
+        kind = event.WhichOneof("event")
+        assert kind in ("tokens", "finished"), kind
+        part = getattr(event, kind)
+        sample = samples[part.index]
+        assert sample.finished is None, "an event after `finished`"
+        if kind == "finished":
+            sample.finished = part
+            continue
+        sample.text += part.text
+        sample.token_ids += part.token_ids
+        sample.logprobs += part.logprobs
+        sample.special += part.special
+        sample.tops += part.top_tokens
+        assert len(part.special) == len(part.token_ids)
+    for sample in samples:
+        assert sample.finished is not None
+        assert sample.text == sample.finished.text
+        assert len(sample.token_ids) == sample.finished.usage.generated_tokens
+    return Stream(events[0].started, samples, list(events))
+
+
+def text_request(text: str, **fields: Any) -> Any:
+    """A request for `text`; fields by their group's name: stopping={...}, sampling={...}."""
+    return pb.GenerateRequest(text=text, **fields)
+
+
+def violations(error: grpc.RpcError) -> dict[str, str]:
+    """field -> description of a status's BadRequest details."""
+    status = rpc_status.from_call(error)
+    assert status is not None, error
+    found: dict[str, str] = {}
+    for detail in status.details:
+        bad = error_details_pb2.BadRequest()
+        if detail.Unpack(bad):
+            found |= {v.field: v.description for v in bad.field_violations}
+    return found

@@ -1,0 +1,265 @@
+"""Ranks of a group as real processes: each runs an engine of its own over its share of a model.
+
+Every rank schedules by itself. That works because schedules depend on nothing but the requests and
+the tokens, and tokens are the leader's everywhere: a follower that heard others would soon ask for
+other steps, and its group would stand still.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tokenpod.core.messages import EngineOptions, Request, StepOutputs
+from tokenpod.core.plan import StepPlan
+from tokenpod.engine.assemble import Assembled, assemble, make_pool
+from tokenpod.engine.executor import Executor, Launched
+from tokenpod.engine.join import join_group
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.kernels.group import Group
+from tokenpod.kernels.ops import Operations
+from tokenpod.models import load as loading
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.load import load_model
+from tokenpod.models.shard import Shard
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+CPU = torch.device("cpu")
+TIMEOUT = 60.0
+
+
+class Said(msgspec.Struct):
+    """What a rank's engine said of the sequences, by id."""
+
+    slots: int = 0
+    weight_bytes: int = 0
+    parameters: int = 0
+    tokens: dict[int, list[int]] = {}
+    logprobs: dict[int, list[float]] = {}
+    tops: dict[int, list[list[int]]] = {}
+    scored: dict[int, list[float]] = {}
+    failures: list[int] = []
+    preemptions: int = 0
+
+
+class Job(msgspec.Struct):
+    """What one rank does: in each of its groups, answer the requests with each of its models."""
+
+    rank: int
+    #: (world, port, folders of models) of groups to join, one after the other.
+    groups: list[tuple[int, int, list[str]]]
+    requests: list[Request]
+    options: EngineOptions
+    #: With the executor of GPUs, its kernels interpreted.
+    interpreted: bool = False
+    #: Folders of models whose weights are to be of 8 bits.
+    quantised: list[str] = []
+    #: Of the weights; None: the checkpoint's.
+    dtype: str | None = None
+    #: The chance of every sequence to be preempted before a turn.
+    preempt: float = 0.0
+
+
+class Recorder:
+    """The other end of an engine's link."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._inbox = list(requests)
+        self.left = {sequence for request in requests for sequence in request.sequence_ids}
+        self.said = Said(
+            tokens=defaultdict(list), logprobs=defaultdict(list), tops=defaultdict(list), scored={}
+        )
+
+    @property
+    def done(self) -> bool:
+        return not self.left
+
+    def receive(self, seconds: float | None) -> list[Request]:
+        del seconds
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def send(self, message: object) -> None:
+        assert isinstance(message, StepOutputs)
+        said = self.said
+        said.preemptions = message.load.preemptions
+        for i, sequence in enumerate(message.sequence_ids):
+            said.tokens[sequence].append(message.token_ids[i])
+            said.logprobs[sequence].append(message.logprobs[i])
+            if message.finishes[i]:
+                self.left.discard(sequence)
+        for top in message.tops:
+            said.tops[message.sequence_ids[top.at]].append(top.token_ids)
+        for started in message.started:
+            if started.prompt_logprobs:
+                said.scored[started.sequence_id] = started.prompt_logprobs
+        for failure in message.failures:
+            said.failures.append(failure.sequence_id)
+            self.left.discard(failure.sequence_id)
+
+
+def answer(
+    folder: Path,
+    requests: list[Request],
+    options: EngineOptions,
+    group: Group | None = None,
+    *,
+    interpreted: bool = False,
+    dtype: str | None = None,
+    preempt: float = 0.0,
+) -> Said:
+    """One rank's engine, from loading to the last answer."""
+    if interpreted:
+        loading.operations_for = lambda device, dtype: interpreted_operations()
+    model = load_model(
+        folder,
+        dtype=getattr(torch, dtype) if dtype else None,
+        device=CPU,
+        progress=lambda done, total: None,
+        shard=Shard(group.rank, group.world) if group else Shard(),
+        group=group,
+        max_total_tokens=options.max_total_tokens,
+        quantize=options.quantize,
+    )
+    positions = options.max_total_tokens
+    assert positions is not None
+    if interpreted:
+        ready = as_on_a_gpu(model, options, positions, group)
+    else:
+        ready = assemble(model, options, positions=positions, device=CPU, group=group)
+    limits = Limits(
+        slots=ready.slots,
+        max_rows=options.max_batch_size,
+        max_positions=positions,
+        prefill_tokens=options.max_batch_prefill_tokens,
+    )
+    link, scheduler = Recorder(requests), Scheduler(limits)
+    executor = ready.executor if group is None or group.rank == 0 else FromBytes(ready.executor)
+    loop = EngineLoop(link, scheduler, executor, overlap=ready.overlap)  # type: ignore[arg-type]
+    chance = random.Random(8)
+    for _ in range(1000):
+        if link.done:
+            break
+        for sequence in sorted(link.left):
+            if chance.random() < preempt:
+                scheduler.preempt(sequence)
+        loop.turn()
+    link.said.slots = ready.slots
+    link.said.weight_bytes = model.weight_bytes
+    link.said.parameters = model.parameters_count
+    return link.said
+
+
+class FromBytes:
+    """A follower's executor: knows of a plan what travels, and that is not what samplers ask."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def launch(self, plan: StepPlan) -> Launched:
+        return self._executor.launch(StepPlan.from_bytes(plan.to_bytes()))
+
+
+def interpreted_operations() -> Operations:
+    """A GPU's, but for products: interpreted, they take minutes, and have tests of their own."""
+    from tokenpod.kernels import reference, triton
+
+    products = reference.OPERATIONS
+    return replace(
+        triton.OPERATIONS,
+        prepare_linear=products.prepare_linear,
+        prepare_norm_linear=products.prepare_norm_linear,
+        prepare_add_linear=products.prepare_add_linear,
+    )
+
+
+def as_on_a_gpu(
+    model: Decoder, options: EngineOptions, positions: int, group: Group | None
+) -> Assembled:
+    """The executor of GPUs, its steps "captured", without the tour of worst steps."""
+    from tokenpod.engine.device_executor import DeviceExecutor
+    from tokenpod.engine.shared_device_sampler import device_sampler
+
+    slots = options.max_batch_total_tokens
+    assert slots is not None
+    rows = options.max_batch_size
+    executor = DeviceExecutor(
+        model,
+        make_pool(model, slots, CPU),
+        device_sampler(
+            group, rows=rows, vocab_size=model.config.vocab_size, device=CPU, most_edits=16
+        ),
+        rows=rows,
+        max_positions=positions,
+        max_tokens=rows + options.max_batch_prefill_tokens,
+        device=CPU,
+    )
+    executor.capture()
+    return Assembled(executor, slots, model.dtype, overlap=True, slots_from="asked for")
+
+
+def options_for(job: Job, folder: str) -> EngineOptions:
+    """What the engine of one of the job's models is told."""
+    quantize = "int8" if folder in job.quantised else None
+    return msgspec.structs.replace(job.options, quantize=quantize)
+
+
+def start(job: Job) -> subprocess.Popen[bytes]:
+    """A process that does its job and prints what was said, group by group and model by model."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.msgpack.encode(job))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def run(jobs: list[Job]) -> list[list[list[Said]]]:
+    """What each job's rank said: by job, group and model."""
+    processes = [start(job) for job in jobs]
+    answers = []
+    for process in processes:
+        out, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors.decode()
+        answers.append(msgspec.msgpack.decode(out, type=list[list[Said]]))
+    return answers
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    said = []
+    for world, port, folders in job.groups:
+        group = join_group(job.rank, world, "127.0.0.1", port, device=CPU, timeout=TIMEOUT)
+        said.append(
+            [
+                answer(
+                    Path(f),
+                    job.requests,
+                    options_for(job, f),
+                    group,
+                    interpreted=job.interpreted,
+                    dtype=job.dtype,
+                    preempt=job.preempt,
+                )
+                for f in folders
+            ]
+        )
+        group.close()
+    sys.stdout.buffer.write(msgspec.msgpack.encode(said))
+
+
+if __name__ == "__main__":
+    main()

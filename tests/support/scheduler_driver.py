@@ -1,0 +1,437 @@
+"""A scheduler with a reference executor below it and a suspicious client above it.
+
+The executor keeps, for every slot, a fingerprint of the token prefix whose keys and values it
+holds, and checks each step against it. The client keeps what each sequence and each router step
+is owed. Anything unexpected is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from itertools import islice
+
+from tokenpod.core.messages import (
+    PROBE_TOKENS,
+    Advance,
+    Failure,
+    FailureCode,
+    FinishCode,
+    Request,
+    SamplingParams,
+    StoppingParams,
+)
+from tokenpod.core.plan import LAST, NewRow, StepPlan
+from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.work import Advanced
+
+SECOND = 1_000_000_000
+
+
+def request(ids, prompt, *, max_new_tokens=4, **options) -> Request:
+    """A request; options are those of Request and of StoppingParams."""
+    stopping = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in StoppingParams.__struct_fields__
+    }
+    return Request(
+        sequence_ids=[ids] if isinstance(ids, int) else list(ids),
+        prompt=list(prompt),
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=max_new_tokens, **stopping),
+        **options,
+    )
+
+
+@dataclass
+class Work:
+    """One row of a step."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    tokens: list[int]
+    slots: list[int]
+    needs_logits: bool
+    output_index: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+
+def works_of(step: Step | None) -> list[Work]:
+    """The rows of a step, one by one."""
+    if step is None:
+        return []
+    plan = StepPlan.from_bytes(step.plan.to_bytes())
+    ends = plan.r_tokens.cumsum().tolist()
+    assert len(plan.t_token) == len(plan.t_slot) == ends[-1]
+    works = []
+    for at, end in enumerate(ends):
+        tokens = slice(end - int(plan.r_tokens[at]), end)
+        sequence = step.sequences[at]
+        works.append(
+            Work(
+                sequence,
+                int(plan.r_row[at]),
+                int(plan.r_start[at]),
+                plan.t_token[tokens].tolist(),
+                plan.t_slot[tokens].tolist(),
+                bool(plan.r_samples[at]),
+                int(plan.r_output[at]),
+            )
+        )
+    assert [work.sequence for work in works if work.needs_logits] == step.sampled
+    return works
+
+
+@dataclass
+class Row:
+    """What the executor knows of a row."""
+
+    sequence_id: int
+    tokens: list[int]
+    prompt_length: int
+    #: Tokens that were known when it took the row: the prompt, and outputs from before preemptions.
+    given: int
+    #: Fingerprints of the prefixes of `tokens`, and the slots, by position.
+    marks: list[int]
+    slots: list[int]
+    #: Positions from here on were written by this row, and no good token has followed yet.
+    unproven_from: int
+
+
+class ReferenceExecutor:
+    """Writes fingerprints instead of keys and values."""
+
+    def __init__(self, scheduler: Scheduler, choose) -> None:
+        self.scheduler = scheduler
+        #: (sequence id, index of the output) -> token, -1: NaN.
+        self.choose = choose
+        self.memory: dict[int, int] = {}
+        self.rows: dict[int, Row] = {}
+        #: What has been sampled, by sequence id: a row may be another one after a preemption.
+        self.outputs: defaultdict[int, list[int]] = defaultdict(list)
+        self.users: Counter[int] = Counter()
+
+    def launch(self, step: Step) -> list[int]:
+        """Run a step; the tokens it samples, one for each work that needs logits."""
+        plan = step.plan
+        for number in plan.freed.tolist():
+            self.users.subtract(self.rows.pop(number).slots)
+        prefix = iter(plan.prefix_slot.tolist())
+        for number, ask, cached in zip(
+            plan.n_row.tolist(), plan.asks, plan.n_prefix.tolist(), strict=True
+        ):
+            self._add_row(number, ask, [*islice(prefix, cached)])
+        assert not [*prefix]
+        works = works_of(step)
+        self._check_shape(works)
+        shared = {int(s) for node in self.scheduler.kv.tree.nodes() for s in node.slots}
+        for work in works:
+            self._write(work, shared)
+        return [self._sample(work, shared) for work in works if work.needs_logits]
+
+    def _add_row(self, number: int, ask: NewRow, prefix: list[int]) -> None:
+        rows, request = self.scheduler.limits.max_rows, ask.request
+        assert number == rows if request.probe else 0 <= number < rows
+        assert number not in self.rows, "a row with two sequences"
+        sequence_id, tokens = request.sequence_ids[ask.stream], [*request.prompt, *ask.outputs]
+        assert len(prefix) < len(tokens)
+        assert list(ask.outputs) == self.outputs[sequence_id], "not the outputs that it had"
+        row = Row(sequence_id, tokens, len(request.prompt), len(tokens), [], [], 0)
+        row.marks.append(zlib.crc32(request.salt.encode()))
+        row.slots, row.unproven_from = prefix, len(prefix)
+        self._mark(row)
+        self.users.update(prefix)
+        self.rows[number] = row
+
+    @staticmethod
+    def _mark(row: Row) -> None:
+        # marks[p + 1] is the fingerprint of tokens[: p + 1].
+        while len(row.marks) <= len(row.tokens):
+            row.marks.append(hash((row.marks[-1], row.tokens[len(row.marks) - 1])))
+
+    def _check_shape(self, works: list[Work]) -> None:
+        assert works
+        assert len({work.row for work in works}) == len(works)
+        assert all(work.row == work.sequence.row for work in works)
+        sizes = [min(work.n_tokens, 2) for work in works]
+        assert sizes == sorted(sizes), "works with a single token come first"
+        prompts = [w for w in works if w.tokens != [LAST]]
+        probes = [w.n_tokens for w in prompts if w.sequence.request.probe]
+        assert len(probes) <= 1
+        assert sum(probes) < PROBE_TOKENS
+        rest = sum(w.n_tokens for w in prompts) - sum(probes)
+        assert rest <= self.scheduler.limits.prefill_tokens
+
+    def _write(self, work: Work, shared: set[int]) -> None:
+        row = self.rows[work.row]
+        assert row.sequence_id == work.sequence.id
+        assert work.start == len(row.slots), "every position is computed once, in order"
+        end = work.start + work.n_tokens
+        assert work.n_tokens == len(work.slots) >= 1
+        assert end <= len(row.tokens), "a token that does not exist is computed"
+        assert work.needs_logits == (end >= row.given)
+        known = row.tokens[work.start : end] if work.start < row.given else [LAST]
+        assert work.tokens == known
+        assert not work.needs_logits or work.output_index == end - row.prompt_length
+        for position, slot in enumerate(map(int, work.slots), work.start):
+            assert 0 <= slot < self.scheduler.kv.total
+            assert slot not in shared, "a shared slot is written"
+            assert self.users[slot] == 0, "a slot is written that a row attends to"
+            self.users[slot] += 1
+            self.memory[slot] = row.marks[position + 1]
+            row.slots.append(slot)
+        found = [self.memory[slot] for slot in row.slots]
+        assert found == row.marks[1 : end + 1], "attended slots hold another prefix"
+
+    def _sample(self, work: Work, shared: set[int]) -> int:
+        row = self.rows[work.row]
+        index = len(row.tokens) - row.prompt_length
+        token = self.choose(row.sequence_id, index)
+        if token < 0:
+            # What this row computed since its last good token is garbage, if it has not been shared
+            # yet. Whoever reads it later will see.
+            for position in range(row.unproven_from, len(row.slots)):
+                if row.slots[position] not in shared:
+                    self.memory[row.slots[position]] = row.marks[position + 1] = -row.sequence_id
+        else:
+            row.unproven_from = len(row.slots)
+        row.tokens.append(token if token >= 0 else -1 - row.sequence_id)
+        self.outputs[row.sequence_id].append(token)
+        self._mark(row)
+        return token
+
+
+@dataclass
+class Owed:
+    """What the client knows of a sequence."""
+
+    request: Request
+    held: bool = False
+    tokens: list[int] = field(default_factory=list)
+    started: int = 0
+    #: "finish", "failure", "abort" once it has ended.
+    ended: str = ""
+
+
+class Driver:
+    """Drives a scheduler step by step, with or without overlap, and checks all that comes out."""
+
+    def __init__(self, *, overlap=False, choose=lambda sequence_id, index: 0, **limits) -> None:
+        policies = {name: limits.pop(name) for name in ("admission", "batching") if name in limits}
+        self.exact = "admission" not in policies
+        self.scheduler = Scheduler(Limits(**{"max_positions": 10_000} | limits), **policies)
+        self.executor = ReferenceExecutor(self.scheduler, choose)
+        self.overlap = overlap
+        self.now = 0
+        self.steps = 0
+        self.sequences: dict[int, Owed] = {}
+        self.ops: dict[int, Advance] = {}
+        self.ops_done: list[int] = []
+        #: By op that is done: sequences that wait for a row.
+        self.waiting: dict[int, list[int]] = {}
+        self.last_step: Step | None = None
+        self._flying: tuple[Step, list[int]] | None = None
+
+    # -- what clients do -----------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        self.sequences |= {i: Owed(request) for i in request.sequence_ids}
+        self.scheduler.submit(request)
+        self._hear(self.scheduler.drain_events())
+        self.scheduler.check()
+
+    def abort(self, *ids: int) -> None:
+        for sequence_id in ids:
+            owed = self.sequences.get(sequence_id)
+            if owed and not owed.ended:
+                owed.ended = "abort"
+        self.scheduler.abort(ids)
+        self.scheduler.check()
+
+    def preempt(self, *ids: int) -> list[int]:
+        """Those of them that were running sequences of the batcher, and were preempted."""
+        before = self.scheduler.load().preemptions
+        preempted = [i for i in ids if self.scheduler.preempt(i)]
+        assert not any(self.sequences[i].held for i in preempted), "a router's sequence"
+        self.scheduler.check()
+        assert self.scheduler.load().preemptions == before + len(preempted)
+        return preempted
+
+    def advance(self, op: int, start=(), chunks=None, resume=(), waits=False) -> Failure | None:
+        start = list(start)
+        chunks = chunks if chunks is not None else [0] * len(start)
+        message = Advance(op, start, chunks, list(resume), waits)
+        failure = self.scheduler.advance(message)
+        if failure is None:
+            self.ops[op] = message
+            self.sequences |= {i: Owed(r, held=True) for r in start for i in r.sequence_ids}
+        self.scheduler.check()
+        return failure
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """One turn of the engine's loop; whether anything was under way."""
+        step = self.scheduler.plan(self.now)
+        self._check_held(step)
+        previous, self._flying = self._flying, None
+        self.last_step = step
+        if step is not None:
+            self.steps += 1
+            self._flying = (step, self.executor.launch(step))
+        if previous is not None:
+            self._settle(*previous)
+        if self._flying is not None and not self.overlap:
+            flying, self._flying = self._flying, None
+            self._settle(*flying)
+        self._hear(self.scheduler.drain_events())
+        self.scheduler.check()
+        assert self.scheduler.stalls == 0 or not self.exact
+        return step is not None or previous is not None
+
+    def run(self, turns: int = 100_000) -> None:
+        """Turn until nothing happens."""
+        while turns and self.turn():
+            turns -= 1
+
+    def drain(self) -> None:
+        """Let everything end, and see that nothing is left."""
+        self.run()
+        stuck = [op for op in self.ops if op not in self.ops_done]
+        # Others may wait behind one that waits for a row.
+        assert not stuck or self.ops[stuck[0]].waits, "router steps that never completed"
+        self.abort(*[i for i, owed in self.sequences.items() if owed.held])
+        self.run()
+        assert sorted(self.ops_done) == sorted(self.ops)
+        left = [i for i, owed in self.sequences.items() if not owed.ended]
+        assert not left, f"sequences that never ended: {left}"
+        assert not self.scheduler.busy
+        kv = self.scheduler.kv
+        assert kv.available == kv.total
+        kv.forget_unused()
+        assert kv.free == kv.total
+        self.scheduler.check()
+        load = self.scheduler.load()
+        assert (load.running, load.waiting, load.waiting_tokens) == (0, 0, 0)
+
+    def outputs(self, sequence_id: int) -> list[int]:
+        return self.sequences[sequence_id].tokens
+
+    def planned(self) -> dict[int, int]:
+        """Tokens of each sequence in the last step."""
+        return {w.sequence.id: w.n_tokens for w in works_of(self.last_step)}
+
+    # -- what comes back -----------------------------------------------------------------------
+
+    def _settle(self, step: Step, tokens: list[int]) -> None:
+        settled = self.scheduler.settle(step, tokens, self.now)
+        sampled = {
+            work.sequence.id: token
+            for work, token in zip(
+                (w for w in works_of(step) if w.needs_logits), tokens, strict=True
+            )
+        }
+        for sequence_id, token in zip(settled.sequence_ids, settled.token_ids, strict=True):
+            assert sampled[sequence_id] == token
+        self._hear(settled)
+        # A deadline may have ended it in the plan of the next step.
+        self._hear(self.scheduler.drain_events())
+        for sequence_id in sampled:
+            owed = self.sequences[sequence_id]
+            assert owed.ended or sequence_id in settled.sequence_ids, "a token is lost"
+
+    def _hear(self, settled: Settled) -> None:
+        for started in settled.started:
+            owed = self.sequences[started.sequence_id]
+            assert not owed.ended
+            owed.started += 1
+            assert owed.started == 1
+            assert 0 <= started.cached_tokens < len(owed.request.prompt)
+        for sequence_id, token, finish in zip(
+            settled.sequence_ids, settled.token_ids, settled.finishes, strict=True
+        ):
+            self._hear_token(self.sequences[sequence_id], token, finish)
+        for failure in settled.failures:
+            owed = self.sequences[failure.sequence_id]
+            assert not owed.ended, f"{owed.ended}, then {failure}"
+            owed.ended = f"failure {failure.code.name}"
+        for advanced in settled.advanced:
+            self.ops_done.append(advanced.id)
+            self.waiting[advanced.id] = advanced.waiting
+            self._check_answer(advanced)
+        assert len(set(self.ops_done)) == len(self.ops_done), "a router step completed twice"
+
+    def _check_answer(self, advanced: Advanced) -> None:
+        """Each sequence of a router's step waits, is behind, has ended, or has got a token."""
+        op = self.ops[advanced.id]
+        named = {i for r in op.start for i in r.sequence_ids} | set(op.resume)
+        for sequence_id in named:
+            if self.sequences[sequence_id].ended:
+                continue
+            owed, behind = self.sequences[sequence_id], advanced.behind.get(sequence_id, 0)
+            assert 0 <= behind <= len(owed.request.prompt)
+            assert bool(owed.tokens) == (not behind), "complete without its tokens"
+            assert behind or sequence_id not in advanced.waiting, "it waited and has begun"
+        untouched = [
+            i
+            for i in advanced.waiting
+            if advanced.behind.get(i) == len(self.sequences[i].request.prompt)
+        ]
+        assert not op.waits or not named or set(untouched) < named, "nobody was stepped"
+
+    def _hear_token(self, owed: Owed, token: int, finish: FinishCode) -> None:
+        assert not owed.ended, f"{owed.ended}, then a token"
+        if token < 0:
+            assert finish == FinishCode.TIME_LIMIT
+            assert not owed.tokens
+            assert self.now >= owed.request.stopping.time_limit_at
+        else:
+            owed.tokens.append(token)
+            assert owed.started == 1
+            assert finish == expected_finish(owed, self.now)
+        if finish:
+            owed.ended = "finish"
+
+    def _check_held(self, step: Step | None) -> None:
+        for work in works_of(step):
+            sequence_id = work.sequence.id
+            if self.sequences[sequence_id].held:
+                asked = [
+                    op
+                    for op, message in self.ops.items()
+                    if op not in self.ops_done
+                    and (
+                        sequence_id in message.resume
+                        or any(sequence_id in r.sequence_ids for r in message.start)
+                    )
+                ]
+                assert asked, "a router's sequence ran unasked"
+
+
+def expected_finish(owed: Owed, now: int) -> FinishCode:
+    """What the last token means, after the rules in words."""
+    stopping, count, token = owed.request.stopping, len(owed.tokens), owed.tokens[-1]
+    assert count <= stopping.max_new_tokens
+    full = count == stopping.max_new_tokens
+    may_stop = full or count > stopping.min_new_tokens
+    if full and stopping.length_first:
+        return FinishCode.LENGTH
+    if may_stop and token in stopping.eos_token_ids:
+        return FinishCode.EOS
+    if may_stop and token in stopping.stop_token_ids:
+        return FinishCode.STOP_TOKEN
+    if full:
+        return FinishCode.LENGTH
+    if stopping.time_limit_at is not None and now >= stopping.time_limit_at:
+        return FinishCode.TIME_LIMIT
+    return FinishCode.RUNNING
+
+
+__all__ = ["SECOND", "Driver", "FailureCode", "ReferenceExecutor", "expected_finish", "request"]

@@ -193,21 +193,42 @@ def fewest_ranks(model: Footprint, demand: Demand, *, memory: int) -> Capacity |
     return next((found for found in each if found.fits), None)
 
 
+def largest_step(
+    rows: int, prompt: int, *, hidden: int, inner: int, vocabulary: int, item_bytes: int
+) -> int:
+    """Bytes of a step's tensors: `rows` that decode and `prompt` tokens of prompts.
+
+    Args:
+        hidden: width of a token's state.
+        inner: width inside a rank's share of the widest layer.
+        vocabulary: entries of a row of logits.
+        item_bytes: of an activation.
+    """
+    activations = (rows + prompt) * (3 * hidden + max(3 * inner, hidden)) * item_bytes
+    # As the product leaves them, and as float32.
+    logits = rows * vocabulary * (item_bytes + ITEM_BYTES["float32"])
+    return activations + logits
+
+
 def _reserve(model: Footprint, demand: Demand, item_bytes: int, ranks: int) -> dict[str, int]:
     # A row and a prompt more: a liveness probe's.
     rows, prompt = demand.max_batch_size + 1, demand.max_batch_prefill_tokens + PROBE_TOKENS
-    inner = max(3 * model.intermediate_size // ranks, model.hidden_size)
-    activations = (rows + prompt) * (3 * model.hidden_size + inner) * item_bytes
-    # As the product leaves them, and as float32.
-    logits = rows * model.vocab_size * (item_bytes + ITEM_BYTES["float32"])
+    step = largest_step(
+        rows,
+        prompt,
+        hidden=model.hidden_size,
+        inner=model.intermediate_size // ranks,
+        vocabulary=model.vocab_size,
+        item_bytes=item_bytes,
+    )
     if demand.device == "cpu":
-        return {"processes": _CPU_PROCESSES, "largest step": activations + logits}
+        return {"processes": _CPU_PROCESSES, "largest step": step}
     return {
         "CUDA context": _CUDA_CONTEXT,
-        "largest step": activations + logits,
-        "gaps between tensors": (activations + logits) // GAPS,
+        "largest step": step,
+        "gaps between tensors": step // GAPS,
         # Captured steps have memory of their own, for which the engine keeps back as much.
-        "captured steps": activations + logits,
+        "captured steps": step,
         "sampler": rows * model.vocab_size * _SAMPLER_BYTES,
         "row table": (rows + 1) * demand.positions(model) * ITEM_BYTES["float32"],
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, choose_slots
+from tokenpod.core.capacity import GAPS, choose_slots, largest_step
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import (
     PROBE_TOKENS,
@@ -27,7 +27,13 @@ from tokenpod.engine.kv_scales import (
     measure_scales,
     random_prompt,
 )
-from tokenpod.engine.memory import FreeMemory, free_memory, map_ahead, size
+from tokenpod.engine.memory import (
+    PROCESSES_GROW,
+    FreeMemory,
+    free_memory,
+    map_ahead,
+    size,
+)
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import KVScales
 from tokenpod.kernels.pool import KVPool
@@ -91,7 +97,10 @@ def _on_host(
     group: Group | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
-    free = free_memory(device).shared(group.local_ranks if group else 1)
+    ranks = group.local_ranks if group else 1
+    free = free_memory(device).shared(ranks)
+    if free.limited:
+        free = free.less(_serving_takes(model, options, ranks), "a load takes")
     slots, slots_from = _slots(model, options, positions, free, dtype, group)
     pool = make_pool(model, slots + PROBE_TOKENS, device)
     if free.limited:
@@ -106,6 +115,19 @@ def _on_host(
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, slots, positions, 64))
     return Assembled(executor, slots, dtype, overlap=False, slots_from=slots_from)
+
+
+def _serving_takes(model: Decoder, options: EngineOptions, ranks: int) -> int:
+    """Bytes that a pod takes under load and has not taken when its pool is made."""
+    step = largest_step(
+        options.max_batch_size + 1,
+        options.max_batch_prefill_tokens + PROBE_TOKENS,
+        hidden=model.config.hidden_size,
+        inner=model.config.widest // ranks,
+        vocabulary=model.config.vocab_size,
+        item_bytes=model.dtype.itemsize,
+    )
+    return step + PROCESSES_GROW
 
 
 def _on_device(

@@ -73,7 +73,8 @@ def test_the_pool_fits_under_the_limit_and_the_log_says_so() -> None:
     # Ten times what fits could be used.
     with serve("--max-batch-size", "512") as server:
         text = server.log.read_text()
-        said = r'kv_slots=(\d+) kv_slots_from="90% .* under the limit .* 8.0 KiB'
+        limit = r"under the limit .* less .* that a load takes, 8\.0 KiB"
+        said = rf'kv_slots=(\d+) kv_slots_from="90% .* {limit}'
         found = re.search(said, text)
         assert found, text
         assert int(found[1]) * 8192 < LIMIT

@@ -1,4 +1,4 @@
-"""Build hook: the protobuf stubs are made from the .proto files before packages are collected."""
+"""Build hook: names the packages, and makes the protobuf stubs from the .proto files."""
 
 import sys
 from pathlib import Path
@@ -6,7 +6,18 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "tools"))
+ROOT = Path(__file__).resolve().parent
+#: The folders of the product; pyproject.toml says under which name each is installed.
+FOLDERS = ("protos", "cli", "service", "core", "scheduler", "engine", "kernels", "models")
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+
+def packages() -> list[str]:
+    """Every folder of the product that has an `__init__.py`, so that a new one needs no line."""
+    found = [init.parent for folder in FOLDERS for init in (ROOT / folder).rglob("__init__.py")]
+    names = [".".join(("tokenpod", *path.relative_to(ROOT).parts)) for path in sorted(found)]
+    return ["tokenpod", *names]
 
 
 class BuildWithStubs(build_py):
@@ -19,4 +30,4 @@ class BuildWithStubs(build_py):
         super().run()
 
 
-setup(cmdclass={"build_py": BuildWithStubs})
+setup(packages=packages(), cmdclass={"build_py": BuildWithStubs})

@@ -27,7 +27,7 @@ import uvloop
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.convert import codecs
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.server import Server
 
@@ -140,11 +140,9 @@ def messages() -> Iterator[tuple[str, bytes]]:
 
 def methods() -> Iterator[tuple[str, bool]]:
     """Every method, and whether it answers with a stream."""
-    for codec in codecs():
-        service = codec.pb.DESCRIPTOR.services_by_name["TextGenerationService"]
-        for method in service.methods:
-            yield f"/{service.full_name}/{method.name}", method.server_streaming
-    yield "/grpc.health.v1.Health/Check", False
+    for row in TABLE:
+        if row.serve is not None or row.name == "/grpc.health.v1.Health/Check":
+            yield row.name, row.streams
 
 
 def send(channel: grpc.Channel, method: str, streams: bool, data: bytes) -> str:

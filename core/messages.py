@@ -266,14 +266,14 @@ class Joined(Message, frozen=True, array_like=True, tag=True):
     leader_address: str
 
 
-class Letter(Message, frozen=True, array_like=True, tag=True):
-    """From one pod's front end to another's; ranks carry it unread."""
+class Drain(Message, frozen=True, array_like=True, tag=True):
+    """A follower's pod is to stop and asks the leader's to drain; as the answer: it has drained.
 
-    #: The follower at the other end, whose pod asks or is answered.
+    It goes from one pod's front end to the other's, by way of their ranks.
+    """
+
+    #: The follower whose pod asks.
     rank: int
-    #: The asker's number; the answer has the same.
-    id: int
-    body: bytes
 
 
 class Over(Message, frozen=True, array_like=True, tag=True):
@@ -347,5 +347,5 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
 ToEngine = Request | Abort | Advance | Ask | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
 #: What travels on a rank's line, besides its link: see engine/shards/line.py.
-ToRank = Letter | Over
-FromRank = Pulse | Waiting | Joined | Letter | Broken
+ToRank = Drain | Over
+FromRank = Pulse | Waiting | Joined | Drain | Broken

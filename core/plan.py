@@ -101,7 +101,7 @@ class NewRow:
     request: Request
     #: Which of the seed's random streams.
     stream: int
-    #: What it has sampled already, when it resumes.
+    #: What it has sampled already, if it was preempted and is computed again.
     outputs: tuple[int, ...] = ()
 
     @property

@@ -202,8 +202,8 @@ class HostSampler(Sampler):
         self, scores: torch.Tensor, rows: _Rows
     ) -> tuple[torch.Tensor, torch.Tensor, _Distributions]:
         """Draws from the whole vocabulary."""
-        scores = _tempered(scores, rows)
-        noise = vocabulary_noise(*_counters(rows), self._vocab_size)
+        scores = tempered(scores, rows)
+        noise = vocabulary_noise(*counters(rows), self._vocab_size)
         # argmax of log p - log E: the order of p / E without underflow.
         tokens = argmax(scores - noise.log())
         return tokens, logprobs_of(scores, tokens), _Distributions(scores)
@@ -212,13 +212,13 @@ class HostSampler(Sampler):
         self, scores: torch.Tensor, rows: _Rows
     ) -> tuple[torch.Tensor, torch.Tensor, _Distributions]:
         """Draws from what truncation leaves."""
-        kept = truncate(_tempered(scores, rows), rows.columns)
-        counters = _counters(rows)
+        kept = truncate(tempered(scores, rows), rows.columns)
+        numbers = counters(rows)
         if 4 * kept.ids.shape[1] < self._vocab_size:
-            seed, stream, where = (counter[:, None] for counter in counters)
+            seed, stream, where = (number[:, None] for number in numbers)
             noise = token_noise(seed, stream, where, kept.ids)
         else:  # one counter serves four tokens of the whole vocabulary
-            noise = vocabulary_noise(*counters, self._vocab_size).gather(1, kept.ids)
+            noise = vocabulary_noise(*numbers, self._vocab_size).gather(1, kept.ids)
         at = argmax(kept.scores - noise.log())[:, None]
         logprobs = (kept.scores.gather(1, at) - log_mass(kept.scores)).to(torch.float32)
         tokens = kept.ids.gather(1, at)
@@ -291,7 +291,7 @@ def top_tokens(scores: torch.Tensor, n: int) -> torch.Tensor:
     return ids[order][:MOST_TOP_TOKENS]
 
 
-def _tempered(scores: torch.Tensor, rows: _Rows) -> torch.Tensor:
+def tempered(scores: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """[m, vocab] scores over temperature, the highest of each row at 0.
 
     In this order a tiny temperature drives the others to -inf rather than the highest to inf.
@@ -300,7 +300,7 @@ def _tempered(scores: torch.Tensor, rows: _Rows) -> torch.Tensor:
     return (scores - scores.amax(1, keepdim=True)).div_(temperatures[:, None])
 
 
-def _counters(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def counters(rows: _Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[m] int64 each: seeds, streams, positions."""
     seeds, streams = rows.columns["seed"].copy(), rows.columns["stream"].copy()
     return torch.from_numpy(seeds), torch.from_numpy(streams), torch.from_numpy(rows.positions)

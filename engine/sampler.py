@@ -8,6 +8,7 @@ all that the other ranks' next step needs of this one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,25 +142,25 @@ class LeaderTokens:
         self._drawing.discard(row)
 
     def sample(
-        self, logits: torch.Tensor, rows: object, positions: object, masks: object = None
+        self, logits: object, rows: Sized, positions: object, masks: object = None
     ) -> Samples:
         """All tokens of the leader's `HostSampler.sample`; nothing else of them is known."""
-        del rows, positions, masks
-        return Samples.of_tokens(self._receive(len(logits)))
+        del logits, positions, masks
+        return Samples.of_tokens(self._receive(len(rows)))
 
     def begin(
-        self, logits: torch.Tensor, rows: object, positions: object, masks: object = None
+        self, logits: object, rows: Sized, positions: object, masks: object = None
     ) -> torch.Tensor:
         """The tokens of the leader's `DeviceSampler.begin`."""
-        del rows, positions, masks
-        return self._receive(len(logits))
+        del logits, positions, masks
+        return self._receive(len(rows))
 
     def finish(
-        self, logits: torch.Tensor, rows: object, positions: object, *, masks: object = None
+        self, logits: object, rows: Sized, positions: object, *, masks: object = None
     ) -> Samples:
         """All tokens of the leader's `DeviceSampler.finish`; nothing else of them is known."""
-        del rows, positions, masks
-        n = len(logits)
+        del logits, positions, masks
+        n = len(rows)
         return Samples.of_tokens(self._receive(n) if self.draws else self._tokens[:n])
 
     def _receive(self, n: int) -> torch.Tensor:

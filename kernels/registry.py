@@ -12,14 +12,10 @@ def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
 
     Each implementation is imported only where it is used: compilers take their time.
     """
-    if device.type == "cpu" and dtype == torch.float32:
-        from tokenpod.kernels import compiled
-
-        return compiled.OPERATIONS
     if device.type == "cpu":
         from tokenpod.kernels import cpu
 
-        return cpu.OPERATIONS
+        return cpu.operations_for(dtype)
     if device.type == "cuda":
         from tokenpod.kernels import triton
 

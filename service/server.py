@@ -23,35 +23,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.client import EngineLost
+from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
-from tokenpod.service.pod.forming import Forming
-from tokenpod.service.pod.front_ends import FrontEndLost, FrontEnds, PodProgress, Way
-from tokenpod.service.pod.house import House
-from tokenpod.service.pod.leaving import drain, end_stalled, make_way, send_away, take_leave
-from tokenpod.service.pod.parts import CurrentLoad, Listener, Parts, Public, Renewal
+from tokenpod.service.pod.front_ends import FrontEndLost, FrontEnds, PodProgress, RelayAddress
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
+from tokenpod.service.pod.shutdown import (
+    drain,
+    drain_for_follower,
+    end_stalled,
+    send_away,
+    stop_follower,
+)
+from tokenpod.service.pod.startup import GroupStartup
+from tokenpod.service.pod.state import CurrentLoad, Listener, PodState, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.pod.summary import summary
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
-from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind, channel_options, check_port, reason
-from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.listen import StartError, bind, check_port, reason
+from tokenpod.service.rpc.public import public_server
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.rpc.servicers import Rpcs, Shard, add_servicers
-from tokenpod.service.serving.follower import FollowerShard
+from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.serving.shard import ShardService
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
@@ -78,94 +81,82 @@ class Server:
     async def run(self) -> int:
         """Serve until a signal; the process's exit status. Raises StartError."""
         async with contextlib.AsyncExitStack() as stack:
-            parts = await self._parts(stack)
+            state = await self._pod_state(stack)
             while True:
                 async with contextlib.AsyncExitStack() as life:
-                    status = await self._live(parts, life)
+                    status = await self._live(state, life)
                 if status is not None:
                     return status
 
     # -- what lasts ------------------------------------------------------------------------------
 
-    async def _parts(self, stack: contextlib.AsyncExitStack) -> Parts:
+    async def _pod_state(self, stack: contextlib.AsyncExitStack) -> PodState:
         settings = self.settings
-        telemetry = Telemetry.start(
-            TelemetrySettings(
-                settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio
-            )
-        )
+        telemetry = Telemetry.start(TelemetrySettings.of(settings))
         stack.callback(telemetry.shutdown)
         load = CurrentLoad()
         telemetry.watch(load)
-        house = House.create(settings.resolved_front_ends)
+        counters = PodCounters.create(settings.resolved_front_ends)
         admission = Admission(
             max_requests=settings.resolved_concurrent_requests,
             max_bytes=settings.resolved_front_end_bytes,
             max_message_bytes=settings.max_message_bytes,
-            house=house,
+            counters=counters,
         )
         board = HealthBoard(
             follows=not settings.leads,
             stall_timeout=settings.stall_timeout,
-            on_stall=house.set_stalled,
+            on_stall=counters.set_stalled,
         )
         stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
-        rpcs = Rpcs(admission, generate, healthy=board.is_serving)
+        backend = Backend(TABLE, admission, generate, healthy=board.is_serving)
         stopping = Stopping.by_signals()
-        listener = await self._listen(rpcs, telemetry, board, stack)
+        listener = await self._listen(backend, telemetry, board, stack)
         # Whatever the way out, also while a group forms.
         stack.push_async_callback(listener.stop, 0.5, stopping.sleep)
-        return Parts(
-            house=house,
+        return PodState(
+            counters=counters,
             admission=admission,
             board=board,
-            generate=generate,
-            rpcs=rpcs,
+            backend=backend,
             listener=listener,
             stopping=stopping,
-            forming=Forming(settings.start_timeout),
+            startup=GroupStartup(settings.start_timeout),
             load=load,
             renewal=Renewal(),
         )
 
     async def _public(
-        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, address: str
+        self, backend: Backend, telemetry: Telemetry, board: HealthBoard, address: str
     ) -> Public:
         """A server that listens on `address`. Raises StartError."""
-        settings = self.settings
-        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors()]
-        interceptors.append(ErrorInterceptor())
-        if settings.auth_token_file is not None:
-            interceptors.append(AuthInterceptor(settings.auth_token_file))
-        closing = Closing(settings.resolved_concurrent_requests)
-        interceptors.append(closing)
-        interceptors.append(intake_of(settings, rpcs.check))
-        shared = settings.resolved_front_ends > 1
-        options = channel_options(settings, shared_port=shared)
-        server = grpc.aio.server(interceptors=interceptors, options=options)
-        names = add_servicers(rpcs, server)
-        await board.add_to(server, names)
-        enable_reflection([*names, board.service_name], server)
-        port = bind(server, address, credentials(settings))
+        recording = telemetry.interceptors(TABLE.untraced)
+        server, closing = public_server(self.settings, backend, recording)
+        await board.add_to(server, TABLE.served)
+        port = bind(server, address, credentials(self.settings))
         await server.start()
         return Public(server, closing, port)
 
     async def _listen(
-        self, rpcs: Rpcs, telemetry: Telemetry, board: HealthBoard, stack: contextlib.AsyncExitStack
+        self,
+        backend: Backend,
+        telemetry: Telemetry,
+        board: HealthBoard,
+        stack: contextlib.AsyncExitStack,
     ) -> Listener:
         settings = self.settings
         if settings.resolved_front_ends > 1:
             check_port(settings)
-        make = functools.partial(self._public, rpcs, telemetry, board)
+        make = functools.partial(self._public, backend, telemetry, board)
         public = await make(settings.address)
         stack.push_async_callback(public.server.stop, None)
         address = f"{settings.address.rpartition(':')[0]}:{public.port}"
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
-            trusting = [*telemetry.interceptors(), ErrorInterceptor()]
-            trusting.append(intake_of(settings, rpcs.check, trusted=True))
-            socket = await RouterSocket.listen(settings, path, rpcs, board, trusting)
+            trusting = [*telemetry.interceptors(TABLE.untraced), ErrorInterceptor()]
+            trusting.append(intake_of(settings, backend, trusted=True))
+            socket = await RouterSocket.listen(settings, path, backend, board, trusting)
             stack.push_async_callback(socket.stop, None)
             shard_url = f"unix://{path}"
         if (health_address := settings.health_address) is not None:
@@ -180,7 +171,7 @@ class Server:
 
     # -- one life of the engines -----------------------------------------------------------------
 
-    async def _live(self, parts: Parts, life: contextlib.AsyncExitStack) -> int | None:
+    async def _live(self, state: PodState, life: contextlib.AsyncExitStack) -> int | None:
         """Start engines, and serve until a signal or a loss.
 
         Returns:
@@ -190,78 +181,78 @@ class Server:
         life.callback(bar.close)
         telling = asyncio.create_task(bar.tell())
         life.callback(telling.cancel)
-        ranks, drains = await self._start_ranks(parts, bar, life)
-        others = await self._start_front_ends(parts, ranks, life)
-        loading = asyncio.create_task(self._load(parts, ranks, others, life))
+        ranks, drains = await self._start_ranks(state, bar, life)
+        others = await self._start_front_ends(state, ranks, life)
+        loading = asyncio.create_task(self._load(state, ranks, others, life))
         loading.add_done_callback(lambda _: telling.cancel())
-        await asyncio.wait([loading, parts.stopping.task()], return_when="FIRST_COMPLETED")
+        await asyncio.wait([loading, state.stopping.task()], return_when="FIRST_COMPLETED")
         if not loading.done():
             loading.cancel()
             return 0
         try:
             encoder, ready = loading.result()
         except EngineLost as lost:
-            await parts.forming.try_again(str(lost))
+            await state.startup.try_again(str(lost))
             return None
         # Not while connections are being closed.
-        await parts.renewal.end()
-        self._open(parts, ranks, drains, encoder, ready, life)
-        parts.board.watch(PodProgress(ranks.client, parts.house))
-        stalled = asyncio.create_task(end_stalled(self.settings, parts.board, ranks))
+        await state.renewal.end()
+        self._open(state, ranks, drains, encoder, ready, life)
+        state.board.watch(PodProgress(ranks.client, state.counters))
+        stalled = asyncio.create_task(end_stalled(self.settings, state.board, ranks))
         life.callback(stalled.cancel)
-        parts.load.client = ranks.client
-        parts.admission.closed = None
-        parts.forming.done()
+        state.load.client = ranks.client
+        state.admission.closed = None
+        state.startup.done()
         # What is there now stays: to look through it for garbage holds the loop for tens of ms.
         gc.collect()
         gc.freeze()
-        await parts.board.set_serving(True)
-        log.info("serving", extra=summary(self.settings, ready, parts.listener))
-        return await self._serve(parts, ranks, drains, others)
+        await state.board.set_serving(True)
+        log.info("serving", extra=summary(self.settings, ready, state.listener))
+        return await self._serve(state, ranks, drains, others)
 
     async def _start_ranks(
-        self, parts: Parts, bar: LoadingBar, life: contextlib.AsyncExitStack
+        self, state: PodState, bar: LoadingBar, life: contextlib.AsyncExitStack
     ) -> tuple[Ranks, DrainRequests]:
         settings = self.settings
         drains = DrainRequests(leads=settings.leads)
         life.callback(drains.close)
         ranks = await Ranks.start(
-            engine_options(settings, self.model_folder, parts.listener.address),
+            engine_options(settings, self.model_folder, state.listener.address),
             bar.update,
             self.engine_command,
-            links=parts.house.count,
-            on_waiting=parts.forming.wait_for,
-            on_letter=drains.deliver,
+            links=state.counters.count,
+            on_waiting=state.startup.wait_for,
+            on_drain=drains.deliver,
         )
         life.push_async_callback(ranks.stop)
         drains.open(ranks.first.line)
         return ranks, drains
 
     async def _start_front_ends(
-        self, parts: Parts, ranks: Ranks, life: contextlib.AsyncExitStack
+        self, state: PodState, ranks: Ranks, life: contextlib.AsyncExitStack
     ) -> FrontEnds:
         """The further front ends, and what they reach this one by; none if one is enough."""
-        house = parts.house
-        if house.count == 1:
-            return FrontEnds([], house)
-        for index in range(1, house.count):
+        counters = state.counters
+        if counters.count == 1:
+            return FrontEnds([], counters)
+        for index in range(1, counters.count):
             # What a life before has left.
-            house.forget(index)
-        relay, address, secret = await serve_relay(self.settings, parts.rpcs, parts.board)
+            counters.forget(index)
+        relay, address, secret = await serve_relay(self.settings, state.backend, state.board)
         life.push_async_callback(relay.stop, None)
         others = FrontEnds.start(
             self.settings,
             self.model_folder,
             ranks.first.spare_links,
-            house,
-            Way(parts.listener.address, address, secret),
+            counters,
+            RelayAddress(state.listener.address, address, secret),
             ranks.first.new_link,
         )
         life.push_async_callback(others.stop)
         return others
 
     async def _load(
-        self, parts: Parts, ranks: Ranks, others: FrontEnds, life: contextlib.AsyncExitStack
+        self, state: PodState, ranks: Ranks, others: FrontEnds, life: contextlib.AsyncExitStack
     ) -> tuple[Encoder, Ready]:
         """Wait for all of it.
 
@@ -270,7 +261,7 @@ class Server:
             EngineLost: it may be.
         """
         try:
-            async with asyncio.timeout(parts.forming.left):
+            async with asyncio.timeout(state.startup.left):
                 tokenizer = await asyncio.to_thread(Tokenizer.load, self.model_folder)
                 encoder = await Encoder.start(tokenizer, self.settings, life)
                 ready = await ranks.ready()
@@ -283,70 +274,64 @@ class Server:
                 raise StartError(str(error)) from error
             raise
         except TimeoutError as error:
-            raise StartError(parts.forming.too_long) from error
+            raise StartError(state.startup.too_long) from error
 
     def _open(
         self,
-        parts: Parts,
+        state: PodState,
         ranks: Ranks,
         drains: DrainRequests,
         encoder: Encoder,
         ready: Ready,
         life: contextlib.AsyncExitStack,
     ) -> None:
-        """Put the services behind the rpcs."""
+        """Give the rpcs their services."""
         settings = self.settings
         limits = request_limits(settings, ready)
-        parts.admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
-        leader = ranks.leader_address
-        serving = Serving(ranks.client, encoder, limits, settings.model_id, leader)
-        parts.generate.start(serving)
-        shard: Shard
-        if leader:
-            shard = FollowerShard(leader)
+        state.admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
+        serving = Serving(ranks.client, encoder, limits, settings.model_id)
+        backend, model_id = state.backend, settings.model_id
+        backend.generate.start(serving)
+        if leader := ranks.leader_address:
+            backend.follow(ready, model_id=model_id, leader_address=leader)
         else:
-            shard = leading = ShardService(
-                serving,
-                parts.admission,
-                urls=[parts.listener.shard_url],
-                lease=settings.router_lease,
-            )
-            life.callback(leading.close)
-            drains.drain = lambda: make_way(settings, parts)
-        parts.rpcs.start(ready, shard, model_id=settings.model_id)
-        if parts.listener.socket is not None:
-            parts.listener.socket.show()
+            shard = ShardService(serving, state.admission, lease=settings.router_lease)
+            life.callback(shard.close)
+            backend.start(ready, shard, model_id=model_id, url=state.listener.shard_url)
+            drains.drain = lambda: drain_for_follower(settings, state)
+        if state.listener.socket is not None:
+            state.listener.socket.show()
 
     async def _serve(
-        self, parts: Parts, ranks: Ranks, drains: DrainRequests, others: FrontEnds
+        self, state: PodState, ranks: Ranks, drains: DrainRequests, others: FrontEnds
     ) -> int | None:
         """Until a signal, or until an engine or a front end is lost; see `_live`."""
-        futures: set[asyncio.Future[Any]] = {parts.stopping.task(), ranks.lost, others.lost}
+        futures: set[asyncio.Future[Any]] = {state.stopping.task(), ranks.lost, others.lost}
         await asyncio.wait(futures, return_when="FIRST_COMPLETED")
         if ranks.lost.done():
-            return await self._lose(parts, ranks)
+            return await self._lose(state, ranks)
         if others.lost.done():
             # Its streams are gone; those of the others may end well before the pod starts anew.
             log.error("a front end was lost", extra={"reason": str(others.lost.result())})
         if self.settings.leads:
-            await drain(self.settings, parts, others)
+            await drain(self.settings, state, others)
         else:
-            await take_leave(self.settings, parts, ranks, drains)
-        return 1 if others.lost.done() or parts.board.stuck.done() else 0
+            await stop_follower(self.settings, state, ranks, drains)
+        return 1 if others.lost.done() or state.board.stuck.done() else 0
 
-    async def _lose(self, parts: Parts, ranks: Ranks) -> int | None:
-        """An engine is gone, and its clients have been told."""
+    async def _lose(self, state: PodState, ranks: Ranks) -> int | None:
+        """An engine is lost, and its calls have failed."""
         lost = ranks.lost.result()
-        await parts.board.set_serving(False)
-        await parts.board.unwatch()
-        parts.load.client = None
+        await state.board.set_serving(False)
+        await state.board.unwatch()
+        state.load.client = None
         if self.settings.world == 1:
             log.error("the engine was lost", extra={"reason": str(lost)})
             # What is stopped or stuck is killed first: that is how further front ends hear of it.
             await ranks.stop()
-            # A moment for the answers to leave.
-            await parts.listener.stop(1.0, parts.stopping.sleep)
+            # A moment for the answers to be sent.
+            await state.listener.stop(1.0, state.stopping.sleep)
             return 1
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})
-        send_away(self.settings, parts)
+        send_away(self.settings, state)
         return None

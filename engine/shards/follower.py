@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 
 from tokenpod.core.errors import EngineError, RankLost
-from tokenpod.core.messages import Letter, Placement
+from tokenpod.core.messages import Drain, Placement
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.facts import PROTOCOL
@@ -38,7 +38,7 @@ class PlanStream:
         placement: this rank's.
         facts: what the leader must agree on.
         on_lost: told once, why the group can't go on, and whether it is of no use to try again.
-        on_letter: hears what the leader's front end answers.
+        on_drain: called once the leader's pod has drained, as this one's asked.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PlanStream:
         facts: Mapping[str, str],
         *,
         on_lost: Callable[[str, bool], None],
-        on_letter: Callable[[Letter], None],
+        on_drain: Callable[[Drain], None],
     ) -> None:
         self.silence = Silence[int]()
         self._placement = placement
@@ -59,7 +59,7 @@ class PlanStream:
             secret=placement.secret,
         )
         self._on_lost = on_lost
-        self._on_letter = on_letter
+        self._on_drain = on_drain
         self._lock = threading.Lock()
         self._over = False
         #: Of the attempt under way: what to send, and what has come for the main thread.
@@ -113,10 +113,9 @@ class PlanStream:
             yield StepPlan.from_bytes(message.columns)
         raise RankLost(f"there are no more plans: {message}")
 
-    def send_letter(self, letter: Letter) -> None:
-        """To the leader's front end."""
-        message = pb.Letter(id=letter.id, body=letter.body)
-        self._outbox.put(pb.FollowRequest(letter=message))
+    def send_drain(self, drain: Drain) -> None:
+        """Ask the leader's front end to drain."""
+        self._outbox.put(pb.FollowRequest(letter=pb.Letter()))
 
     def beat(self) -> None:
         """One heartbeat for the leader."""
@@ -179,8 +178,7 @@ class PlanStream:
                 self.silence.heard(LEADER)
                 kind = response.WhichOneof("message")
                 if kind == "letter":
-                    letter = response.letter
-                    self._on_letter(Letter(self._placement.rank, letter.id, letter.body))
+                    self._on_drain(Drain(self._placement.rank))
                 elif kind == "farewell":
                     farewell = response.farewell
                 elif kind != "heartbeat":

@@ -23,7 +23,7 @@ from typing import Any
 import grpc
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import Letter, Placement
+from tokenpod.core.messages import Drain, Placement
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.facts import PROTOCOL, difference
@@ -58,7 +58,7 @@ class PlanServer:
         placement: rank 0's.
         facts: what every follower must agree on.
         on_lost: told once, why the group can't go on, and whether it is of no use to try again.
-        on_letter: hears what a follower's front end has to say.
+        on_drain: called when a follower's pod asks to drain.
 
     Raises:
         EngineError: the address can't be had, or a file of `tls` can't be read.
@@ -70,7 +70,7 @@ class PlanServer:
         facts: Mapping[str, str],
         *,
         on_lost: Callable[[str, bool], None],
-        on_letter: Callable[[Letter], None],
+        on_drain: Callable[[Drain], None],
     ) -> None:
         #: Names this life of the group.
         self.generation = secrets.token_hex(8)
@@ -78,7 +78,7 @@ class PlanServer:
         self._placement = placement
         self._facts = facts
         self._on_lost = on_lost
-        self._on_letter = on_letter
+        self._on_drain = on_drain
         self._seats: dict[int, _Seat] = {}
         self._formed = False
         self._over = False
@@ -128,11 +128,11 @@ class PlanServer:
         self._plans += 1
         self._send(pb.FollowResponse(plan=pb.Plan(number=self._plans, columns=plan.to_bytes())))
 
-    def send_letter(self, letter: Letter) -> None:
-        """To the front end of a follower's pod; to one that has left, nothing."""
-        message = pb.FollowResponse(letter=pb.Letter(id=letter.id, body=letter.body))
+    def send_drain(self, drain: Drain) -> None:
+        """Tell a follower's front end that this pod has drained; nothing if it has left."""
+        message = pb.FollowResponse(letter=pb.Letter())
         with self._changed:
-            seat = self._seats.get(letter.rank)
+            seat = self._seats.get(drain.rank)
         if seat is not None:
             seat.outbox.put(message.SerializeToString())
 
@@ -287,7 +287,7 @@ class PlanServer:
                     seat.slots = request.ready.slots
                     self._changed.notify_all()
             case "letter":
-                self._on_letter(Letter(seat.rank, request.letter.id, request.letter.body))
+                self._on_drain(Drain(seat.rank))
             case "farewell":
                 self._left(seat, request.farewell.reason, fault=request.farewell.fault)
 

@@ -1,8 +1,8 @@
 """A rank's line to its pod's front end, next to its link.
 
 The link belongs to the step loop, which may be stuck in a collective or in a send. Whatever must
-get through then has a socket of its own: heartbeats, what a group waits for, last words, and
-letters between front ends.
+get through then has a socket of its own: heartbeats, what a group waits for, why a rank ends, and
+requests to drain.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.messages import FromRank, Letter, Over, ToRank
+from tokenpod.core.messages import Drain, FromRank, Over, ToRank
 
 
 class Line:
@@ -21,7 +21,7 @@ class Line:
 
     Args:
         endpoint: the inherited socket.
-        on_letter: hears, on a thread of its own, what the front end has for another one.
+        on_drain: called, on a thread of its own, with a request or an answer to carry.
         on_over: hears, on that thread, why the front end gives the group up.
         on_closed: the front end has hung up or is gone.
     """
@@ -30,13 +30,13 @@ class Line:
         self,
         endpoint: socket.socket,
         *,
-        on_letter: Callable[[Letter], None],
+        on_drain: Callable[[Drain], None],
         on_over: Callable[[str], None],
         on_closed: Callable[[], None],
     ) -> None:
         self._link = Link[ToRank](endpoint, ToRank)  # type: ignore[arg-type]
         self._lock = threading.Lock()
-        self._on_letter = on_letter
+        self._on_drain = on_drain
         self._on_over = on_over
         self._on_closed = on_closed
 
@@ -54,8 +54,8 @@ class Line:
             while True:
                 for message in self._link.receive(None):
                     match message:
-                        case Letter():
-                            self._on_letter(message)
+                        case Drain():
+                            self._on_drain(message)
                         case Over():
                             self._on_over(message.message)
         except LinkClosed:

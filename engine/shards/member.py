@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from tokenpod.core.errors import EngineError, RankLost
-from tokenpod.core.messages import Broken, EngineOptions, Joined, Letter, Pulse, Waiting
+from tokenpod.core.messages import Broken, Drain, EngineOptions, Joined, Pulse, Waiting
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.silence import (
     BEAT_SECONDS,
@@ -60,7 +60,7 @@ class Member:
         self._serving = False
         self._line = Line(
             socket.socket(fileno=placement.line),
-            on_letter=self._send_letter,
+            on_drain=self._send_drain,
             on_over=self._give_up,
             on_closed=self._hung_up,
         )
@@ -68,9 +68,9 @@ class Member:
         self._follower: PlanStream | None = None
         facts, carry = facts_of(options), self._line.send
         if placement.rank == 0:
-            self._leader = PlanServer(placement, facts, on_lost=self._lost, on_letter=carry)
+            self._leader = PlanServer(placement, facts, on_lost=self._lost, on_drain=carry)
         else:
-            self._follower = PlanStream(placement, facts, on_lost=self._lost, on_letter=carry)
+            self._follower = PlanStream(placement, facts, on_lost=self._lost, on_drain=carry)
         self._line.listen()
         threading.Thread(target=self._beat, name="heart", daemon=True).start()
 
@@ -148,8 +148,8 @@ class Member:
                 self._peers.miss(rank, patience)
             time.sleep(BEAT_SECONDS)
 
-    def _send_letter(self, letter: Letter) -> None:
-        self._peers.send_letter(letter)
+    def _send_drain(self, drain: Drain) -> None:
+        self._peers.send_drain(drain)
 
     def _give_up(self, reason: str) -> None:
         self._peers.lose(reason)

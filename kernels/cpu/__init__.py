@@ -1,4 +1,10 @@
-"""The operations for a CPU: few calls, views of contiguous KV runs, products by row count."""
+"""The operations for a CPU: few calls, views of contiguous KV runs, products by row count.
+
+In float32, loops that are compiled at run time (`compiled/`) take the place of what costs torch one
+call per row. In other types, which those loops don't read, torch's calls stay.
+"""
+
+import torch
 
 from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.cpu.attention import attention, plan_attention
@@ -8,6 +14,7 @@ from tokenpod.kernels.cpu.product import prepare_int8_linear, prepare_linear
 from tokenpod.kernels.cpu.rotary import rotate, store_key_value
 from tokenpod.kernels.ops import Operations
 
+#: For weights of any float type.
 OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
@@ -24,3 +31,13 @@ OPERATIONS = Operations(
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
 )
+
+
+def operations_for(dtype: torch.dtype) -> Operations:
+    """The fastest operations for weights of `dtype`."""
+    if dtype != torch.float32:
+        return OPERATIONS
+    # Not above: the compiler takes its time to load, and its loops are built on this package.
+    from tokenpod.kernels.cpu import compiled
+
+    return compiled.OPERATIONS

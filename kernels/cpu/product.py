@@ -47,7 +47,7 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
     """See `ops.PrepareInt8Linear`."""
     # Not above: that package is made of this one.
-    from tokenpod.kernels.compiled import int8
+    from tokenpod.kernels.cpu.compiled import int8
 
     return int8.prepare_int8_linear(weight, bias)
 

@@ -1,19 +1,20 @@
 """Every limit on what clients send, in one place.
 
-Each check names the field, its value and the limit, and raises InvalidArgument. Zero is neutral: a
-proto3 client cannot tell 0 from "not set", so both mean the same where a field is not `optional`.
+Each check names the field, its value and the limit, and raises InvalidArgument. Fields have the
+names that `serving/calls.py` and generate.v3 give them; a dialect with other names passes
+`field_names` a map. Zero is neutral: a proto3 client cannot tell 0 from "not set", so both mean the
+same where a field is not `optional`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from msgspec import structs
-
-from tokenpod.core.sampling import CUTS, MOST_TOP_TOKENS, TABLE, SamplingParams
+from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
     ChatPrompt,
@@ -33,8 +34,6 @@ MOST_CHAT_MESSAGES = 4096
 #: Ids that `Tokens` lists: writing a message of more would hold up the event loop.
 MOST_RETURNED_IDS = 262_144
 MOST_REQUEST_ID_BYTES = 256
-#: Divisors of logits stay where float32 can hold the quotient: beyond, nothing changes but NaN.
-_LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,19 @@ class RequestLimits:
     slots: int
     #: Sequences that can run at once.
     rows: int
+
+
+@contextlib.contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Let InvalidArgument name fields as a dialect's clients know them.
+
+    Args:
+        names: the dialect's path of a field or of a message, by ours; others stay as they are.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(_renamed(error.field, names), error.problem) from None
 
 
 def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
@@ -130,22 +142,6 @@ def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: Reque
             f"{samples} samples of up to {new_tokens} new tokens need {need} tokens of KV cache;"
             f" this server has {limits.slots} (--max-batch-total-tokens)",
         )
-
-
-def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
-    """`sampling` with every "not set" made neutral. Expects checked values."""
-    asked: dict[str, Any] = {}
-    for column in TABLE.columns:
-        value = getattr(sampling, column.name, None)
-        if value:
-            asked[column.name] = _divisor(value) if column.knob.divides else value
-    params = SamplingParams(**asked | {"seed": seed})
-    if sampling.do_sample is not None:
-        return params
-    several = max(sampling.n, sampling.best_of) > 1
-    tuned = bool(sampling.temperature) or several or TABLE.needs(params) & CUTS != 0
-    chosen = sampling.temperature != 0.0 and tuned
-    return structs.replace(params, do_sample=chosen)
 
 
 # -- Generate ----------------------------------------------------------------------------------
@@ -298,26 +294,16 @@ def check_shard_length(
         )
 
 
-def shard_sampling_params(request: ShardRequest) -> SamplingParams:
-    """TGI's rules: sampling if asked for, or if any knob is off its neutral value."""
-    temperature, top_p = _divisor(request.temperature), request.top_p or 1.0
-    typical_p = request.typical_p or 1.0
-    tuned = (temperature != 1.0, request.top_k, top_p < 1.0, typical_p < 1.0)
-    return SamplingParams(
-        do_sample=request.do_sample or any(tuned),
-        temperature=temperature,
-        top_k=request.top_k,
-        top_p=top_p,
-        typical_p=typical_p,
-        repetition_penalty=_divisor(request.repetition_penalty),
-        relative_frequency_penalty=request.frequency_penalty,
-        watermark=request.watermark,
-        seed=request.seed,
-        top_of_processed=True,
-    )
-
-
 # -- shared ------------------------------------------------------------------------------------
+
+
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    """`field` with the longest part of its path that has another name replaced."""
+    ends = [len(field), *(match.start() for match in reversed([*re.finditer(r"[.\[]", field)]))]
+    for end in ends:
+        if field[:end] in names:
+            return names[field[:end]] + field[end:]
+    return field
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:
@@ -335,11 +321,6 @@ def _at_most(field: str, value: int, most: int, flag: str | None) -> None:
 def _refuse(field: str, value: object, problem: str) -> None:
     shown = f"{value:g}" if isinstance(value, float) else value
     raise InvalidArgument(field, f"is {shown}; {problem}")
-
-
-def _divisor(value: float | None) -> float:
-    """What logits are divided by; None and 0 are neutral."""
-    return min(max(value, _LEAST_DIVISOR), _MOST_DIVISOR) if value else 1.0
 
 
 def _check_token_ids(field: str, ids: Sequence[int], limits: RequestLimits) -> None:

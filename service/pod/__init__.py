@@ -1,1 +1,1 @@
-"""The processes of a pod, how they find each other, and how they leave."""
+"""The processes of a pod: start-up, membership in a group, drain and shutdown."""

@@ -38,7 +38,7 @@ from tokenpod.core.messages import (
 from tokenpod.service.rpc.errors import Unavailable
 
 _LOST = "the model's engine was lost; retry"
-#: Of an engine that has not said anything yet.
+#: The load of an engine that has not reported one yet.
 NO_LOAD = Load(0, 0, 0, 0, 0, 0)
 #: Weight of the newest step in the usual step time.
 _SMOOTHING = 0.05
@@ -70,7 +70,7 @@ class EngineLost(Exception):
     Args:
         why: the text.
         fault: by its own word, it would be lost again with the same settings.
-        silent: it said nothing; its process may tell more.
+        silent: it gave no reason; its process's end may show one.
     """
 
     def __init__(self, why: str, *, fault: bool = False, silent: bool = False) -> None:
@@ -85,7 +85,7 @@ class EngineClient(asyncio.Protocol):
     Args:
         on_loading: hears of progress while weights are read.
         index, count: which front end of how many this is. It names sequences by the numbers that
-            leave `index` when divided by `count`: the engine tells by them whose they are.
+            leave `index` when divided by `count`: the engine knows by them whose they are.
         life: how many front ends have had this index before: none of their ids is used again.
         now: nanoseconds of the clock that all processes share.
     """

@@ -1,6 +1,6 @@
 """A follower's pod that is told to stop asks the leader's to drain first: the group ends with it.
 
-The request and its answer go by way of the ranks, whose streams are there anyway, are mutually
+The request and its answer pass through the ranks, whose streams are there anyway, are mutually
 authenticated, and end when the group does.
 """
 
@@ -10,8 +10,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tokenpod.core.messages import Letter
-from tokenpod.service.pod.rank_line import RankLine
+from tokenpod.core.messages import Drain
+from tokenpod.service.pod.control_stream import ControlStream
 from tokenpod.service.rpc.errors import Unavailable
 
 log = logging.getLogger("tokenpod")
@@ -28,12 +28,12 @@ class DrainRequests:
         #: Drains the leader's pod, once it serves.
         self.drain: Callable[[], Awaitable[None]] | None = None
         self._leads = leads
-        self._line: RankLine | None = None
+        self._line: ControlStream | None = None
         self._drained: asyncio.Future[None] | None = None
         self._answers: set[asyncio.Task[None]] = set()
 
-    def open(self, line: RankLine | None) -> None:
-        """Write by way of this rank."""
+    def open(self, line: ControlStream | None) -> None:
+        """Write through this rank."""
         self._line = line
 
     def close(self) -> None:
@@ -49,21 +49,21 @@ class DrainRequests:
         if self._line is None:
             raise Unavailable("the group has not formed yet", retry_after=1.0)
         self._drained = asyncio.get_running_loop().create_future()
-        self._line.send(Letter(0, 1, b""))
+        self._line.send(Drain(0))
         await self._drained
 
-    def deliver(self, letter: Letter) -> None:
+    def deliver(self, drain: Drain) -> None:
         """A request has come, or its answer."""
         if self._leads:
-            task = asyncio.create_task(self._answer(letter))
+            task = asyncio.create_task(self._answer(drain))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
         elif self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 
-    async def _answer(self, letter: Letter) -> None:
+    async def _answer(self, drain: Drain) -> None:
         if self.drain is not None:
             # A leader that does not serve yet has nothing to drain.
             await self.drain()
         if self._line is not None:
-            self._line.send(Letter(letter.rank, letter.id, b""))
+            self._line.send(Drain(drain.rank))

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from tokenpod.core.link import give_link
-from tokenpod.core.messages import EngineOptions, Letter, Loading, Ready
+from tokenpod.core.messages import Drain, EngineOptions, Loading, Ready
 from tokenpod.service.pod.client import EngineClient, EngineLost
-from tokenpod.service.pod.rank_line import RankLine
+from tokenpod.service.pod.control_stream import ControlStream
 
 #: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
 #: from the working directory.
@@ -25,7 +25,7 @@ ENGINE_COMMAND = (sys.executable, "-P", "-m", "tokenpod.engine.process")
 class EngineProcess:
     """One engine and the link to it. Make it with `start`.
 
-    `spare_links` are the ends of further links, for front ends to come: sockets to be handed on.
+    `spare_links` are the ends of further links: sockets that further front ends inherit.
     `line` is that of a rank of a group. `joins` brings the engine new links, where it has several.
     """
 
@@ -34,7 +34,7 @@ class EngineProcess:
         name: str,
         process: subprocess.Popen[bytes],
         client: EngineClient,
-        line: RankLine | None,
+        line: ControlStream | None,
         spare_links: Sequence[socket.socket],
         joins: socket.socket | None,
     ) -> None:
@@ -55,7 +55,7 @@ class EngineProcess:
         *,
         links: int = 1,
         on_waiting: Callable[[str], None] = lambda reason: None,
-        on_letter: Callable[[Letter], None] = lambda letter: None,
+        on_drain: Callable[[Drain], None] = lambda drain: None,
     ) -> EngineProcess:
         """Start the process and connect; the model is not loaded yet (await `ready`).
 
@@ -63,9 +63,9 @@ class EngineProcess:
             options: with a placement, the engine is a rank and has a line.
             on_loading: hears of progress while weights are read.
             command: what runs it.
-            links: one a front end.
+            links: one per front end.
             on_waiting: hears what keeps the group from forming.
-            on_letter: hears what other pods' front ends say.
+            on_drain: called with another pod's request to drain, or its answer.
         """
         pairs = [socket.socketpair() for _ in range(links)]
         theirs = [pair[1].fileno() for pair in pairs]
@@ -90,7 +90,7 @@ class EngineProcess:
             end.close()
         ours, *spare = [pair[0] for pair in pairs]
         client = await EngineClient.connect(ours, options, on_loading, count=links)
-        line = await RankLine.connect(line_end, on_waiting, on_letter) if line_end else None
+        line = await ControlStream.connect(line_end, on_waiting, on_drain) if line_end else None
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
         return cls(name, process, client, line, spare, joins)
 
@@ -141,7 +141,7 @@ class EngineProcess:
         return f"{self.name} was killed by {signal.Signals(-status).name}{memory}"
 
     async def stop(self, seconds: float) -> None:
-        """Hang up and wait so long; kill what does not leave."""
+        """Hang up and wait so many seconds; kill the process if it has not ended."""
         self.client.close()
         if self.line is not None:
             self.line.close()

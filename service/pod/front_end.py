@@ -1,6 +1,6 @@
 """A further front end as a process of its own: `python -m tokenpod.service.pod.front_end`.
 
-It is started by the first one, which writes an `Order` to its standard input, and ends when that
+The first one starts it and writes a `FrontEndConfig` to its standard input; it ends when that
 closes. Signals are the first one's business. See front_ends.py for who does what.
 """
 
@@ -17,25 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import msgspec
 import uvloop
 
 from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.client import EngineClient, EngineLost
-from tokenpod.service.pod.front_ends import Order
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import PodCounters
+from tokenpod.service.pod.front_ends import FrontEndConfig
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
-from tokenpod.service.rpc.closing import Closing
-from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind, channel_options
-from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.rpc.listen import StartError, bind
+from tokenpod.service.rpc.public import public_server
 from tokenpod.service.rpc.relay import relay_of
-from tokenpod.service.rpc.servicers import Rpcs, add_servicers
+from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.telemetry.logs import configure_logging
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
@@ -52,44 +49,45 @@ class FrontEnd:
     """One further front end.
 
     Args:
-        order: from the first.
+        config: from the first.
         settings: the operator's.
     """
 
-    order: Order
+    config: FrontEndConfig
     settings: ServerSettings
 
     async def run(self) -> int:
         """Serve until the first front end hangs up; the exit status. Raises StartError."""
-        settings, order = self.settings, self.order
+        settings, config = self.settings, self.config
         hung_up = asyncio.create_task(_end_of_input())
-        telemetry = Telemetry.start(
-            TelemetrySettings(
-                settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio
-            )
-        )
+        telemetry = Telemetry.start(TelemetrySettings.of(settings))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(telemetry.shutdown)
             client = await EngineClient.connect(
-                socket.socket(fileno=order.link),
+                socket.socket(fileno=config.link),
                 None,
                 _ignore,
-                index=order.index,
-                count=order.count,
-                life=order.life,
+                index=config.index,
+                count=config.count,
+                life=config.life,
             )
             stack.callback(client.close)
-            house = House.join(order.house, order.index, order.count)
+            counters = PodCounters.join(config.counters, config.index, config.count)
             admission = Admission(
                 max_requests=settings.resolved_concurrent_requests,
                 max_bytes=settings.resolved_front_end_bytes,
                 max_message_bytes=settings.max_message_bytes,
-                house=house,
+                counters=counters,
             )
             generate = GenerateService(admission, telemetry)
-            closing = Closing(settings.resolved_concurrent_requests)
-            server = await self._server(admission, generate, telemetry, closing, stack)
-            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(order.model_folder))
+            # Whether the pod is healthy is the first one's to say, and is relayed.
+            backend = Backend(TABLE, admission, generate, healthy=_never_asked, relays=True)
+            relay = await stack.enter_async_context(
+                relay_of(config.relay_address, config.relay_secret, TABLE)
+            )
+            recording = telemetry.interceptors(TABLE.untraced)
+            server, closing = public_server(settings, backend, recording, [relay])
+            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_folder))
             encoder = await Encoder.start(tokenizer, settings, stack)
             events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
             await asyncio.wait(events, return_when="FIRST_COMPLETED")
@@ -103,44 +101,18 @@ class FrontEnd:
             # As in the first one.
             gc.collect()
             gc.freeze()
-            bind(server, order.address, credentials(settings))
+            bind(server, config.address, credentials(settings))
             await server.start()
-            house.set_serving()
-            await _keep_in_touch(client, house, hung_up)
+            counters.set_serving()
+            await _keep_in_touch(client, counters, hung_up)
             if not client.lost.done():
                 await closing.stop(server, 0.5)
                 return 0
-            # Its calls have been told already; a moment for the answers to leave. If the engine
+            # Its calls have failed already; a moment for the answers to be sent. If the engine
             # lives and has only given up on this front end, the first one hears of it by our end.
             await closing.stop(server, 1.0)
-            log.error("the link to the engine was lost", extra={"front_end": order.index})
+            log.error("the link to the engine was lost", extra={"front_end": config.index})
         return 1
-
-    async def _server(
-        self,
-        admission: Admission,
-        generate: GenerateService,
-        telemetry: Telemetry,
-        closing: Closing,
-        stack: contextlib.AsyncExitStack,
-    ) -> grpc.aio.Server:
-        """All of the pod's services, not listening yet."""
-        interceptors: list[grpc.aio.ServerInterceptor] = [*telemetry.interceptors()]
-        interceptors.append(ErrorInterceptor())
-        if self.settings.auth_token_file is not None:
-            interceptors.append(AuthInterceptor(self.settings.auth_token_file))
-        interceptors.append(closing)
-        interceptors.append(intake_of(self.settings, generate.check))
-        relay = await stack.enter_async_context(
-            relay_of(self.order.relay_address, self.order.relay_secret)
-        )
-        interceptors.append(relay)
-        options = channel_options(self.settings, shared_port=True)
-        server = grpc.aio.server(interceptors=interceptors, options=options)
-        # Whether the pod is healthy is the first one's to say, and is relayed.
-        names = add_servicers(Rpcs(admission, generate, healthy=_never_asked), server)
-        enable_reflection([*names, "grpc.health.v1.Health"], server)
-        return server
 
 
 def main() -> int:
@@ -149,25 +121,27 @@ def main() -> int:
     # The first front end decides when to stop; a terminal's Ctrl-C reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
-    settings = ServerSettings.model_validate(order.settings)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndConfig)
+    settings = ServerSettings.model_validate(config.settings)
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
-        return uvloop.run(FrontEnd(order, settings).run())
+        return uvloop.run(FrontEnd(config, settings).run())
     except (StartError, TokenizerError, EngineLost) as error:
         log.error("a front end cannot start", extra={"reason": str(error)})
         return 1
 
 
-async def _keep_in_touch(client: EngineClient, house: House, hung_up: asyncio.Task[None]) -> None:
+async def _keep_in_touch(
+    client: EngineClient, counters: PodCounters, hung_up: asyncio.Task[None]
+) -> None:
     """Show the first front end that we live, and what waits here, until it or the engine is gone.
 
     Its health is the pod's.
     """
     gone: set[asyncio.Future[Any]] = {client.lost, hung_up}
     while not any(future.done() for future in gone):
-        house.beat()
-        house.set_pending(client.pending)
+        counters.beat()
+        counters.set_pending(client.pending)
         await asyncio.wait(gone, timeout=_TELL_SECONDS, return_when="FIRST_COMPLETED")
 
 

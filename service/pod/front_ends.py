@@ -1,9 +1,9 @@
-"""The further front ends of a pod, as the first one sees them: child processes on the same port.
+"""The further front ends of a pod: child processes of the first one, on the same port.
 
 One Python process streams some 12,000 messages a second, about as many tokens as one GPU makes;
 beyond, tokens share messages and readers get them later. Further processes share the port (the
-kernel gives each new connection to one of them) and serve what streams tokens; all else they hand
-on to the first, which is the pod (`relay.py`).
+kernel gives each new connection to one of them) and serve what streams tokens; other calls they
+pass on to the first (`relay.py`), which is the one that decides for the pod.
 
     first        health, a router's batches, drain, the engine's life      + Generate, Tokens
     further      the relay                                                 + Generate, Tokens
@@ -35,7 +35,7 @@ import msgspec
 from tokenpod.core.silence import BEAT_SECONDS, Silence
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import PodCounters
 
 log = logging.getLogger("tokenpod")
 
@@ -55,7 +55,7 @@ class FrontEndLost(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RelayAddress:
     """How the pod is reached, and the first front end by the others.
 
     `address` is the public one, with the port that was bound.
@@ -68,15 +68,15 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class PodProgress:
-    """The engine's pulse as the whole pod feels it: the first front end hears of every step."""
+    """The engine's progress for the whole pod: the first front end receives every step."""
 
     client: EngineClient
-    house: House
+    counters: PodCounters
 
     @property
     def pending(self) -> bool:
         """Whether the engine owes anybody a step."""
-        return self.client.pending or self.house.pending
+        return self.client.pending or self.counters.pending
 
     @property
     def last_step_at(self) -> int:
@@ -98,8 +98,8 @@ class PodProgress:
         self.client.ask()
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What a new front end is told on its standard input, in a line of JSON."""
+class FrontEndConfig(msgspec.Struct, frozen=True):
+    """The configuration of a new front end, written to its standard input as a line of JSON."""
 
     index: int
     count: int
@@ -108,9 +108,9 @@ class Order(msgspec.Struct, frozen=True):
     address: str
     relay_address: str
     relay_secret: str
-    #: Descriptors that it inherits: its link to the engine, and the house.
+    #: Descriptors that it inherits: its link to the engine, and the pod's counters.
     link: int
-    house: int
+    counters: int
     #: How many processes have had this index before.
     life: int = 0
 
@@ -131,20 +131,20 @@ class FrontEnds:
 
     Args:
         processes: one per link of the engine but the first, in order.
-        house: where they show what they do.
+        counters: where they show what they do.
         again: starts a process in the place of front end `index`, the `life`-th one.
     """
 
     def __init__(
         self,
         processes: Sequence[subprocess.Popen[bytes]],
-        house: House,
+        counters: PodCounters,
         again: Callable[[int, int], subprocess.Popen[bytes]] | None = None,
     ) -> None:
         #: Done, with FrontEndLost as its result, once one has ended unasked.
         self.lost: asyncio.Future[FrontEndLost] = asyncio.get_running_loop().create_future()
         self._children = [_Child(index, process) for index, process in enumerate(processes, 1)]
-        self._house = house
+        self._counters = counters
         self._again = again
         self._silence, self._starting = Silence[int](), Silence[int]()
         self._watcher = asyncio.create_task(self._watch()) if processes else None
@@ -155,8 +155,8 @@ class FrontEnds:
         settings: ServerSettings,
         model_folder: Path,
         links: Sequence[socket.socket],
-        house: House,
-        way: Way,
+        counters: PodCounters,
+        relay: RelayAddress,
         new_link: Callable[[int], socket.socket],
     ) -> FrontEnds:
         """One process per link; they do not serve yet (await `serving`).
@@ -165,29 +165,29 @@ class FrontEnds:
             settings: the operator's.
             model_folder: where the model lies.
             links: to the engine.
-            house: where they show what they do.
-            way: how the pod and this process are reached.
+            counters: where they show what they do.
+            relay: how clients reach the pod, and further front ends the first one.
             new_link: makes one in the place of that of front end `index`; raises OSError.
         """
 
         def start(index: int, life: int, link: socket.socket) -> subprocess.Popen[bytes]:
-            return _start(settings, model_folder, link, index, life, house, way)
+            return _start(settings, model_folder, link, counters, relay, index=index, life=life)
 
         return cls(
             [start(index, 0, link) for index, link in enumerate(links, start=1)],
-            house,
+            counters,
             lambda index, life: start(index, life, new_link(index)),
         )
 
     async def serving(self) -> None:
         """Wait until all serve. Raises FrontEndLost with one line that says why not."""
-        while not self._house.all_serving:
+        while not self._counters.all_serving:
             if self.lost.done():
                 raise self.lost.result()
             await asyncio.sleep(_POLL_SECONDS / 4)
 
     async def stop(self, patience: float | None = None) -> None:
-        """Hang up and wait `patience` seconds (None: the usual); kill what does not leave.
+        """Hang up and wait `patience` seconds (None: the usual); kill what has not ended.
 
         Also twice.
         """
@@ -215,14 +215,14 @@ class FrontEnds:
 
     def _listen(self, child: _Child) -> None:
         """Note a heartbeat; the first one is that it serves."""
-        if child.beats is None and not self._house.serves(child.index):
+        if child.beats is None and not self._counters.serves(child.index):
             return
         if child.beats is None:
             self._starting.forget(child.index)
             self._silence.watch(child.index)
             if child.life:
                 log.info("a front end serves again", extra={"front_end": child.index})
-        if (beats := self._house.beats(child.index)) != child.beats:
+        if (beats := self._counters.beats(child.index)) != child.beats:
             child.beats = beats
             self._silence.heard(child.index)
 
@@ -239,7 +239,7 @@ class FrontEnds:
         assert self._again is not None
         with contextlib.suppress(OSError):
             child.process.stdin.close()
-        self._house.forget(child.index)
+        self._counters.forget(child.index)
         child.life += 1
         child.beats = None
         try:
@@ -251,7 +251,7 @@ class FrontEnds:
         self._starting.watch(child.index)
 
     def _lose(self, child: _Child, what: str) -> None:
-        self._house.forget(child.index)
+        self._counters.forget(child.index)
         if not self.lost.done():
             self.lost.set_result(FrontEndLost(f"front end {child.index} {what}"))
 
@@ -260,32 +260,33 @@ def _start(
     settings: ServerSettings,
     model_folder: Path,
     link: socket.socket,
+    counters: PodCounters,
+    relay: RelayAddress,
+    *,
     index: int,
     life: int,
-    house: House,
-    way: Way,
 ) -> subprocess.Popen[bytes]:
-    assert house.descriptor is not None
-    order = Order(
+    assert counters.descriptor is not None
+    config = FrontEndConfig(
         index=index,
-        count=house.count,
+        count=counters.count,
         settings=settings.model_dump(mode="json"),
         model_folder=str(model_folder),
-        address=way.address,
-        relay_address=way.relay_address,
-        relay_secret=way.relay_secret,
+        address=relay.address,
+        relay_address=relay.relay_address,
+        relay_secret=relay.relay_secret,
         link=link.fileno(),
-        house=house.descriptor,
+        counters=counters.descriptor,
         life=life,
     )
     with link:
         # From this thread: the child's death signal hangs on the thread that forks.
         process = subprocess.Popen(
-            _COMMAND, pass_fds=[order.link, order.house], stdin=subprocess.PIPE
+            _COMMAND, pass_fds=[config.link, config.counters], stdin=subprocess.PIPE
         )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(msgspec.json.encode(order) + b"\n")
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
     return process
 

@@ -98,7 +98,7 @@ def _commit(repository: Path, revision: str) -> str | None:
 
 
 def _hint(folder: Path) -> str:
-    """Of a folder that is not there: whether what should hold it is empty."""
+    """Whether the folder that should hold a missing one is empty."""
     above = next(each for each in folder.absolute().parents if each.is_dir())
     return "" if any(above.iterdir()) else f"; {above} is empty{_NO_VOLUME}"
 

@@ -1,4 +1,4 @@
-"""What a pod's engines are told: options, and their place in the group."""
+"""The options of a pod's engines, with their places in the group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenpod.service.config import ServerSettings, host_of
 def engine_options(
     settings: ServerSettings, model_folder: Path, address: str
 ) -> list[EngineOptions]:
-    """What each engine of this pod is told: one, or one a rank.
+    """The options of each engine of this pod: of one, or of one per rank.
 
     Args:
         settings: the operator's.

@@ -1,7 +1,7 @@
 """The engine processes of a pod: one, or this pod's ranks of a group.
 
 A group lives and ends as a whole. If one of this pod's ranks is lost, or says that another is, the
-others are told and end too; what can be done about it is the server's business.
+others are told and end too; the server decides what follows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenpod.core.messages import EngineOptions, Letter, Loading, Over, Ready
+from tokenpod.core.messages import Drain, EngineOptions, Loading, Over, Ready
 from tokenpod.core.silence import (
     BEAT_SECONDS,
     LOADING_PATIENCE_SECONDS,
@@ -21,14 +21,14 @@ from tokenpod.core.silence import (
 from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.engine_process import EngineProcess
 
-#: Seconds in which a process that has hung up says why, on its other socket.
+#: Seconds in which a process that has closed one socket gives the reason on the other.
 _LAST_WORDS_SECONDS = 0.1
 #: Seconds in which such a process is gone.
 _END_SECONDS = 0.5
-#: Seconds that an engine gets to leave after we hang up: to finish a step; or nothing worth while.
+#: Seconds that an engine gets to end after we hang up: while it serves, and while it loads.
 _LEAVE_SECONDS = 5.0
 _LEAVE_LOADING_SECONDS = 0.5
-#: Seconds that ranks get to tell other pods' why the group is over.
+#: Seconds that ranks get to tell those of other pods why the group ends.
 _FAREWELL_SECONDS = 0.7
 
 
@@ -52,7 +52,7 @@ class Ranks:
         *,
         links: int,
         on_waiting: Callable[[str], None],
-        on_letter: Callable[[Letter], None],
+        on_drain: Callable[[Drain], None],
     ) -> Ranks:
         """Start a process for each of `options`; the first one has `links` links."""
         engines = [
@@ -62,7 +62,7 @@ class Ranks:
                 command,
                 links=1 if at else links,
                 on_waiting=on_waiting,
-                on_letter=on_letter,
+                on_drain=on_drain,
             )
             for at, option in enumerate(options)
         ]
@@ -98,7 +98,7 @@ class Ranks:
         self._lose(EngineLost(why))
 
     async def stop(self) -> None:
-        """Hang up and wait; kill what does not leave. Also after a loss."""
+        """Hang up and wait; kill processes that have not ended. Also after a loss."""
         for watcher in self._watchers:
             watcher.cancel()
         if self.lost.done():

@@ -16,7 +16,7 @@ log = logging.getLogger("tokenpod")
 #: Seconds by which a second signal must come after the first to mean something of its own:
 #: wrappers and terminals deliver one Ctrl-C twice within milliseconds.
 _SECOND_SECONDS = 1.0
-#: Seconds after a second signal in which calls are told and children end; then the process does.
+#: Seconds after a second signal in which calls are refused and children end; then the process ends.
 _AT_ONCE_SECONDS = 0.8
 
 

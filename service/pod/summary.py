@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.pod.parts import Listener
+from tokenpod.service.pod.state import Listener
 
 
 def summary(settings: ServerSettings, ready: Ready, listener: Listener) -> dict[str, object]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
 
@@ -18,15 +18,15 @@ from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
 RETRY_SECONDS = 1.0
 #: Clients are not sent away for longer, whatever is expected: it may be over sooner.
 MOST_RETRY_SECONDS = 30.0
-#: What those are told who come while the server stops.
+#: Why new calls are refused while the server stops.
 DRAINING = "the server is draining"
-#: What new calls are told while the engine has not moved for seconds, and when to try again.
+#: Why new calls are refused while the engine has not settled a step for seconds, and the hint.
 STALLED = "the engine makes no progress"
 STALLED_RETRY_SECONDS = 5.0
 
 
 class Admission:
-    """Counts the requests in the house, those of all front-end processes together.
+    """Counts the admitted requests of all front-end processes of the pod together.
 
     Limits hold for the pod, not for a process: where a connection lands is chance. Two processes
     that count at the same instant may let one too many in.
@@ -37,7 +37,7 @@ class Admission:
             anything is taken in, if it depends on the engine.
         max_bytes: what calls may hold of the front ends' memory.
         max_message_bytes: of one message.
-        house: where the counts are; None: this process is alone.
+        counters: where the counts are; None: this process is alone.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Admission:
         max_queue_tokens: int = 0,
         max_bytes: int = 2**63 - 1,
         max_message_bytes: int = 0,
-        house: House | None = None,
+        counters: PodCounters | None = None,
     ) -> None:
         self.max_requests = max_requests
         self.max_queue_tokens = max_queue_tokens
-        self.house = house or House.create(1)
-        self.memory = MemoryBudget(self.house, max_bytes)
+        self.counters = counters or PodCounters.create(1)
+        self.memory = MemoryBudget(self.counters, max_bytes)
         self._max_message_bytes = max_message_bytes
         #: Why nothing is taken in: the server is starting or draining.
         self.closed: str | None = "the server is starting: the model is not loaded yet"
@@ -61,18 +61,18 @@ class Admission:
 
     @property
     def requests(self) -> int:
-        """Calls in the house."""
-        return self.house.requests
+        """Calls that hold a place: running and waiting, in all processes of the pod."""
+        return self.counters.requests
 
     @property
     def waiting_tokens(self) -> int:
         """Prompt tokens of the calls that have not started."""
-        return self.house.waiting_tokens
+        return self.counters.waiting_tokens
 
     def drain(self) -> None:
         """Take in nothing more, in any process."""
         self.close(DRAINING, 0.0)
-        self.house.close()
+        self.counters.close()
 
     def close(self, why: str, seconds: float) -> None:
         """Take in nothing more, for so many seconds as far as is known."""
@@ -81,13 +81,13 @@ class Admission:
 
     def check_open(self) -> None:
         """Raise Unavailable while the server takes no new work."""
-        if self.house.closed:
+        if self.counters.closed:
             self.closed = DRAINING
         if self.closed:
             raise self.refusal()
 
     def refusal(self) -> Unavailable:
-        """What those are told who come while nothing is taken in."""
+        """The error of calls that come while no new work is admitted."""
         # What takes longer than expected may go on: clients try a few times only.
         left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
         return Unavailable(self.closed or DRAINING, retry_after=min(left, MOST_RETRY_SECONDS))
@@ -95,7 +95,7 @@ class Admission:
     def check_room(self) -> None:
         """Raise what `enter` would raise now."""
         self.check_open()
-        if self.house.stalled:
+        if self.counters.stalled:
             # A router's steps are let through: the error of one would end all that it runs.
             raise Unavailable(STALLED, retry_after=STALLED_RETRY_SECONDS)
         if (requests := self.requests) >= self.max_requests:
@@ -114,17 +114,17 @@ class Admission:
     def enter(self) -> Iterator[Place]:
         """Hold a place for one call; raises Unavailable or ResourceExhausted at once."""
         self.check_room()
-        self.house.add(requests=1)
+        self.counters.add(requests=1)
         place = Place(self)
         try:
             yield place
         finally:
             place.leave_queue()
-            self.house.add(requests=-1)
+            self.counters.add(requests=-1)
 
 
 class Place:
-    """One call's place in the house."""
+    """One call's place among the admitted requests."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -144,9 +144,9 @@ class Place:
                 retry_after=RETRY_SECONDS,
             )
         self._tokens = prompt_tokens
-        self._admission.house.add(waiting_tokens=prompt_tokens)
+        self._admission.counters.add(waiting_tokens=prompt_tokens)
 
     def leave_queue(self) -> None:
         """The prompt has been computed, or the call is over."""
-        self._admission.house.add(waiting_tokens=-self._tokens)
+        self._admission.counters.add(waiting_tokens=-self._tokens)
         self._tokens = 0

@@ -1,17 +1,17 @@
-"""How a server closes its connections without hitting those who are about to call.
+"""Closes a server's connections without cancelling calls that are about to come.
 
-gRPC tells clients of a stop, and cancels whatever they send until they have heard it: CANCELLED,
-which clients do not try again. But who waits for an answer does not call. So calls that come last
-are kept waiting until all clients have been told, and are then refused with a hint.
+gRPC announces a stop to clients (GOAWAY) and cancels what they send before they have read it:
+CANCELLED, which clients do not retry. But a client that waits for an answer sends no call. So the
+last calls are held until GOAWAY has been sent to all clients, and are then refused with a hint.
 
-    serving -- clients call again, and are kept --> stop: clients are told --> the kept are refused
+    serving -- clients call again, and are held --> stop: GOAWAY --> the held are refused
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import grpc
 
@@ -19,25 +19,24 @@ from tokenpod.service.rpc.admission import DRAINING, RETRY_SECONDS
 from tokenpod.service.rpc.errors import ServiceError, Unavailable
 from tokenpod.service.rpc.interceptors import Continuation, Handler, refusing
 
-#: Seconds in which a client that will call again does so: refused ones are told to wait for most
-#: of that.
+#: Seconds in which a client that retries calls again: the hint of a refusal is a little shorter.
 AGAIN_SECONDS = 1.25 * RETRY_SECONDS
 _DRAINING = Unavailable(DRAINING, retry_after=RETRY_SECONDS)
 
 
 class Closing(grpc.aio.ServerInterceptor):
-    """Keeps the last calls of a server. Behind those that let strangers in or not.
+    """Holds the last calls of a server. It comes after authorisation.
 
     Args:
-        most: calls that are kept at once; more are refused at once.
-        exempt: services whose calls pass: probes must not wait.
+        most: calls that are held at once; more are refused at once.
+        exempt: full names of the methods whose calls pass: probes must not wait.
         now: seconds of a clock that never goes back.
     """
 
     def __init__(
         self,
         most: int,
-        exempt: frozenset[str] = frozenset({"grpc.health.v1.Health"}),
+        exempt: Collection[str] = (),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._most = most
@@ -45,7 +44,7 @@ class Closing(grpc.aio.ServerInterceptor):
         self._now = now
         self._called_at = -float("inf")
         self._kept = 0
-        #: Set once clients have been told; None while the server serves.
+        #: Set once GOAWAY has been sent to all clients; None while the server serves.
         self._told: asyncio.Event | None = None
         self._why: ServiceError = _DRAINING
 
@@ -56,7 +55,7 @@ class Closing(grpc.aio.ServerInterceptor):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         why: ServiceError = _DRAINING,
     ) -> None:
-        """Stop `server`, for good. Without calls of late nobody is waited for.
+        """Stop `server`, for good; at once if no call has come recently.
 
         A server that has been stopped stays so.
 
@@ -64,7 +63,7 @@ class Closing(grpc.aio.ServerInterceptor):
             server: what this interceptor is part of.
             grace: seconds that running calls get after that.
             sleep: may return early, if it has become urgent.
-            why: what those are told that have been kept.
+            why: the error of the calls that were held.
         """
         if self._told is not None:
             await server.stop(None)
@@ -73,7 +72,7 @@ class Closing(grpc.aio.ServerInterceptor):
         if self._now() - self._called_at < AGAIN_SECONDS:
             await sleep(AGAIN_SECONDS)
         stopping = asyncio.create_task(server.stop(grace))
-        # The stop begins. On each connection the news goes ahead of the answers.
+        # The stop begins. On each connection GOAWAY goes ahead of the answers.
         await asyncio.sleep(0)
         self._told.set()
         await stopping
@@ -83,7 +82,7 @@ class Closing(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.split("/")[1] in self._exempt:
+        if handler is None or handler_call_details.method in self._exempt:
             return handler
         self._called_at = self._now()
         if self._told is None:
@@ -91,7 +90,7 @@ class Closing(grpc.aio.ServerInterceptor):
         return refusing(handler, self._why, self._keep)
 
     async def _keep(self) -> None:
-        """Until clients have been told."""
+        """Wait until GOAWAY has been sent to all clients."""
         assert self._told is not None
         if self._kept >= self._most:
             return

@@ -25,7 +25,7 @@ Metadata = Sequence[tuple[str, str]]
 
 
 class ServiceError(Exception):
-    """A failure that the client is told.
+    """A failure that is reported to the client.
 
     Args:
         message: for the person who reads it; never paths, addresses or prompts.

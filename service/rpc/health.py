@@ -13,8 +13,9 @@ then ends by itself, or forms its group again.
 Work that clients have given up is no sign of life: until the engine has been heard of again, it
 counts as pending.
 
-A pod that follows is `startup` and `readiness` as soon as it listens: nobody sends it requests, and
-a rolling update that waited for it to serve would wait for the pods that it has yet to replace.
+A pod that follows is `startup` as soon as it listens: its group may wait for pods that are yet to
+come. It is `readiness` in a group that serves, so that whoever replaces pods one after the other
+waits for the whole group.
 """
 
 from __future__ import annotations
@@ -32,11 +33,25 @@ from tokenpod.service.rpc.errors import ResourceExhausted
 from tokenpod.service.rpc.intake import Intake
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.listen import CONNECTION_TIMES
-from tokenpod.service.rpc.methods import method_limits
+from tokenpod.service.rpc.methods import SMALL, Access, MethodTable, method_of
+from tokenpod.service.rpc.reflection import METHODS as REFLECTION
 from tokenpod.service.rpc.reflection import enable_reflection
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+#: A pod's health is the first front end's to tell.
+METHODS = tuple(
+    method_of(
+        health_pb2.DESCRIPTOR.services_by_name["Health"],
+        name,
+        SMALL,
+        access=Access.HEALTH,
+        on_followers=True,
+        traced=False,
+    )
+    for name in ("Check", "Watch", "List")
+)
 
 _POLL_SECONDS = 0.25
 
@@ -120,7 +135,7 @@ class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
 
 
 class HealthBoard:
-    """What probes and load balancers are told.
+    """The health statuses that probes and load balancers read.
 
     Args:
         follows: this pod has no part in serving but to follow the leader.
@@ -128,8 +143,6 @@ class HealthBoard:
         on_stall: hears whether work waits in vain for a step.
         most_watchers: `Watch` streams at once; see `HealthServicer`.
     """
-
-    service_name = "grpc.health.v1.Health"
 
     def __init__(
         self,
@@ -143,7 +156,7 @@ class HealthBoard:
         self._follows = follows
         self._stall_timeout = stall_timeout
         self._on_stall = on_stall
-        self._ready_names = {""} if follows else {"", "readiness"}
+        self._ready_names = {"", "readiness"}
         self._added = False
         self._unready_at = 0.0
         self._serving = False
@@ -243,24 +256,22 @@ class HealthBoard:
         ready = self._serving and self._moving and not self._draining
         for name in self._ready_names:
             await self._servicer.set(name, _SERVING if ready else _NOT_SERVING)
-        if self._follows:
-            there = not self._draining
-            await self._servicer.set("readiness", _SERVING if there else _NOT_SERVING)
 
 
 async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:
     """A second server with health alone: plaintext and open, for kubelet's gRPC probes.
 
-    It is open to whoever reaches it, so it takes small messages only. It has no limit on
+    Everybody who reaches it may call, so it takes small messages only. It has no limit on
     connections: probes must get through.
 
     Raises RuntimeError if the address is taken.
     """
+    table = MethodTable([*METHODS, *REFLECTION])
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), Intake(method_limits())], options=_HEALTH_OPTIONS
+        interceptors=[ErrorInterceptor(), Intake(table.limits())], options=_HEALTH_OPTIONS
     )
     await board.add_to(server, ())
-    enable_reflection([board.service_name], server, files=[health_pb2.DESCRIPTOR])
+    enable_reflection(table, server, files=[health_pb2.DESCRIPTOR])
     port = server.add_insecure_port(address)
     await server.start()
     return server, port

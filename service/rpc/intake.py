@@ -1,4 +1,4 @@
-"""Where requests come in: who is refused is refused first, then bytes are checked, then parsed.
+"""Reads requests: calls that are refused anyway are refused first, then bytes are checked, parsed.
 
 grpcio reads and parses a unary request before it calls anybody. So handlers of one request are
 served as handlers of a stream, which read the one message when they want it: a call that is refused
@@ -24,7 +24,7 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
 from tokenpod.service.rpc.interceptors import Context, Continuation, Handler, behaviour_of
 from tokenpod.service.rpc.memory_budget import Lease
-from tokenpod.service.rpc.methods import MethodLimits, method_limits
+from tokenpod.service.rpc.methods import Backend, MethodLimits
 from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
 
 #: Seconds that a message may take to arrive; a call that never sends one must not stay.
@@ -39,16 +39,14 @@ def open_to_all(method: str) -> Lease | None:
     return None
 
 
-def intake_of(
-    settings: ServerSettings, gate: Callable[[str], Lease | None], *, trusted: bool = False
-) -> Intake:
+def intake_of(settings: ServerSettings, backend: Backend, *, trusted: bool = False) -> Intake:
     """A listener's, by the operator's settings. `trusted`: routers alone can reach it."""
-    limits = method_limits(
+    limits = backend.table.limits(
         max_logit_bias=settings.max_logit_bias,
         max_stop_sequences=settings.max_stop_sequences,
         trusted=trusted,
     )
-    return Intake(limits, gate)
+    return Intake(limits, backend.check)
 
 
 @dataclass(frozen=True, slots=True)

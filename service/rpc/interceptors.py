@@ -1,4 +1,4 @@
-"""What wraps every rpc: exceptions become statuses, callers show a token.
+"""Interceptors around every rpc: exceptions become statuses, callers show a token.
 
 One wrapper serves all four arities and both ways to write a streaming handler: as an async
 generator, or as a coroutine that calls `context.write` (as grpcio's own Health/Watch does).
@@ -10,7 +10,7 @@ import contextlib
 import hmac
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +47,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call pass only with `authorization: Bearer TOKEN`.
 
-    A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can mend it with a
+    A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can fix it with a
     better one. Tokens are compared in constant time.
 
     Args:
         token_file: one token a line; read again when it changes, so that a mounted secret can be
             rotated.
-        exempt: services that need no token: probes carry none.
+        exempt: full names of the methods that need no token.
     """
 
-    def __init__(
-        self, token_file: Path, exempt: frozenset[str] = frozenset({"grpc.health.v1.Health"})
-    ) -> None:
+    def __init__(self, token_file: Path, exempt: Collection[str] = ()) -> None:
         self._file = token_file
         self._exempt = exempt
         self._read_at: tuple[int, int] | None = None
@@ -69,8 +67,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        service = handler_call_details.method.split("/")[1]
-        if handler is None or service in self._exempt:
+        if handler is None or handler_call_details.method in self._exempt:
             return handler
         metadata = handler_call_details.invocation_metadata or ()
         given = [str(value) for key, value in metadata if key == "authorization"]
@@ -87,7 +84,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         if scheme.lower() != "bearer" or not token:
             return False
         given = token.strip().encode()
-        # Every token is compared, so that time tells nothing about which one was near.
+        # Every token is compared, so that the time does not show which one was similar.
         found = [hmac.compare_digest(given, known) for known in self._known()]
         return any(found)
 

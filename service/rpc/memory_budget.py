@@ -1,7 +1,7 @@
 """What calls take of the front ends' memory: messages, prompts, answers that were not sent yet.
 
     reserve(limit)      before the message is read: it may be as large as its method allows
-    resize(size)        once it is there, and as texts and answers grow or leave
+    resize(size)        once it has arrived, and as texts and answers grow or are sent
     release()           the call is over
 
 Only `reserve` refuses. What a call needs later is counted at once and may pass the limit by what
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted
 
 #: Seconds after which a refused client should try again.
@@ -23,18 +23,18 @@ class MemoryBudget:
     """The bytes that the calls of all front-end processes may take together.
 
     Args:
-        house: where the bytes are counted.
+        counters: where the bytes are counted.
         most: how many there may be (--max-front-end-bytes).
     """
 
-    def __init__(self, house: House, most: int) -> None:
+    def __init__(self, counters: PodCounters, most: int) -> None:
         self.most = most
-        self._house = house
+        self._counters = counters
 
     @property
     def taken(self) -> int:
         """Bytes that are counted now."""
-        return self._house.call_bytes
+        return self._counters.call_bytes
 
     def reserve(self, size: int, *, refusable: bool = True) -> Lease:
         """Count a call at `size` bytes. Raises ResourceExhausted at once if they are not there.
@@ -50,14 +50,14 @@ class MemoryBudget:
                 limit="max_front_end_bytes",
                 retry_after=_RETRY_SECONDS,
             )
-        return Lease(self._house, size)
+        return Lease(self._counters, size)
 
 
 class Lease:
     """One call's bytes; release it, or use it as a context manager."""
 
-    def __init__(self, house: House, size: int) -> None:
-        self._house = house
+    def __init__(self, counters: PodCounters, size: int) -> None:
+        self._counters = counters
         self._size = 0
         self._released = False
         self.resize(size)
@@ -70,7 +70,7 @@ class Lease:
     def resize(self, size: int) -> None:
         """Count the call at `size` bytes from now on. Never refused; nothing after `release`."""
         if not self._released:
-            self._house.add(call_bytes=size - self._size)
+            self._counters.add(call_bytes=size - self._size)
             self._size = size
 
     def release(self) -> None:

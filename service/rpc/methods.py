@@ -1,40 +1,76 @@
-"""How large a request may be, method by method.
+"""The row of a method: all that the layers around a handler must know of an rpc.
 
-The table is about what is believable, not about what is allowed: validate.py says that, by names
-and numbers. Whatever passes here is parsed and checked in a few milliseconds.
+Each protocol lists its rpcs once, as rows. Relay, authorisation, closing, telemetry, reflection,
+health, message limits, admission and followers read the rows; none of them knows an rpc by its
+name. docs/contract.md shows the whole table, and a test compares the two.
 """
 
 from __future__ import annotations
 
+import enum
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Protocol
 
+import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health_pb2
+from google.protobuf.message_factory import GetMessageClass
 
-from tokenpod.service.dialects.convert import codecs
 from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
 
-#: For messages up to this size the table's numbers hold; larger ones, which come from routers'
-#: sockets alone, may hold more in proportion.
+#: For messages up to this size the limits on fields and elements hold as they are; larger ones,
+#: which come from routers' sockets alone, may hold more in proportion.
 PLAIN_BYTES = 4 * 1024 * 1024
 
 _KILOBYTE = 1024
+
+#: What answers a call: (backend, request, context) -> response, or None where it writes a stream.
+Serve = Callable[[Any, Any, Any], Awaitable[Any]]
+
+
+class Access(enum.Enum):
+    """Who may call a method."""
+
+    #: Callers that show a token, where the operator asks for one (--auth-token-file).
+    TOKEN = "token"  # noqa: S105 (a kind, not a token)
+    #: Everybody, also while the server closes: probes carry no token and must not wait.
+    HEALTH = "health"
+
+
+class Gate(enum.Enum):
+    """What is asked before a call's message is read."""
+
+    #: Nothing.
+    NONE = "none"
+    #: Whether the model is ready.
+    READY = "ready"
+    #: Whether the bounded queue has a place, and the front ends memory for the message.
+    QUEUE = "queue"
 
 
 @dataclass(frozen=True, slots=True)
 class MethodLimits:
     """What one message of a method may be.
 
+    The numbers are about what is believable, not about what is allowed: validate.py says that, by
+    names and values. Whatever passes here is parsed and checked in a few milliseconds.
+
     Args:
         bytes: at most; None: what the listener takes.
         size: what it may hold.
+        trusted: what it may hold on a listener that only routers reach; None: the same.
+        lists: the operator's limits on biases and stop sequences come on top of `size`.
     """
 
     bytes: int | None
     size: Size
+    trusted: Size | None = None
+    lists: bool = False
 
     def size_for(self, length: int) -> Size:
         """What a message of `length` bytes may hold; raises InvalidArgument if it is too long."""
@@ -50,53 +86,161 @@ class MethodLimits:
 #: Messages that say next to nothing.
 SMALL = MethodLimits(4 * _KILOBYTE, Size(fields=64, elements=64))
 #: A prompt, with a list of stops and biases or a long chat.
-_PROMPT = MethodLimits(None, Size(fields=32_768, elements=262_144))
-#: Thousands of prompts, each with a router's own table of slots.
-_BATCH = MethodLimits(None, Size(fields=131_072, elements=1_310_720))
-_ROUTERS_BATCH = MethodLimits(None, Size(fields=524_288, elements=2_097_152))
-#: Numbers of requests.
-_NAMES = MethodLimits(1024 * _KILOBYTE, Size(fields=8192, elements=131_072))
-
-_METHODS: Mapping[str, MethodLimits] = {
-    "Generate": _PROMPT,
-    "Tokens": _PROMPT,
-    "Prefill": _BATCH,
-    "Warmup": _BATCH,
-    "Decode": _NAMES,
-    "FilterBatch": _NAMES,
-    "ClearCache": SMALL,
-    "Info": SMALL,
-    "ServiceDiscovery": SMALL,
-    "Health": SMALL,
-}
-_HEALTH = ("Check", "Watch", "List")
-_REFLECTION = (
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+PROMPT = MethodLimits(None, Size(fields=32_768, elements=262_144), lists=True)
+#: Thousands of prompts, each with a router's own table of slots. What a router has reserved by its
+#: own count is never refused: on its socket a batch may be four times as long.
+BATCH = MethodLimits(
+    None,
+    Size(fields=131_072, elements=1_310_720),
+    trusted=Size(fields=524_288, elements=2_097_152),
 )
+#: Numbers of requests.
+NAMES = MethodLimits(1024 * _KILOBYTE, Size(fields=8192, elements=131_072))
 
 
-def method_limits(
-    *, max_logit_bias: int = 0, max_stop_sequences: int = 0, trusted: bool = False
-) -> dict[str, MethodLimits]:
-    """The limits of every method of every service, by `/package.Service/Method`.
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One rpc.
 
     Args:
-        max_logit_bias, max_stop_sequences: what the operator lets a request have; each counts.
-        trusted: routers alone can reach the listener, and what they reserved is never refused: a
-            batch may have four times as many requests.
+        name: `/package.Service/Method`.
+        limits: of its messages.
+        access: who may call it.
+        gate: what is asked before its message is read.
+        streams: it answers with a stream.
+        relayed: a further front end passes it on to the first one; else it serves it itself.
+        on_followers: a pod that follows answers it; others are refused with the leader's address.
+        traced: it makes a span and counts in the metrics of rpcs.
+        serve: what answers it; None: a servicer of grpcio's.
+        request, response: the classes of its messages, where `serve` is set.
     """
-    # An entry of a map is a message with two fields.
-    chosen = (MESSAGE_FIELDS + 2) * max_logit_bias + max_stop_sequences
-    more = {
-        _PROMPT: MethodLimits(None, Size(_PROMPT.size.fields + chosen, _PROMPT.size.elements)),
-        _BATCH: _ROUTERS_BATCH if trusted else _BATCH,
-    }
-    limits = dict.fromkeys(_REFLECTION, SMALL)
-    for codec in codecs():
-        service: ServiceDescriptor = codec.pb.DESCRIPTOR.services_by_name["TextGenerationService"]
-        for method in service.methods:
-            own = _METHODS[method.name]
-            limits[f"/{service.full_name}/{method.name}"] = more.get(own, own)
-    health: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
-    return limits | {f"/{health.full_name}/{name}": SMALL for name in _HEALTH}
+
+    name: str
+    limits: MethodLimits
+    access: Access = Access.TOKEN
+    gate: Gate = Gate.NONE
+    streams: bool = False
+    relayed: bool = True
+    on_followers: bool = False
+    traced: bool = True
+    serve: Serve | None = None
+    request: Any = None
+    response: Any = None
+
+    @property
+    def service(self) -> str:
+        """`package.Service`."""
+        return self.name.split("/")[1]
+
+
+def method_of(service: ServiceDescriptor, name: str, limits: MethodLimits, **row: Any) -> Method:
+    """The row of an rpc that `service` has; raises KeyError if it has none of that name.
+
+    Args:
+        service: says the messages, and whether the rpc streams.
+        name: without the service's.
+        limits: of its messages.
+        row: the rest of `Method`.
+    """
+    found = service.methods_by_name[name]
+    return Method(
+        name=f"/{service.full_name}/{name}",
+        limits=limits,
+        streams=found.server_streaming,
+        request=GetMessageClass(found.input_type),
+        response=GetMessageClass(found.output_type),
+        **row,
+    )
+
+
+class MethodTable:
+    """The rows of all rpcs of a server.
+
+    Args:
+        rows: no two of one name.
+    """
+
+    def __init__(self, rows: Iterable[Method]) -> None:
+        self._rows: Mapping[str, Method] = MappingProxyType({row.name: row for row in rows})
+
+    def __iter__(self) -> Iterator[Method]:
+        return iter(self._rows.values())
+
+    def __getitem__(self, name: str) -> Method:
+        return self._rows[name]
+
+    def get(self, name: str) -> Method | None:
+        """The row of a method; None: the server has no such method."""
+        return self._rows.get(name)
+
+    @property
+    def open(self) -> frozenset[str]:
+        """Names of the methods that need no token, and are answered while the server closes."""
+        return frozenset(row.name for row in self if row.access is Access.HEALTH)
+
+    @property
+    def untraced(self) -> frozenset[str]:
+        """Names of the methods that make no span."""
+        return frozenset(row.name for row in self if not row.traced)
+
+    @property
+    def served(self) -> list[str]:
+        """Names of the services that this project implements: they have a health status each."""
+        return list(dict.fromkeys(row.service for row in self if row.serve is not None))
+
+    def limits(
+        self, *, max_logit_bias: int = 0, max_stop_sequences: int = 0, trusted: bool = False
+    ) -> dict[str, MethodLimits]:
+        """The limits of every method, by name.
+
+        Args:
+            max_logit_bias, max_stop_sequences: what the operator lets a request have; each counts.
+            trusted: routers alone can reach the listener.
+        """
+        # An entry of a map is a message with two fields.
+        chosen = (MESSAGE_FIELDS + 2) * max_logit_bias + max_stop_sequences
+
+        def limits(own: MethodLimits) -> MethodLimits:
+            size = (own.trusted if trusted else None) or own.size
+            if own.lists:
+                size = Size(size.fields + chosen, size.elements)
+            return replace(own, size=size)
+
+        return {row.name: limits(row.limits) for row in self}
+
+
+class Backend(Protocol):
+    """What answers the rpcs of a table."""
+
+    @property
+    def table(self) -> MethodTable:
+        """The rows."""
+        ...
+
+    def check(self, method: str) -> Lease | None:
+        """Raise what a call of `method` would be refused with, whatever its message says.
+
+        Returns:
+            Memory for its message; None: it needs none to speak of.
+        """
+        ...
+
+
+def add_methods(backend: Backend, server: grpc.aio.Server) -> None:
+    """Serve every rpc of the table that is not grpcio's own."""
+    services: dict[str, dict[str, Any]] = {}
+    for row in backend.table:
+        if row.serve is None:
+            continue
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if row.streams
+            else grpc.unary_unary_rpc_method_handler
+        )
+        services.setdefault(row.service, {})[row.name.rpartition("/")[2]] = make(
+            functools.partial(row.serve, backend),
+            request_deserializer=row.request.FromString,
+            response_serializer=row.response.SerializeToString,
+        )
+    handlers = [grpc.method_handlers_generic_handler(*each) for each in services.items()]
+    server.add_generic_rpc_handlers(tuple(handlers))

@@ -4,13 +4,13 @@ grpcio-reflection serves v1alpha only. v1's messages are the same on the wire un
 name, so its service is the same servicer behind a generic handler. v1 has no descriptor here, so it
 is not listed among the services: a list must not name what cannot be described.
 
-One more thing is mended: protobuf's pool does not find the file of a method by the method's name,
+One more fault is fixed: protobuf's pool does not find the file of a method by the method's name,
 so that `grpcurl describe pkg.Service.Method` would fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -19,26 +19,42 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
+from tokenpod.service.rpc.methods import SMALL, Method
+
 V1ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 V1 = "grpc.reflection.v1.ServerReflection"
 
+#: Each front end answers for itself: what is described is the same in all.
+METHODS = tuple(
+    Method(
+        f"/{service}/ServerReflectionInfo",
+        SMALL,
+        streams=True,
+        relayed=False,
+        on_followers=True,
+        traced=False,
+    )
+    for service in (V1ALPHA, V1)
+)
+
 
 def enable_reflection(
-    service_names: Sequence[str],
+    table: Iterable[Method],
     server: grpc.aio.Server,
     *,
     files: Sequence[FileDescriptor] | None = None,
 ) -> None:
-    """Describe these services to whoever asks.
+    """Serve reflection of these services.
 
     Args:
-        service_names: what is listed.
+        table: what is served; its services are listed.
         server: does not run yet.
         files: nothing but what is in them can be described; None: all that this process knows.
     """
+    names = dict.fromkeys(row.service for row in table)
     known = descriptor_pool.Default() if files is None else _pool_of(files)
     pool = _MethodFindingPool(known)
-    servicer = ReflectionServicer([*service_names, V1ALPHA], pool)
+    servicer = ReflectionServicer([name for name in names if name != V1], pool)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     handler = grpc.stream_stream_rpc_method_handler(
         servicer.ServerReflectionInfo,

@@ -1,10 +1,10 @@
-"""Calls that reach a further front end but belong to the first: handed on as they are.
+"""Passes calls that reach a further front end but belong to the first on to it, unparsed.
 
-A TGI router's batches, health and everything else that is one thing a pod live in the first front
+A TGI router's batches, health and everything else of which a pod has one live in the first front
 end. A connection lands on any of them. So a further one serves streams itself and passes the rest
-on, undecoded, over a socket that has no name in any file system. The socket is open to whoever
-shares the network namespace, hence the secret: callers have shown their own tokens to the front end
-that they reached.
+on, undecoded, over a socket that has no name in any file system; the table of methods says which.
+Every process in the network namespace can open the socket, hence the secret: clients have shown
+their own tokens to the front end that they reached.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ from __future__ import annotations
 import contextlib
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects.convert import codecs
 from tokenpod.service.rpc.errors import Unauthenticated
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import Continuation, ErrorInterceptor, refusing
-from tokenpod.service.rpc.servicers import Rpcs, add_servicers
+from tokenpod.service.rpc.methods import Backend, MethodTable, add_methods
 
-_HEALTH = HealthBoard.service_name
 #: Metadata of a relayed call: the secret that the front ends share.
 SECRET_KEY = "tokenpod-relay"  # noqa: S105 (a name, not a secret)
 
-#: What the transport makes itself, or what the other hop must not be told, or not twice.
+#: Metadata that the transport sets itself, or that must not reach the other hop, or not twice.
 _HOP = frozenset({"user-agent", "te", "content-type", SECRET_KEY})
 _HOP_PREFIXES = ("grpc-", ":")
 #: What the contract promises of an error, though the names begin with grpc-.
@@ -41,24 +39,25 @@ Handler = Any
 
 
 async def serve_relay(
-    settings: ServerSettings, rpcs: Rpcs, board: HealthBoard
+    settings: ServerSettings, backend: Backend, board: HealthBoard
 ) -> tuple[grpc.aio.Server, str, str]:
     """Serve the further front ends; the server, its address and the secret that it asks for.
 
-    It records nothing: the front end that a call reached has done so. Whoever shares the network
-    namespace can connect, so it takes no more than the public port does, reads no message of who
-    does not know the secret, and has few connections.
+    It records nothing: the front end that a call reached has done so. Every process in the network
+    namespace can connect, so it takes no larger messages than the public port, reads no message
+    without the secret, and has few connections.
     """
     secret = secrets.token_hex(32)
     server = grpc.aio.server(
-        interceptors=[ErrorInterceptor(), RelayGuard(secret), intake_of(settings, rpcs.check)],
+        interceptors=[ErrorInterceptor(), RelayGuard(secret), intake_of(settings, backend)],
         options=[
             ("grpc.max_receive_message_length", settings.max_message_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.max_allowed_incoming_connections", most_connections(settings)),
         ],
     )
-    await board.add_to(server, add_servicers(rpcs, server))
+    add_methods(backend, server)
+    await board.add_to(server, backend.table.served)
     address = f"unix-abstract:tokenpod-{secrets.token_hex(8)}"
     server.add_insecure_port(address)
     await server.start()
@@ -71,25 +70,15 @@ def most_connections(settings: ServerSettings) -> int:
 
 
 @contextlib.asynccontextmanager
-async def relay_of(address: str, secret: str) -> AsyncIterator[Relay]:
-    """What a further front end hands on to the first, at `address`."""
+async def relay_of(address: str, secret: str, table: MethodTable) -> AsyncIterator[Relay]:
+    """Passes calls of a further front end on to the first one, at `address`."""
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
-        v1, v2, v3 = (
-            codec.pb.DESCRIPTOR.services_by_name["TextGenerationService"].full_name
-            for codec in codecs()
-        )
-        yield Relay(
-            channel,
-            secret=secret,
-            streams={f"/{_HEALTH}/Watch"},
-            own={f"/{v1}/Tokens", f"/{v3}/Tokens", f"/{v3}/Generate"},
-            services={v1, v2, v3, _HEALTH},
-        )
+        yield Relay(channel, table, secret=secret)
 
 
 class RelayGuard(grpc.aio.ServerInterceptor):
-    """Lets relayed calls pass alone.
+    """Refuses calls that were not relayed.
 
     Args:
         secret: what they carry.
@@ -112,41 +101,29 @@ class RelayGuard(grpc.aio.ServerInterceptor):
 
 
 class Relay(grpc.aio.ServerInterceptor):
-    """Answers for the first front end by asking it. The innermost interceptor: callers have passed.
+    """Answers calls by asking the first front end. The innermost interceptor: tokens are checked.
 
     Args:
         channel: to the first front end.
+        table: says which methods are relayed, and which of them answer with a stream.
         secret: what shows that a front end asks.
-        streams: full names of the methods that answer with a stream; the others answer once.
-        own: full names of the methods that this process serves itself.
-        services: full names of the services that the first front end has.
     """
 
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        *,
-        secret: str,
-        streams: Collection[str],
-        own: Collection[str],
-        services: Collection[str],
-    ) -> None:
+    def __init__(self, channel: grpc.aio.Channel, table: MethodTable, *, secret: str) -> None:
         self._channel = channel
+        self._table = table
         self._secret = secret
-        self._streams = streams
-        self._own = own
-        self._services = services
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Called by grpc."""
-        method = handler_call_details.method
-        if method in self._own or method.split("/")[1] not in self._services:
+        row = self._table.get(handler_call_details.method)
+        if row is None or not row.relayed:
             return await continuation(handler_call_details)
-        if method in self._streams:
-            return grpc.unary_stream_rpc_method_handler(self._stream(method))
-        return grpc.unary_unary_rpc_method_handler(self._once(method))
+        if row.streams:
+            return grpc.unary_stream_rpc_method_handler(self._stream(row.name))
+        return grpc.unary_unary_rpc_method_handler(self._once(row.name))
 
     def _once(self, method: str) -> Callable[[bytes, Context], Awaitable[bytes]]:
         multicallable: Any = self._channel.unary_unary(method)

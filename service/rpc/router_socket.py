@@ -1,7 +1,7 @@
 """The unix socket that routers of TGI connect to: a gRPC server of its own.
 
 A router can send no token, so the file's mode guards it. It sends messages of many megabytes, and
-can't stand a connection that is told to go. Its launcher takes the file for the sign that the model
+fails if a connection is sent a GOAWAY. Its launcher takes the file for the sign that the model
 is ready: so the socket is bound under another name in the same folder, and gets its own only then.
 """
 
@@ -20,8 +20,8 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.config_rules import SOCKET_SUFFIX
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError, bind
+from tokenpod.service.rpc.methods import Backend, add_methods
 from tokenpod.service.rpc.reflection import enable_reflection
-from tokenpod.service.rpc.servicers import Rpcs, add_servicers
 
 
 class RouterSocket:
@@ -42,7 +42,7 @@ class RouterSocket:
         cls,
         settings: ServerSettings,
         path: str,
-        rpcs: Rpcs,
+        backend: Backend,
         board: HealthBoard,
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> RouterSocket:
@@ -54,9 +54,9 @@ class RouterSocket:
                 ("grpc.max_send_message_length", -1),
             ],
         )
-        names = add_servicers(rpcs, server)
-        await board.add_to(server, names)
-        enable_reflection([*names, board.service_name], server)
+        add_methods(backend, server)
+        await board.add_to(server, backend.table.served)
+        enable_reflection(backend.table, server)
         hidden = path + SOCKET_SUFFIX
         for each in (path, hidden):
             _free(each)

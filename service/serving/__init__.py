@@ -1,1 +1,1 @@
-"""What calls become: streams of text, and the batches that routers own."""
+"""The services behind the rpcs, which know no messages: streams of text, and routers' batches."""

@@ -1,6 +1,6 @@
-"""The batches that routers have here, and for how long.
+"""The batches that routers have here, each with a lease.
 
-A router can die, or give a batch up without a word: a Prefill that gRPC refuses for its size leaves
+A router can die, or give a batch up without notice: a Prefill that gRPC refuses for its size leaves
 the batch that it was to join. So a batch is leased: each Prefill, Decode or FilterBatch that names
 it takes it out and puts it back with a new lease, and one whose lease ends is released.
 

@@ -1,4 +1,4 @@
-"""What clients ask for, as plain values: protobuf on one side of `convert`, these on the other."""
+"""What clients ask for, as plain values: the codecs of the dialects make them from messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """`generate.v3.SamplingOptions`: raw values, 0 or None where not set."""
+    """How tokens are chosen: raw values, 0 or None where not set."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -28,7 +28,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """`generate.v3.StoppingOptions`."""
+    """When a sample ends. Times in milliseconds; 0 or None where not set."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
@@ -41,7 +41,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """`generate.v3.OutputOptions`."""
+    """What a client wants to read."""
 
     stream: bool = True
     logprobs: bool = False
@@ -66,7 +66,7 @@ Prompt = str | Sequence[int] | ChatPrompt | None
 
 
 def prompt_bytes(prompt: Prompt) -> int:
-    """About what a prompt takes of memory."""
+    """About how many bytes of memory a prompt takes."""
     if prompt is None:
         return 0
     if isinstance(prompt, str):
@@ -79,7 +79,7 @@ def prompt_bytes(prompt: Prompt) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """`generate.v3.GenerateRequest`."""
+    """A request to generate text."""
 
     prompt: Prompt
     sampling: Sampling
@@ -92,7 +92,7 @@ class GenerateCall:
 
 @dataclass(frozen=True, slots=True)
 class TokensCall:
-    """`generate.v3.TokensRequest`."""
+    """A request to count tokens, or to list them."""
 
     prompt: str | ChatPrompt
     add_special_tokens: bool = True
@@ -138,7 +138,7 @@ class ShardBatch:
 
 @dataclass(frozen=True, slots=True)
 class CachedBatch:
-    """What a router is told of a batch that it can go on with."""
+    """What an answer says of a batch that its router can go on with."""
 
     id: int
     request_ids: Sequence[int]
@@ -203,7 +203,4 @@ class WarmupCall:
     """A router's Warmup: only the limits matter."""
 
     max_input_tokens: int | None
-    max_prefill_tokens: int
     max_total_tokens: int | None
-    #: What this wire generation calls the first of them.
-    input_field: str = "max_input_tokens"

@@ -1,4 +1,4 @@
-"""What a stream has not sent yet, kept small: a reader that stops must not cost what others need.
+"""What a stream has not sent yet, packed, so that a reader that stops costs little memory.
 
 Tokens are packed, 8 bytes each and as much for each of their top tokens, and cut into pages. A
 message carries one page, so that catching up never makes a large one.
@@ -18,7 +18,7 @@ _PAGE_BYTES = 8 * 1024
 
 
 class Delta:
-    """A run of a sample's output. `token_ids`, `logprobs` and `tops` have one entry a token."""
+    """A run of a sample's output. `token_ids`, `logprobs` and `tops` have one entry per token."""
 
     __slots__ = ("_text", "_top_counts", "_top_ids", "_top_logprobs", "logprobs", "token_ids")
 
@@ -27,14 +27,14 @@ class Delta:
         self.logprobs = array("f")
         self._text = bytearray()
         #: All top tokens, one token's after the other's, and how many each token has; none of it
-        #: exists where none were asked for: most streams make one of these a token.
+        #: exists where none were asked for: most streams make one of these objects per token.
         self._top_ids: array[int] | None = None
         self._top_logprobs: array[float] = self.logprobs
         self._top_counts: array[int] = self.token_ids
 
     @property
     def text(self) -> str:
-        """What the tokens say, as far as it is safe to send."""
+        """Text of the tokens, as far as it can be sent."""
         return self._text.decode()
 
     @property
@@ -116,7 +116,7 @@ class Unread:
         return page
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Drop all pages."""
         self._pages.clear()
         self._full_bytes = 0
 

@@ -1,4 +1,12 @@
-"""`Generate` and `Tokens`: from a checked request to a stream of events."""
+"""Streams of text for the protocols that have them: from a call to a running generation.
+
+    with service.admit() as admitted:                a place in the bounded queue
+        admitted.check(call)                         limits, and memory for the prompt
+        generation = await admitted.submit(call)     tokenised, and handed to the engine
+        ... write what it brings ...                 the protocol's own part
+
+No module here knows a message of a protocol.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +14,19 @@ import contextlib
 import logging
 import secrets
 import time
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import grpc
 
 from tokenpod.core.messages import Ready, Request, StoppingParams
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.dialects import convert, validate
-from tokenpod.service.dialects.events import EventWriter
+from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.admission import Admission, Place
-from tokenpod.service.rpc.errors import FailedPrecondition
-from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation, Sample
-from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.serving.sampling import sampling_params
+from tokenpod.service.telemetry.recorder import RecordedCall, Telemetry
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
@@ -33,7 +35,6 @@ log = logging.getLogger("tokenpod.generate")
 
 #: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
 _FOREVER_SECONDS = 1e9
-_REQUEST_ID_KEY = "x-request-id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,6 @@ class Serving:
     encoder: Encoder
     limits: validate.RequestLimits
     model_id: str
-    #: Where the pod that generates is; "": it is this one.
-    leader_address: str = ""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -54,7 +53,7 @@ class Serving:
 
 
 def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:
-    """What one request may ask for, by the operator's word and the model's."""
+    """What one request may ask for, by the operator's settings and the model's."""
     total = min(settings.max_total_tokens or ready.max_positions, ready.max_positions, ready.slots)
     return validate.RequestLimits(
         vocab_size=ready.vocab_size,
@@ -71,7 +70,7 @@ def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLi
 
 
 class GenerateService:
-    """The rpcs for applications.
+    """Admits calls that generate text, and tokenises.
 
     Args:
         admission: the bounded queue.
@@ -87,61 +86,26 @@ class GenerateService:
         """The model is ready."""
         self._serving = serving
 
-    def check(self, method: str) -> Lease | None:
-        """Raise what a call would be refused with, whatever it asks.
+    @contextlib.contextmanager
+    def admit(self) -> Iterator[AdmittedCall]:
+        """Hold a place for one call; what it generates is cancelled and reported at the end.
 
-        Returns:
-            Memory for the message of a `Generate` or `Tokens`; other calls need none to speak of.
-        """
-        if not method.endswith(("/Generate", "/Tokens")):
-            return None
-        self._admission.check_room()
-        return self._admission.expect()
-
-    async def generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
-        """Write the stream of one `Generate` call.
-
-        It writes where a generator would yield: each layer around a generator is another switch a
-        token.
+        Raises Unavailable or ResourceExhausted at once if there is no place.
         """
         arrived_at = time.monotonic_ns()
+        # Before anything is awaited: see `Telemetry.current_call`.
         recorded = self._telemetry.current_call()
-        with self._admission.enter() as place, contextlib.ExitStack() as stack:
-            serving = self._ready()
-            if serving.leader_address:
-                raise FailedPrecondition(
-                    f"this pod follows: ask the leader at {serving.leader_address}"
-                )
-            call = await convert.generate_call(request)
-            validate.check_generate(call, serving.limits)
-            lease = stack.enter_context(self._admission.memory.reserve(prompt_bytes(call.prompt)))
-            request_id = _request_id(call, context)
-            await context.send_initial_metadata(((_REQUEST_ID_KEY, request_id),))
-            generation = await self._submit(serving, call, context, place, lease, arrived_at)
-            writer = EventWriter(
-                call,
-                generation,
-                serving.tokenizer,
-                model_id=serving.model_id,
-                request_id=request_id,
-            )
+        with self._admission.enter() as place:
+            admitted = AdmittedCall(self._ready(), self._admission.memory, place, arrived_at)
             try:
-                while not writer.done:
-                    await generation.news()
-                    while (event := writer.next()) is not None:
-                        await context.write(event)
+                yield admitted
             finally:
-                generation.cancel()
-                self._report(request_id, generation, writer)
-                if recorded is not None:
-                    recorded.generated(generation, model_id=serving.model_id, request_id=request_id)
+                admitted.end(recorded)
 
     async def tokens(self, call: TokensCall) -> Tokenised:
         """The tokens of a text or chat; their ids only if the call wants them.
 
-        It takes a place as `Generate` does: tokenising costs no less here.
+        It takes a place as a generation does: tokenising costs no less here.
         """
         with self._admission.enter():
             serving = self._ready()
@@ -162,15 +126,60 @@ class GenerateService:
         assert self._serving is not None, "admission opens once the model is ready"
         return self._serving
 
-    async def _submit(
-        self,
-        serving: Serving,
-        call: GenerateCall,
-        context: grpc.aio.ServicerContext[Any, Any],
-        place: Place,
-        lease: Lease,
-        arrived_at: int,
+
+class AdmittedCall:
+    """A call that holds a place; see `GenerateService.admit`.
+
+    Args:
+        serving: engine, tokenizer and limits.
+        memory: what calls may hold of the front ends' memory.
+        place: the call's in the queue.
+        arrived_at: CLOCK_MONOTONIC nanoseconds.
+    """
+
+    def __init__(
+        self, serving: Serving, memory: MemoryBudget, place: Place, arrived_at: int
+    ) -> None:
+        self._serving = serving
+        self._memory = memory
+        self._place = place
+        self._arrived_at = arrived_at
+        self._lease: Lease | None = None
+        self._generation: Generation | None = None
+        self._request_id = ""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._serving.tokenizer
+
+    def check(self, call: GenerateCall) -> None:
+        """Check what can be said before tokenising, and count the prompt's memory.
+
+        Raises InvalidArgument or ResourceExhausted.
+        """
+        validate.check_generate(call, self._serving.limits)
+        self._lease = self._memory.reserve(prompt_bytes(call.prompt))
+
+    async def submit(
+        self, call: GenerateCall, request_id: str, remaining: float | None
     ) -> Generation:
+        """Tokenise a checked call and hand it to the engine; once.
+
+        Args:
+            call: what the client asks for.
+            request_id: names the call in logs and traces.
+            remaining: seconds until its deadline; None: it has none.
+
+        Raises:
+            InvalidArgument: the prompt is too long, or can't be tokenised.
+            ResourceExhausted: too many prompt tokens wait.
+        """
+        assert self._lease is not None, "a call is checked before it is submitted"
+        deadline_at = None
+        if remaining is not None and remaining < _FOREVER_SECONDS:
+            deadline_at = time.monotonic_ns() + int(remaining * 1e9)
+        serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
         tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
         new_tokens = validate.max_new_tokens(
@@ -182,73 +191,77 @@ class GenerateService:
         lease.resize(lease.size + ID_BYTES * len(prompt))
         samples = call.sampling.best_of or call.sampling.n or 1
         validate.check_group(len(prompt), new_tokens, samples, serving.limits)
-        place.queue(len(prompt))
-        remaining = context.time_remaining()
-        deadline_at = None
-        if remaining is not None and remaining < _FOREVER_SECONDS:
-            deadline_at = time.monotonic_ns() + int(remaining * 1e9)
-        request = self._engine_request(
-            serving, call, prompt, new_tokens, samples, arrived_at, deadline_at
-        )
+        self._place.queue(len(prompt))
+        request = self._engine_request(call, prompt, new_tokens, samples, deadline_at)
         generation = Generation(
             request,
             _samples(serving.tokenizer, call, request),
             streamed=call.output.stream,
             step_at=lambda: serving.client.step_at,
             abort=serving.client.abort,
-            on_begin=place.leave_queue,
+            on_begin=self._place.leave_queue,
             on_size=_counted(lease),
         )
         serving.client.submit(request, generation)
+        self._generation, self._request_id = generation, request_id
         return generation
+
+    def end(self, recorded: RecordedCall | None) -> None:
+        """Cancel what still runs and report the call; its memory is free.
+
+        Args:
+            recorded: the call's record in telemetry; None: it has none.
+        """
+        if self._generation is not None:
+            self._generation.cancel()
+            self._report(self._generation, recorded)
+        if self._lease is not None:
+            self._lease.release()
+
+    def _report(self, generation: Generation, recorded: RecordedCall | None) -> None:
+        # One line for a call; never its text.
+        log.info(
+            "generate",
+            extra={
+                "request_id": self._request_id,
+                "prompt_tokens": len(generation.request.prompt),
+                "cached_tokens": generation.cached_tokens,
+                "generated_tokens": generation.generated_tokens,
+                "finished": generation.finished,
+            },
+        )
+        if recorded is not None:
+            model_id, request_id = self._serving.model_id, self._request_id
+            recorded.generated(generation, model_id=model_id, request_id=request_id)
 
     def _engine_request(
         self,
-        serving: Serving,
         call: GenerateCall,
         prompt: list[int],
         new_tokens: int,
         samples: int,
-        arrived_at: int,
         deadline_at: int | None,
     ) -> Request:
-        seed = call.sampling.seed
-        stopping = call.stopping
+        serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
         limit = stopping.time_limit_ms
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
         return Request(
             sequence_ids=serving.client.new_sequence_ids(samples),
             prompt=prompt,
-            sampling=validate.sampling_params(
-                call.sampling, secrets.randbits(64) if seed is None else seed
-            ),
+            sampling=sampling_params(call.sampling, secrets.randbits(64) if seed is None else seed),
             stopping=StoppingParams(
                 max_new_tokens=new_tokens,
                 min_new_tokens=min(stopping.min_new_tokens, new_tokens),
                 eos_token_ids=eos,
                 stop_token_ids=frozenset(stopping.stop_token_ids),
-                time_limit_at=arrived_at + limit * 1_000_000 if limit else None,
+                time_limit_at=self._arrived_at + limit * 1_000_000 if limit else None,
             ),
             logprobs=call.output.logprobs or samples > 1,
             top_n_tokens=call.output.top_n_tokens,
             prompt_logprobs=call.output.prompt_logprobs,
             priority=call.priority,
-            arrived_at=arrived_at,
+            arrived_at=self._arrived_at,
             deadline_at=deadline_at,
-        )
-
-    def _report(self, request_id: str, generation: Generation, writer: EventWriter) -> None:
-        """One line for a call; never its text."""
-        usage = writer.usage()
-        log.info(
-            "generate",
-            extra={
-                "request_id": request_id,
-                "prompt_tokens": usage.prompt_tokens,
-                "cached_tokens": usage.cached_tokens,
-                "generated_tokens": usage.generated_tokens,
-                "finished": generation.finished,
-            },
         )
 
 
@@ -256,18 +269,6 @@ def _counted(lease: Lease) -> Callable[[int], None]:
     """Counts a call's answer, as far as it is kept, besides its prompt."""
     prompt = lease.size
     return lambda answer: lease.resize(prompt + answer)
-
-
-def _request_id(call: GenerateCall, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The field, else the metadata, else a new one."""
-    if call.request_id:
-        return call.request_id
-    for key, value in context.invocation_metadata() or ():
-        if key == _REQUEST_ID_KEY and value:
-            named = value if isinstance(value, str) else value.decode("ascii", "replace")
-            validate.check_request_id(named, f"metadata {_REQUEST_ID_KEY}")
-            return named
-    return uuid.uuid4().hex
 
 
 def _samples(tokenizer: Tokenizer, call: GenerateCall, request: Request) -> Sequence[Sample]:

@@ -1,4 +1,4 @@
-"""One `Generate` call from its first byte to its last: samples, their texts, their events.
+"""One request that generates text, from its first token to its last: samples and their texts.
 
 A `Generation` is the engine client's sink for a request. It takes tokens as they come (detokenises
 them, looks for stop sequences) and keeps what the stream has not sent yet, so a slow reader costs
@@ -157,12 +157,12 @@ class Generation:
 
     Args:
         request: what the engine was asked.
-        samples: one a sequence id of the request, in order.
+        samples: one per sequence id of the request, in order.
         streamed: the reader is to keep up, or loses its stream.
-        step_at: tells when the step being handed over settled.
+        step_at: CLOCK_MONOTONIC nanoseconds at which the step being handed over settled.
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
-        on_size: hears now and then how many bytes of the answer are kept.
+        on_size: called now and then with the bytes of the answer that are kept.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Generation:
         self._on_begin = on_begin
         self._on_size = on_size
         self._wakes = 0
-        #: Something has come that `news` has not told yet, and who waits for it.
+        #: Something has come since `news` has returned; and the reader that waits for more.
         self._fresh = False
         self._waiter: asyncio.Future[None] | None = None
         self._by_id = {sample.sequence_id: sample for sample in samples}
@@ -195,6 +195,22 @@ class Generation:
     def finished(self) -> bool:
         """Whether every sample has ended."""
         return all(sample.ending for sample in self.samples)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose keys and values were still in the cache."""
+        return self.started.cached_tokens if self.started else 0
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all samples so far."""
+        return sum(sample.generated for sample in self.samples)
+
+    def best(self, n: int) -> Sequence[Sample]:
+        """The `n` samples of highest mean log probability; where they are all, in their order."""
+        if len(self.samples) <= n:
+            return self.samples
+        return sorted(self.samples, key=lambda sample: -sample.mean_logprob)[:n]
 
     @property
     def unread_bytes(self) -> int:
@@ -248,7 +264,7 @@ class Generation:
         self.failure = engine_failure(failure)
 
     def wake(self) -> None:
-        """Let the stream look."""
+        """All of a message of the engine has been handed over: wake the reader."""
         # What came before has not even been looked at: only then may there be much of it.
         if self._fresh and self._streamed and self.unread_bytes > UNREAD_BYTES:
             self._give_up_reader()

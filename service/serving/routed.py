@@ -57,7 +57,7 @@ class RoutedSequence:
         top: Top | None,
         started: Started | None,
     ) -> ShardGeneration:
-        """Take this step's token; what the router is told."""
+        """Take this step's token; returns what the answer to the router says of it."""
         self._generated += 1
         special = self._tokenizer.is_special(token_id)
         if special:
@@ -76,7 +76,7 @@ class RoutedSequence:
         )
 
     def give_up(self) -> ShardGeneration:
-        """End the sequence after a failure of its own; what the router is told."""
+        """End the sequence after a failure of its own; returns what the answer says of it."""
         self.stopped = True
         return ended_alone(
             self.request_id,

@@ -56,12 +56,11 @@ _LAST_CALL_SECONDS = 1.0
 
 
 class ShardService:
-    """The shard rpcs, the same for every wire generation. Make it when the model is ready.
+    """The batches that routers own, for any protocol that has them; made when the model is ready.
 
     Args:
         serving: engine, tokenizer and limits.
-        admission: says no while the pod drains.
-        urls: the addresses of all shards, this one included.
+        admission: refuses new batches while the pod drains.
         lease: seconds after which a batch that no call names is released.
     """
 
@@ -70,10 +69,8 @@ class ShardService:
         serving: Serving,
         admission: Admission,
         *,
-        urls: Sequence[str],
         lease: float,
     ) -> None:
-        self.urls = urls
         self.batches = Batches(lease, self._release)
         self._serving = serving
         self._admission = admission
@@ -169,10 +166,10 @@ class ShardService:
     def _put(
         self, batch_id: int, batch: list[RoutedSequence], *, stopped_too: bool = False
     ) -> CachedBatch | None:
-        """Keep a batch unless all of it has stopped; what the router is told of it.
+        """Keep a batch unless all of it has stopped; what the router learns of it.
 
-        While any of it waits, or the pod drains, the router is told that there is no room for more:
-        those that come later wait in its own queue.
+        While any of it waits, or the pod drains, the answer says that there is no room for more:
+        later requests wait in the router's own queue.
         """
         live = [sequence for sequence in batch if not sequence.stopped]
         if not live and not (stopped_too and batch):

@@ -17,6 +17,7 @@ from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.serving.generate import Serving
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
+from tokenpod.service.serving.sampling import shard_sampling_params
 from tokenpod.service.text.encoder import Text
 
 log = logging.getLogger("tokenpod.shard")
@@ -127,7 +128,7 @@ class ShardRequests:
         return Request(
             sequence_ids=self._serving.client.new_sequence_ids(1),
             prompt=prompt,
-            sampling=validate.shard_sampling_params(asked),
+            sampling=shard_sampling_params(asked),
             stopping=StoppingParams(
                 max_new_tokens=asked.max_new_tokens,
                 eos_token_ids=frozenset() if asked.ignore_eos else eos,

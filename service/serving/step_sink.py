@@ -1,4 +1,4 @@
-"""What one step of a router's batch brings."""
+"""The tokens of one step of a router's batch."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ def agreed_limits(call: WarmupCall, limits: RequestLimits) -> tuple[int, int, in
     most_in = call.max_input_tokens or min(limits.max_input_tokens, total - 1)
     if most_in > limits.max_input_tokens:
         raise InvalidArgument(
-            call.input_field,
+            "max_input_tokens",
             f"is {most_in}; this server allows at most {limits.max_input_tokens}"
             " (--max-input-tokens)",
         )
     if most_in >= total:
         raise InvalidArgument(
-            call.input_field,
+            "max_input_tokens",
             f"is {most_in}; it must be below max_total_tokens, {total}",
         )
     return limits.slots, most_in, total

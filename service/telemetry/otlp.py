@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import grpc
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
@@ -61,9 +61,9 @@ class OtlpTelemetry(Telemetry):
         self._instruments = Instruments(self._metrics.get_meter(_SCOPE))
         self._tracer = self._spans.get_tracer(_SCOPE)
 
-    def interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+    def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
         """One, that makes server spans and times calls."""
-        return [TracingInterceptor(self._tracer, self._instruments)]
+        return [TracingInterceptor(self._tracer, self._instruments, untraced)]
 
     def current_call(self) -> RecordedCall | None:
         """The rpc that this task serves; None for probes and reflection."""

@@ -9,13 +9,14 @@ Prompts and generated texts never leave through here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
 
 from tokenpod.core.messages import Load
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.serving.generation import Generation
 
 
@@ -33,6 +34,11 @@ class TelemetrySettings:
     otlp_endpoint: str | None = None
     otlp_service_name: str = "tokenpod"
     otlp_sample_ratio: float = 1.0
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> TelemetrySettings:
+        """The operator's."""
+        return cls(settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio)
 
 
 class RecordedCall(Protocol):
@@ -55,8 +61,12 @@ class Telemetry:
 
         return OtlpTelemetry(settings)
 
-    def interceptors(self) -> list[grpc.aio.ServerInterceptor]:
-        """What to put around rpcs: outermost, so that what other interceptors do is seen."""
+    def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
+        """What to put around rpcs: outermost, so that what other interceptors do is seen.
+
+        Args:
+            untraced: full names of the methods that are not recorded.
+        """
         return []
 
     def current_call(self) -> RecordedCall | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
@@ -39,14 +39,6 @@ from tokenpod.service.rpc.interceptors import (
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.telemetry.instruments import Instruments
 
-#: What probes and tools call: spans of these would bury the others.
-_UNTRACED = frozenset(
-    {
-        "grpc.health.v1.Health",
-        "grpc.reflection.v1.ServerReflection",
-        "grpc.reflection.v1alpha.ServerReflection",
-    }
-)
 #: On a server only these are errors: the others are the client's doing (RPC conventions).
 _ERRORS = frozenset(
     {
@@ -157,21 +149,30 @@ class ServerCall:
 
 
 class TracingInterceptor(OpenTelemetryAioServerInterceptor):
-    """Makes a span of each rpc, and times it. Health checks and reflection are let through."""
+    """Makes a span of each rpc, and times it.
 
-    def __init__(self, tracer: Tracer, instruments: Instruments) -> None:
+    Args:
+        tracer: makes the spans.
+        instruments: hear how long each rpc took.
+        untraced: full names of the methods that pass: spans of probes would bury the others.
+    """
+
+    def __init__(
+        self, tracer: Tracer, instruments: Instruments, untraced: Collection[str] = ()
+    ) -> None:
         super().__init__(_SpanStarter(tracer))  # type: ignore[no-untyped-call]
         self._calls = tracer
         self._instruments = instruments
+        self._untraced = untraced
 
     async def intercept_service(  # type: ignore[override]
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        method = handler_call_details.method.lstrip("/")
-        if handler is None or method.split("/")[0] in _UNTRACED:
+        if handler is None or handler_call_details.method in self._untraced:
             return handler
+        method = handler_call_details.method.lstrip("/")
 
         def begin(context: Context) -> ServerCall:
             return self._begin(handler_call_details, method, context)

@@ -67,8 +67,8 @@ class Namespace:
         """Replace every pod, as after a change of the template."""
         for each in self.rendered.all("Deployment"):
             await self._roll_deployment(each)
-        for each in self.rendered.all("StatefulSet"):
-            await self._roll_stateful_set(each)
+        # Controllers know nothing of each other.
+        await asyncio.gather(*map(self._roll_stateful_set, self.rendered.all("StatefulSet")))
         for each in self.rendered.all("LeaderWorkerSet"):
             await self._roll_leader_worker_set(each)
 
@@ -112,6 +112,7 @@ class Namespace:
         for ordinal in reversed(range(stateful_set["spec"]["replicas"])):
             await self._end(self._named(f"{stateful_set['metadata']['name']}-{ordinal}"))
             await self._create_ordinal(stateful_set, ordinal).until_ready()
+            await asyncio.sleep(stateful_set["spec"]["minReadySeconds"])
 
     async def _roll_leader_worker_set(self, lws: Object) -> None:
         """Group by group. Workers belong to their leader: they are told to end once it has."""

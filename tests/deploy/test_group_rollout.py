@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
@@ -31,7 +32,32 @@ async def test_no_accepted_request_fails_while_the_pods_of_a_group_are_replaced(
         await here.until_ready()
         async with traffic(here, LENGTHS) as seen:
             await here.roll()
-        assert [pod.name for pod in here.gone] == ["demo-tokenpod-0-1", "demo-tokenpod-0-0"]
+        assert {pod.name for pod in here.gone} == {
+            "demo-tokenpod-leader-0",
+            "demo-tokenpod-follower-1-0",
+        }
+        assert_nothing_was_lost(here, seen)
+
+
+@pytest.mark.slow
+async def test_stateful_sets_replace_one_copy_of_the_model_after_the_other(
+    helm: Helm, tmp_path: Path, claims: Path
+) -> None:
+    parallelism = {"mode": "statefulset", "tensor": 2, "pods": 2}
+    rendered = helm.install(values(replicaCount=2, parallelism=parallelism))
+
+    def serving(here: Namespace) -> list[str]:
+        return [pod.name for pod in here.pods if "leader" in pod.name and pod.ready]
+
+    async with Namespace.running(rendered, tmp_path, claims) as here:
+        await here.until_ready()
+        async with traffic(here, LENGTHS) as seen:
+            rolled = asyncio.create_task(here.roll())
+            while not rolled.done():
+                assert serving(here), [pod.name for pod in here.gone]
+                await asyncio.sleep(0.05)
+            await rolled
+        assert len(here.gone) == 4
         assert_nothing_was_lost(here, seen)
 
 
@@ -57,7 +83,7 @@ async def test_a_group_forms_again_when_a_pod_was_killed_and_the_others_stay(
     rendered = helm.install(values(parallelism=parallelism))
     async with Namespace.running(rendered, tmp_path, claims) as here:
         await here.until_ready()
-        leader, follower = here.pods
+        leader, follower = sorted(here.pods, key=lambda pod: "follower" in pod.name)
         async with traffic(here, LENGTHS) as seen:
             follower.kill()
             await until(lambda: not leader.ready)

@@ -67,6 +67,7 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str, as_s
         ({"parallelism": {"tensor": 4, "pods": 2}}, "need mode statefulset or lws"),
         ({"parallelism": {"mode": "statefulset", "tensor": 4}}, "take mode pod"),
         ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "set gpu.enabled"),
+        ({"resources": {"requests": {"nvidia.com/gpu": 1}}}, "set gpu.enabled"),
         ({"model": {"source": "hf", "id": "a/b"}}, "nothing is downloaded at start"),
         ({"model": {"source": "pvc"}}, "model.existingClaim"),
         ({"model": {"source": "hostPath"}}, "model.hostPath"),
@@ -114,7 +115,7 @@ def test_values_that_contradict_each_other_are_told(
 def test_nothing_may_scale_the_ranks_of_a_model(helm: Helm, scaler: str, as_set: bool) -> None:
     scaling = {"hpa": {"enabled": scaler == "hpa"}, "keda": {"enabled": scaler == "keda"}}
     said = refused(helm, {"parallelism": STATEFUL, "autoscaling": scaling}, as_set=as_set)
-    assert "the ranks of one model" in said
+    assert "a scaler would change one of them" in said
     assert "mode lws" in said
 
 

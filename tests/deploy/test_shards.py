@@ -29,19 +29,21 @@ def arguments(pod: Object, labels: dict[str, str], **known: str) -> dict[str, st
     return {name: value for name, _, value in pairs}
 
 
-def test_a_stateful_set_for_each_copy_of_the_model(helm: Helm) -> None:
-    found = helm.install(groups()).all("StatefulSet")
-    assert [each["metadata"]["name"] for each in found] == ["demo-tokenpod-0", "demo-tokenpod-1"]
-    assert [each["spec"]["replicas"] for each in found] == [2, 2]
+def test_a_stateful_set_for_each_place_in_a_copy_of_the_model(helm: Helm) -> None:
+    found = helm.install({**groups(), "replicaCount": 3}).all("StatefulSet")
+    assert {each["metadata"]["name"]: each["spec"]["replicas"] for each in found} == {
+        "demo-tokenpod-leader": 3,
+        "demo-tokenpod-follower-1": 3,
+    }
 
 
-@pytest.mark.parametrize("ordinal", ["0", "1"])
-def test_a_pods_place_comes_from_its_index(helm: Helm, ordinal: str) -> None:
-    second = helm.install(groups()).one("StatefulSet", "demo-tokenpod-1")
-    given = arguments(pod_of(second), {INDEX: ordinal})
-    assert given["--node-rank"] == ordinal
+@pytest.mark.parametrize(("rank", "name"), [("0", "leader"), ("1", "follower-1")])
+def test_a_pods_copy_comes_from_its_index(helm: Helm, rank: str, name: str) -> None:
+    place = helm.install(groups()).one("StatefulSet", f"demo-tokenpod-{name}")
+    given = arguments(pod_of(place), {INDEX: "1"})
+    assert given["--node-rank"] == rank
     assert (given["--num-nodes"], given["--num-shard"]) == ("2", "4")
-    assert given["--master-addr"] == "demo-tokenpod-1-0.demo-tokenpod-shards.models.svc"
+    assert given["--master-addr"] == "demo-tokenpod-leader-1.demo-tokenpod-shards.models.svc"
     assert (given["--master-port"], given["--shard-port"]) == ("29500", "50053")
 
 
@@ -70,7 +72,7 @@ def test_all_modes_share_one_pod(helm: Helm) -> None:
         return {**pod["spec"], "containers": [server]}
 
     one = pod_of(helm.install().one("Deployment"))
-    ordered = pod_of(helm.install(groups()).one("StatefulSet", "demo-tokenpod-0"))
+    ordered = pod_of(helm.install(groups()).one("StatefulSet", "demo-tokenpod-leader"))
     led = pod_of(helm.install(groups("lws")).one("LeaderWorkerSet"))
     assert common(one) == common(ordered) == common(led)
 
@@ -89,16 +91,23 @@ def test_pods_of_a_group_start_together_and_find_each_other_before_they_are_read
         assert headless["spec"]["selector"].items() <= labels.items()
 
 
-@pytest.mark.parametrize(("mode", "label"), [("statefulset", INDEX), ("lws", LWS_INDEX)])
-def test_clients_reach_leaders_alone(helm: Helm, mode: str, label: str) -> None:
-    rendered = helm.install(groups(mode))
+def test_clients_reach_the_leader_of_each_stateful_sets_copy_alone(helm: Helm) -> None:
+    rendered = helm.install(groups())
     selector = rendered.one("Service", "demo-tokenpod")["spec"]["selector"]
-    assert selector[label] == "0"
-    kind = "StatefulSet" if mode == "statefulset" else "LeaderWorkerSet"
-    for each in rendered.all(kind):
-        labels = pod_of(each)["metadata"]["labels"]
-        assert selector.items() <= {**labels, label: "0"}.items()
-        assert not selector.items() <= {**labels, label: "1"}.items()
+    called = [
+        each["metadata"]["name"]
+        for each in rendered.all("StatefulSet")
+        if selector.items() <= pod_of(each)["metadata"]["labels"].items()
+    ]
+    assert called == ["demo-tokenpod-leader"]
+
+
+def test_clients_reach_the_leaders_of_a_leader_worker_set_alone(helm: Helm) -> None:
+    rendered = helm.install(groups("lws"))
+    selector = rendered.one("Service", "demo-tokenpod")["spec"]["selector"]
+    labels = pod_of(rendered.one("LeaderWorkerSet"))["metadata"]["labels"]
+    assert selector.items() <= {**labels, LWS_INDEX: "0"}.items()
+    assert not selector.items() <= {**labels, LWS_INDEX: "1"}.items()
 
 
 def test_clients_of_single_pods_reach_them_all(helm: Helm) -> None:
@@ -139,26 +148,12 @@ def test_groups_can_be_replaced_by_hand(helm: Helm) -> None:
     values = groups()
     values["parallelism"]["statefulset"] = {"updateStrategy": {"type": "OnDelete"}}
     for each in helm.install(values).all("StatefulSet"):
-        assert each["spec"]["updateStrategy"]["type"] == "OnDelete"
-
-
-@pytest.mark.parametrize(("copies", "strategy"), [(1, "RollingUpdate"), (2, "OnDelete")])
-def test_copies_are_not_replaced_together_unless_asked_for(
-    helm: Helm, copies: int, strategy: str
-) -> None:
-    rendered = helm.install({**groups(), "replicaCount": copies}, as_set=True)
-    for each in rendered.all("StatefulSet"):
-        assert each["spec"]["updateStrategy"] == {"type": strategy}
-    assert ("one copy of the model after the other" in rendered.notes) == (copies > 1)
-    asked: Object = {**groups(), "replicaCount": copies}
-    asked["parallelism"]["statefulset"] = {"updateStrategy": {"type": "RollingUpdate"}}
-    for each in helm.install(asked).all("StatefulSet"):
-        assert each["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+        assert each["spec"]["updateStrategy"] == {"type": "OnDelete"}
 
 
 def test_pods_show_each_other_certificates(helm: Helm) -> None:
     values = groups(tls={"shards": {"existingSecret": "peers"}})
-    given = pod_of(helm.install(values).one("StatefulSet", "demo-tokenpod-0"))
+    given = pod_of(helm.install(values).one("StatefulSet", "demo-tokenpod-leader"))
     assert volumes(given)["shard-tls"]["secret"]["secretName"] == "peers"
     folder = "/etc/tokenpod/shard-tls"
     assert mounts(given)[folder]["readOnly"] is True

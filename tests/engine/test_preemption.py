@@ -29,11 +29,11 @@ from tokenpod.core.messages import (
     StoppingParams,
 )
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
+from tokenpod.core.sampling import DRAWS
 from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.host_sampler import HostSampler, counters, tempered
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.rng import vocabulary_noise
-from tokenpod.engine.row_sampling import RowSampling
-from tokenpod.engine.sampler import Sampler
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models import load as loading
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -233,8 +233,7 @@ def scores(model, request, outputs):
     """[vocab] what the next token is the highest of: penalties, temperature and noise included."""
     known = [*request.prompt, *outputs]
     executor = HostExecutor(model, pool(len(known)), rows=1, vocab_size=VOCABULARY)
-    noted = Noting(rows=1, vocab_size=VOCABULARY, device=CPU)
-    noted.set_row(0, RowSampling.of(NewRow(request, 0)), request.prompt, outputs)
+    noted = Noting(rows=1, vocab_size=VOCABULARY)
     executor._sampler = noted
     new = NewRow(request, 0, tuple(outputs))
     executor.launch(
@@ -243,19 +242,18 @@ def scores(model, request, outputs):
     return noted.scores
 
 
-class Noting(Sampler):
+class Noting(HostSampler):
     """A sampler that keeps the scores of the last token that it chose."""
 
-    def sample(self, logits, rows, positions):
-        (row,), (position,) = rows, positions
-        state = self._state(row)
-        scores = self._processed(logits, [state], [position])
-        if state.params.do_sample:
-            counters = self._counters([state], [position])
-            scores = self._tempered(scores, [state])
-            scores = scores - vocabulary_noise(*counters, VOCABULARY).log()
+    def sample(self, logits, rows, positions, masks=None):
+        scores = logits
+        for _, some in self._groups(rows, self.columns[rows], positions):  # none or one
+            scores = self._processed(logits, some)
+            if some.columns["flags"][0] & DRAWS:
+                noise = vocabulary_noise(*counters(some), VOCABULARY)
+                scores = tempered(scores, some) - noise.log()
         self.scores = scores[0]
-        return super().sample(logits, rows, positions)
+        return super().sample(logits, rows, positions, masks)
 
 
 @pytest.mark.parametrize(

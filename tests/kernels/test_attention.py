@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.kernels import compiled, cpu, reference
+from tokenpod.kernels import cpu, reference
+from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 
 SLOTS = 700

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenpod.kernels import compiled, reference
-from tokenpod.kernels.compiled.loops import END, FIRST, arguments, floats, loop, take
+from tokenpod.kernels import reference
+from tokenpod.kernels.cpu import compiled
+from tokenpod.kernels.cpu.compiled.loops import END, FIRST, arguments, floats, loop, take
 
 
 @loop

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels import compiled, cpu, reference
+from tokenpod.kernels import cpu, reference
+from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm
 from tokenpod.kernels.reference.experts import mixture
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenpod.kernels import compiled, cpu, reference
+from tokenpod.kernels import cpu, reference
+from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.int8 import dequantised, quantise_rows
 from tokenpod.kernels.ops import Int8Weight
 

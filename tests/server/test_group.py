@@ -68,10 +68,7 @@ def test_a_follower_answers_what_needs_no_step(two_pods: Group) -> None:
     for ask, request in [
         ("Info", pb.InfoRequest()),
         ("Health", pb.HealthRequest()),
-        ("ClearCache", pb.ClearCacheRequest()),
         ("Tokens", pb.TokensRequest(text=PROMPT)),
-        # Of a batch that nobody has: what routers drop must never fail.
-        ("FilterBatch", pb.FilterBatchRequest(batch_id=77, request_ids=[1])),
     ]:
         answers = [getattr(stub, ask)(request, timeout=30) for stub in (leader, follower)]
         assert answers[0] == answers[1]
@@ -89,9 +86,11 @@ def test_every_pod_is_healthy(two_pods: Group) -> None:
         ("Warmup", pb.WarmupRequest()),
         ("Prefill", pb.PrefillRequest(batch=pb.Batch(id=1, requests=[pb.Request(inputs=PROMPT)]))),
         ("Decode", pb.DecodeRequest(batches=[pb.CachedBatch(id=1)])),
+        ("FilterBatch", pb.FilterBatchRequest(batch_id=77, request_ids=[1])),
+        ("ClearCache", pb.ClearCacheRequest()),
     ],
 )
-def test_a_follower_refuses_what_needs_a_step_and_names_the_leader(
+def test_a_follower_refuses_what_the_leader_alone_answers_and_names_it(
     two_pods: Group, rpc: str, request_: Any
 ) -> None:
     with pytest.raises(grpc.RpcError) as refused:

@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rpcs import Act, Running, arities, call_kind, nothing, serving
 
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard
 
@@ -144,7 +145,7 @@ async def test_only_so_many_are_kept_and_the_others_are_refused_at_once() -> Non
 
 
 async def test_probes_do_not_wait() -> None:
-    closing, pause, board = Closing(9), Pause(), HealthBoard(follows=False)
+    closing, pause, board = Closing(9, TABLE.open), Pause(), HealthBoard(follows=False)
 
     async def prepare(server: grpc.aio.Server) -> None:
         await board.add_to(server, ())

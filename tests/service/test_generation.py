@@ -10,7 +10,7 @@ import pytest
 
 from tokenpod.core.messages import FinishCode, Request, SamplingParams, StoppingParams, Top
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.service.dialects.events import EventWriter
+from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
 from tokenpod.service.serving.generation import UNREAD_BYTES, Generation, Sample
 from tokenpod.service.text.detokenizer import Detokenizer

@@ -242,7 +242,9 @@ async def test_an_engine_that_never_moves_again_is_known_as_stuck_until_another_
         assert not probe.board.stuck.done()
 
 
-async def test_a_pod_that_follows_is_ready_before_its_group_serves() -> None:
+async def test_a_pod_that_follows_has_started_before_its_group_serves_and_is_ready_with_it() -> (
+    None
+):
     board = HealthBoard(follows=True)
 
     async def prepare(server: grpc.aio.Server) -> None:
@@ -253,7 +255,7 @@ async def test_a_pod_that_follows_is_ready_before_its_group_serves() -> None:
         told = {name: await probe.check(name) for name in ("startup", "readiness", "", SERVICE)}
         assert told == {
             "startup": SERVING,
-            "readiness": SERVING,
+            "readiness": NOT_SERVING,
             "": NOT_SERVING,
             SERVICE: NOT_SERVING,
         }

@@ -11,14 +11,15 @@ import pytest
 from rpcs import Scripted, serving
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 from tokenpod.service.rpc.intake import Intake, Parser, open_to_all
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.memory_budget import Lease
-from tokenpod.service.rpc.methods import MethodLimits, method_limits
-from tokenpod.service.rpc.servicers import Rpcs
+from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import Size
+from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
 
@@ -28,7 +29,7 @@ GENERATE = "/generate.v3.TextGenerationService/Generate"
 
 def behind(gate: Callable[[str], Lease | None] = open_to_all, arrival: float = 60.0) -> Any:
     """A server whose rpcs are read by an intake."""
-    intake = Intake(method_limits(), gate, arrival)
+    intake = Intake(TABLE.limits(), gate, arrival)
     return serving(servicer=Scripted(), interceptors=[ErrorInterceptor(), intake])
 
 
@@ -112,7 +113,7 @@ def narrow() -> Admission:
 
 async def test_memory_for_a_message_is_kept_until_the_message_has_been_parsed() -> None:
     admission, asked = narrow(), asyncio.Event()
-    service = GenerateService(admission, Telemetry.start(TelemetrySettings()))
+    service = backend(admission)
 
     def gate(method: str) -> Lease | None:
         asked.set()
@@ -128,9 +129,15 @@ async def test_memory_for_a_message_is_kept_until_the_message_has_been_parsed() 
         assert admission.memory.taken == 0
 
 
+def backend(admission: Admission) -> Backend:
+    """One whose model is not ready."""
+    generate = GenerateService(admission, Telemetry.start(TelemetrySettings()))
+    return Backend(TABLE, admission, generate, healthy=lambda: True)
+
+
 def test_calls_that_have_not_sent_their_messages_count_as_large_as_these_may_be() -> None:
     admission = narrow()
-    service = GenerateService(admission, Telemetry.start(TelemetrySettings()))
+    service = backend(admission)
     lease = service.check(GENERATE)
     assert lease is not None
     with pytest.raises(ResourceExhausted, match="--max-front-end-bytes"):
@@ -145,8 +152,7 @@ def test_calls_that_have_not_sent_their_messages_count_as_large_as_these_may_be(
 
 def test_the_gate_knows_a_start_a_drain_and_a_full_queue() -> None:
     admission = Admission(max_requests=1, max_queue_tokens=1)
-    telemetry = Telemetry.start(TelemetrySettings())
-    rpcs = Rpcs(admission, GenerateService(admission, telemetry), healthy=lambda: True)
+    rpcs = backend(admission)
     tokens, prefill = GENERATE.replace("Generate", "Tokens"), INFO.replace("Info", "Prefill")
     for path in (GENERATE, tokens, prefill, INFO):
         with pytest.raises(Unavailable, match="not loaded"):

@@ -18,6 +18,7 @@ from harness import violations
 from rpcs import KINDS, Act, Scripted, arities, call_kind, nothing, serving
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
@@ -275,7 +276,7 @@ async def test_probes_need_no_token_and_watch_works_through_all_interceptors(
         await board.add_to(server, ())
 
     async with serving(
-        prepare=prepare, interceptors=[ErrorInterceptor(), AuthInterceptor(tokens)]
+        prepare=prepare, interceptors=[ErrorInterceptor(), AuthInterceptor(tokens, TABLE.open)]
     ) as running:
         stub = health_pb2_grpc.HealthStub(running.channel)
         request = health_pb2.HealthCheckRequest(service="liveness")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted
 from tokenpod.service.rpc.memory_budget import MemoryBudget
 
 
 @pytest.fixture
 def budget() -> MemoryBudget:
-    return MemoryBudget(House.create(1), 100)
+    return MemoryBudget(PodCounters.create(1), 100)
 
 
 def test_a_call_beyond_the_limit_is_refused_with_a_hint(budget: MemoryBudget) -> None:
@@ -57,17 +57,17 @@ def test_a_routers_call_is_counted_but_not_refused(budget: MemoryBudget) -> None
 
 
 def test_the_limit_holds_for_all_front_ends_together() -> None:
-    first = House.create(2)
+    first = PodCounters.create(2)
     assert first.descriptor is not None
-    second = House.join(first.descriptor, 1, 2)
+    second = PodCounters.join(first.descriptor, 1, 2)
     MemoryBudget(first, 100).reserve(60)
     with pytest.raises(ResourceExhausted):
         MemoryBudget(second, 100).reserve(60)
 
 
 def test_what_a_lost_front_end_held_is_forgotten() -> None:
-    first = House.create(2)
+    first = PodCounters.create(2)
     assert first.descriptor is not None
-    MemoryBudget(House.join(first.descriptor, 1, 2), 100).reserve(60)
+    MemoryBudget(PodCounters.join(first.descriptor, 1, 2), 100).reserve(60)
     first.forget(1)
     assert MemoryBudget(first, 100).taken == 0

@@ -7,15 +7,16 @@ import wirefuzz
 from google.protobuf.descriptor import Descriptor
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.rpc.methods import SMALL, method_limits
+from tokenpod.service.rpc.methods import SMALL
 from tokenpod.service.rpc.wire import count, shape_of
 
 PREFILL = "/generate.v3.TextGenerationService/Prefill"
 
 
 def fits(path: str, kind: Descriptor, data: bytes, *, trusted: bool = False) -> bool:
-    size = method_limits(max_logit_bias=1024, trusted=trusted)[path].size_for(len(data))
+    size = TABLE.limits(max_logit_bias=1024, trusted=trusted)[path].size_for(len(data))
     try:
         for _ in count(kind, shape_of(kind), data, size):
             pass
@@ -52,7 +53,7 @@ def test_a_batch_of_thousands_fits_the_routers_socket() -> None:
 
 
 def test_larger_messages_may_hold_more_in_proportion() -> None:
-    limits = method_limits()[PREFILL]
+    limits = TABLE.limits()[PREFILL]
     plain, larger = limits.size_for(4 * 1024 * 1024), limits.size_for(16 * 1024 * 1024)
     assert (larger.fields, larger.elements) == (4 * plain.fields, 4 * plain.elements)
 
@@ -62,7 +63,7 @@ def test_what_the_operator_allows_fits() -> None:
         text="x", sampling={"logit_bias": dict.fromkeys(range(50_000), 1.0)}
     )
     path = "/generate.v3.TextGenerationService/Generate"
-    limits = method_limits(max_logit_bias=50_000)[path].size
+    limits = TABLE.limits(max_logit_bias=50_000)[path].size
     kind = pb.GenerateRequest.DESCRIPTOR
     for _ in count(kind, shape_of(kind), request.SerializeToString(), limits):
         pass

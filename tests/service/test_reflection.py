@@ -13,12 +13,14 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 from rpcs import Running, Scripted, serving
 
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import V1, V1ALPHA, enable_reflection
 
 SERVICE = "generate.v3.TextGenerationService"
 HEALTH = "grpc.health.v1.Health"
+OTHERS = ("generate.v1.TextGenerationService", "generate.v2.TextGenerationService")
 TOOLS = Path(sys.executable).parent
 
 
@@ -26,7 +28,8 @@ TOOLS = Path(sys.executable).parent
 async def server() -> AsyncIterator[Running]:
     async def prepare(server: grpc.aio.Server) -> None:
         await HealthBoard().add_to(server, [SERVICE])
-        enable_reflection([SERVICE, HEALTH], server)
+        rows = [row for row in TABLE if row.service not in OTHERS]
+        enable_reflection(rows, server)
 
     async with serving(
         servicer=Scripted(), interceptors=[ErrorInterceptor()], prepare=prepare

@@ -14,16 +14,25 @@ import pytest
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import Unavailable
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
+from tokenpod.service.rpc.methods import SMALL, Method, MethodTable
 from tokenpod.service.rpc.relay import SECRET_KEY, Relay, RelayGuard, serve_relay
-from tokenpod.service.rpc.servicers import Rpcs
+from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
 
 SECRET = "between us"
+ROWS = MethodTable(
+    [
+        Method("/shard.Service/Once", SMALL),
+        Method("/shard.Service/Stream", SMALL, streams=True),
+        Method("/shard.Service/Own", SMALL, relayed=False),
+    ]
+)
 
 
 class First:
@@ -90,13 +99,7 @@ async def two_front_ends(secret: str = SECRET) -> AsyncIterator[Both]:
     port = behind.add_insecure_port("127.0.0.1:0")
     await behind.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as between:
-        relay = Relay(
-            between,
-            secret=secret,
-            streams={"/shard.Service/Stream"},
-            own={"/shard.Service/Own"},
-            services={"shard.Service"},
-        )
+        relay = Relay(between, ROWS, secret=secret)
         front = grpc.aio.server(interceptors=[ErrorInterceptor(), relay])
         handler = {"Own": grpc.unary_unary_rpc_method_handler(own)}
         front.add_generic_rpc_handlers(
@@ -173,9 +176,9 @@ async def real_relay() -> AsyncIterator[tuple[str, str]]:
     """The first front end's own, before the model is ready: its address and its secret."""
     admission = Admission(max_requests=1, max_queue_tokens=1)
     generate = GenerateService(admission, Telemetry.start(TelemetrySettings()))
-    rpcs = Rpcs(admission, generate, healthy=lambda: True)
+    backend = Backend(TABLE, admission, generate, healthy=lambda: True)
     settings = ServerSettings(front_ends=2, max_message_bytes=1024 * 1024)
-    server, address, secret = await serve_relay(settings, rpcs, HealthBoard())
+    server, address, secret = await serve_relay(settings, backend, HealthBoard())
     try:
         yield address, secret
     finally:

@@ -1,20 +1,25 @@
-"""A router's step as a message of each wire generation."""
+"""TGI's shard protocol: in what its generations differ, and a router's step as their messages."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
+from wirefuzz import GENERATIONS
 
-from tokenpod.service.dialects.convert import ShardCodec, codecs
+from tokenpod.service.dialects.tgi.codec import ShardCodec
+from tokenpod.service.dialects.tgi.fields import Fields
 from tokenpod.service.serving.calls import (
     CachedBatch,
     ShardGeneration,
     ShardStep,
     ShardText,
     TokenList,
+    WarmupCall,
 )
 
+CODECS = [ShardCodec(pb) for pb in GENERATIONS.values()]
 #: What a router reads at most.
 MOST_BYTES = 4 << 20
 
@@ -32,7 +37,7 @@ def step(*generations: ShardGeneration) -> ShardStep:
     return ShardStep(list(generations), batch, forward_ns=1, decode_ns=1, total_ns=2)
 
 
-@pytest.mark.parametrize("codec", codecs(), ids=["v1", "v2", "v3"])
+@pytest.mark.parametrize("codec", CODECS, ids=["v1", "v2", "v3"])
 def test_an_answer_stays_readable_by_leaving_out_the_longest_prompts(codec: ShardCodec) -> None:
     longest, long, short = generation(1, 150_000), generation(2, 100_000), generation(3, 10)
     answer = codec.step(codec.pb.PrefillResponse(), step(short, longest, long))
@@ -41,13 +46,13 @@ def test_an_answer_stays_readable_by_leaving_out_the_longest_prompts(codec: Shar
     assert [len(g.prefill_tokens.ids) for g in answer.generations] == [10, 0, 100_000]
 
 
-@pytest.mark.parametrize("codec", codecs(), ids=["v1", "v2", "v3"])
+@pytest.mark.parametrize("codec", CODECS, ids=["v1", "v2", "v3"])
 def test_an_answer_that_is_not_too_long_is_whole(codec: ShardCodec) -> None:
     answer = codec.step(codec.pb.PrefillResponse(), step(generation(1, 50_000)))
     assert len(answer.generations[0].prefill_tokens.ids) == 50_000
 
 
-@pytest.mark.parametrize("codec", codecs(), ids=["v1", "v2", "v3"])
+@pytest.mark.parametrize("codec", CODECS, ids=["v1", "v2", "v3"])
 def test_a_request_that_ended_alone_has_one_token_and_no_text(codec: ShardCodec) -> None:
     ended = ShardGeneration(
         7, TokenList([2], [0.0], [""], [True]), text=ShardText("", 1, 1, None, 0)
@@ -55,3 +60,45 @@ def test_a_request_that_ended_alone_has_one_token_and_no_text(codec: ShardCodec)
     (message,) = codec.step(codec.pb.PrefillResponse(), step(ended)).generations
     assert message.generated_text.finish_reason == codec.pb.FINISH_REASON_EOS_TOKEN
     assert (message.generated_text.text, message.generated_text.generated_tokens) == ("", 1)
+
+
+#: What TGI's protos say: the fields that came with a generation, or were in the first one alone.
+ONLY_IN = {
+    "v1": {"scalar_token", "prompt_tokens"},
+    "v2": {"frequency_penalty", "grammar", "timings"},
+    "v3": {"input_chunks", "add_special_tokens", "adapter_id", "chunk_len"}
+    | {"frequency_penalty", "grammar", "cached_batch", "current_tokens", "timings"},
+}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_a_generation_has_the_fields_that_it_has_on_the_wire(generation: str) -> None:
+    fields = asdict(Fields.of(GENERATIONS[generation]))
+    assert {name for name, there in fields.items() if there} == ONLY_IN[generation]
+
+
+async def test_what_a_generation_lacks_is_neutral() -> None:
+    for codec in CODECS:
+        asked = codec.pb.Request(id=1, inputs="x", stopping_parameters={"max_new_tokens": 3})
+        call = await codec.prefill(codec.pb.PrefillRequest(batch={"requests": [asked]}))
+        (request,) = call.batch.requests
+        assert (request.inputs, request.max_new_tokens, call.cached_batch_id) == ("x", 3, None)
+        assert (request.frequency_penalty, request.grammar, request.grammar_type) == (0.0, "", 0)
+        assert (request.adapter_id, request.chunk_len) == (None, None)
+        # Routers before v3 always want special tokens; v3's say so.
+        assert request.add_special_tokens is (codec is not CODECS[2])
+
+
+def test_a_warmup_says_its_limits_under_each_generations_names() -> None:
+    first, second, third = CODECS
+    assert first.warmup(first.pb.WarmupRequest()) == WarmupCall(None, None)
+    limits = second.pb.WarmupRequest(max_input_length=10, max_total_tokens=20)
+    assert second.warmup(limits) == WarmupCall(10, 20)
+    assert second.warmup(second.pb.WarmupRequest()) == WarmupCall(None, None)
+    limits = third.pb.WarmupRequest(max_input_tokens=10, max_total_tokens=0)
+    assert third.warmup(limits) == WarmupCall(10, 0)
+    assert [dict(codec.warmup_names) for codec in CODECS] == [
+        {},
+        {"max_input_tokens": "max_input_length"},
+        {},
+    ]

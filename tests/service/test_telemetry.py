@@ -31,6 +31,7 @@ from tokenpod.core.messages import (
     StoppingParams,
 )
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import DataLoss, InvalidArgument
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
@@ -59,7 +60,7 @@ def telemetry(collector: Collector) -> Telemetry:
 
 def interceptors(telemetry: Telemetry) -> list[grpc.aio.ServerInterceptor]:
     """As the server has them: telemetry sees what the others make of a call."""
-    return [*telemetry.interceptors(), ErrorInterceptor()]
+    return [*telemetry.interceptors(TABLE.untraced), ErrorInterceptor()]
 
 
 async def forever(context: Any) -> None:
@@ -272,7 +273,7 @@ async def test_probes_and_reflection_pass_untraced_and_watch_works(
 
     async def prepare(server: grpc.aio.Server) -> None:
         await board.add_to(server, ())
-        enable_reflection([board.service_name], server)
+        enable_reflection(TABLE, server)
 
     async with serving(prepare=prepare, interceptors=interceptors(telemetry)) as running:
         stub = health_pb2_grpc.HealthStub(running.channel)

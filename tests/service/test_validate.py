@@ -21,6 +21,7 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
+from tokenpod.service.serving.sampling import sampling_params, shard_sampling_params
 
 LIMITS = RequestLimits(
     vocab_size=100,
@@ -210,9 +211,9 @@ def test_samples_of_a_request_must_fit_at_once() -> None:
 
 
 def test_zeros_are_neutral() -> None:
-    params = validate.sampling_params(Sampling(), seed=0)
+    params = sampling_params(Sampling(), seed=0)
     assert params == type(params)()
-    assert validate.shard_sampling_params(SHARD) == type(params)(top_of_processed=True)
+    assert shard_sampling_params(SHARD) == type(params)(top_of_processed=True)
 
 
 @pytest.mark.parametrize(
@@ -235,16 +236,16 @@ def test_zeros_are_neutral() -> None:
     ],
 )
 def test_sampling_is_inferred_as_the_protocol_says(fields: dict[str, Any], samples: bool) -> None:
-    assert validate.sampling_params(Sampling(**fields), seed=1).do_sample is samples
+    assert sampling_params(Sampling(**fields), seed=1).do_sample is samples
 
 
 @pytest.mark.parametrize("value", [1e-45, 1e-30])
 def test_divisors_stay_where_float32_holds_the_quotient(value: float) -> None:
     sampling = Sampling(temperature=value, repetition_penalty=value)
     shard = dataclasses.replace(SHARD, temperature=value, repetition_penalty=3.4e38)
-    params = validate.sampling_params(sampling, seed=0)
+    params = sampling_params(sampling, seed=0)
     assert params.temperature == params.repetition_penalty == 1e-6
-    held = validate.shard_sampling_params(shard)
+    held = shard_sampling_params(shard)
     assert (held.temperature, held.repetition_penalty) == (1e-6, 1e6)
 
 
@@ -288,3 +289,22 @@ def test_a_routers_prompt_and_bound_fit_together() -> None:
         validate.check_shard_length(SHARD, 0, 46, LIMITS)
     with pytest.raises(InvalidArgument, match="has no tokens"):
         validate.check_shard_length(SHARD, 0, 0, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("sampling.top_p", "params.sampling.top_p"),
+        ("sampling.logit_bias[7]", "params.bias[7]"),
+        ("sampling", "params.sampling"),
+        ("samplings", "samplings"),
+        ("prompt", "prompt"),
+        ("max_new", "max_new"),
+    ],
+)
+def test_a_dialect_tells_its_own_names_of_fields(field: str, told: str) -> None:
+    names = {"sampling": "params.sampling", "sampling.logit_bias": "params.bias"}
+    with pytest.raises(InvalidArgument) as refused, validate.field_names(names):
+        raise InvalidArgument(field, "is 2; must be from 0 to 1")
+    assert refused.value.field == told
+    assert refused.value.message == f"{told} is 2; must be from 0 to 1"

@@ -17,7 +17,7 @@ from certificates import make_authority, make_certificate
 from harness import free_port
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import Letter, Placement, ShardTls
+from tokenpod.core.messages import Drain, Placement, ShardTls
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
@@ -46,10 +46,10 @@ def plan(step: int) -> StepPlan:
 class Leader:
     def __init__(self, world: int, plans: str, tls: ShardTls | None = None) -> None:
         self.lost: SimpleQueue[str] = SimpleQueue()
-        self.letters: SimpleQueue[Letter] = SimpleQueue()
+        self.drains: SimpleQueue[Drain] = SimpleQueue()
         self.waiting: SimpleQueue[str] = SimpleQueue()
         place = msgspec.structs.replace(placement(0, world, plans), tls=tls)
-        self.server = PlanServer(place, FACTS, on_lost=self._lost, on_letter=self.letters.put)
+        self.server = PlanServer(place, FACTS, on_lost=self._lost, on_drain=self.drains.put)
 
     def serve(self) -> None:
         """Bring up the whole group."""
@@ -67,12 +67,12 @@ class Follower:
 
     def __init__(self, where: Placement, facts: dict[str, str] | None = None) -> None:
         self.lost: SimpleQueue[str] = SimpleQueue()
-        self.letters: SimpleQueue[Letter] = SimpleQueue()
+        self.drains: SimpleQueue[Drain] = SimpleQueue()
         self.waiting: SimpleQueue[str] = SimpleQueue()
         self.plans: SimpleQueue[StepPlan] = SimpleQueue()
         self.joined: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.stream = PlanStream(
-            where, facts or FACTS, on_lost=self._lost, on_letter=self.letters.put
+            where, facts or FACTS, on_lost=self._lost, on_drain=self.drains.put
         )
         self.live.append(self)
         self.thread = threading.Thread(target=self._live, daemon=True)
@@ -151,15 +151,18 @@ def test_heartbeats_tell_how_far_a_follower_is(
     wait_for(lambda: leader.server.lag() == 0)
 
 
-def test_letters_go_both_ways(start: Callable[[int], Leader], address: str) -> None:
+def test_a_follower_asks_the_leader_to_drain_and_hears_of_it(
+    start: Callable[[int], Leader], address: str
+) -> None:
     leader = start(2)
     follower = Follower(placement(1, 2, address))
     leader.serve()
-    follower.stream.send_letter(Letter(1, 5, b"question"))
-    assert leader.letters.get(timeout=SECONDS) == Letter(1, 5, b"question")
-    leader.server.send_letter(Letter(1, 5, b"answer"))
-    assert follower.letters.get(timeout=SECONDS) == Letter(1, 5, b"answer")
-    leader.server.send_letter(Letter(7, 5, b"to nobody"))
+    follower.stream.send_drain(Drain(0))
+    assert leader.drains.get(timeout=SECONDS) == Drain(1)
+    leader.server.send_drain(Drain(1))
+    assert follower.drains.get(timeout=SECONDS) == Drain(1)
+    # A follower that has left hears nothing, and nothing fails.
+    leader.server.send_drain(Drain(7))
 
 
 @pytest.mark.parametrize(
@@ -302,7 +305,7 @@ def test_pools_that_differ_are_refused(start: Callable[[int], Leader], address: 
 def test_a_gap_in_the_plans_is_an_error(start: Callable[[int], Leader], address: str) -> None:
     leader = start(2)
     where = placement(1, 2, address)
-    stream = PlanStream(where, FACTS, on_lost=print, on_letter=print)
+    stream = PlanStream(where, FACTS, on_lost=print, on_drain=print)
     threading.Thread(target=leader.serve, daemon=True).start()
     stream.join(lambda text: None)
     stream.come_up(100)
@@ -355,7 +358,7 @@ def test_a_file_that_can_not_be_read_is_named(pems: Path) -> None:
     place = placement(0, 2, f"127.0.0.1:{free_port()}")
     missing = msgspec.structs.replace(place, tls=ShardTls(str(pems / "none"), "", ""))
     with pytest.raises(EngineError, match="none: No such file"):
-        PlanServer(missing, FACTS, on_lost=print, on_letter=print)
+        PlanServer(missing, FACTS, on_lost=print, on_drain=print)
 
 
 def test_a_file_that_is_no_certificate_is_said_to_be_wrong(pems: Path) -> None:
@@ -364,4 +367,4 @@ def test_a_file_that_is_no_certificate_is_said_to_be_wrong(pems: Path) -> None:
     place = placement(0, 2, f"127.0.0.1:{free_port()}")
     wrong = msgspec.structs.replace(place, tls=tls(pems, "garbage"))
     with pytest.raises(EngineError, match="--shard-tls-cert"):
-        PlanServer(wrong, FACTS, on_lost=print, on_letter=print)
+        PlanServer(wrong, FACTS, on_lost=print, on_drain=print)

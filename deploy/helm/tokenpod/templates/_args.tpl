@@ -25,12 +25,14 @@
 {{- end -}}
 {{- end }}
 
-{{/* Where the leader of this group is found. */}}
-{{- define "tokenpod.leaderAddress" -}}
+{{/* A pod's place in its copy and where the leader of that is found. Call it with root and rank. */}}
+{{- define "tokenpod.placeArgs" -}}
 {{- if eq .root.Values.parallelism.mode "lws" -}}
-$(LWS_LEADER_ADDRESS)
+- --node-rank=$(POD_INDEX)
+- --master-addr=$(LWS_LEADER_ADDRESS)
 {{- else -}}
-{{ include "tokenpod.fullname" .root }}-{{ .group }}-0.{{ include "tokenpod.headlessName" .root }}.{{ .root.Release.Namespace }}.svc
+- --node-rank={{ .rank }}
+- --master-addr={{ include "tokenpod.placeName" (dict "root" .root "rank" 0) }}-$(POD_INDEX).{{ include "tokenpod.headlessName" .root }}.{{ .root.Release.Namespace }}.svc
 {{- end -}}
 {{- end }}
 
@@ -48,7 +50,7 @@ $(LWS_LEADER_ADDRESS)
 {{- end }}
 {{- end }}
 
-{{/* List of arguments. Call it with root and group, the number of the group. */}}
+{{/* List of arguments. Call it with root and rank, the pod's in its copy. */}}
 {{- define "tokenpod.args" -}}
 {{- $root := .root -}}
 {{- with .root.Values -}}
@@ -62,8 +64,7 @@ $(LWS_LEADER_ADDRESS)
 {{- end }}
 {{- if gt (int .parallelism.pods) 1 }}
 - --num-nodes={{ .parallelism.pods }}
-- --node-rank=$(POD_INDEX)
-- --master-addr={{ include "tokenpod.leaderAddress" (dict "root" $root "group" $.group) }}
+{{ include "tokenpod.placeArgs" (dict "root" $root "rank" $.rank) }}
 - --master-port={{ .ports.rendezvous }}
 - --shard-port={{ .ports.plans }}
 {{- if not (hasKey .server "maxConnectionAgeSeconds") }}

@@ -21,8 +21,10 @@
 {{- fail (printf "parallelism.pods is 1 with parallelism.mode %s: one pod holds the whole model, so take mode pod" .mode) -}}
 {{- end -}}
 {{- end -}}
-{{- if hasKey (dig "limits" dict .Values.resources) .Values.gpu.resourceName -}}
-{{- fail (printf "resources.limits has %s: set gpu.enabled, then a pod gets one for each of its ranks" .Values.gpu.resourceName) -}}
+{{- range $kind := list "limits" "requests" -}}
+{{- if hasKey (dig $kind dict $.Values.resources) $.Values.gpu.resourceName -}}
+{{- fail (printf "resources.%s has %s: set gpu.enabled, then a pod gets one for each of its ranks" $kind $.Values.gpu.resourceName) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 
@@ -65,7 +67,7 @@
 {{- end -}}
 {{- if or .hpa.enabled .keda.enabled -}}
 {{- if eq $.Values.parallelism.mode "statefulset" -}}
-{{- fail "autoscaling is enabled with parallelism.mode statefulset: the replicas of a StatefulSet are the ranks of one model, and another number can't run it. Use mode lws, where a replica is a whole group" -}}
+{{- fail "autoscaling is enabled with parallelism.mode statefulset: a copy of the model is a pod of each StatefulSet, and a scaler would change one of them. Use mode lws, where a replica is a whole group" -}}
 {{- end -}}
 {{- if gt (int .minReplicas) (int .maxReplicas) -}}
 {{- fail (printf "autoscaling.minReplicas is %v: it must be at most autoscaling.maxReplicas, which is %v" .minReplicas .maxReplicas) -}}

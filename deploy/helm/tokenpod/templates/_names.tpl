@@ -7,11 +7,11 @@
 {{/* Short enough for what follows it: a group's number, a pod's, the controllers' own suffixes. */}}
 {{- define "tokenpod.fullname" -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 42 | trimSuffix "-" -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
 {{- else if contains (include "tokenpod.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 42 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name (include "tokenpod.name" .) | trunc 42 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name (include "tokenpod.name" .) | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 {{- end }}
 
@@ -31,21 +31,19 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name (.Chart.Version | replace "+" "_") }}
 {{- end }}
 
-{{/* The label that numbers the pods of a group from 0, the leader. */}}
-{{- define "tokenpod.indexLabel" -}}
-{{- if eq .Values.parallelism.mode "lws" -}}
-leaderworkerset.sigs.k8s.io/worker-index
-{{- else -}}
-apps.kubernetes.io/pod-index
-{{- end -}}
-{{- end }}
-
 {{/* What finds the pods that clients may talk to: all, or the leaders. */}}
 {{- define "tokenpod.leaderSelector" -}}
 {{ include "tokenpod.selector" . }}
-{{- if ne .Values.parallelism.mode "pod" }}
-{{ include "tokenpod.indexLabel" . }}: "0"
+{{- if eq .Values.parallelism.mode "statefulset" }}
+tokenpod-node-rank: "0"
+{{- else if eq .Values.parallelism.mode "lws" }}
+leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{- end }}
+{{- end }}
+
+{{/* The StatefulSet of the pods that have this rank in their copies. Call it with root and rank. */}}
+{{- define "tokenpod.placeName" -}}
+{{ include "tokenpod.fullname" .root }}-{{ ternary (printf "follower-%d" (int .rank)) "leader" (gt (int .rank) 0) }}
 {{- end }}
 
 {{/* The headless Service of shards: the chart's, or the one that a LeaderWorkerSet brings along. */}}
@@ -64,13 +62,6 @@ apps.kubernetes.io/pod-index
 {{/* How pods are replaced. Defaults stay when the type changes, and others than RollingUpdate take none. */}}
 {{- define "tokenpod.strategy" -}}
 {{- toYaml (ternary . (omit . "rollingUpdate") (eq .type "RollingUpdate")) -}}
-{{- end }}
-
-{{/* Of a copy's StatefulSet: several copies are not to go down together. */}}
-{{- define "tokenpod.updateStrategy" -}}
-{{- $given := .Values.parallelism.statefulset.updateStrategy -}}
-{{- $type := default (ternary "OnDelete" "RollingUpdate" (gt (int .Values.replicaCount) 1)) $given.type -}}
-{{- include "tokenpod.strategy" (merge (dict "type" $type) $given) -}}
 {{- end }}
 
 {{/* Volumes that the restricted Pod Security Standard forbids: name and kind, one a line. */}}

@@ -1,10 +1,10 @@
 {{/*
-The pod, the same in every mode. Call it with root and group, the number of the group of pods that
-compute together; labels holds further labels.
+The pod, the same in every mode. Call it with root and, in mode statefulset, rank, the pod's in its copy
+of the model; labels holds further labels.
 */}}
 {{- define "tokenpod.podTemplate" -}}
 {{- $root := .root -}}
-{{- $group := .group -}}
+{{- $rank := .rank -}}
 {{- with .root.Values -}}
 metadata:
   labels:
@@ -79,7 +79,7 @@ spec:
       imagePullPolicy: {{ .image.pullPolicy }}
       command: [tokenpod, serve]
       args:
-        {{- include "tokenpod.args" (dict "root" $root "group" $group) | nindent 8 }}
+        {{- include "tokenpod.args" (dict "root" $root "rank" $rank) | nindent 8 }}
       env:
         {{- include "tokenpod.env" $root | nindent 8 }}
       {{- with .extraEnvFrom }}
@@ -125,8 +125,9 @@ spec:
 - name: NODE_NAME
   valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
 {{- if gt (int .Values.parallelism.pods) 1 }}
+# The number of a LeaderWorkerSet's pod in its copy; that of a StatefulSet's copy.
 - name: POD_INDEX
-  valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ include "tokenpod.indexLabel" . }}']"}}
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ ternary "leaderworkerset.sigs.k8s.io/worker-index" "apps.kubernetes.io/pod-index" (eq .Values.parallelism.mode "lws") }}']"}}
 {{- end }}
 - name: HOME
   value: /tmp

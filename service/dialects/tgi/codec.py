@@ -1,124 +1,40 @@
-"""Protobuf to plain values and back: the only module that knows both.
+"""Messages of TGI's shard protocol to plain values and back: the only module that knows both.
 
-The three wire generations of the shard protocol differ in a few fields; one `ShardCodec` a
-generation hides that. `generate.v2` and `generate.v3` share their layout, `generate.v1` has one
-token a step as scalars.
+Three generations of the protocol are served; `Fields` says in what their messages differ.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from tokenpod.protos.generate.v1 import generate_pb2 as v1
-from tokenpod.protos.generate.v2 import generate_pb2 as v2
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.service.dialects import validate
+from tokenpod.core.messages import Ready
+from tokenpod.service.dialects.tgi.fields import Fields, given, known
 from tokenpod.service.serving.calls import (
     CachedBatch,
-    ChatPrompt,
-    GenerateCall,
-    Output,
     PrefillCall,
-    Prompt,
-    Sampling,
     ShardBatch,
     ShardGeneration,
     ShardRequest,
     ShardStep,
-    Stopping,
     TokenList,
-    TokensCall,
     WarmupCall,
 )
 
 log = logging.getLogger("tokenpod.shard")
 
-#: What is converted before others get their turn: some milliseconds each.
-_SLICE_IDS = 32_768
+#: Requests that are converted before others get their turn: some milliseconds.
 _SLICE_REQUESTS = 128
-
 #: TGI's routers read messages of up to 4 MiB; some room is left for framing.
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024 - 4096
-
-
-def _fields(message: Any) -> dict[str, Any]:
-    """A message's fields by name; None where one that may be absent is."""
-    return {
-        field.name: None
-        if field.has_presence and not message.HasField(field.name)
-        else getattr(message, field.name)
-        for field in message.DESCRIPTOR.fields
-    }
-
-
-async def generate_call(request: v3.GenerateRequest) -> GenerateCall:
-    """What `request` asks for. Other tasks get their turn while long lists are copied."""
-    sampling, stopping, output = request.sampling, request.stopping, request.output
-    return GenerateCall(
-        prompt=await _prompt(request),
-        sampling=Sampling(**_fields(sampling) | {"logit_bias": dict(sampling.logit_bias)}),
-        stopping=Stopping(
-            max_new_tokens=stopping.max_new_tokens if stopping.HasField("max_new_tokens") else None,
-            min_new_tokens=stopping.min_new_tokens,
-            stop_sequences=tuple(stopping.stop_sequences),
-            stop_token_ids=tuple(stopping.stop_token_ids),
-            ignore_eos=stopping.ignore_eos,
-            include_stop_sequence=stopping.include_stop_sequence,
-            time_limit_ms=stopping.time_limit_ms,
-        ),
-        output=Output(
-            stream=output.stream if output.HasField("stream") else True,
-            logprobs=output.logprobs,
-            top_n_tokens=output.top_n_tokens,
-            prompt_logprobs=output.prompt_logprobs,
-        ),
-        truncate=request.truncate,
-        request_id=request.request_id,
-        priority=request.priority,
-    )
-
-
-def tokens_call(request: v3.TokensRequest | v1.TokensRequest) -> TokensCall:
-    """What `request` asks for. v1 has the text alone."""
-    if isinstance(request, v1.TokensRequest):
-        return TokensCall(prompt=request.text)
-    special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-    prompt = _chat(request.chat) if request.HasField("chat") else request.text
-    return TokensCall(prompt, special, request.return_ids)
-
-
-async def _prompt(request: v3.GenerateRequest) -> Prompt:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return request.text
-        case "token_ids":
-            return await _copied(request.token_ids.ids)
-        case "chat":
-            return _chat(request.chat)
-        case _:
-            return None
-
-
-async def _copied(ids: Sequence[int]) -> tuple[int, ...]:
-    copied: list[int] = []
-    for at in range(0, len(ids), _SLICE_IDS):
-        if at:
-            await asyncio.sleep(0)
-        copied += ids[at : at + _SLICE_IDS]
-    return tuple(copied)
-
-
-def _chat(chat: v3.Chat) -> ChatPrompt:
-    validate.check_chat_length(len(chat.messages))
-    generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return ChatPrompt([(m.role, m.content) for m in chat.messages], generation)
+#: What generations before the third call a field of `WarmupCall`.
+_OLD_WARMUP_NAMES = {"max_input_tokens": "max_input_length"}
 
 
 class ShardCodec:
-    """One wire generation of the shard protocol.
+    """One generation of the shard protocol.
 
     Args:
         pb: its generated module.
@@ -126,12 +42,13 @@ class ShardCodec:
 
     def __init__(self, pb: Any) -> None:
         self.pb = pb
-        fields = pb.Request.DESCRIPTOR.fields_by_name
-        self._has_chunks = "input_chunks" in fields
-        self._has_timings = "forward_ns" in pb.DecodeResponse.DESCRIPTOR.fields_by_name
-        self._has_grammar = "grammar" in pb.NextTokenChooserParameters.DESCRIPTOR.fields_by_name
-        self._has_current = "current_tokens" in pb.CachedBatch.DESCRIPTOR.fields_by_name
-        self._scalar_token = "token_id" in pb.Generation.DESCRIPTOR.fields_by_name
+        self._has = Fields.of(pb)
+        #: What this generation calls the fields of `WarmupCall`, where not by their names.
+        self.warmup_names: Mapping[str, str] = (
+            _OLD_WARMUP_NAMES
+            if "max_input_length" in pb.WarmupRequest.DESCRIPTOR.fields_by_name
+            else {}
+        )
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -143,40 +60,30 @@ class ShardCodec:
             if not at % _SLICE_REQUESTS:
                 await asyncio.sleep(0)
         batch = ShardBatch(request.batch.id, tuple(requests))
-        joins = self._has_chunks and request.HasField("cached_batch")
+        joins = self._has.cached_batch and request.HasField("cached_batch")
         return PrefillCall(batch, request.cached_batch.id if joins else None)
 
     def warmup(self, request: Any) -> WarmupCall:
-        """A Warmup's limits; v1 has none, v2 calls one of them max_input_length."""
-        if self._has_chunks:
-            most_in = request.max_input_tokens if request.HasField("max_input_tokens") else None
-            total = request.max_total_tokens if request.HasField("max_total_tokens") else None
-            return WarmupCall(most_in, request.max_prefill_tokens, total)
-        if self._has_grammar:
-            return WarmupCall(
-                request.max_input_length or None,
-                request.max_prefill_tokens,
-                request.max_total_tokens or None,
-                input_field="max_input_length",
-            )
-        return WarmupCall(None, 0, None)
+        """A Warmup's limits, of which the first generation has none."""
+        return WarmupCall(
+            given(request, self.warmup_names.get("max_input_tokens", "max_input_tokens")),
+            given(request, "max_total_tokens"),
+        )
 
     def _request(self, request: Any) -> ShardRequest:
         parameters, stopping = request.parameters, request.stopping_parameters
-        inputs = request.inputs
-        if self._has_chunks and request.input_chunks.chunks:
+        has, inputs = self._has, request.inputs
+        if has.input_chunks and request.input_chunks.chunks:
             # Authoritative where present; `inputs` is the same for shards that know no chunks. A
             # model for text skips images.
             chunks = request.input_chunks.chunks
             inputs = "".join(c.text for c in chunks if c.WhichOneof("chunk") == "text")
-        newest = self._has_chunks
-        grammar = self._has_grammar
         return ShardRequest(
             id=request.id,
             inputs=inputs,
             truncate=request.truncate,
             # Routers before v3 always want them.
-            add_special_tokens=request.add_special_tokens if newest else True,
+            add_special_tokens=request.add_special_tokens if has.add_special_tokens else True,
             prefill_logprobs=request.prefill_logprobs,
             top_n_tokens=request.top_n_tokens,
             max_new_tokens=stopping.max_new_tokens,
@@ -188,16 +95,45 @@ class ShardCodec:
             top_p=parameters.top_p,
             typical_p=parameters.typical_p,
             repetition_penalty=parameters.repetition_penalty,
-            frequency_penalty=parameters.frequency_penalty if grammar else 0.0,
+            frequency_penalty=parameters.frequency_penalty if has.frequency_penalty else 0.0,
             seed=parameters.seed,
             watermark=parameters.watermark,
-            grammar=parameters.grammar if grammar else "",
-            grammar_type=parameters.grammar_type if grammar else 0,
-            adapter_id=request.adapter_id if newest and request.HasField("adapter_id") else None,
-            chunk_len=request.chunk_len if newest and request.HasField("chunk_len") else None,
+            grammar=parameters.grammar if has.grammar else "",
+            grammar_type=parameters.grammar_type if has.grammar else 0,
+            adapter_id=request.adapter_id
+            if has.adapter_id and request.HasField("adapter_id")
+            else None,
+            chunk_len=request.chunk_len
+            if has.chunk_len and request.HasField("chunk_len")
+            else None,
         )
 
     # -- out -----------------------------------------------------------------------------------
+
+    def info(self, ready: Ready) -> Any:
+        """`InfoResponse`: what a router must know of the model."""
+        # window_size stays unset: keys and values beyond a window are kept, so it saves no budget.
+        return known(
+            self.pb.InfoResponse,
+            requires_padding=False,
+            dtype=f"torch.{ready.dtype}",
+            device_type=ready.device_type,
+            speculate=0,
+            support_chunking=True,
+            # Routers would count shared prefixes in their own way; the engine does it by itself.
+            use_prefix_caching=False,
+            attention_impl="paged",
+            block_size=1,
+        )
+
+    def warm(self, slots: int, max_input_tokens: int, max_total_tokens: int) -> Any:
+        """`WarmupResponse`: tokens that fit in all, and the lengths of one request."""
+        return known(
+            self.pb.WarmupResponse,
+            max_supported_total_tokens=slots,
+            max_input_tokens=max_input_tokens,
+            max_total_tokens=max_total_tokens,
+        )
 
     def cached_batch(self, batch: CachedBatch) -> Any:
         """`CachedBatch`."""
@@ -207,7 +143,7 @@ class ShardCodec:
             size=len(batch.request_ids),
             max_tokens=batch.max_tokens,
         )
-        if self._has_current:
+        if self._has.current_tokens:
             message.current_tokens = batch.current_tokens
         return message
 
@@ -220,7 +156,7 @@ class ShardCodec:
         _shorten(response)
         if step.batch is not None:
             response.batch.CopyFrom(self.cached_batch(step.batch))
-        if self._has_timings:
+        if self._has.timings:
             response.forward_ns = step.forward_ns
             response.decode_ns = step.decode_ns
             response.total_ns = step.total_ns
@@ -230,7 +166,7 @@ class ShardCodec:
 
     def _generation(self, generation: ShardGeneration) -> Any:
         token, text = generation.token, generation.text
-        if self._scalar_token:
+        if self._has.scalar_token:
             message = self.pb.Generation(
                 request_id=generation.request_id,
                 token_id=token.ids[0],
@@ -243,10 +179,10 @@ class ShardCodec:
                 request_id=generation.request_id, tokens=self._tokens(self.pb.Tokens, token)
             )
         if generation.prefill is not None:
-            kind = self.pb.PrefillTokens if self._scalar_token else self.pb.Tokens
+            kind = self.pb.PrefillTokens if self._has.scalar_token else self.pb.Tokens
             message.prefill_tokens.CopyFrom(self._tokens(kind, generation.prefill))
         if generation.top is not None:
-            if self._scalar_token:
+            if self._has.scalar_token:
                 message.top_tokens.CopyFrom(self._tokens(self.pb.TopTokens, generation.top))
             else:
                 message.top_tokens.append(self._tokens(self.pb.Tokens, generation.top))
@@ -256,7 +192,7 @@ class ShardCodec:
             message.generated_text.finish_reason = text.finish_reason
             if text.seed is not None:
                 message.generated_text.seed = text.seed
-            if self._scalar_token:
+            if self._has.prompt_tokens:
                 message.generated_text.prompt_tokens = text.prompt_tokens
         return message
 
@@ -284,8 +220,3 @@ def _shorten(response: Any) -> None:
         )
         generation.ClearField("prefill_tokens")
         excess -= size
-
-
-def codecs() -> tuple[ShardCodec, ShardCodec, ShardCodec]:
-    """Every wire generation, oldest first."""
-    return (ShardCodec(v1), ShardCodec(v2), ShardCodec(v3))

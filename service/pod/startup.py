@@ -1,4 +1,4 @@
-"""How long a pod's engines may take to be there, and what they wait for."""
+"""How long a pod's engines may take to start, and what they wait for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ log = logging.getLogger("tokenpod")
 _PAUSE_SECONDS = 0.3
 
 
-class Forming:
-    """The time that a pod has to form its group, or to load if it is alone.
+class GroupStartup:
+    """The time that a pod has to start its group of ranks, or to load if it is alone.
 
     Args:
         seconds: from the start, or from the loss of a rank, until all is there (--start-timeout).

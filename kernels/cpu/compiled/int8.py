@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenpod.kernels.compiled.loops import (
+from tokenpod.kernels.cpu.compiled.loops import (
     END,
     FIRST,
     arguments,

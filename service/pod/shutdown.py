@@ -1,4 +1,4 @@
-"""How a pod stops without cutting anybody off: its own drain, and a follower's leave."""
+"""How a pod stops without ending accepted requests: its own drain, and a follower's shutdown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.front_ends import FrontEnds
-from tokenpod.service.pod.parts import Parts
 from tokenpod.service.pod.ranks import Ranks
+from tokenpod.service.pod.state import PodState
 from tokenpod.service.rpc.closing import AGAIN_SECONDS
 from tokenpod.service.rpc.health import HealthBoard
 
@@ -19,73 +19,73 @@ log = logging.getLogger("tokenpod")
 
 #: Seconds that closing connections takes, and some.
 _CLOSING_SECONDS = AGAIN_SECONDS + 1.0
-#: Seconds in which the last answers leave when it is urgent.
+#: Seconds in which the last answers are sent when it is urgent.
 _HASTE_SECONDS = 0.1
 
 #: Why nothing is taken in until the group has formed again.
 FORMING = "a rank was lost: the group is forming again"
 
 
-async def drain(settings: ServerSettings, parts: Parts, others: FrontEnds) -> None:
+async def drain(settings: ServerSettings, state: PodState, others: FrontEnds) -> None:
     """Stop the pod that clients call."""
-    admission, stopping = parts.admission, parts.stopping
+    admission, stopping = state.admission, state.stopping
     log.info("draining", extra={"lame_duck_seconds": settings.lame_duck_seconds})
-    await parts.board.drain()
+    await state.board.drain()
     # Endpoints take time to hear of it: until then clients still come, and are served.
     await stopping.sleep(settings.lame_duck_seconds)
     admission.drain()
-    await _quiet(settings, parts)
+    await _quiet(settings, state)
     cut_off = {
         "cut_off": admission.requests,
-        "cut_off_batches": await parts.rpcs.shard.end(stopping.sleep),
+        "cut_off_batches": await state.backend.shard.end(stopping.sleep),
     }
     grace, patience = (_HASTE_SECONDS, 2 * _HASTE_SECONDS) if stopping.urgent else (0.5, None)
     # Closes the listener, so it comes last.
-    await asyncio.gather(parts.listener.stop(grace, stopping.sleep), others.stop(patience))
+    await asyncio.gather(state.listener.stop(grace, stopping.sleep), others.stop(patience))
     log.info("stopped", extra=cut_off)
 
 
-async def make_way(settings: ServerSettings, parts: Parts) -> None:
-    """A follower's pod is to stop: let what runs finish. The group is lost with the pod."""
+async def drain_for_follower(settings: ServerSettings, state: PodState) -> None:
+    """A follower's pod is to stop: let running calls finish. The group ends with the pod."""
     log.info("a pod of the group stops: draining")
-    await parts.board.set_serving(False)
-    await parts.stopping.sleep(settings.lame_duck_seconds)
-    parts.admission.close(FORMING, parts.forming.took)
-    await _quiet(settings, parts)
+    await state.board.set_serving(False)
+    await state.stopping.sleep(settings.lame_duck_seconds)
+    state.admission.close(FORMING, state.startup.took)
+    await _quiet(settings, state)
 
 
-async def take_leave(
-    settings: ServerSettings, parts: Parts, ranks: Ranks, drains: DrainRequests
+async def stop_follower(
+    settings: ServerSettings, state: PodState, ranks: Ranks, drains: DrainRequests
 ) -> None:
     """Stop a follower's pod once the leader lets it."""
     log.info("stopping: asking the leader to drain")
-    await parts.board.drain()
-    leave = asyncio.create_task(drains.ask())
+    await state.board.drain()
+    drained = asyncio.create_task(drains.ask())
     seconds = settings.lame_duck_seconds + settings.graceful_termination_timeout
-    enough = asyncio.create_task(parts.stopping.sleep(seconds))
-    futures: set[asyncio.Future[Any]] = {leave, enough, ranks.lost}
+    enough = asyncio.create_task(state.stopping.sleep(seconds))
+    futures: set[asyncio.Future[Any]] = {drained, enough, ranks.lost}
     await asyncio.wait(futures, return_when="FIRST_COMPLETED")
     enough.cancel()
-    leave.cancel()
-    await asyncio.gather(leave, return_exceptions=True)
-    await parts.listener.stop(0.5, parts.stopping.sleep)
+    drained.cancel()
+    await asyncio.gather(drained, return_exceptions=True)
+    await state.listener.stop(0.5, state.stopping.sleep)
     log.info("stopped")
 
 
-def send_away(settings: ServerSettings, parts: Parts) -> None:
-    """The group is lost, and forms again: refuse who comes, and let clients find another copy."""
-    admission, duck = parts.admission, settings.lame_duck_seconds
+def send_away(settings: ServerSettings, state: PodState) -> None:
+    """The group is lost, and starts again: refuse new calls, and let clients find another copy."""
+    admission, duck = state.admission, settings.lame_duck_seconds
     # Whoever obeys the hint is not on the way while connections are closed: see `Closing`.
-    away = max(parts.forming.took, duck + _CLOSING_SECONDS)
+    away = max(state.startup.took, duck + _CLOSING_SECONDS)
     admission.close(FORMING, away)
-    parts.forming.begin()
+    state.startup.begin()
 
     async def renew() -> None:
         log.info("closing connections: another copy may serve their clients")
-        await parts.listener.renew(admission.refusal(), parts.stopping.sleep)
+        await state.listener.renew(admission.refusal(), state.stopping.sleep)
 
     if settings.leads:
-        parts.renewal.begin(max(duck - parts.board.unready_seconds, 0.0), renew)
+        state.renewal.begin(max(duck - state.board.unready_seconds, 0.0), renew)
 
 
 async def end_stalled(settings: ServerSettings, board: HealthBoard, ranks: Ranks) -> None:
@@ -96,12 +96,12 @@ async def end_stalled(settings: ServerSettings, board: HealthBoard, ranks: Ranks
     await ranks.stop()
 
 
-async def _quiet(settings: ServerSettings, parts: Parts) -> None:
+async def _quiet(settings: ServerSettings, state: PodState) -> None:
     """Wait until no request runs and no router has a batch, as long as the operator allows."""
-    admission, shard = parts.admission, parts.rpcs.shard
+    admission, shard = state.admission, state.backend.shard
     began = time.monotonic()
     deadline = began + settings.graceful_termination_timeout
     while (admission.requests or shard.awaited(began)) and time.monotonic() < deadline:
-        if parts.stopping.urgent:
+        if state.stopping.urgent:
             return
-        await parts.stopping.sleep(0.05)
+        await state.stopping.sleep(0.05)

@@ -11,8 +11,8 @@ import grpc
 
 from tokenpod.core.messages import Load
 from tokenpod.service.pod.client import NO_LOAD, EngineClient
-from tokenpod.service.pod.forming import Forming
-from tokenpod.service.pod.house import House
+from tokenpod.service.pod.counters import PodCounters
+from tokenpod.service.pod.startup import GroupStartup
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.closing import Closing
@@ -20,8 +20,7 @@ from tokenpod.service.rpc.errors import ServiceError
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError
 from tokenpod.service.rpc.router_socket import RouterSocket
-from tokenpod.service.rpc.servicers import Rpcs
-from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.serving.backend import Backend
 
 #: Seconds that calls get which run while connections are closed: those for health.
 _GRACE_SECONDS = 0.5
@@ -63,7 +62,7 @@ class Listener:
         is another one afterwards. The router's socket is as it was.
 
         Args:
-            why: what those are told who call meanwhile.
+            why: the error of calls that come meanwhile.
             sleep: may return early, if it has become urgent.
         """
         await self.public.closing.stop(self.public.server, _GRACE_SECONDS, sleep, why)
@@ -89,7 +88,7 @@ class Listener:
 
 
 class Renewal:
-    """Sends clients away from a copy that has lost a rank: they may reach another one.
+    """Closes the connections of a copy that has lost a rank: clients may reach another one.
 
     Connections are closed once the copy has been NOT_SERVING for some time: before, clients would
     come straight back.
@@ -123,21 +122,20 @@ class CurrentLoad:
     client: EngineClient | None = None
 
     def __call__(self) -> Load:
-        """Of none: nothing."""
+        """The load; of no engine, none."""
         return self.client.load if self.client else NO_LOAD
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """All of it."""
+class PodState:
+    """What lasts as long as the pod's process, however often its engines start."""
 
-    house: House
+    counters: PodCounters
     admission: Admission
     board: HealthBoard
-    generate: GenerateService
-    rpcs: Rpcs
+    backend: Backend
     listener: Listener
     stopping: Stopping
-    forming: Forming
+    startup: GroupStartup
     load: CurrentLoad
     renewal: Renewal

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
-from tokenpod.kernels.compiled.loops import (
+from tokenpod.kernels.cpu import pointwise as cpu
+from tokenpod.kernels.cpu.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.cpu.compiled.loops import (
     END,
     FIRST,
     arguments,
@@ -17,7 +18,6 @@ from tokenpod.kernels.compiled.loops import (
     real,
     take,
 )
-from tokenpod.kernels.cpu import pointwise as cpu
 from tokenpod.kernels.ops import Activation
 
 _F = np.float32

@@ -13,8 +13,16 @@ import numpy as np
 import torch
 
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.compiled.arithmetic import LOG2_E, exp2
-from tokenpod.kernels.compiled.loops import (
+from tokenpod.kernels.cpu.attention import (
+    Extend,
+    are_fast,
+    attend_extends,
+    attend_rows,
+    plan_extends,
+    visible_runs,
+)
+from tokenpod.kernels.cpu.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.cpu.compiled.loops import (
     END,
     FIRST,
     Loop,
@@ -23,14 +31,6 @@ from tokenpod.kernels.compiled.loops import (
     integers,
     loop,
     take,
-)
-from tokenpod.kernels.cpu.attention import (
-    Extend,
-    are_fast,
-    attend_extends,
-    attend_rows,
-    plan_extends,
-    visible_runs,
 )
 from tokenpod.kernels.cpu.rotary import refuse_scales
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales

@@ -1,12 +1,12 @@
-"""What several front-end processes must know of each other: a few numbers in shared memory.
+"""Counters that the front-end processes of a pod share: a few numbers in shared memory.
 
 Each process writes its own row and reads all, so nothing is ever locked. The memory has no name:
 it is a file descriptor that children inherit, and is gone when the last process is.
 
-    row k = [requests in the house, prompt tokens that wait, serving, the engine owes it a step,
+    row k = [admitted requests, prompt tokens that wait, serving, the engine owes it a step,
              bytes that its calls hold, heartbeats]
-    two more numbers, written by the first process: whether the house is closed, and whether the
-    engine makes no progress
+    two more numbers, written by the first process: whether the pod drains, and whether the engine
+    makes no progress
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HEAD = 2
 _NUMBER = 8  # bytes
 
 
-class House:
+class PodCounters:
     """The numbers, seen by process `index` of `count`. Make it with `create` or `join`.
 
     `descriptor` is what the other processes inherit; None where there are none.
@@ -36,22 +36,22 @@ class House:
         self._numbers = numbers.cast("q")
 
     @classmethod
-    def create(cls, count: int) -> House:
+    def create(cls, count: int) -> PodCounters:
         """New numbers, all zero, for `count` processes; the caller is the first."""
         if count == 1:
             return cls(memoryview(bytearray(_size(1))), 0, 1)
-        descriptor = os.memfd_create("tokenpod-house")
+        descriptor = os.memfd_create("tokenpod-counters")
         os.ftruncate(descriptor, _size(count))
         return cls(_mapped(descriptor, count), 0, count, descriptor)
 
     @classmethod
-    def join(cls, descriptor: int, index: int, count: int) -> House:
+    def join(cls, descriptor: int, index: int, count: int) -> PodCounters:
         """The numbers that the first process made, seen by process `index`."""
         return cls(_mapped(descriptor, count), index, count, descriptor)
 
     @property
     def requests(self) -> int:
-        """`Generate` calls in the house."""
+        """Admitted requests (`Generate` and `Tokens` calls) of all processes."""
         return self._sum(_REQUESTS)
 
     @property
@@ -93,7 +93,7 @@ class House:
         self._numbers[_STALLED] = stalled
 
     def add(self, *, requests: int = 0, waiting_tokens: int = 0, call_bytes: int = 0) -> None:
-        """Change what this process has in the house."""
+        """Change the counts of this process by these amounts."""
         row = self._row(self.index)
         self._numbers[row + _REQUESTS] += requests
         self._numbers[row + _WAITING_TOKENS] += waiting_tokens
@@ -120,7 +120,7 @@ class House:
         return bool(self._numbers[self._row(index) + _SERVING])
 
     def forget(self, index: int) -> None:
-        """Process `index` is gone, and what it had in the house with it."""
+        """Process `index` is gone: its counts become zero."""
         row = self._row(index)
         for column in range(_COLUMNS):
             self._numbers[row + column] = 0

@@ -10,29 +10,29 @@ from typing import cast
 import msgspec
 
 from tokenpod.core.link import FrameDecoder, encode_frame
-from tokenpod.core.messages import Broken, FromRank, Joined, Letter, Pulse, ToRank, Waiting
+from tokenpod.core.messages import Broken, Drain, FromRank, Joined, Pulse, ToRank, Waiting
 
 
-class RankLine(asyncio.Protocol):
+class ControlStream(asyncio.Protocol):
     """Hears one rank. Make it with `connect`.
 
     Args:
         on_waiting: what keeps the group from forming.
-        on_letter: for this front end, from another pod's.
+        on_drain: called with another pod's request to drain, or its answer.
     """
 
     def __init__(
-        self, on_waiting: Callable[[str], None], on_letter: Callable[[Letter], None]
+        self, on_waiting: Callable[[str], None], on_drain: Callable[[Drain], None]
     ) -> None:
         loop = asyncio.get_running_loop()
-        #: The rank's last words.
+        #: Why the rank ends, once it has said so.
         self.broken: asyncio.Future[Broken] = loop.create_future()
         #: Where clients reach the leader's pod; of followers alone.
         self.leader_address = ""
         #: Heartbeats so far.
         self.pulses = 0
         self._on_waiting = on_waiting
-        self._on_letter = on_letter
+        self._on_drain = on_drain
         self._encoder = msgspec.msgpack.Encoder()
         self._frames = FrameDecoder[FromRank](FromRank)  # type: ignore[arg-type]
         self._transport: asyncio.Transport | None = None
@@ -42,11 +42,11 @@ class RankLine(asyncio.Protocol):
         cls,
         endpoint: socket.socket,
         on_waiting: Callable[[str], None],
-        on_letter: Callable[[Letter], None],
-    ) -> RankLine:
+        on_drain: Callable[[Drain], None],
+    ) -> ControlStream:
         """Take over `endpoint`."""
         loop = asyncio.get_running_loop()
-        _, line = await loop.create_connection(lambda: cls(on_waiting, on_letter), sock=endpoint)
+        _, line = await loop.create_connection(lambda: cls(on_waiting, on_drain), sock=endpoint)
         return line
 
     def send(self, message: ToRank) -> None:
@@ -74,8 +74,8 @@ class RankLine(asyncio.Protocol):
                     self._on_waiting(message.message)
                 case Joined():
                     self.leader_address = message.leader_address
-                case Letter():
-                    self._on_letter(message)
+                case Drain():
+                    self._on_drain(message)
                 case Broken():
                     if not self.broken.done():
                         self.broken.set_result(message)

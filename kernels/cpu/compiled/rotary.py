@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenpod.kernels.compiled.loops import (
+from tokenpod.kernels.cpu.compiled.loops import (
     END,
     FIRST,
     arguments,
@@ -16,7 +16,7 @@ from tokenpod.kernels.compiled.loops import (
     real,
     take,
 )
-from tokenpod.kernels.compiled.pointwise import norm_factor
+from tokenpod.kernels.cpu.compiled.pointwise import norm_factor
 from tokenpod.kernels.cpu.rotary import refuse_scales
 from tokenpod.kernels.ops import HeadNorm, KVScales
 from tokenpod.kernels.reference.rotary import Rotation

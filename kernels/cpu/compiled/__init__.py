@@ -1,15 +1,15 @@
-"""The operations for a CPU in float32: loops compiled at run time where torch's calls are many.
+"""The CPU's operations in float32: loops compiled at run time where torch would need many calls.
 
-What torch does well, it does here too: products, prompts' attention, embedding.
+Products, prompts' attention and embedding stay torch's: there a call has enough to do.
 """
 
 from dataclasses import replace
 
 from tokenpod.kernels import cpu
-from tokenpod.kernels.compiled.attention import attention, plan_attention
-from tokenpod.kernels.compiled.pointwise import act_mul, rms_norm
-from tokenpod.kernels.compiled.rotary import store_key_value
 from tokenpod.kernels.compose import norm_linear_of
+from tokenpod.kernels.cpu.compiled.attention import attention, plan_attention
+from tokenpod.kernels.cpu.compiled.pointwise import act_mul, rms_norm
+from tokenpod.kernels.cpu.compiled.rotary import store_key_value
 from tokenpod.kernels.cpu.experts import experts_of
 from tokenpod.kernels.cpu.product import prepare_linear
 

@@ -1,10 +1,9 @@
-"""The events of a `Generate` stream: what a client is told, when, in which words."""
+"""The events of a `Generate` stream, as messages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tokenpod.core.messages import FinishCode
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
@@ -19,15 +18,6 @@ _FINISH = {
     FinishCode.STOP_TOKEN: pb.FINISH_STOP_SEQUENCE,
     FinishCode.TIME_LIMIT: pb.FINISH_TIME_LIMIT,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a whole call."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
 
 
 class EventWriter:
@@ -63,15 +53,6 @@ class EventWriter:
         """Whether every event has been handed out."""
         return len(self._closed) == (self._call.sampling.n or 1)
 
-    def usage(self) -> Usage:
-        """Tokens so far."""
-        generation = self._generation
-        return Usage(
-            prompt_tokens=len(generation.request.prompt),
-            cached_tokens=generation.started.cached_tokens if generation.started else 0,
-            generated_tokens=sum(sample.generated for sample in generation.samples),
-        )
-
     def next(self) -> pb.GenerateResponse | None:
         """The next thing to tell; None: nothing yet.
 
@@ -84,7 +65,7 @@ class EventWriter:
         if self._call.output.stream:
             return self._next_of(generation.samples)
         if generation.finished:
-            return self._next_of(self._best())
+            return self._next_of(generation.best(self._call.sampling.n or 1))
         return None
 
     def _next_of(self, samples: Sequence[Sample]) -> pb.GenerateResponse | None:
@@ -103,24 +84,15 @@ class EventWriter:
                 return pb.GenerateResponse(finished=self._finished(sample, index))
         return None
 
-    def _best(self) -> list[Sample]:
-        """The n samples of highest mean log probability; all of them, in order, where n is all."""
-        samples = list(self._generation.samples)
-        n = self._call.sampling.n or 1
-        if len(samples) > n:
-            samples.sort(key=lambda sample: -sample.mean_logprob)
-        return samples[:n]
-
     def _started(self) -> pb.Started:
-        usage, started = self.usage(), self._generation.started
+        started, ids = self._generation.started, self._generation.request.prompt
         message = pb.Started(
             request_id=self._request_id,
             model_id=self._model_id,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
+            prompt_tokens=len(ids),
+            cached_tokens=self._generation.cached_tokens,
         )
         if started is not None and self._call.output.prompt_logprobs:
-            ids = self._generation.request.prompt
             message.prompt.ids.extend(ids)
             message.prompt.logprobs.extend([math.nan, *(started.prompt_logprobs or [])])
             message.prompt.texts.extend(self._texts(ids))
@@ -143,7 +115,7 @@ class EventWriter:
         return response
 
     def _finished(self, sample: Sample, index: int) -> pb.Finished:
-        ending, request, usage = sample.ending, self._generation.request, self.usage()
+        generation, ending = self._generation, sample.ending
         assert ending is not None
         message = pb.Finished(
             index=index,
@@ -151,8 +123,8 @@ class EventWriter:
             reason=_FINISH[ending.reason],
             cumulative_logprob=sample.cumulative_logprob,
             usage=pb.Usage(
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
+                prompt_tokens=len(generation.request.prompt),
+                cached_tokens=generation.cached_tokens,
                 generated_tokens=sample.generated,
             ),
             timings=self._timings(sample),
@@ -161,8 +133,8 @@ class EventWriter:
             message.stop_sequence = ending.stop_sequence
         elif ending.stop_token_id is not None:
             message.stop_token_id = ending.stop_token_id
-        if request.sampling.do_sample:
-            message.seed = request.sampling.seed
+        if generation.request.sampling.do_sample:
+            message.seed = generation.request.sampling.seed
         return message
 
     def _timings(self, sample: Sample) -> pb.Timings:

@@ -1,0 +1,31 @@
+"""The rpcs of `generate.v1`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenpod.protos.generate.v1 import generate_pb2 as pb
+from tokenpod.service.dialects.generate_v1.codec import tokens_call
+from tokenpod.service.dialects.tgi.methods import service_of, shard_methods
+from tokenpod.service.rpc.methods import PROMPT, Gate, method_of
+from tokenpod.service.serving.backend import Backend
+
+
+async def tokens(backend: Backend, request: pb.TokensRequest, context: Any) -> pb.TokensResponse:
+    """Count a text's tokens."""
+    tokenised = await backend.generate.tokens(tokens_call(request))
+    return pb.TokensResponse(ntokens=tokenised.count)
+
+
+METHODS = (
+    *shard_methods(pb),
+    method_of(
+        service_of(pb),
+        "Tokens",
+        PROMPT,
+        gate=Gate.QUEUE,
+        relayed=False,
+        on_followers=True,
+        serve=tokens,
+    ),
+)

@@ -1,0 +1,1 @@
+"""What the generations of the shard protocol of TGI share."""

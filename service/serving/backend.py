@@ -1,0 +1,94 @@
+"""What the handlers of every dialect call: the services of a pod, and whether they are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tokenpod.core.messages import Ready
+from tokenpod.service.rpc.admission import Admission
+from tokenpod.service.rpc.errors import FailedPrecondition, Unavailable
+from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.rpc.methods import Gate, MethodTable
+from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.serving.shard import ShardService
+
+
+class Backend:
+    """The services behind the rpcs of a table.
+
+    Args:
+        table: the rpcs.
+        admission: refuses calls while the server starts or drains.
+        generate: streams of text, and tokenising.
+        healthy: whether the engine moves.
+        relays: this is a further front end: the first one checks what is relayed to it.
+    """
+
+    def __init__(
+        self,
+        table: MethodTable,
+        admission: Admission,
+        generate: GenerateService,
+        healthy: Callable[[], bool],
+        *,
+        relays: bool = False,
+    ) -> None:
+        self.table = table
+        self._relays = relays
+        self.admission = admission
+        self.generate = generate
+        self.healthy = healthy
+        self.model_id = ""
+        #: Where the pod that generates is, as host:port; "": it is this one.
+        self.leader_address = ""
+        #: Addresses of the shards that a router is to call.
+        self.urls: Sequence[str] = ()
+        self._shard: ShardService | None = None
+        self._ready: Ready | None = None
+
+    def start(self, ready: Ready, shard: ShardService, *, model_id: str, url: str) -> None:
+        """The model is ready, and routers reach this pod at `url`."""
+        self.model_id, self.leader_address, self.urls = model_id, "", [url]
+        self._ready, self._shard = ready, shard
+
+    def follow(self, ready: Ready, *, model_id: str, leader_address: str) -> None:
+        """The model is ready, and this pod follows the one at `leader_address`."""
+        self.model_id, self.leader_address, self.urls = model_id, leader_address, [leader_address]
+        self._ready, self._shard = ready, None
+
+    def check(self, method: str) -> Lease | None:
+        """Raise what a call of `method` would be refused with, whatever its message says.
+
+        Returns:
+            Memory for a message that passes Gate.QUEUE; others need none to speak of.
+
+        Raises:
+            Unavailable: the server starts or drains, or the engine makes no progress.
+            ResourceExhausted: the queue or the front ends' memory is full.
+            FailedPrecondition: this pod follows, and the leader alone answers such calls.
+        """
+        row = self.table[method]
+        if self._relays and row.relayed:
+            return None
+        if row.gate is Gate.READY:
+            _ = self.ready
+        elif row.gate is Gate.QUEUE:
+            self.admission.check_room()
+        if self.leader_address and not row.on_followers:
+            raise FailedPrecondition(f"this pod follows: ask the leader at {self.leader_address}")
+        return self.admission.expect() if row.gate is Gate.QUEUE else None
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine said of the model. Raises Unavailable until it is ready."""
+        if self._ready is None:
+            self.admission.check_open()
+            raise Unavailable("the model is not loaded yet", retry_after=1.0)
+        return self._ready
+
+    @property
+    def shard(self) -> ShardService:
+        """The batches of routers, of a pod that leads. Raises Unavailable until it is ready."""
+        _ = self.ready
+        assert self._shard is not None, "the gate refuses such calls on a pod that follows"
+        return self._shard

@@ -1,0 +1,52 @@
+"""What the engine's sampler gets: the values of a checked request, with "not set" made neutral."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import structs
+
+from tokenpod.core.sampling import CUTS, TABLE, SamplingParams
+from tokenpod.service.serving.calls import Sampling, ShardRequest
+
+#: Divisors of logits stay where float32 can hold the quotient: beyond, nothing changes but NaN.
+_LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
+
+
+def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
+    """`sampling` with every "not set" made neutral. Expects checked values."""
+    asked: dict[str, Any] = {}
+    for column in TABLE.columns:
+        value = getattr(sampling, column.name, None)
+        if value:
+            asked[column.name] = _divisor(value) if column.knob.divides else value
+    params = SamplingParams(**asked | {"seed": seed})
+    if sampling.do_sample is not None:
+        return params
+    several = max(sampling.n, sampling.best_of) > 1
+    tuned = bool(sampling.temperature) or several or TABLE.needs(params) & CUTS != 0
+    return structs.replace(params, do_sample=sampling.temperature != 0.0 and tuned)
+
+
+def shard_sampling_params(request: ShardRequest) -> SamplingParams:
+    """TGI's rules: sampling if asked for, or if any knob is off its neutral value."""
+    temperature, top_p = _divisor(request.temperature), request.top_p or 1.0
+    typical_p = request.typical_p or 1.0
+    tuned = (temperature != 1.0, request.top_k, top_p < 1.0, typical_p < 1.0)
+    return SamplingParams(
+        do_sample=request.do_sample or any(tuned),
+        temperature=temperature,
+        top_k=request.top_k,
+        top_p=top_p,
+        typical_p=typical_p,
+        repetition_penalty=_divisor(request.repetition_penalty),
+        relative_frequency_penalty=request.frequency_penalty,
+        watermark=request.watermark,
+        seed=request.seed,
+        top_of_processed=True,
+    )
+
+
+def _divisor(value: float | None) -> float:
+    """What logits are divided by; None and 0 are neutral."""
+    return min(max(value, _LEAST_DIVISOR), _MOST_DIVISOR) if value else 1.0

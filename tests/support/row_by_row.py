@@ -48,9 +48,15 @@ class RowByRow:
         ]
         return torch.cat(steps)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
         """See `executor.Model`."""
-        return torch.cat([self.decoder.logits(row[None]) for row in hidden])
+        return self.decoder.dtype
+
+    def logits(self, hidden: torch.Tensor, step: ForwardBatch) -> torch.Tensor:
+        """See `executor.Model`."""
+        assert step.logit_index is not None
+        return torch.cat([self.decoder.logits(hidden[at : at + 1]) for at in step.logit_index])
 
 
 def _one_token(batch: ForwardBatch, row: int, at: int) -> ForwardBatch:

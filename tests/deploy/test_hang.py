@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import grpc
+import pytest
 
 from deploy.emulator import Namespace
 from deploy.helm import Helm
@@ -22,6 +23,7 @@ def engines(of: int) -> list[int]:
     return [int(pid) for pid in children if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.slow
 async def test_a_pod_whose_engine_hangs_is_restarted_without_a_drain(
     helm: Helm, tmp_path: Path, claims: Path
 ) -> None:

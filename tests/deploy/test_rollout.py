@@ -25,6 +25,7 @@ def replaced(rolling: Object) -> Object:
     return {"replicaCount": 2, "parallelism": {"pod": {"strategy": strategy}}}
 
 
+@pytest.mark.slow
 async def test_no_accepted_request_fails_while_guarded_pods_are_replaced(
     helm: Helm, tmp_path: Path, claims: Path
 ) -> None:

@@ -238,6 +238,7 @@ def test_preempted_rows_sample_what_they_would_have_sampled(expected):
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.gpu
 def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
     poison = 96
     healthy = [
@@ -297,6 +298,7 @@ def test_the_worst_step_runs(scattered):
     assert sum(map(len, result.prompt_logprobs.values())) == PREFILL
 
 
+@pytest.mark.gpu
 def test_worst_steps_change_nothing_of_what_follows():
     def generated(after_worst_steps):
         loop, link = on_device(overlap=True, captured=False)

@@ -227,6 +227,7 @@ def test_a_vocabulary_smaller_than_the_top_is_reported_whole():
 # -- distribution ------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu
 def test_draws_follow_the_distribution():
     logits = torch.linspace(1.0, -1.0, 6)
     sampler = on_device([(sampled(seed=row, temperature=0.8), {}) for row in range(64)], 6)

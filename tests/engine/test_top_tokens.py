@@ -137,7 +137,7 @@ def rows_for(steps_of: Steps) -> int:
 
 
 @both
-@pytest.mark.parametrize("vocab", [23, 130])
+@pytest.mark.parametrize("vocab", [23, pytest.param(130, marks=pytest.mark.gpu)])
 def test_tokens_and_top_tokens_are_of_one_distribution_by_tgis_rules(steps_of, vocab):
     n = rows_for(steps_of)
     steps = [random_logits(n, vocab, seed=t) for t in range(2)]

@@ -33,6 +33,9 @@ class Canned(TextGenerationServiceServicer):
     metadata: list = field(default_factory=list)
     running: int = 0
     most: int = 0
+    #: Nobody is answered before so many calls run at once.
+    waits_for: int = 0
+    together: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Generate(self, request, context):
         self.requests.append(request)
@@ -45,6 +48,9 @@ class Canned(TextGenerationServiceServicer):
             yield v3.GenerateResponse(started=v3.Started(prompt_tokens=7, cached_tokens=3))
             if request.text == "slow":
                 await asyncio.sleep(60)
+            if self.most >= self.waits_for:
+                self.together.set()
+            await self.together.wait()
             for sample in range(max(request.sampling.n, 1)):
                 for ids in ([1], [2, 3], []):
                     delta = v3.TokenDelta(index=sample, text="x", token_ids=ids)
@@ -128,6 +134,7 @@ async def test_a_closed_loop_keeps_its_number_of_requests_in_flight(server):
 
 
 async def test_all_at_once_waits_for_nobody(server):
+    server.waits_for = 8
     await run(server, Load("open", None, None, 1.0), 8)
     assert server.most == 8
 

@@ -36,6 +36,7 @@ from tokenpod.kernels.triton import (
     experts,
     int8,
     launch,
+    offers,
     peers,
     pointwise,
     product,
@@ -213,6 +214,11 @@ def sample_under_masks() -> None:
     sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True), masks)
 
 
+def offer_drafts() -> None:
+    two = torch.zeros(2, dtype=torch.int64)
+    offers.offer(draw(4, 5000), two, two, two, two)
+
+
 FAMILIES: dict[str, Callable[[], None]] = {
     family.__name__: family
     for family in (
@@ -229,6 +235,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         others,
         sample,
         sample_under_masks,
+        offer_drafts,
     )
 }
 

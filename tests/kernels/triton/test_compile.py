@@ -27,7 +27,7 @@ DIFFERENT = ["attend_plainly", "store", "multiply"]
 def compiled():
     """Capability -> the kernels that compiled for it, and what was said about others."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT / "tests" / "support"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", str(HERE / "compile_ahead.py")]
     running = {
         capability: subprocess.Popen(

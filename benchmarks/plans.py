@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import Letter, Placement
+from tokenpod.core.messages import Drain, Placement
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
@@ -42,19 +42,19 @@ def placement(rank: int, world: int) -> Placement:
         world=world,
         local_rank=rank,
         plans=ADDRESS,
-        meeting="127.0.0.1",
-        meeting_port=0,
+        rendezvous="127.0.0.1",
+        rendezvous_port=0,
         leader_address="",
     )
 
 
-def ignore(said: str | Letter, fault: bool = False) -> None:
-    """Nobody is told."""
+def ignore(said: str | Drain, fault: bool = False) -> None:
+    """No front end is there to receive it."""
 
 
 def follow(rank: int, world: int, pipe: Connection) -> None:
     """Note when each plan is there."""
-    stream = PlanStream(placement(rank, world), {}, on_lost=ignore, on_letter=ignore)
+    stream = PlanStream(placement(rank, world), {}, on_lost=ignore, on_drain=ignore)
     stream.join(ignore)
     stream.come_up(1)
     arrived: list[int] = []
@@ -65,7 +65,7 @@ def follow(rank: int, world: int, pipe: Connection) -> None:
 
 def measure(rows: int, seconds: float, steps: int, followers: int) -> list[float]:
     world = followers + 1
-    server = PlanServer(placement(0, world), {}, on_lost=ignore, on_letter=ignore)
+    server = PlanServer(placement(0, world), {}, on_lost=ignore, on_drain=ignore)
     pipes = [multiprocessing.Pipe() for _ in range(followers)]
     processes = [
         multiprocessing.get_context("spawn").Process(target=follow, args=(rank, world, end))

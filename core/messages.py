@@ -303,8 +303,8 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     #: Where the leader's plans come from, as gRPC writes addresses: served by rank 0.
     plans: str
     #: Host and port where the ranks meet for collectives; port 0: the leader takes a free one.
-    meeting: str
-    meeting_port: int
+    rendezvous: str
+    rendezvous_port: int
     #: Where clients reach the leader's pod; for the leader, who tells the others.
     leader_address: str
     #: What the processes of one pod share; "" between pods.

@@ -136,10 +136,10 @@ def _own_cores(ranks: int) -> int:
 
 
 def _join(member: Member, device: torch.device) -> Group:
-    place, port = member.placement, member.meeting_port
-    member.wait_for(f"waiting for the other ranks at {place.meeting}:{port} (--master-port)")
+    place, port = member.placement, member.rendezvous_port
+    member.wait_for(f"waiting for the other ranks at {place.rendezvous}:{port} (--master-port)")
     group = join_group(
-        place.rank, place.world, place.meeting, port, device=device, timeout=place.timeout
+        place.rank, place.world, place.rendezvous, port, device=device, timeout=place.timeout
     )
     member.wait_for("waiting for all ranks to load")
     return group

@@ -77,7 +77,7 @@ class PlanStream:
             on_waiting: hears what there is to wait for.
 
         Returns:
-            Where clients reach the leader's pod, and the port of the ranks' meeting.
+            Where clients reach the leader's pod, and the port of the ranks' rendezvous.
 
         Raises:
             RankLost: this end was closed.

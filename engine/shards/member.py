@@ -56,7 +56,7 @@ class Member:
         assert options.placement is not None
         self.placement = placement = options.placement
         #: Where the ranks meet for collectives, once `meet` knows.
-        self.meeting_port = 0
+        self.rendezvous_port = 0
         self._serving = False
         self._line = Line(
             socket.socket(fileno=placement.line),
@@ -85,11 +85,13 @@ class Member:
         """Wait for the other ranks, without a time limit of its own."""
         if self._leader is not None:
             self._leader.gather(self.wait_for)
-            self.meeting_port = self.placement.meeting_port or _free_port(self.placement.meeting)
-            self._leader.form(self.meeting_port)
+            self.rendezvous_port = self.placement.rendezvous_port or _free_port(
+                self.placement.rendezvous
+            )
+            self._leader.form(self.rendezvous_port)
         else:
             assert self._follower is not None
-            leader_address, self.meeting_port = self._follower.join(self.wait_for)
+            leader_address, self.rendezvous_port = self._follower.join(self.wait_for)
             self._line.send(Joined(leader_address))
 
     def wait_for(self, reason: str) -> None:

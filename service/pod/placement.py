@@ -60,8 +60,8 @@ def placements(settings: ServerSettings, address: str) -> list[Placement]:
         return []
     alone = settings.num_nodes == 1
     plans, secret = f"unix-abstract:tokenpod-{secrets.token_hex(8)}", secrets.token_hex(16)
-    meeting = settings.master_addr or ""
-    found_at = "" if alone else f"{host_of(meeting)}:{settings.shard_port}"
+    rendezvous = settings.master_addr or ""
+    found_at = "" if alone else f"{host_of(rendezvous)}:{settings.shard_port}"
     made = []
     for local_rank in range(settings.num_shard):
         rank = settings.first_rank + local_rank
@@ -74,9 +74,9 @@ def placements(settings: ServerSettings, address: str) -> list[Placement]:
                 world=settings.world,
                 local_rank=local_rank,
                 plans=plans,
-                meeting="127.0.0.1" if alone else meeting,
-                meeting_port=0 if alone else settings.master_port,
-                leader_address=f"{host_of(meeting)}:{address.rpartition(':')[2]}",
+                rendezvous="127.0.0.1" if alone else rendezvous,
+                rendezvous_port=0 if alone else settings.master_port,
+                leader_address=f"{host_of(rendezvous)}:{address.rpartition(':')[2]}",
                 secret=secret,
                 found_at=found_at,
                 tls=None if alone else _tls(settings),

@@ -32,8 +32,8 @@ def placement(rank: int, world: int, plans: str) -> Placement:
         world=world,
         local_rank=rank,
         plans=plans,
-        meeting="127.0.0.1",
-        meeting_port=0,
+        rendezvous="127.0.0.1",
+        rendezvous_port=0,
         leader_address="leader:50051",
         secret="ours",
     )

@@ -122,7 +122,7 @@ def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
         assert "grpc-retry-pushback-ms" in dict(refused.trailing_metadata())
         assert running.error is None
         assert len(collect(running.events, 1).samples[0].token_ids) == 600
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
 
 
 async def test_no_client_that_calls_all_the_time_is_cancelled_by_a_stop() -> None:
@@ -183,7 +183,7 @@ def test_what_outlasts_the_grace_ends_with_unavailable() -> None:
         running.wait()
         assert running.error is not None
         assert running.error.code() is grpc.StatusCode.UNAVAILABLE
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         assert "stopped cut_off=1 cut_off_batches=0" in server.log.read_text()
 
 
@@ -197,7 +197,7 @@ def test_one_signal_that_is_delivered_twice_lets_streams_finish() -> None:
         running.wait()
         assert running.error is None
         assert len(collect(running.events, 1).samples[0].token_ids) == 600
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
 
 
 @pytest.mark.parametrize("front_ends", ["1", "3"])
@@ -238,7 +238,7 @@ def test_a_killed_engine_fails_its_calls_and_ends_the_server() -> None:
         running.wait()
         assert running.error is not None
         assert running.error.code() is grpc.StatusCode.UNAVAILABLE
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
         assert not Path(server.uds).exists()
 
 

@@ -193,15 +193,6 @@ def test_long_texts_have_the_tokens_that_short_ones_have(stub: Any) -> None:
     assert many.ids[: len(alone) - 1] == alone[:-1]
 
 
-def test_a_list_of_ids_that_is_too_long_is_refused_by_its_length(stub: Any) -> None:
-    many = pb.TokensRequest(text="word " * 150_000, return_ids=True)
-    with pytest.raises(grpc.RpcError) as refused:
-        stub.Tokens(many, timeout=SECONDS)
-    assert "300001" in violations(refused.value)["return_ids"]
-    many.return_ids = False
-    assert stub.Tokens(many, timeout=SECONDS).ntokens == 300_001
-
-
 def test_a_prompt_too_long_is_refused_with_its_length(stub: Any) -> None:
     text = text_request("word " * 20_000, stopping=SHORT)
     with pytest.raises(grpc.RpcError) as refused:

@@ -26,6 +26,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from tokenpod.core.formats import ABOUT, Quantize
 from tokenpod.service.config_rules import contradictions, flag
 
 VARIABLE_PREFIX = "TOKENPOD_"
@@ -146,12 +147,12 @@ class ServerSettings(BaseSettings):
         "Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the"
         " checkpoint's on a GPU, float32 on a CPU.",
     )
-    quantize: Literal["none", "int8"] = _setting(
+    quantize: Quantize = _setting(
         "none",
         Group.MODEL,
-        "Format of the weights of products, made while they are loaded. int8: 8 bits and a scale"
-        " per output, half of bfloat16's memory, a little less exact; embedding, head and norms"
-        " stay as they are. Not for mixtures of experts.",
+        "Format of the weights of products, made while they are loaded. "
+        + "; ".join(f"{name}: {about}" for name, about in ABOUT.items())
+        + "; embedding, head and norms stay as they are. Not for mixtures of experts.",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _setting(
         "auto",

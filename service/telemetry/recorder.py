@@ -70,11 +70,7 @@ class Telemetry:
         return []
 
     def current_call(self) -> RecordedCall | None:
-        """The rpc that this task serves; None if it is not recorded.
-
-        Ask at the handler's beginning: a generator that its client left may be ended by another
-        task.
-        """
+        """The rpc that this task serves; None if it is not recorded."""
         return None
 
     def watch(self, load: Callable[[], Load]) -> None:

@@ -51,7 +51,7 @@ def _property(field: dict[str, Any]) -> dict[str, Any]:
     alternatives = field.get("anyOf", [field])
     kind = next(each for each in alternatives if each.get("type") != "null")
     return {
-        "description": field["description"],
+        "description": " ".join(field["description"].split()),
         **{name: kind[name] for name in _KEPT if name in kind},
     }
 

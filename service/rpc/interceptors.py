@@ -171,7 +171,7 @@ def _guarded(handler: Handler, method: str) -> Handler:
         try:
             return await inner(request, context)
         except grpc.aio.InternalError as error:
-            # A message can't be written any more: the client has left, and its cancel is on the way.
+            # A message can't be written any more: the client has left, and its cancel follows.
             raise asyncio.CancelledError from error
         except Exception as error:
             await _answer(error, context, method)

@@ -18,7 +18,7 @@ from tokenpod.service.config import (
     variable,
 )
 from tokenpod.service.config_rules import flag
-from tokenpod.service.settings import default_text, description_of, group_of
+from tokenpod.service.settings import default_text, descriptions, group_of
 from tokenpod.service.telemetry.logs import print_error
 
 
@@ -50,7 +50,7 @@ def setting_flag(name: str, field: FieldInfo) -> inspect.Parameter:
         kind = next(part for part in get_args(kind) if part is not type(None))
     option = typer.Option(
         *options,
-        help=f"{description_of(field)} [dim]\\[{variable(name)}][/dim]",
+        help=f"{descriptions()[name]} [dim]\\[{variable(name)}][/dim]",
         rich_help_panel=group_of(field),
         show_default=default_text(field) or False,
     )

@@ -17,12 +17,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
 
 from tokenpod.service.config_rules import contradictions, flag
 from tokenpod.service.settings import VARIABLE_PREFIX, Settings
@@ -93,9 +88,6 @@ class _Launcher(PydanticBaseSettingsSource):
 
 class ServerSettings(Settings):
     """How one server is run. Immutable; raises pydantic's ValidationError for what can't be."""
-
-    #: No settings of its own: to look for their docstrings would cost 20 ms.
-    model_config = SettingsConfigDict(use_attribute_docstrings=False)
 
     @classmethod
     def settings_customise_sources(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenpod.service.config import ServerSettings, variable
 from tokenpod.service.config_rules import flag
-from tokenpod.service.settings import Group, default_text, description_of, group_of
+from tokenpod.service.settings import Group, default_text, descriptions, group_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 
@@ -46,7 +46,7 @@ def section(group: Group) -> str:
     for name, field in ServerSettings.model_fields.items():
         if group_of(field) == group.value:
             cells = [f"`{flag(name)}`", f"`{variable(name)}`", default_text(field)]
-            lines.append(f"| {' | '.join([*cells, description_of(field)])} |")
+            lines.append(f"| {' | '.join([*cells, descriptions()[name]])} |")
     return "\n".join([*lines, ""])
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import uvloop
 
-from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
@@ -63,14 +62,8 @@ class FrontEnd:
         telemetry = Telemetry.start(TelemetrySettings.of(settings))
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(telemetry.shutdown)
-            client = await EngineClient.connect(
-                socket.socket(fileno=config.link),
-                None,
-                _ignore,
-                index=config.index,
-                count=config.count,
-                life=config.life,
-            )
+            client = EngineClient(index=config.index, count=config.count, life=config.life)
+            await client.open(socket.socket(fileno=config.link))
             stack.callback(client.close)
             counters = PodCounters.join(config.counters, config.index, config.count)
             admission = Admission(
@@ -152,10 +145,6 @@ async def _end_of_input() -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     await reader.read()
-
-
-def _ignore(loading: Loading) -> None:
-    """Progress is shown once, by the first front end."""
 
 
 def _never_asked() -> bool:

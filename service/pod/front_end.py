@@ -34,7 +34,7 @@ from tokenpod.service.rpc.relay import relay_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.telemetry.logs import configure_logging
-from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
@@ -59,7 +59,7 @@ class FrontEnd:
         """Serve until the first front end hangs up; the exit status. Raises StartError."""
         settings, config = self.settings, self.config
         hung_up = asyncio.create_task(_end_of_input())
-        telemetry = Telemetry.start(TelemetrySettings.of(settings))
+        telemetry = Telemetry.start(settings)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(telemetry.shutdown)
             client = EngineClient(index=config.index, count=config.count, life=config.life)

@@ -35,7 +35,7 @@ def main() -> int:
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
         if options.placement is not None:
             member = Member(options)
-            member.meet()
+            member.join()
         # Only now: it takes seconds to import, and what keeps a group from forming is told at once.
         from tokenpod.engine.run import run
 

@@ -1,4 +1,4 @@
-"""The front end's end of a rank's control stream (its other end: engine/shards/line.py)."""
+"""The front end's end of a control stream; see engine/shards/control_stream.py."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def main() -> int:
         if options.placement is not None:
             member = Member(options)
             member.join()
-        # Only now: it takes seconds to import, and what keeps a group from forming is told at once.
+        # Imported here, because it takes seconds, and what a group waits for is reported at once.
         from tokenpod.engine.run import run
 
         run(options, link, member)

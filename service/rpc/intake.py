@@ -25,6 +25,7 @@ from tokenpod.service.rpc.interceptors import (
     Context,
     Continuation,
     Handler,
+    Wrapped,
     behaviour_of,
     unparsed,
 )
@@ -136,7 +137,7 @@ class Intake(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._gate = gate
         self._arrival = arrival
-        self._parsers: dict[str, Parser] = {}
+        self._wrapped = Wrapped(self._parsing)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -146,10 +147,10 @@ class Intake(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method not in self._limits:
             return handler
-        parser = self._parsers.get(method)
-        if parser is None:
-            parser = Parser.of(handler.request_deserializer, self._limits[method])
-            self._parsers[method] = parser
+        return self._wrapped(handler, method)
+
+    def _parsing(self, handler: Handler, method: str) -> Handler:
+        parser = Parser.of(handler.request_deserializer, self._limits[method])
         if handler.request_streaming:
             return _parsing_all(handler, parser)
         return self._parsing_one(handler, parser, method)

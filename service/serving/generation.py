@@ -21,7 +21,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.service.rpc.errors import ResourceExhausted, ServiceError, engine_failure
 from tokenpod.service.serving.deltas import Delta, Unread
-from tokenpod.service.text.detokenizer import Detokenizer
+from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.stops import StopMatcher
 
 #: Bytes that may wait for a stream's reader. What gRPC holds for it (a message being sent, its

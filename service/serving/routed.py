@@ -59,7 +59,7 @@ class RoutedSequence:
     ) -> ShardGeneration:
         """Take this step's token; returns what the answer to the router says of it."""
         self._generated += 1
-        special = self._tokenizer.is_special(token_id)
+        special = token_id in self._tokenizer.special_ids
         if special:
             text = self._tokenizer.token_text(token_id)
         else:
@@ -117,7 +117,7 @@ class RoutedSequence:
 
     def _named(self, ids: list[int], logprobs: list[float]) -> TokenList:
         texts = [self._tokenizer.token_text(token) for token in ids]
-        return TokenList(ids, logprobs, texts, [self._tokenizer.is_special(t) for t in ids])
+        return TokenList(ids, logprobs, texts, [t in self._tokenizer.special_ids for t in ids])
 
 
 def ended_alone(

@@ -32,7 +32,7 @@ from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.placement import engine_options
-from tokenpod.service.pod.progress import LoadingBar
+from tokenpod.service.pod.progress import LoadingBar, summary
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod.shutdown import (
     drain,
@@ -44,7 +44,6 @@ from tokenpod.service.pod.shutdown import (
 from tokenpod.service.pod.startup import GroupStartup
 from tokenpod.service.pod.state import CurrentLoad, Listener, PodState, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
-from tokenpod.service.pod.summary import summary
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.health import HealthBoard, serve_health
@@ -207,7 +206,7 @@ class Server:
         gc.collect()
         gc.freeze()
         await state.board.set_serving(True)
-        log.info("serving", extra=summary(self.settings, ready, state.listener))
+        log.info("serving", extra=summary(self.settings, ready, state.listener.address))
         return await self._serve(state, ranks, drains, others)
 
     async def _start_ranks(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument, ServiceError, Unavailable
 from tokenpod.service.text.text_messages import (
     EncodeChat,
@@ -36,30 +37,14 @@ log = logging.getLogger("tokenpod.text")
 
 #: Seconds that an abandoned job gets to end by itself: a new worker costs more CPU than that.
 _ABANDONED_SECONDS = 0.25
-#: Seconds between attempts to start a worker where it fails.
+#: Seconds that a worker may take to start and load, and between attempts where it fails.
+_START_SECONDS = 60.0
 _RESTART_SECONDS = 1.0
 #: Every so many picks the oldest job is next, not the smallest: long ones wait, but not for ever.
 _OLDEST_EVERY = 4
 #: How a worker ends when an allocation fails, and when its stack overflows.
 _OUT_OF_MEMORY = frozenset({-signal.SIGABRT})
 _FAULTS = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL})
-
-
-@dataclass(frozen=True, slots=True)
-class TextLimits:
-    """What tokenising and rendering may take.
-
-    Args:
-        workers: processes.
-        seconds: of one job, without its time in the line.
-        memory_bytes: of one worker, on top of the loaded model.
-        start_seconds: to start and load.
-    """
-
-    workers: int
-    seconds: float
-    memory_bytes: int
-    start_seconds: float = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +62,11 @@ class TextWorkers:
 
     Args:
         model: a file that holds a `TextModel`; closed with the pool.
-        limits: the operator's.
+        settings: how many workers, and what a job may take.
     """
 
-    def __init__(self, model: int, limits: TextLimits) -> None:
-        self.limits = limits
+    def __init__(self, model: int, settings: ServerSettings) -> None:
+        self._settings = settings
         self._model = model
         self._workers: set[TextProcess] = set()
         self._idle: list[TextProcess] = []
@@ -92,11 +77,11 @@ class TextWorkers:
         self._closed = False
 
     @classmethod
-    async def start(cls, model: TextModel, limits: TextLimits) -> TextWorkers:
+    async def start(cls, model: TextModel, settings: ServerSettings) -> TextWorkers:
         """All workers, loaded. Raises TokenizerError if one can't be."""
-        pool = cls(await asyncio.to_thread(_written, model), limits)
+        pool = cls(await asyncio.to_thread(_written, model), settings)
         try:
-            await asyncio.gather(*(pool._add() for _ in range(limits.workers)))
+            await asyncio.gather(*(pool._add() for _ in range(settings.text_workers)))
         except BaseException:
             await pool.close()
             raise
@@ -115,7 +100,7 @@ class TextWorkers:
         worker = await self._take(size)
         answering = asyncio.ensure_future(worker.ask(job))
         try:
-            done, _ = await asyncio.wait([answering], timeout=self.limits.seconds)
+            done, _ = await asyncio.wait([answering], timeout=self._settings.text_timeout)
             if not done:
                 worker.kill()
                 await asyncio.wait([answering])
@@ -189,10 +174,12 @@ class TextWorkers:
 
     async def _add(self) -> None:
         """Start one more worker, and give it away once it is loaded. Raises TokenizerError."""
-        worker = await TextProcess.start(WorkerOptions(self._model, self.limits.memory_bytes))
+        worker = await TextProcess.start(
+            WorkerOptions(self._model, self._settings.text_memory_bytes)
+        )
         self._workers.add(worker)
         try:
-            async with asyncio.timeout(self.limits.start_seconds):
+            async with asyncio.timeout(_START_SECONDS):
                 await worker.loaded()
         except (TimeoutError, WorkerEnded) as error:
             worker.kill()
@@ -246,11 +233,12 @@ class TextWorkers:
 
     def _failure(self, job: Job, field: str, status: int | None) -> ServiceError:
         """Why a worker has ended: its exit status; None: its time was over."""
-        limits = self.limits
         if self._closed:
             return _stopping()
         if status is None:
-            problem = f"takes {_work(job)} more than {limits.seconds:g} s (--text-timeout)"
+            problem = (
+                f"takes {_work(job)} more than {self._settings.text_timeout:g} s (--text-timeout)"
+            )
             return InvalidArgument(field, problem)
         if status in _OUT_OF_MEMORY:
             return self._too_much_memory(job, field)
@@ -268,7 +256,7 @@ class TextWorkers:
         return InvalidArgument(field, refused.message)
 
     def _too_much_memory(self, job: Job, field: str) -> ServiceError:
-        most = self.limits.memory_bytes
+        most = self._settings.text_memory_bytes
         problem = f"takes {_work(job)} more than {most} bytes of memory (--text-memory-bytes)"
         return InvalidArgument(field, problem)
 

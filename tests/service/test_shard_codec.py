@@ -14,7 +14,6 @@ from tokenpod.service.serving.calls import (
     ShardStep,
     ShardText,
     TokenList,
-    WarmupCall,
 )
 
 CODECS = [ShardCodec(pb) for pb in GENERATIONS.values()]
@@ -85,9 +84,9 @@ def test_an_answer_has_the_fields_that_its_generation_has(generation: str) -> No
 async def test_what_a_generation_lacks_is_neutral() -> None:
     for codec in CODECS:
         asked = codec.pb.Request(id=1, inputs="x", stopping_parameters={"max_new_tokens": 3})
-        call = await codec.prefill(codec.pb.PrefillRequest(batch={"requests": [asked]}))
-        (request,) = call.batch.requests
-        assert (request.inputs, request.max_new_tokens, call.cached_batch_id) == ("x", 3, None)
+        batch, cached = await codec.prefill(codec.pb.PrefillRequest(batch={"requests": [asked]}))
+        (request,) = batch.requests
+        assert (request.inputs, request.max_new_tokens, cached) == ("x", 3, None)
         assert (request.frequency_penalty, request.grammar, request.grammar_type) == (0.0, "", 0)
         assert (request.adapter_id, request.chunk_len) == (None, None)
         # Routers before v3 always want special tokens; v3's say so.
@@ -105,21 +104,21 @@ async def test_a_request_says_what_its_generation_can_say() -> None:
         parameters={"frequency_penalty": 0.5, "grammar": "g", "grammar_type": 1},
     )
     joined = third.PrefillRequest(batch={"requests": [asked]}, cached_batch={"id": 9})
-    call = await CODECS[2].prefill(joined)
-    (request,) = call.batch.requests
+    batch, cached = await CODECS[2].prefill(joined)
+    (request,) = batch.requests
     assert (request.inputs, request.adapter_id, request.chunk_len) == ("ab", "acme", 4)
     assert (request.frequency_penalty, request.grammar, request.grammar_type) == (0.5, "g", 1)
-    assert call.cached_batch_id == 9
+    assert cached == 9
 
 
 def test_a_warmup_says_its_limits_under_each_generations_names() -> None:
     first, second, third = CODECS
-    assert first.warmup(first.pb.WarmupRequest()) == WarmupCall(None, None)
+    assert first.warmup(first.pb.WarmupRequest()) == (None, None)
     limits = second.pb.WarmupRequest(max_input_length=10, max_total_tokens=20)
-    assert second.warmup(limits) == WarmupCall(10, 20)
-    assert second.warmup(second.pb.WarmupRequest()) == WarmupCall(None, None)
+    assert second.warmup(limits) == (10, 20)
+    assert second.warmup(second.pb.WarmupRequest()) == (None, None)
     limits = third.pb.WarmupRequest(max_input_tokens=10, max_total_tokens=0)
-    assert third.warmup(limits) == WarmupCall(10, 0)
+    assert third.warmup(limits) == (10, 0)
     assert [dict(codec.warmup_names) for codec in CODECS] == [
         {},
         {"max_input_tokens": "max_input_length"},

@@ -15,13 +15,11 @@ from typing import Any
 from tokenpod.core.messages import Ready
 from tokenpod.service.serving.calls import (
     CachedBatch,
-    PrefillCall,
     ShardBatch,
     ShardGeneration,
     ShardRequest,
     ShardStep,
     TokenList,
-    WarmupCall,
 )
 
 log = logging.getLogger("tokenpod.shard")
@@ -30,7 +28,7 @@ log = logging.getLogger("tokenpod.shard")
 _SLICE_REQUESTS = 128
 #: TGI's routers read messages of up to 4 MiB; some room is left for framing.
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024 - 4096
-#: What generations before the third call a field of `WarmupCall`.
+#: What generations before the third call a field of `WarmupRequest`.
 _OLD_WARMUP_NAMES = {"max_input_tokens": "max_input_length"}
 
 
@@ -45,7 +43,7 @@ class ShardCodec:
         self.pb = pb
         #: Whether a step's token is written as scalars; else as lists of one.
         self._scalar = "token_id" in pb.Generation.DESCRIPTOR.fields_by_name
-        #: What this generation calls the fields of `WarmupCall`, where not by their names.
+        #: What this generation calls the fields of a third one's `WarmupRequest`.
         self.warmup_names: Mapping[str, str] = (
             _OLD_WARMUP_NAMES
             if "max_input_length" in pb.WarmupRequest.DESCRIPTOR.fields_by_name
@@ -54,8 +52,11 @@ class ShardCodec:
 
     # -- in ------------------------------------------------------------------------------------
 
-    async def prefill(self, request: Any) -> PrefillCall:
-        """A Prefill's batch, and the cached one to join. Others get their turn in a long one."""
+    async def prefill(self, request: Any) -> tuple[ShardBatch, int | None]:
+        """A Prefill's batch, and the id of the cached one that it joins.
+
+        Other tasks get their turn while a long one is converted.
+        """
         requests = []
         for at, each in enumerate(request.batch.requests, start=1):
             requests.append(self._request(each))
@@ -63,11 +64,11 @@ class ShardCodec:
                 await asyncio.sleep(0)
         batch = ShardBatch(request.batch.id, tuple(requests))
         cached = _given(request, "cached_batch")
-        return PrefillCall(batch, cached.id if cached is not None else None)
+        return batch, cached.id if cached is not None else None
 
-    def warmup(self, request: Any) -> WarmupCall:
-        """A Warmup's limits, of which the first generation has none."""
-        return WarmupCall(
+    def warmup(self, request: Any) -> tuple[int | None, int | None]:
+        """A Warmup's limits on prompt and total, of which the first generation has none."""
+        return (
             _given(request, self.warmup_names.get("max_input_tokens", "max_input_tokens")),
             _given(request, "max_total_tokens"),
         )

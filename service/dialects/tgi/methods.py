@@ -93,13 +93,13 @@ class ShardHandlers:
     async def warmup(self, backend: Backend, request: Any, context: Context) -> Any:
         """The true token budget."""
         with _logged("Warmup"), field_names(self._codec.warmup_names):
-            slots, most_in, total = backend.shard.warmup(self._codec.warmup(request))
+            slots, most_in, total = backend.shard.warmup(*self._codec.warmup(request))
         return self._codec.warm(slots, most_in, total)
 
     async def prefill(self, backend: Backend, request: Any, context: Context) -> Any:
         """Process new prompts, and sample a token for each."""
         with _logged("Prefill", request.batch.id):
-            step = await backend.shard.prefill(await self._codec.prefill(request))
+            step = await backend.shard.prefill(*await self._codec.prefill(request))
         return self._codec.step(self._pb.PrefillResponse(), step)
 
     async def decode(self, backend: Backend, request: Any, context: Context) -> Any:

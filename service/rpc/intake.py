@@ -29,8 +29,9 @@ from tokenpod.service.rpc.interceptors import (
     unparsed,
 )
 from tokenpod.service.rpc.memory_budget import Lease
-from tokenpod.service.rpc.methods import Backend, MethodLimits
+from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
+from tokenpod.service.serving.backend import Backend
 
 #: Seconds that a message may take to arrive; a call that never sends one must not stay.
 ARRIVAL_SECONDS = 60.0

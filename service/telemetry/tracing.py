@@ -91,7 +91,7 @@ class ServerCall:
         self._slack = None if allowed is None else max(0.05, 0.01 * allowed)
 
     def generated(self, generation: Generation, *, model_id: str, request_id: str) -> None:
-        """Implements RecordedCall."""
+        """What the call generated; said once, when it is over, however it ended."""
         self._generation, self._model_id, self._request_id = generation, model_id, request_id
 
     def end(self, error: BaseException | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hostile import TEMPLATE
 
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
 from tokenpod.service.text.text_messages import (
     EncodeChat,

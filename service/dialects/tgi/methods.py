@@ -12,13 +12,11 @@ from google.protobuf.descriptor import ServiceDescriptor
 from tokenpod.service.dialects.tgi.codec import ShardCodec
 from tokenpod.service.dialects.validate import field_names
 from tokenpod.service.rpc.errors import ServiceError, Unavailable
+from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import BATCH, NAMES, SMALL, Gate, Method, method_of
 from tokenpod.service.serving.backend import Backend
 
 log = logging.getLogger("tokenpod.shard")
-
-#: grpc.aio.ServicerContext, which is generic in its stubs only.
-Context = Any
 
 #: Initial metadata of Info: the model's name, for which the protocol has no field.
 MODEL_ID_KEY = "tokenpod-model-id"

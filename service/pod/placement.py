@@ -54,8 +54,8 @@ def engine_options(
 def placements(settings: ServerSettings, address: str) -> list[Placement]:
     """This pod's ranks, the first one first; none if the engine is alone.
 
-    Every life of the group asks anew: within one pod nothing but its own processes can join, by an
-    address and a secret that nobody had before.
+    Each start of a group calls it again: within one pod only its own processes can join, because
+    the address and the secret are new.
 
     Args:
         settings: the operator's.

@@ -41,7 +41,7 @@ class Access(enum.Enum):
 
     #: Callers that show a token, where the operator asks for one (--auth-token-file).
     TOKEN = "token"  # noqa: S105 (a kind, not a token)
-    #: Everybody, also while the server closes: probes carry no token and must not wait.
+    #: All callers, also while the server closes: probes carry no token and must not wait.
     HEALTH = "health"
 
 

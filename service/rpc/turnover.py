@@ -1,4 +1,4 @@
-"""What a call that comes now has to expect, by how long calls have run of late.
+"""Estimates how long a new call waits and runs, from how long recent calls have run.
 
 A waiting call begins when a running one has ended. With c calls running, each for s seconds on
 average, a call behind n others begins after n * s / c. s is counted in steps and converted with the
@@ -57,7 +57,7 @@ class Turnover:
         self._steps = self._deviation = 0.0
 
     def watch(self, engine: EngineClient, rows: int) -> None:
-        """An engine that runs `rows` sequences at most is there."""
+        """The engine is ready; it runs at most `rows` sequences."""
         self._engine, self._rows = engine, rows
 
     def note(self, seconds: float) -> None:
@@ -87,9 +87,9 @@ class Turnover:
         if self._engine is None or self._ended < _ENOUGH:
             return Outlook()
         load, step = self._engine.load, self._engine.usual_step
-        # While the engine lets somebody wait, as many run as can; else those rows are free.
+        # While sequences wait in the engine, as many run as can; else the other rows are free.
         most = load.running if load.waiting else self._rows
-        # Each of both counts some too many: whose prompt is being computed, whose answer is read.
+        # Each count includes too many: calls in prefill, and calls whose answer is being read.
         waiting = min(self._counters.waiting, self._counters.requests - load.running)
         ahead = waiting - (most - load.running)
         wait = max(ahead, 0) * self._steps * step / max(most, 1)

@@ -86,10 +86,15 @@ class GenerateService:
         self._telemetry = telemetry
         self._serving: Serving | None = None
 
-    def start(self, serving: Serving) -> None:
+    def start(
+        self, settings: ServerSettings, client: EngineClient, encoder: Encoder, ready: Ready
+    ) -> Serving:
         """The model is ready."""
-        self._serving = serving
-        self._admission.turnover.watch(serving.client, serving.limits.rows)
+        limits = request_limits(settings, ready)
+        self._admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
+        self._admission.turnover.watch(client, limits.rows)
+        self._serving = Serving(client, encoder, limits, settings.model_id)
+        return self._serving
 
     @contextlib.contextmanager
     def admit(self, remaining: float | None) -> Iterator[AdmittedCall]:

@@ -276,7 +276,7 @@ class ShardService:
         for sequence in batch:
             sequence.behind = advanced.behind.get(sequence.sequence_id, 0)
             sequence.waits = sequence.sequence_id in waiting
-        # A stop sequence is the text's business: the engine has yet to hear of it.
+        # The engine does not see stop sequences: it is asked to end these.
         self._serving.client.abort(s.sequence_id for s in batch if s.stopped_by_text)
         return ShardStep(
             generations=sink.generations,
@@ -320,7 +320,7 @@ class ShardService:
     def _worked(self, task: asyncio.Task[ShardStep]) -> None:
         self._working.discard(task)
         if not task.cancelled():
-            # Nobody else may look: the router may have hung up.
+            # Marks it as retrieved: the router may have hung up.
             task.exception()
 
 

@@ -27,7 +27,7 @@ class Telemetry:
 
     @classmethod
     def start(cls, settings: ServerSettings) -> Telemetry:
-        """Connect to the endpoint, if there is one; a collector that is away stops nobody."""
+        """Connect to the endpoint, if there is one; the server starts without its collector."""
         if settings.otlp_endpoint is None:
             return cls()
         # Imported late: what is off costs no start-up time and no memory.

@@ -238,7 +238,7 @@ def _peer(peer: str) -> Iterator[tuple[str, str | int]]:
 
 
 def _fault(error: BaseException | None) -> BaseException | None:
-    """The exception that a status stands for; None where somebody chose the status."""
+    """The exception that a status stands for; None where the handler chose the status."""
     if isinstance(error, grpc.aio.AbortError):
         return error.__context__
     return error if isinstance(error, Exception) else None

@@ -1,8 +1,8 @@
 """Prompts to token ids: short texts at once, everything else in a worker process.
 
-A first token must not wait for another process, so a text that costs little is tokenised on the
-event loop. What costs more would hold up all streams; and what a chat costs is for its template to
-say. Both go to the text workers, which can be killed.
+A short text is tokenised on the event loop, so that its first token does not wait for another
+process. A long text would block all streams, and the cost of a chat depends on its template, which
+is a program. Both go to the text workers, which can be killed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument
@@ -50,10 +51,12 @@ class Encoder:
         self._inline_bytes = INLINE_BYTES if is_bounded(tokenizer.backend) else 0
 
     @classmethod
-    async def start(
-        cls, tokenizer: Tokenizer, settings: ServerSettings, life: AsyncExitStack
-    ) -> Encoder:
-        """With workers that end with `life`. Raises TokenizerError if they can't be started."""
+    async def start(cls, folder: Path, settings: ServerSettings, life: AsyncExitStack) -> Encoder:
+        """Load a model's tokenizer here and in workers that end with `life`.
+
+        Raises TokenizerError.
+        """
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         model = await asyncio.to_thread(tokenizer.text_model)
         workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)

@@ -1,6 +1,6 @@
 """The text workers of a front end: processes that tokenise long texts and render chats.
 
-    run(job) -> a free worker, or a place in the line -> answer
+    run(job) -> a free worker, or a place in the queue -> answer
                   | time is over, or the caller has left -> SIGKILL, a new worker takes its place
                   | memory is over -> its allocation fails -> answer, or its end, and a new worker
 
@@ -49,7 +49,7 @@ _FAULTS = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL})
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A job in the line. Its worker is set when it is taken out of it."""
+    """A job in the queue. Its worker is set when it leaves the queue."""
 
     size: int
     worker: asyncio.Future[TextProcess] = field(
@@ -70,7 +70,7 @@ class TextWorkers:
         self._model = model
         self._workers: set[TextProcess] = set()
         self._idle: list[TextProcess] = []
-        self._line: list[_Waiting] = []
+        self._queue: list[_Waiting] = []
         self._picks = 0
         #: Starting, replacing and reaping; held so that they are not collected.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,31 +124,31 @@ class TextWorkers:
         self._closed = True
         for worker in self._workers:
             worker.kill()
-        for waiting in self._line:
+        for waiting in self._queue:
             if not waiting.worker.done():
                 waiting.worker.set_exception(_stopping())
-        self._line.clear()
+        self._queue.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(worker.ended() for worker in self._workers))
         os.close(self._model)
 
-    # -- who works for whom ----------------------------------------------------------------------
+    # -- jobs and workers ------------------------------------------------------------------------
 
     async def _take(self, size: int) -> TextProcess:
-        """A worker that nobody else has."""
+        """A worker without a job."""
         if self._closed:
             raise _stopping()
         if self._idle:
             return self._idle.pop()
         waiting = _Waiting(size)
-        self._line.append(waiting)
+        self._queue.append(waiting)
         try:
             return await waiting.worker
         except asyncio.CancelledError:
-            if waiting in self._line:
-                self._line.remove(waiting)
+            if waiting in self._queue:
+                self._queue.remove(waiting)
             elif not waiting.worker.cancelled() and waiting.worker.exception() is None:
                 # It came at the same moment as the caller left.
                 self._give(waiting.worker.result())
@@ -159,15 +159,15 @@ class TextWorkers:
         if worker.has_ended:
             self._replace(worker)
             return
-        # Whose caller has left is still in the line until its task has run.
-        line = [waiting for waiting in self._line if not waiting.worker.done()]
-        if not line:
+        # A job whose caller has left stays in the queue until its task has run.
+        queue = [waiting for waiting in self._queue if not waiting.worker.done()]
+        if not queue:
             self._idle.append(worker)
             return
         self._picks += 1
         oldest = self._picks % _OLDEST_EVERY == 0
-        chosen = line[0] if oldest else min(line, key=lambda waiting: waiting.size)
-        self._line.remove(chosen)
+        chosen = queue[0] if oldest else min(queue, key=lambda waiting: waiting.size)
+        self._queue.remove(chosen)
         chosen.worker.set_result(worker)
 
     # -- the life of a worker --------------------------------------------------------------------
@@ -213,7 +213,7 @@ class TextWorkers:
         self, worker: TextProcess, answering: asyncio.Future[Encoded | Refused]
     ) -> None:
         """The caller has left. What it asked for ends, by itself or not."""
-        # Nobody else looks at what becomes of it, also where this is cut off by the pool's end.
+        # Marks the outcome as retrieved, also if the end of the pool cancels this task.
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())
         done, _ = await asyncio.wait([answering], timeout=_ABANDONED_SECONDS)
         if not done:

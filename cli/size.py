@@ -154,7 +154,7 @@ def as_json(report: Report) -> str:
         "architecture": model.architecture,
         "parameters": model.parameters,
         "dtype": dtype_of(model, report.options),
-        "quantize": report.options.quantize or "none",
+        "quantize": model.quantize,
         "kv_cache_dtype": report.options.kv_cache_dtype,
         "weight_bytes": found.weights,
         "reserve_bytes": {_key(name): size for name, size in found.reserve.items()},
@@ -177,8 +177,10 @@ def as_text(report: Report) -> str:
 def _lines(report: Report) -> Iterator[str]:
     model, found = report.model, report.found
     source = "safetensors" if model.from_tensors else "config.json"
-    products = report.options.quantize
-    formats = dtype_of(model, report.options) + (f", products as {products}" if products else "")
+    products = model.quantize
+    formats = dtype_of(model, report.options) + (
+        f", products as {products}" if products != "none" else ""
+    )
     parameters = f"{model.parameters:,} parameters as {formats} (from {source})"
     yield f"model    {model.architecture}, {parameters}"
     yield f"device   {report.device.name}, {gib(found.memory)} GiB"

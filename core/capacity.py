@@ -20,7 +20,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 #: Bytes of a number.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 #: What a CUDA context, the libraries' workspaces and the compiled kernels take.
 _CUDA_CONTEXT = GIB // 2
@@ -65,9 +65,9 @@ class Portion(msgspec.Struct, frozen=True):
     #: Numbers in its weights.
     numbers: int
     kv_heads: int
-    #: Those of them that `--quantize` can hold in another format, and the rows that they form.
-    product_numbers: int = 0
-    product_rows: int = 0
+    #: How many of them are held in a format of fewer bits, and what those take.
+    quantised_numbers: int = 0
+    quantised_bytes: int = 0
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -87,20 +87,19 @@ class Footprint(msgspec.Struct, frozen=True):
     max_positions: int
     #: By the number of ranks: every one that can divide the model, 1 among them.
     portions: dict[int, Portion]
+    #: The format that weights of products are made into.
+    quantize: str = "none"
 
     @property
     def parameters(self) -> int:
         """Numbers in all weights."""
         return self.portions[1].numbers
 
-    def weight_bytes(self, ranks: int, item_bytes: int, quantize: str | None = None) -> int:
-        """Of one rank; `quantize` int8: products have a byte per number and a scale per row."""
+    def weight_bytes(self, ranks: int, item_bytes: int) -> int:
+        """Of one rank, whose dense numbers take `item_bytes` each."""
         portion = self.portions[ranks]
-        if quantize is None:
-            return portion.numbers * item_bytes
-        scales = portion.product_rows * ITEM_BYTES["float32"]
-        others = portion.numbers - portion.product_numbers
-        return others * item_bytes + portion.product_numbers * ITEM_BYTES[quantize] + scales
+        dense = portion.numbers - portion.quantised_numbers
+        return dense * item_bytes + portion.quantised_bytes
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Of one token's keys and values in all layers, in one rank."""
@@ -158,7 +157,7 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
     reserve = _reserve(model, options, item_bytes, ranks)
-    weights = model.weight_bytes(ranks, item_bytes, options.quantize)
+    weights = model.weight_bytes(ranks, item_bytes)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     slot_bytes = model.slot_bytes(ranks, ITEM_BYTES[kv_dtype])
     slots = choose_slots(

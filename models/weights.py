@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,14 @@ class Segment:
         """Where the weight's own `rows` lie in the fused tensor."""
         size = self.sizes[self.index]
         return rows // size * sum(self.sizes) + sum(self.sizes[: self.index]) + rows % size
+
+
+class StoredTensor(NamedTuple):
+    """What a tensor of the checkpoint must be."""
+
+    shape: tuple[int, ...]
+    #: Of numbers, as safetensors names them; those of dense weights by default.
+    kinds: tuple[str, ...] = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,11 @@ class Weight:
     dtype: torch.dtype | None = None
     #: Whether products are made with it, so that it may be held in a format of fewer bits.
     multiplied: bool = False
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The checkpoint's tensors that it is made of, by name."""
+        return {source.name: StoredTensor(source.stored_shape) for source in self.sources}
 
     @property
     def shape(self) -> tuple[int, ...]:

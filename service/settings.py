@@ -14,6 +14,8 @@ from pydantic import Field, FilePath
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tokenpod.core.formats import ABOUT, Quantize
+
 VARIABLE_PREFIX = "TOKENPOD_"
 
 
@@ -62,10 +64,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model("auto")
     """Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the
     checkpoint's on a GPU, float32 on a CPU."""
-    quantize: Literal["none", "int8"] = _model("none")
-    """Format of the weights of products, made while they are loaded. int8: 8 bits and a scale per
-    output, half of bfloat16's memory, a little less exact; embedding, head and norms stay as they
-    are. Not for mixtures of experts."""
+    quantize: Quantize = _model("none")
+    """Format of the weights of products, made while they are loaded. {formats}; embedding, head and
+    norms stay as they are. Not for mixtures of experts."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""
@@ -214,15 +215,16 @@ def group_of(field: FieldInfo) -> str:
 
 @functools.cache
 def descriptions() -> dict[str, str]:
-    """What each setting means, in one line: its docstring.
+    """What each setting means, in one line: its docstring, with what `core.formats` says.
 
     Read when help or documentation asks for it. pydantic would read them whenever a server starts
     (`use_attribute_docstrings`), for 40 ms.
     """
     (settings,) = ast.parse(inspect.getsource(Settings)).body
     assert isinstance(settings, ast.ClassDef)
+    formats = "; ".join(f"{name}: {about}" for name, about in ABOUT.items())
     return {
-        field.target.id: " ".join(text.value.value.split())
+        field.target.id: " ".join(text.value.value.split()).replace("{formats}", formats)
         for field, text in itertools.pairwise(settings.body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(field.target, ast.Name)

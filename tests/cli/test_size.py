@@ -113,10 +113,10 @@ def test_products_of_8_bits_take_one_byte_per_number_and_a_scale_per_row(big: Pa
 
 def test_what_8_bits_take_is_what_the_loader_needs():
     demo = resolve_model("demo", None)
-    layout = read_layout(demo, None)
+    layout = read_layout(demo, None, quantize="int8")
     for world in (1, 2):
-        needed = bytes_needed(layout.weights, Shard(0, world), torch.bfloat16, "int8")
-        assert footprint(demo, "int8").weight_bytes(world, 2, "int8") == needed
+        needed = bytes_needed(layout.weights, Shard(0, world), torch.bfloat16, layout.reader)
+        assert footprint(demo, "int8").weight_bytes(world, 2) == needed
 
 
 def test_experts_are_refused_a_format_in_the_loaders_words(tmp_path: Path):

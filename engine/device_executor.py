@@ -267,7 +267,9 @@ class DeviceExecutor:
             row_table=self._row_table,
             single_rows=rows.single_rows,
             logit_index=integers.logit_index,
-            paged=PagedRows(integers.b_row, integers.b_start, integers.b_context, tiles),
+            paged=PagedRows(
+                integers.b_row, integers.b_start, integers.b_context, tiles, integers.t_row
+            ),
             t_adapter=integers.t_adapter if len(integers.t_adapter) else None,
         )
 

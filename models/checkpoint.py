@@ -15,12 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenpod.kernels.weight import LinearWeight
+from tokenpod.models import mxfp4
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.formats import quantised
 from tokenpod.models.linear import Weights
 from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.weights import Source, Weight
+from tokenpod.models.weights import Source, Stack, Weight
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -67,13 +68,18 @@ class Checkpoint:
         """Of all tensors."""
         return set(self._where)
 
-    def number_bytes(self, name: str) -> int:
-        """Bytes of each number of a tensor; ModelError if they are of a kind not served."""
+    def number_bytes(self, name: str, *, packed: bool = False) -> float:
+        """Bytes of each number of a tensor; ModelError if they are of a kind not served.
+
+        `packed` numbers are those of `mxfp4`, their scales included.
+        """
         kind: str = self._slice(name).get_dtype()
-        if kind not in STORED:
+        if packed and kind == "U8":
+            return (mxfp4.BLOCK_BYTES + 1) / mxfp4.BLOCK
+        if kind not in STORED or packed:
             raise ModelError(
                 f"{self._name_of_file[name]}: {name} holds {kind} numbers "
-                f"(supported: {', '.join(STORED)})"
+                f"(supported: {'U8' if packed else ', '.join(STORED)})"
             )
         return STORED[kind]
 
@@ -81,16 +87,28 @@ class Checkpoint:
         """Of a tensor."""
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str, axis: int | None = None, part: range = range(0)) -> torch.Tensor:
-        """A tensor as stored: all of it, or features `part` along `axis`, 0 or 1."""
-        if axis is None:  # a single number has no axis to slice
+    def read(
+        self,
+        name: str,
+        axis: int | None = None,
+        part: range = range(0),
+        stack: Stack | None = None,
+    ) -> torch.Tensor:
+        """A tensor as stored, or one of a stack: all, or features `part` along `axis`, 0 or 1."""
+        if axis is None and stack is None:  # a single number has no axis to slice
             return self._checked(name, self._where[name].get_tensor(name))
         stored = self._slice(name)
-        if not part:  # the library refuses to read nothing
-            shape = [0 if i == axis else length for i, length in enumerate(stored.get_shape())]
-            return torch.empty(shape)
-        span = slice(part.start, part.stop)
-        return self._checked(name, stored[span] if axis == 0 else stored[:, span])
+        first, length = _within(stored.get_shape(), stack)
+        if axis is not None and not part:  # the library refuses to read nothing
+            return torch.empty([0 if i == axis else n for i, n in enumerate(length)])
+        rows = part if axis == 0 else range(length[0])
+        spans = [slice(first + rows.start, first + rows.stop)]
+        if axis == 1:
+            spans.append(slice(part.start, part.stop))
+        counted = stack is not None and not stack.flat
+        return self._checked(
+            name, stored[(stack.index, *spans) if stack and counted else (*spans,)]
+        )
 
     def _open(self, path: Path) -> None:
         try:
@@ -113,6 +131,16 @@ class Checkpoint:
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"{self._name_of_file[name]}: {name} can't be read")
         return tensor
+
+
+def _within(shape: list[int], stack: Stack | None) -> tuple[int, list[int]]:
+    """The row at which a tensor, or one of a stack, begins, and its shape."""
+    if stack is None:
+        return 0, shape
+    if not stack.flat:
+        return 0, shape[1:]
+    rows = shape[0] // stack.count
+    return stack.index * rows, [rows, *shape[1:]]
 
 
 def _problem(path: Path) -> str:
@@ -147,6 +175,7 @@ def check(
     *,
     optional: Collection[str] = (),
     surplus: tuple[str, ...] = (),
+    beyond: tuple[str, ...] = (),
 ) -> None:
     """Every declared tensor is there with its shape, and nothing else; else ModelError.
 
@@ -156,12 +185,20 @@ def check(
         architecture: the model's, for the error.
         optional: names that may be there besides.
         surplus: endings of names that may be there besides.
+        beyond: beginnings of such names.
     """
     declared: set[str] = set(optional)
     for source in (source for weight in weights for source in weight.sources):
         declared.add(source.name)
         _check_source(checkpoint, source)
-    unknown = {name for name in checkpoint.names - declared if not name.endswith(surplus)}
+        if source.scales is not None:
+            declared.add(source.scales)
+            _check_scales(checkpoint, source.scales, source.stored_shape[:-1])
+    unknown = {
+        name
+        for name in checkpoint.names - declared
+        if not name.endswith(surplus) and not name.startswith(beyond)
+    }
     if unknown:
         raise ModelError(
             f"{architecture} has no tensor {_some(unknown)}: "
@@ -177,6 +214,13 @@ def _check_source(checkpoint: Checkpoint, source: Source) -> None:
             f"tensor {source.name} has shape {list(checkpoint.shape(source.name))}; "
             f"config.json says {list(source.stored_shape)}"
         )
+
+
+def _check_scales(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+    if name not in checkpoint or checkpoint.shape(name) != shape:
+        has = list(checkpoint.shape(name)) if name in checkpoint else "missing"
+        raise ModelError(f"tensor {name} is {has}; config.json says {list(shape)}")
+    checkpoint.number_bytes(name, packed=True)
 
 
 def _some(names: set[str]) -> str:
@@ -228,10 +272,12 @@ def _read_quantised(
 
 def _stored_bytes(checkpoint: Checkpoint, weight: Weight, shard: Shard) -> int:
     """Bytes of a rank's shard of a weight in the files."""
-    return sum(
-        checkpoint.number_bytes(source.name) * math.prod(shard.shape(source))
+    numbers = (
+        checkpoint.number_bytes(source.name, packed=source.scales is not None)
+        * math.prod(shard.shape(source))
         for source in weight.sources
     )
+    return math.ceil(sum(numbers))
 
 
 def _read(
@@ -253,20 +299,25 @@ def _read(
         merged[start : start + len(part)].copy_(part)
         merged[start + len(part) : end].zero_()  # beyond the vocabulary's end
         start = end
-    return merged if weight.experts is None else merged.view(weight.experts, -1, merged.shape[1])
+    if weight.experts is None:
+        return merged
+    return merged.view(weight.experts, -1, *merged.shape[1:])
 
 
 def read_source(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
     """A rank's shard of a source, as stored or as its function makes it."""
+    if source.scales is not None:
+        return _read_packed(checkpoint, source, shard)
     axis = source.divided if shard.world > 1 else None
     stored_axis = axis if axis is None or not source.transposed else 1 - axis
     rows = source.stored_rows(shard.part(source.axes[0]))
     if rows is not None:
         tensor = _read_rows(checkpoint, source, rows)
     elif axis is None:
-        tensor = checkpoint.read(source.name)
+        tensor = checkpoint.read(source.name, stack=source.stack)
     else:
-        tensor = checkpoint.read(source.name, stored_axis, shard.part(source.axes[axis]))
+        part = shard.part(source.axes[axis])
+        tensor = checkpoint.read(source.name, stored_axis, part, source.stack)
     if source.transposed:
         tensor = tensor.t()
     return tensor if source.function is None else source.function(tensor)
@@ -277,5 +328,21 @@ def _read_rows(checkpoint: Checkpoint, source: Source, rows: npt.NDArray[np.int6
     first = int(rows.min())
     around = range(first, int(rows.max()) + 1)
     axis = 1 if source.transposed else 0
-    slab = checkpoint.read(source.name, axis, around)
+    slab = checkpoint.read(source.name, axis, around, source.stack)
     return slab.index_select(axis, torch.from_numpy(rows - first))
+
+
+def _read_packed(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
+    """Numbers of 4 bits as float32. Blocks lie along the inputs: ranks read whole rows of them."""
+    assert source.scales is not None
+    part = shard.part(source.axes[0])
+    rows = source.stored_rows(part)
+    rows = np.arange(part.start, part.stop) if rows is None else rows
+    first = int(rows.min())
+    around, own = range(first, int(rows.max()) + 1), torch.from_numpy(rows - first)
+    blocks, scales = (
+        checkpoint.read(name, 0, around, source.stack).index_select(0, own)
+        for name in (source.name, source.scales)
+    )
+    inputs = shard.part(source.axes[1])
+    return mxfp4.dequantised(blocks, scales)[:, inputs.start : inputs.stop]

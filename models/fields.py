@@ -28,12 +28,30 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
+    def defaulting(self, **defaults: Any) -> Fields:
+        """The same with `defaults` for fields that are absent or null."""
+        missing = {name: value for name, value in defaults.items() if name not in self}
+        return Fields({**self.values, **missing}, self.source)
+
+    def only(self, name: str, *supported: Any) -> None:
+        """Raise ModelError if a field is there and none of the values that are supported."""
+        if name in self and self.values[name] not in supported:
+            choices = ", ".join(map(repr, supported))
+            raise ModelError(
+                f"{self.source}: {name} {self.values[name]!r} is not supported "
+                f"(supported: {choices})"
+            )
+
     def integer(self, name: str, default: int | None = None, *, most: int = 1 << 31) -> int:
         """A whole number from 1 to `most`."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self._refused(name, value, f"a whole number from 1 to {most:,}")
         return value
+
+    def count(self, name: str, default: int, *, most: int = 1 << 16) -> int:
+        """A whole number from 0 to `most`."""
+        return 0 if self.values.get(name) == 0 else self.integer(name, default, most=most)
 
     def real(self, name: str, default: float | None = None) -> float:
         """A positive, finite number."""

@@ -51,7 +51,6 @@ def _footprint(layout: Layout, *, from_tensors: bool) -> Footprint:
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
         from_tensors=from_tensors,
         layers=len(spec.layers),
-        head_dim=spec.head_dim,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.widest,
         vocab_size=spec.vocab_size,
@@ -72,7 +71,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             world,
             Portion(
                 numbers=shard.numbers(layout.weights),
-                kv_heads=local.kv_heads,
+                kv_numbers=local.kv.numbers,
                 product_numbers=shard.numbers(products),
                 product_rows=sum(shard.shape(s)[0] for each in products for s in each.sources),
             ),

@@ -9,6 +9,7 @@ chosen once, by the longest sequence that is served, for the same reason.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -169,9 +170,19 @@ def _yarn_scale(scaling: Fields, factor: float) -> float:
     if "attention_factor" in scaling:
         return scaling.real("attention_factor")
 
-    def temperature(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
+    temperature = functools.partial(_temperature, factor)
     if "mscale" in scaling and "mscale_all_dim" in scaling:
         return temperature(scaling.real("mscale")) / temperature(scaling.real("mscale_all_dim"))
     return temperature(1.0)
+
+
+def yarn_temperature(config: Fields) -> float:
+    """What DeepSeek multiplies queries and keys by, besides what their rotation does."""
+    scaling = _parameters(config)
+    if scaling.values.get("mscale_all_dim") in (None, 0) or "factor" not in scaling:
+        return 1.0
+    return _temperature(scaling.real("factor"), scaling.real("mscale_all_dim"))
+
+
+def _temperature(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

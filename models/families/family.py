@@ -53,6 +53,15 @@ class Family:
     names: Names | Callable[[ModelSpec], Names] = LLAMA_NAMES
     #: What names of tensors begin with: the first, or whichever a checkpoint has.
     prefixes: tuple[str, ...] = ("model.",)
+    #: Other layouts that checkpoints are published in.
+    layouts: tuple[Callable[[Names], Names], ...] = ()
+    #: Kinds of `quantization_config` whose tensors a layout names.
+    quantised: tuple[str, ...] = ()
+
+    def names_of(self, spec: ModelSpec) -> tuple[Names, ...]:
+        """Of a model, by layout."""
+        names = self.names(spec) if callable(self.names) else self.names
+        return (names, *(layout(names) for layout in self.layouts))
 
 
 @dataclass(frozen=True, slots=True)

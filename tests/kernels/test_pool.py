@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.pool import KVPool, alike
 
 
 def resident_bytes() -> int:
@@ -20,12 +20,11 @@ def test_memory_comes_when_it_is_written_unless_all_is_taken():
     pool = KVPool(
         layers=2,
         slots=32_000,
-        kv_heads=2,
-        head_dim=64,
+        layout=alike(2, 64),
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    size = 32_000 * KVPool.bytes_per_slot(layers=2, kv_heads=2, head_dim=64, dtype=torch.float32)
+    size = 32_000 * KVPool.bytes_per_slot(layers=2, layout=alike(2, 64), dtype=torch.float32)
     assert resident_bytes() - before < size / 4
     pool.take_pages()
     assert resident_bytes() - before > size * 0.9

@@ -1,0 +1,63 @@
+"""Ernie 4.5 with experts: heads rotated in neighbouring pairs, softmax, a corrected choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenpod.kernels.ops import Routing
+from tokenpod.models.families.experts import (
+    experts_of,
+    gate_names,
+    shared_of,
+    stacked,
+    with_experts,
+)
+from tokenpod.models.families.family import Family, gated_decoder, no_windows
+from tokenpod.models.fields import Fields
+from tokenpod.models.names import Names
+from tokenpod.models.spec import LayerSpec, ModelSpec, Rope
+
+
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    fields.only("use_bias", False)
+    fields = fields.defaulting(rope_theta=500_000.0, rms_norm_eps=1e-5)
+    spec = gated_decoder(fields, served, windows=no_windows, tied=True)
+    routing = Routing(1, normalised=True, least_sum=fields.real("moe_norm_min", 1e-12))
+    experts = experts_of(
+        fields, spec, routing, count=("moe_num_experts", "num_experts"), chosen="moe_k"
+    )
+    shared = shared_of(experts, fields.count("moe_num_shared_experts", 2) * experts.width)
+    experts = replace(experts, correction=True, shared=shared if shared.width else None)
+    spec = replace(spec, layers=tuple(map(_in_pairs, spec.layers)))
+    return with_experts(spec, experts, _sparse_layers(fields, len(spec.layers)))
+
+
+def _in_pairs(layer: LayerSpec) -> LayerSpec:
+    rope = layer.attention.positions
+    assert isinstance(rope, Rope)
+    attention = replace(layer.attention, positions=replace(rope, interleaved=True))
+    return replace(layer, attention=attention)
+
+
+def _sparse_layers(fields: Fields, layers: int) -> frozenset[int]:
+    last = fields.values.get("moe_layer_end_index", -1)
+    end = layers if last in (None, -1) else fields.count("moe_layer_end_index", 0) + 1
+    step = fields.integer("moe_layer_interval", 1)
+    first = fields.count("moe_layer_start_index", 1)
+    return frozenset(i for i in range(first, min(end, layers)) if (i + 1) % step == 0)
+
+
+ERNIE4_5_MOE = Family(
+    ("Ernie4_5_MoeForCausalLM",),
+    _spec,
+    Names(
+        experts=replace(
+            gate_names(),
+            correction="mlp.moe_statics.e_score_correction_bias",
+            correction_rows=True,
+        ),
+        # What predicts further tokens.
+        beyond=("mtp_",),
+    ),
+    layouts=(stacked(correction="mlp.gate.moe_statics.e_score_correction_bias"),),
+)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from interpreted import DEVICE
+from interpreted import DEVICE, INTERPRETED
 from samplers import (
     ALONE,
     INF,
@@ -133,7 +133,7 @@ def check_by_tgi_rules(steps_of: Steps, rows: list[Row], steps: list[torch.Tenso
 
 def rows_for(steps_of: Steps) -> int:
     """A row takes an interpreted kernel half a second."""
-    return 150 if steps_of is cpu_steps else 8
+    return 150 if steps_of is cpu_steps or not INTERPRETED else 4
 
 
 @both
@@ -148,7 +148,7 @@ def test_tokens_and_top_tokens_are_of_one_distribution_by_tgis_rules(steps_of, v
 def test_all_ties_at_the_last_place_are_reported(steps_of):
     n, vocab = rows_for(steps_of), 60
     steps = [halves(n, vocab, seed=t) for t in range(2)]
-    assert check_by_tgi_rules(steps_of, tgi_rows(n, vocab, seed=1, cuts=False), steps) > 5
+    assert check_by_tgi_rules(steps_of, tgi_rows(n, vocab, seed=1, cuts=False), steps) > n // 30
 
 
 # -- single rules ------------------------------------------------------------------------------
@@ -213,7 +213,8 @@ def test_a_row_that_holds_nan_or_inf_has_none(steps_of, poison):
 
 @both
 def test_asking_for_them_changes_neither_tokens_nor_other_rows(steps_of):
-    raw = [(ALONE[i][0], {**ALONE[i][1], "top_n": 4}) for i in (0, 1, 8, 5, 16, 7, 30, 33, 12, 35)]
+    some = (0, 1, 30, 12) if INTERPRETED and steps_of is device_steps else range(len(ALONE))
+    raw = [(ALONE[i][0], {**ALONE[i][1], "top_n": 4}) for i in some]
     mixed = [of_processed(row) if at % 2 else row for at, row in enumerate(raw)]
     steps = [halves(len(raw), 97, seed=t) for t in range(2)]
     for before, after in zip(steps_of(raw, steps), steps_of(mixed, steps), strict=True):
@@ -223,7 +224,8 @@ def test_asking_for_them_changes_neither_tokens_nor_other_rows(steps_of):
 
 @both
 def test_bits_do_not_depend_on_the_batch(steps_of):
-    rows = [of_processed(ALONE[i], top_n=6) for i in (1, 10, 12, 16, 29, 35)]
+    some = (1, 12, 29) if INTERPRETED else (1, 10, 12, 16, 29, 35)
+    rows = [of_processed(ALONE[i], top_n=6) for i in some]
     logits = random_logits(len(rows), 97)
     together = next(steps_of(rows, [logits]))
     for at, row in enumerate(rows):
@@ -284,16 +286,17 @@ def some_of_processed(rows: list[Row]) -> list[Row]:
     return [of_processed(row) if at % 4 else row for at, row in enumerate(asked)]
 
 
-@pytest.mark.parametrize(("make", "every"), [(halves, 1), (with_holes, 3), (wide, 4)])
+@pytest.mark.parametrize(("make", "every"), [(halves, 2), (with_holes, 7), (wide, 9)])
 def test_every_processor_alone_and_all_together_report_the_same(make: Callable, every: int):
-    rows = some_of_processed(ALONE)[-1::-every]
+    rows = some_of_processed(ALONE)[-1 :: -every if INTERPRETED else -1]
     check_beside_the_cpu(rows, [make(len(rows), 97, seed=0)])
 
 
 @pytest.mark.parametrize("tiles", [SMALL, Tiles(split=128, groups=8)], ids=["64", "128"])
 def test_mixtures_of_parameters_report_the_same(tiles: Tiles):
-    rows = some_of_processed(mixtures(6, 130, seed=7))
-    check_beside_the_cpu(rows, [random_logits(6, 130, seed=t) for t in range(2)], tiles)
+    n = 3 if INTERPRETED else 60
+    rows = some_of_processed(mixtures(n, 130, seed=7))
+    check_beside_the_cpu(rows, [random_logits(n, 130, seed=t) for t in range(2)], tiles)
 
 
 @pytest.mark.gpu

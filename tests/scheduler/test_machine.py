@@ -162,7 +162,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
 TestSchedulerLife = SchedulerLife.TestCase
 TestSchedulerLife.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

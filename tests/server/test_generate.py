@@ -262,3 +262,12 @@ def test_deadline_ends_a_stream(stub: Any) -> None:
     with pytest.raises(grpc.RpcError) as error:
         generate(stub, request, timeout=0.4)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_list_of_ids_that_is_too_long_is_refused_by_its_length(stub: Any) -> None:
+    many = pb.TokensRequest(text="word " * 150_000, return_ids=True)
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.Tokens(many, timeout=60)
+    assert "300001" in violations(refused.value)["return_ids"]
+    many.return_ids = False
+    assert stub.Tokens(many, timeout=60).ntokens == 300_001

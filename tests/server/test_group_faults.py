@@ -76,7 +76,12 @@ def two_pods() -> Iterator[tuple[Group, Wire]]:
 
 @pytest.mark.parametrize(
     ("strike", "rank", "phase"),
-    [(kill, 1, "decode"), (stop, 1, "idle"), (kill, 0, "prefill"), (stop, 0, "decode")],
+    [
+        (kill, 1, "decode"),
+        pytest.param(stop, 1, "idle", marks=pytest.mark.slow),
+        pytest.param(kill, 0, "prefill", marks=pytest.mark.slow),
+        (stop, 0, "decode"),
+    ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_pod_whose_rank_is_lost_says_so_and_serves_again(
@@ -98,6 +103,7 @@ def test_a_rank_lost_while_the_group_forms_does_not_matter(one_pod: ServerProces
     soon(try_fault(one_pod, twice, "idle"))
 
 
+@pytest.mark.slow
 def test_a_cut_connection_is_seen_at_both_ends(two_pods: tuple[Group, Wire]) -> None:
     group, wire = two_pods
 

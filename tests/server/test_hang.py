@@ -46,6 +46,23 @@ def ends_undrained(server: ServerProcess) -> None:
     assert "engine was lost" in server.log.read_text()
 
 
+def test_calls_given_up_leave_no_doubt_about_an_engine_that_runs_but_hides_none_that_hangs(
+    server: ServerProcess,
+) -> None:
+    long = text_request(PROMPT, stopping={"max_new_tokens": 1500, "ignore_eos": True})
+    for seconds in (0.05, 0.1, 0.2, 0.4):
+        with pytest.raises(grpc.RpcError):
+            generate(server.stub(), long, timeout=seconds)
+    with pytest.raises(AssertionError):
+        # Longer than readiness would take to go.
+        wait_for(lambda: server.health() != SERVING, seconds=7)
+    stop(server.engine_pid())
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(server.stub(), SHORT, timeout=1)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    ends_undrained(server)
+
+
 def test_a_hung_engine_refuses_new_calls_then_fails_running_ones_and_ends(
     server: ServerProcess,
 ) -> None:
@@ -75,26 +92,6 @@ def test_an_engine_that_goes_on_in_time_is_as_before(server: ServerProcess) -> N
     running.seconds(0.0)
     assert running.code is None
     assert server.stop() == 0
-
-
-def test_clients_that_give_up_do_not_make_a_hung_engine_look_idle(server: ServerProcess) -> None:
-    stop(server.engine_pid())
-    with pytest.raises(grpc.RpcError) as caught:
-        generate(server.stub(), SHORT, timeout=1)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    ends_undrained(server)
-
-
-def test_a_call_that_was_given_up_leaves_no_doubt_about_an_engine_that_runs(
-    server: ServerProcess,
-) -> None:
-    long = text_request(PROMPT, stopping={"max_new_tokens": 1500, "ignore_eos": True})
-    for seconds in (0.05, 0.1, 0.2, 0.4):
-        with pytest.raises(grpc.RpcError):
-            generate(server.stub(), long, timeout=seconds)
-    with pytest.raises(AssertionError):
-        # Longer than readiness would take to go.
-        wait_for(lambda: server.health() != SERVING, seconds=7)
 
 
 @pytest.mark.slow

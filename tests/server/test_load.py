@@ -35,13 +35,16 @@ def tight() -> Iterator[ServerProcess]:
         *("--max-batch-total-tokens", str(SLOTS)),
         *("--max-concurrent-requests", "3", "--max-queue-tokens", "200"),
     ) as running:
+        assert "kv_slots_from=--max-batch-total-tokens" in running.log.read_text()
         yield running
         assert running.stop() == 0
 
 
 def test_all_calls_are_taken_that_four_full_batches_hold() -> None:
     with serve("--max-batch-size", "60") as server:
-        assert "max_concurrent_requests=240 max_queue_tokens=" in server.log.read_text()
+        said = server.log.read_text()
+        assert "max_concurrent_requests=240 max_queue_tokens=" in said
+        assert 'kv_slots_from="60 sequences of 2048 tokens' in said
         stub = server.stub()
         request = text_request("import os\n", stopping=SHORT)
         calls = [stub.Generate(request, timeout=60) for _ in range(240)]

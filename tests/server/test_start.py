@@ -219,17 +219,9 @@ def test_two_servers_do_not_share_a_port(server: ServerProcess) -> None:
     assert server.health() == SERVING
 
 
-def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(tmp_path: Path) -> None:
-    with serve() as first:
-        taken = first.uds.removesuffix("-0")
-        assert first.uds in one_line(start("--uds-path", taken))
-        # Killed, it leaves its socket behind.
-        first.process.kill()
-        first.process.wait()
-        assert Path(first.uds).exists()
-        with serve("--uds-path", taken) as second:
-            assert second.stop() == 0
-        assert not Path(first.uds).exists()
+def test_a_socket_in_use_is_refused(server: ServerProcess) -> None:
+    assert server.uds in one_line(start("--uds-path", server.uds.removesuffix("-0")))
+    assert Path(server.uds).exists()
 
 
 def test_a_file_in_the_sockets_place_is_left_alone(tmp_path: Path) -> None:
@@ -244,16 +236,11 @@ def test_a_pool_that_cannot_fit_is_refused_with_its_size() -> None:
 
 
 def test_the_slots_are_told_with_what_they_were_computed_from() -> None:
-    for flags, said in (
-        (("--max-batch-total-tokens", "4096"), "kv_slots_from=--max-batch-total-tokens"),
-        (("--max-batch-size", "4"), 'kv_slots_from="4 sequences of 2048 tokens'),
-        (("--memory-fraction", "0.0005"), 'kv_slots_from="0% of the '),
-    ):
-        with serve(*flags) as server:
-            assert said in server.log.read_text()
+    with serve("--memory-fraction", "0.0005") as server:
+        assert 'kv_slots_from="0% of the ' in server.log.read_text()
 
 
-def test_the_log_tells_of_loading_until_it_serves() -> None:
+def test_the_log_tells_of_loading_until_it_serves_and_nothing_is_left_in_the_end() -> None:
     with serve(wait=False) as starting:
         wait_for(lambda: bool(starting.children()))
         # As slow as a large model on a slow volume.
@@ -264,6 +251,10 @@ def test_the_log_tells_of_loading_until_it_serves() -> None:
         before, _, after = starting.log.read_text().partition("serving")
         assert 'stage="starting the engine"' in before
         assert "loading" not in after
+        engine = starting.engine_pid()
+        assert starting.stop() == 0
+        assert not Path(f"/proc/{engine}").exists()
+        assert not Path(starting.uds).exists()
 
 
 def test_an_engine_that_is_killed_while_it_loads_is_named() -> None:
@@ -276,14 +267,7 @@ def test_an_engine_that_is_killed_while_it_loads_is_named() -> None:
         assert "Traceback" not in text
 
 
-def test_an_engine_that_is_killed_while_it_serves_is_named() -> None:
-    with serve() as server:
-        kill(server.engine_pid())
-        assert server.process.wait(SECONDS) == 1
-        assert 'reason="the engine was killed by SIGKILL, out of memory?"' in server.log.read_text()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_is_named(rank: int) -> None:
     with serve(*FLAGS, "--num-shard", "2", env=ENV) as server:
         kill(server.children()[rank])
@@ -298,11 +282,3 @@ def test_a_stop_while_loading_ends_at_once() -> None:
         while not starting.children() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert starting.stop() == 0
-
-
-def test_nothing_of_a_server_is_left_when_it_stops() -> None:
-    with serve() as server:
-        engine = server.engine_pid()
-        assert server.stop() == 0
-        assert not Path(f"/proc/{engine}").exists()
-        assert not Path(server.uds).exists()

@@ -114,7 +114,9 @@ def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
     with serve() as server:
         stub = server.stub()
         running = Reader(stub, text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600}))
-        server.process.send_signal(signal.SIGTERM)
+        # Wrappers deliver one signal twice within a moment, which cuts nothing off.
+        for _ in range(2):
+            server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.health() == NOT_SERVING)
         refused = until_refused(stub, text_request(PROMPT, stopping={"max_new_tokens": 1}))
         running.wait()
@@ -122,7 +124,7 @@ def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
         assert "grpc-retry-pushback-ms" in dict(refused.trailing_metadata())
         assert running.error is None
         assert len(collect(running.events, 1).samples[0].token_ids) == 600
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
 
 
 async def test_no_client_that_calls_all_the_time_is_cancelled_by_a_stop() -> None:
@@ -183,24 +185,11 @@ def test_what_outlasts_the_grace_ends_with_unavailable() -> None:
         running.wait()
         assert running.error is not None
         assert running.error.code() is grpc.StatusCode.UNAVAILABLE
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         assert "stopped cut_off=1 cut_off_batches=0" in server.log.read_text()
 
 
-def test_one_signal_that_is_delivered_twice_lets_streams_finish() -> None:
-    with serve() as server:
-        running = Reader(
-            server.stub(), text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600})
-        )
-        for _ in range(2):
-            server.process.send_signal(signal.SIGINT)
-        running.wait()
-        assert running.error is None
-        assert len(collect(running.events, 1).samples[0].token_ids) == 600
-        assert server.process.wait(30) == 0
-
-
-@pytest.mark.parametrize("front_ends", ["1", "3"])
+@pytest.mark.parametrize("front_ends", [pytest.param("1", marks=pytest.mark.slow), "3"])
 def test_a_second_signal_a_second_later_ends_all_at_once_whatever_hangs(front_ends: str) -> None:
     with serve("--lame-duck-seconds", "600", "--front-ends", front_ends) as server:
         children = server.children()
@@ -238,32 +227,23 @@ def test_a_killed_engine_fails_its_calls_and_ends_the_server() -> None:
         running.wait()
         assert running.error is not None
         assert running.error.code() is grpc.StatusCode.UNAVAILABLE
-        assert server.process.wait(30) == 1
+        assert server.process.wait(60) == 1
+        assert 'reason="the engine was killed by SIGKILL, out of memory?"' in server.log.read_text()
         assert not Path(server.uds).exists()
 
 
-def test_a_killed_front_end_takes_the_engine_with_it() -> None:
-    with serve() as server:
-        engine = server.engine_pid()
-        server.process.kill()
-        server.process.wait()
-        wait_for(lambda: gone(engine))
-
-
-def test_a_stopped_engine_is_seen_and_a_resumed_one_forgiven() -> None:
-    with serve() as server:
-        engine = server.engine_pid()
-        running = Reader(
-            server.stub(), text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600})
-        )
-        os.kill(engine, signal.SIGSTOP)
+def test_a_stopped_engine_is_seen_and_a_resumed_one_forgiven(server: ServerProcess) -> None:
+    engine = server.engine_pid()
+    running = Reader(server.stub(), text_request(PROMPT, stopping={**LONG, "max_new_tokens": 600}))
+    os.kill(engine, signal.SIGSTOP)
+    try:
         wait_for(lambda: server.health() == NOT_SERVING)
         assert server.health("liveness") == SERVING
+    finally:
         os.kill(engine, signal.SIGCONT)
-        wait_for(lambda: server.health() == SERVING)
-        running.wait()
-        assert running.error is None
-        assert server.stop() == 0
+    wait_for(lambda: server.health() == SERVING)
+    running.wait()
+    assert running.error is None
 
 
 def test_probes_are_answered_by_name_on_both_ports(server: ServerProcess) -> None:

@@ -26,7 +26,7 @@ from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 #: A server takes its port seconds after a test chose it. Systems hand out none of these to others,
 #: and test processes that run side by side, whose ids are local_ranks, begin far from each other.
 _PORTS = range(10_000, 32_000)
@@ -188,16 +188,16 @@ def generate(stub: Any, request: Any, **call: Any) -> Stream:
     return collect(list(stub.Generate(request, **call)), request.sampling.n or 1)
 
 
-def until_refused(stub: Any, request: Any) -> grpc.RpcError:
+def until_refused(stub: Any, request: Any, **options: Any) -> grpc.RpcError:
     """Call `Generate` until the server refuses it, and return how it did."""
     while True:
         try:
-            generate(stub, request)
+            generate(stub, request, **options)
         except grpc.RpcError as error:
             return error
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Look until it is so; fails after that many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():

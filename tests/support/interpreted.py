@@ -9,6 +9,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+#: A program of a kernel takes milliseconds then: tests launch few.
+INTERPRETED = DEVICE.type == "cpu"
 
 
 def _let_scalars_bound_loops() -> None:

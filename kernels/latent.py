@@ -114,7 +114,10 @@ def _expanded(batch: ForwardBatch, row: int, plan_attention: PlanAttention) -> E
         slots = batch.row_table[batch.b_row[row], :context].long()
     else:
         slots = torch.cat([torch.arange(*run) for run in batch.b_runs[row]])
-    integers = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0], [0, end - start]))
+    b_row, b_start, b_context = (
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in ([0], [0, end - start], [context])
+    )
     alone = ForwardBatch(
         t_token=batch.t_token[start:end],
         t_position=batch.t_position[start:end],
@@ -126,7 +129,7 @@ def _expanded(batch: ForwardBatch, row: int, plan_attention: PlanAttention) -> E
         row_table=torch.arange(context, dtype=torch.int32, device=device)[None],
         single_rows=0,
         logit_index=None,
-        paged=PagedRows(*integers, torch.empty(0, dtype=torch.int32, device=device)),
+        paged=PagedRows(b_row, b_start, b_context),
     )
     return Expanded(slice(start, end), slots, plan_attention(alone, None))
 
@@ -203,7 +206,8 @@ def _expand(
 ) -> torch.Tensor:
     """Q [n, H, nope + rope] of one row -> [n, H, value], by its latents [context, rank + rope]."""
     heads, width = q.shape[1], max(shape.nope + shape.rope, shape.value)
-    made = functional.linear(latents[:, : shape.rank], up.flatten(0, 1)).unflatten(1, (heads, -1))
+    made = functional.linear(latents[:, : shape.rank], up.flatten(0, 1))
+    made = made.view(len(latents), heads, -1)
     keys = latents.new_zeros((len(latents), heads, width))
     keys[..., : shape.nope] = made[..., : shape.nope]
     keys[..., shape.nope : shape.nope + shape.rope] = latents[:, None, shape.rank :]

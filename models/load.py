@@ -63,10 +63,11 @@ def read_layout(
         there = (p for p in family.prefixes if f"{p}{names.embedding}.weight" in checkpoint)
         prefix = next(there, prefix)
     weights = weights_of(spec, names, prefix)
-    for other in others if checkpoint is not None else ():
-        table = weights_of(spec, other, prefix)
-        if all(source.name in checkpoint for weight in table for source in weight.sources):
-            names, weights = other, table
+    if checkpoint is not None:
+        for other in others:
+            table = weights_of(spec, other, prefix)
+            if all(source.name in checkpoint for weight in table for source in weight.sources):
+                names, weights = other, table
     layout = Layout(spec, weights, scale_names(spec, names, prefix))
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]

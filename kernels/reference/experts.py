@@ -33,7 +33,7 @@ def choose(
 
 def _of_best_groups(ranking: torch.Tensor, routing: Routing) -> torch.Tensor:
     """Ranking [T, E], with minus infinity for experts of groups that a token does not look at."""
-    grouped = ranking.unflatten(-1, (routing.groups, -1))
+    grouped = ranking.view(len(ranking), routing.groups, -1)
     score = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
     best = score.topk(routing.chosen_groups, dim=-1).indices
     hidden = torch.ones_like(score, dtype=torch.bool).scatter(-1, best, False)

@@ -27,8 +27,11 @@ from tokenpod.kernels.triton.rotary import Angles, angles_of
 #: Rows that the kernels hold: DeepSeek's have 512 + 64 numbers.
 LARGEST_RANK, LARGEST_ROPE = 512, 128
 
-#: Heads that one program serves, at most, and at least: a matrix unit's least number of rows.
-MOST_HEADS, LEAST_HEADS = 64, 16
+#: Heads that one program serves, at least: a matrix unit's least number of rows.
+LEAST_HEADS = 16
+#: Heads that one program serves at most, and rows that it reads at a time: with numbers of 2 bytes on
+#: multiprocessors like Hopper's, and otherwise.
+LARGE_TILE, SMALL_TILE = (64, 32), (32, 16)
 
 #: Query heads that one program turns.
 TURNED_HEADS = 16
@@ -73,7 +76,7 @@ def store_latent(
     tokens, heads, head_dim = q.shape
     rank = len(norm.weight)
     half = (row.shape[1] - rank) // 2
-    _store[(tokens, 1 + triton.cdiv(heads, TURNED_HEADS))](
+    _store_latent[(tokens, 1 + triton.cdiv(heads, TURNED_HEADS))](
         q,
         row,
         rotation.t_position,
@@ -117,16 +120,17 @@ def absorbed(
             f"latent rows of {rank} + {rope} numbers: at most {LARGEST_RANK} + {LARGEST_ROPE}"
         )
     device, launched = describe_device(q.device), launch_options(q.device)
-    together = min(MOST_HEADS, max(LEAST_HEADS, triton.next_power_of_2(heads)))
+    large = HOPPER <= device.capability < (12, 0) and q.element_size() == 2
+    most_heads, block = LARGE_TILE if large else SMALL_TILE
+    together = min(most_heads, max(LEAST_HEADS, triton.next_power_of_2(heads)))
     blocks = triton.cdiv(heads, together)
     splits = min(max(round(device.processors * 2 / (tokens * blocks)), 1), MOST_SPLITS)
-    large = HOPPER <= device.capability < (12, 0) and q.element_size() == 2
     out = torch.empty((tokens, heads, rank), dtype=q.dtype, device=q.device)
     parts, log_sums = out, out
     if splits > 1:
         parts = torch.empty((tokens, heads, splits, rank), dtype=torch.float32, device=q.device)
         log_sums = torch.empty((tokens, heads, splits), dtype=torch.float32, device=q.device)
-    _attend[(blocks, tokens, splits)](
+    _attend_latent[(blocks, tokens, splits)](
         q,
         pool,
         out,
@@ -147,7 +151,7 @@ def absorbed(
         BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
         BLOCK_ROPE=max(16, triton.next_power_of_2(rope)),
         HEADS=together,
-        BLOCK=32 if large else 16,
+        BLOCK=block,
         SPLIT=splits > 1,
         num_warps=4 if together == LEAST_HEADS else 8,
         num_stages=2,
@@ -159,7 +163,7 @@ def absorbed(
 
 
 @triton.jit
-def _store(
+def _store_latent(
     q,
     row,
     t_position,
@@ -215,15 +219,15 @@ def _store(
         head = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         at = q + token * q_token_stride + head * q_head_stride + nope + i[None, :]
         inside = (head < heads) & (i < HALF)[None, :]
-        first = tl.load(at, mask=inside, other=0.0)
-        second = tl.load(at + HALF, mask=inside, other=0.0)
-        a, b = first.to(tl.float32), second.to(tl.float32)
-        tl.store(at, (a * c[None, :] - b * s[None, :]).to(first.dtype), mask=inside)
-        tl.store(at + HALF, (b * c[None, :] + a * s[None, :]).to(first.dtype), mask=inside)
+        low = tl.load(at, mask=inside, other=0.0)
+        high = tl.load(at + HALF, mask=inside, other=0.0)
+        x, y = low.to(tl.float32), high.to(tl.float32)
+        tl.store(at, (x * c[None, :] - y * s[None, :]).to(low.dtype), mask=inside)
+        tl.store(at + HALF, (y * c[None, :] + x * s[None, :]).to(low.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _attend(
+def _attend_latent(
     q,
     pool,
     out,

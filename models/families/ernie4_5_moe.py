@@ -12,10 +12,10 @@ from tokenpod.models.families.experts import (
     stacked,
     with_experts,
 )
-from tokenpod.models.families.family import Family, gated_decoder, no_windows
+from tokenpod.models.families.family import Family, gated_decoder, no_windows, with_attention
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
-from tokenpod.models.spec import LayerSpec, ModelSpec, Rope
+from tokenpod.models.spec import ModelSpec, Rope
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
@@ -28,15 +28,10 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     )
     shared = shared_of(experts, fields.count("moe_num_shared_experts", 2) * experts.width)
     experts = replace(experts, correction=True, shared=shared if shared.width else None)
-    spec = replace(spec, layers=tuple(map(_in_pairs, spec.layers)))
-    return with_experts(spec, experts, _sparse_layers(fields, len(spec.layers)))
-
-
-def _in_pairs(layer: LayerSpec) -> LayerSpec:
-    rope = layer.attention.positions
+    rope = spec.layers[0].attention.positions
     assert isinstance(rope, Rope)
-    attention = replace(layer.attention, positions=replace(rope, interleaved=True))
-    return replace(layer, attention=attention)
+    spec = with_attention(spec, positions=replace(rope, interleaved=True))
+    return with_experts(spec, experts, _sparse_layers(fields, len(spec.layers)))
 
 
 def _sparse_layers(fields: Fields, layers: int) -> frozenset[int]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from tokenpod.kernels.ops import Routing, Score
+from tokenpod.models.expert_names import ExpertNames, experts_apart
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import ExpertNames, Names, experts_apart
+from tokenpod.models.names import Names
 from tokenpod.models.spec import Experts, Mlp, ModelSpec
 
 #: More than any model has; a config that is not trusted can't ask for millions of tensors.

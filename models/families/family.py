@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -187,6 +187,18 @@ def gated_decoder(
         max_positions=max_positions,
         layers=tuple(map(layer, windows(fields, sizes.layers))),
         norm=norm,
+    )
+
+
+def each_layer(spec: ModelSpec, change: Callable[[LayerSpec], LayerSpec]) -> ModelSpec:
+    """The same with every layer changed."""
+    return replace(spec, layers=tuple(map(change, spec.layers)))
+
+
+def with_attention(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """The same with other fields of every layer's attention."""
+    return each_layer(
+        spec, lambda layer: replace(layer, attention=replace(layer.attention, **changes))
     )
 
 

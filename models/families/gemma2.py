@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.models.families.family import Family, gated_decoder
+from tokenpod.models.families.family import Family, each_layer, gated_decoder, with_attention
 from tokenpod.models.families.qwen2 import windows_by_type
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
@@ -29,12 +29,11 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     softcap = fields.optional_real("attn_logit_softcapping", 50.0)
 
     def layer(own: LayerSpec) -> LayerSpec:
-        attention = replace(own.attention, scale=scale, softcap=softcap)
-        return replace(own, attention=attention, norms=Norms(norm, norm, norm, norm))
+        return replace(own, norms=Norms(norm, norm, norm, norm))
 
+    capped = with_attention(spec, scale=scale, softcap=softcap)
     return replace(
-        spec,
-        layers=tuple(map(layer, spec.layers)),
+        each_layer(capped, layer),
         norm=norm,
         embedding=Embedding(scale=spec.hidden_size**0.5),
         head=Head(spec.head.tied, fields.optional_real("final_logit_softcapping", 30.0)),

@@ -5,29 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.kernels.ops import Activation
+from tokenpod.models.expert_names import ExpertNames, ExpertTensor, Half
 from tokenpod.models.families.experts import experts_of, softmax_routing, with_experts
-from tokenpod.models.families.family import Family, gated_decoder
+from tokenpod.models.families.family import Family, gated_decoder, with_attention
 from tokenpod.models.families.qwen2 import windows_by_type
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import ExpertNames, ExpertTensor, Half, Names
-from tokenpod.models.spec import LayerSpec, ModelSpec
-
-#: How to rotate if the config does not say.
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+from tokenpod.models.names import Names
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
     for name, value in (("hidden_act", "silu"), ("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         fields.only(name, value)
-    if "rope_scaling" not in fields:
-        fields = fields.defaulting(rope_parameters=_YARN)
+    # Its default is not to rotate as others do: a config that does not say is no whole one.
+    fields.fields(fields.first("rope_scaling", "rope_parameters"))
     bias = fields.flag("attention_bias", True)
     spec = gated_decoder(
         fields.defaulting(rope_theta=150_000.0, rms_norm_eps=1e-5),
@@ -39,12 +30,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     )
     experts = experts_of(fields, spec, softmax_routing(normalised=True), width=None)
     experts = replace(experts, activation=Activation.SWIGLU_CLAMPED, router_bias=True, biases=True)
-    spec = replace(spec, layers=tuple(map(_with_sinks, spec.layers)))
-    return with_experts(spec, experts)
-
-
-def _with_sinks(layer: LayerSpec) -> LayerSpec:
-    return replace(layer, attention=replace(layer.attention, sinks=True))
+    return with_experts(with_attention(spec, sinks=True), experts)
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenpod.models.expert_names import experts_apart
 from tokenpod.models.families.experts import (
     experts_of,
     softmax_routing,
@@ -10,7 +11,7 @@ from tokenpod.models.families.experts import (
 )
 from tokenpod.models.families.family import Family, gated_decoder, some_window
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import Names, experts_apart
+from tokenpod.models.names import Names
 from tokenpod.models.spec import ModelSpec
 
 

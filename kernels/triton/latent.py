@@ -29,8 +29,8 @@ LARGEST_RANK, LARGEST_ROPE = 512, 128
 
 #: Heads that one program serves, at least: a matrix unit's least number of rows.
 LEAST_HEADS = 16
-#: Heads that one program serves at most, and rows that it reads at a time: with numbers of 2 bytes on
-#: multiprocessors like Hopper's, and otherwise.
+#: Heads that one program serves at most, and rows that it reads at a time: with numbers of 2 bytes
+#: on multiprocessors like Hopper's, and otherwise.
 LARGE_TILE, SMALL_TILE = (64, 32), (32, 16)
 
 #: Query heads that one program turns.

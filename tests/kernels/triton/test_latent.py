@@ -57,6 +57,17 @@ def test_contexts_in_one_piece(device, monkeypatch):
     assert not agree(step, SHAPES["narrow-values"], 4, torch.float32).expanded
 
 
+def test_a_captured_step_knows_neither_contexts_nor_runs(device):
+    shape, step = SHAPES["small-heads"], lay_out([Spec(1, 33), Spec(12, 30)], device)
+    latents = draw_latents(step.batch, step.slots, 4, shape, torch.float32)
+    unknown = replace(step.batch, b_context=[0, 0], b_runs=[[], []], b_row=[0, 0])
+    plan = triton.OPERATIONS.plan_latent(unknown, shape)
+    args = (latents.q, latents.pool, latents.up, shape, plan, SCALE)
+    got = triton.OPERATIONS.attend_latent(*args).double().cpu()
+    expected = truth(latents, step.batch, shape, SCALE)
+    assert (got - expected).norm() / expected.norm() < TOLERANCE[torch.float32]
+
+
 def test_rows_longer_than_the_kernels_hold_are_refused(device):
     step = lay_out([Spec(1, 3)], device)
     shape = LatentShape(rank=600, rope=8, nope=8, value=8)

@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from tokenpod.kernels.int8 import dequantised, multiply_widened, quantise_rows
-from tokenpod.kernels.ops import Int8Weight
+from tokenpod.kernels.formats.int8 import Int8Weight, multiply_widened
 from tokenpod.kernels.triton import product
 from tokenpod.kernels.triton.int8 import Int8Tile, multiply_int8
 
@@ -77,11 +76,11 @@ def widened(weights: list[Int8Weight]) -> list[Product]:
 def check(weight: Int8Weight, tokens: int, k: int) -> None:
     """Against float64; SystemExit if it is wrong."""
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
-    exact = x.double() @ dequantised(weight, torch.float64).t()
+    exact = x.double() @ weight.dequantised(torch.float64).t()
     got = multiply_int8(x, weight, None, None, Int8Tile()).double()
     error = ((got - exact).norm() / exact.norm()).item()
     if not error < TOLERANCE:
-        raise SystemExit(f"{tokens} tokens, weight {list(weight.weight.shape)}: error {error:.1e}")
+        raise SystemExit(f"{tokens} tokens, weight {list(weight.shape)}: error {error:.1e}")
 
 
 def tiles() -> list[Int8Tile]:
@@ -108,7 +107,7 @@ def best_tile(weights: list[Int8Weight], x: torch.Tensor) -> tuple[Int8Tile, flo
 def run(name: str, n: int, k: int, *, search: bool) -> None:
     count = max(ROTATED_BYTES // (n * k), 2)
     drawn = torch.randn(n, k, device="cuda") * k**-0.5
-    weights = [quantise_rows(drawn.roll(i, 0)) for i in range(count)]
+    weights = [Int8Weight.made_of(drawn.roll(i, 0)) for i in range(count)]
     dense = [drawn.roll(i, 0).bfloat16() for i in range(max(count // 2, 2))]
     for tokens in TOKENS:
         check(weights[0], tokens, k)

@@ -18,6 +18,7 @@ from tokenpod.service.config import (
     variable,
 )
 from tokenpod.service.config_rules import flag
+from tokenpod.service.settings import default_text, descriptions, group_of
 from tokenpod.service.telemetry.logs import print_error
 
 
@@ -39,27 +40,6 @@ SERVE_HELP = (
 )
 
 
-def default_text(field: FieldInfo) -> str:
-    """A setting's default as help and documentation show it; "" if it is just unset."""
-    about = field.json_schema_extra
-    derived = about["derived"] if isinstance(about, dict) else ""
-    if derived:
-        return str(derived)
-    if field.default is None:
-        return ""
-    if isinstance(field.default, bool):
-        return "on" if field.default else "off"
-    if isinstance(field.default, float):
-        return f"{field.default:g}"
-    return str(field.default)
-
-
-def group_of(field: FieldInfo) -> str:
-    """What a setting is about."""
-    about = field.json_schema_extra
-    return str(about["group"]) if isinstance(about, dict) else ""
-
-
 def setting_flag(name: str, field: FieldInfo) -> inspect.Parameter:
     """A setting as a command's parameter. Unset is None: then the variable or default holds."""
     kind: Any = field.annotation
@@ -70,7 +50,7 @@ def setting_flag(name: str, field: FieldInfo) -> inspect.Parameter:
         kind = next(part for part in get_args(kind) if part is not type(None))
     option = typer.Option(
         *options,
-        help=f"{field.description} [dim]\\[{variable(name)}][/dim]",
+        help=f"{descriptions()[name]} [dim]\\[{variable(name)}][/dim]",
         rich_help_panel=group_of(field),
         show_default=default_text(field) or False,
     )

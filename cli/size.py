@@ -112,7 +112,6 @@ def report(
         max_total_tokens=settings.max_total_tokens,
         max_batch_total_tokens=settings.max_batch_total_tokens,
         memory_fraction=settings.memory_fraction,
-        quantize=settings.quantize,
     )
     fewest = fewest_ranks(model, demand, memory=device.memory)
     if num_shard is not None and num_shard not in model.portions:
@@ -164,7 +163,7 @@ def as_json(report: Report) -> str:
         "architecture": model.architecture,
         "parameters": model.parameters,
         "dtype": report.demand.dtype,
-        "quantize": report.demand.quantize,
+        "quantize": model.quantize,
         "kv_cache_dtype": report.demand.kv_cache_dtype,
         "weight_bytes": found.weights,
         "reserve_bytes": {_key(name): size for name, size in found.reserve.items()},
@@ -187,7 +186,7 @@ def as_text(report: Report) -> str:
 def _lines(report: Report) -> Iterator[str]:
     model, found = report.model, report.found
     source = "safetensors" if model.from_tensors else "config.json"
-    products = report.demand.quantize
+    products = model.quantize
     formats = report.demand.dtype + (f", products as {products}" if products != "none" else "")
     parameters = f"{model.parameters:,} parameters as {formats} (from {source})"
     yield f"model    {model.architecture}, {parameters}"

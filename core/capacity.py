@@ -20,7 +20,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 #: Bytes of a number.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 #: What a CUDA context, the libraries' workspaces and the compiled kernels take.
 _CUDA_CONTEXT = GIB // 2
@@ -66,9 +66,9 @@ class Portion(msgspec.Struct, frozen=True):
     numbers: int
     #: That a layer has for a token: its keys and values.
     kv_numbers: int
-    #: Those of them that `--quantize` can hold in another format, and the rows that they form.
-    product_numbers: int = 0
-    product_rows: int = 0
+    #: How many of them are held in a format of fewer bits, and what those take.
+    quantised_numbers: int = 0
+    quantised_bytes: int = 0
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -87,20 +87,19 @@ class Footprint(msgspec.Struct, frozen=True):
     max_positions: int
     #: By the number of ranks: every one that can divide the model, 1 among them.
     portions: dict[int, Portion]
+    #: The format that weights of products are made into.
+    quantize: str = "none"
 
     @property
     def parameters(self) -> int:
         """Numbers in all weights."""
         return self.portions[1].numbers
 
-    def weight_bytes(self, ranks: int, item_bytes: int, quantize: str = "none") -> int:
-        """Of one rank; `quantize` int8: products have a byte per number and a scale per row."""
+    def weight_bytes(self, ranks: int, item_bytes: int) -> int:
+        """Of one rank, whose dense numbers take `item_bytes` each."""
         portion = self.portions[ranks]
-        if quantize == "none":
-            return portion.numbers * item_bytes
-        scales = portion.product_rows * ITEM_BYTES["float32"]
-        others = portion.numbers - portion.product_numbers
-        return others * item_bytes + portion.product_numbers * ITEM_BYTES[quantize] + scales
+        dense = portion.numbers - portion.quantised_numbers
+        return dense * item_bytes + portion.quantised_bytes
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Of one token's keys and values in all layers, in one rank."""
@@ -120,7 +119,6 @@ class Demand:
     max_total_tokens: int | None
     max_batch_total_tokens: int | None
     memory_fraction: float
-    quantize: str = "none"
 
     @property
     def kv_item_bytes(self) -> int:
@@ -173,7 +171,7 @@ def capacity(model: Footprint, demand: Demand, *, memory: int, ranks: int) -> Ca
     item_bytes = ITEM_BYTES[demand.dtype]
     positions = demand.positions(model)
     reserve = _reserve(model, demand, item_bytes, ranks)
-    weights = model.weight_bytes(ranks, item_bytes, demand.quantize)
+    weights = model.weight_bytes(ranks, item_bytes)
     slot_bytes = model.slot_bytes(ranks, demand.kv_item_bytes)
     slots = choose_slots(
         slot_bytes=slot_bytes,

@@ -8,30 +8,22 @@ this one. A step in which every row decodes replays a captured graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from tokenpod.core.plan import GIVEN, LAST, Ints, StepPlan
-from tokenpod.engine.device_rounds import LaterRounds, room_for
+from tokenpod.core.plan import LAST, StepPlan
+from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
-from tokenpod.engine.executor import CapturableModel, new_rows, scored_rows
+from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
-from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, pad, views
+from tokenpod.engine.integers import Counts, Integers, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.rounds import unmasked_rounds
-from tokenpod.engine.sampler import LeaderTokens, logprobs_of
-from tokenpod.kernels.batch import (
-    ForwardBatch,
-    GivenEmbeddings,
-    PagedRows,
-    RaggedRows,
-    Run,
-    append_slots,
-    cut_runs,
-)
+from tokenpod.engine.sampler import LeaderTokens
+from tokenpod.engine.step_executor import StepExecutor
+from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
 
@@ -39,18 +31,12 @@ from tokenpod.kernels.triton.steps import remember, resolve
 _DEPTH = 3
 #: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
 _MOST_CAPTURED_TOKENS = 1024
-#: Prompt tokens whose logits are made at a time.
-_SCORED_AT_ONCE = 128
 
 
-class DeviceExecutor:
-    """The model on one GPU.
+class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
+    """The model on one GPU; see `StepExecutor` for the other arguments.
 
     Args:
-        model: what computes hidden states and logits.
-        pool: keys and values; slots are given by the plans.
-        sampler: for as many rows.
-        rows: sequences that can be live at once.
         max_positions: longest sequence, in tokens.
         max_tokens: most tokens of a step.
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
@@ -71,14 +57,9 @@ class DeviceExecutor:
         drafts: int = 0,
         adapters: bool = False,
     ) -> None:
-        self._model = model
-        self._pool = pool
-        self._device = device
-        self._rows = rows
-        self._sampler = sampler
-        # The last row of both is padding's.
-        self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
-        self._row_table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
+        # The last row is padding's.
+        table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
+        super().__init__(model, pool, sampler, rows=rows, device=device, row_table=table)
         self._tiles = model.prepare_capture(rows)
         self._drafts, self._adapters = drafts, adapters
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
@@ -86,10 +67,6 @@ class DeviceExecutor:
         self._words = torch.empty(words, dtype=torch.int64, device=device)
         self._mailboxes = [Mailbox(rows + drafts, words, device) for _ in range(_DEPTH)]
         self._turn = 0
-        #: The last step, if it may wait for masks.
-        self._unsampled: Flight | None = None
-        #: Where the KV of rows with a prompt under way lies.
-        self._runs: list[list[Run]] = [[] for _ in range(rows)]
         self._max_tokens = max_tokens
         self._decode: Graphs | None = None
         self._mixed: Graphs | None = None
@@ -117,31 +94,13 @@ class DeviceExecutor:
             self._mixed = Graphs(self._forward_mixed, mixed, self._padding)
             self._decode = Graphs(self._forward_decode, decode, self._padding, self._mixed.memory)
 
-    def launch(self, plan: StepPlan) -> Flight:
-        """Queue one step."""
-        with torch.inference_mode():
-            if self._unsampled is not None:
-                self._unsampled.sample({})
-                self._unsampled = None
-            return self._run(plan)
-
-    def release(self, rows: Sequence[int]) -> None:
-        """Forget these rows, as a plan's `freed` does."""
-        for row in rows:
-            self._sampler.clear_row(row)
-            self._runs[row] = []
-
     # -- a step --------------------------------------------------------------------------------
 
-    def _run(self, plan: StepPlan) -> Flight:
-        self.release(plan.freed.tolist())
-        if len(plan.copy_from):
-            self._pool.copy(self._upload(plan.copy_from), self._upload(plan.copy_to))
-        self._take_rows(plan)
+    def _free_mailbox(self, plan: StepPlan) -> Mailbox:
         self._turn += 1
-        mailbox = self._mailboxes[self._turn % _DEPTH]
-        mailbox.begin()
-        self._note_slots(plan)
+        return self._mailboxes[self._turn % _DEPTH]
+
+    def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
         scored: dict[int, torch.Tensor] = {}
         logits: torch.Tensor | None
         captured = self._captured(plan, mailbox)
@@ -154,39 +113,34 @@ class DeviceExecutor:
         flight = Flight(mailbox, plan, scored)
         if logits is None or not plan.r_samples.any():
             flight.send(None)
-        else:
-            self._draw(flight, logits, integers, is_begun=captured is not None)
-        return flight
+            return flight
+        return self._draw(flight, logits, integers, is_begun=captured is not None)
 
     def _draw(
         self, flight: Flight, logits: torch.Tensor, integers: Integers, *, is_begun: bool
-    ) -> None:
+    ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
         plan = flight.plan
-        n, samples = int(np.count_nonzero(plan.r_samples)), int(plan.r_samples.sum())
+        n = int(np.count_nonzero(plan.r_samples))
         firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
         if not is_begun:
             self._sampler.begin(firsts, rows, positions)
         drawn = self._sampler.finish(firsts, rows, positions)
         if not is_begun or self._sampler.draws:
             remember(drawn.tokens, rows, self._last_token)
-        if samples == n and not len(plan.r_masked):
+        if int(plan.r_samples.sum()) == n and not len(plan.r_masked):
             flight.send(drawn)
-            return
-        drawn = room_for(samples, drawn)
-        first_draft = len(integers.sample_row)
-        later = LaterRounds(
-            self._sampler, self._last_token, self._upload, plan, logits, first_draft, drawn
+            return flight
+        drawing = DeviceDrawing(
+            plan,
+            logits,
+            len(integers.sample_row),
+            drawn,
+            sampler=self._sampler,
+            last_token=self._last_token,
+            upload=self._upload,
         )
-        later.draw(unmasked_rounds(plan)[1:])
-        if not plan.r_masked.any():
-            flight.send(drawn)
-            return
-        flight.later = later
-        if isinstance(self._sampler, LeaderTokens):
-            flight.sample(None)
-        else:
-            self._unsampled = flight
+        return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
@@ -206,27 +160,6 @@ class DeviceExecutor:
             return None
         pad(host, plan, padding_row=self._rows, sink=self._pool.sink)
         return captured
-
-    def _forward(
-        self, plan: StepPlan, mailbox: Mailbox
-    ) -> tuple[torch.Tensor | None, Integers, dict[int, torch.Tensor]]:
-        """Logits of what is sampled, if anything is; log probabilities of prompts, by row."""
-        counts = Counts.of(plan)
-        host = views(mailbox.host_words, counts)
-        self._fill(host, plan)
-        words = self._words[: counts.words]
-        words.copy_(mailbox.words[: counts.words], non_blocking=True)
-        integers = views(words, counts)
-        batch = self._batch(integers, self._ragged(host, plan))
-        if len(plan.given):
-            batch = replace(batch, given=self._given(plan))
-        hidden = self._model.forward(batch, self._pool)
-        scored = {
-            row: self._score_prompt(following, hidden, batch, batch.b_start[row])
-            for row, following in scored_rows(plan)
-        }
-        logits = self._model.logits(hidden, batch) if counts.samples else None
-        return logits, integers, scored
 
     def _forward_decode(self, counts: Counts, integers: Integers) -> torch.Tensor:
         """What is captured of steps in which every row decodes."""
@@ -254,47 +187,15 @@ class DeviceExecutor:
         remember(tokens, integers.sample_row, self._last_token)
         return logits
 
-    def _batch(self, integers: Integers, rows: RaggedRows) -> ForwardBatch:
+    def _paged(self, integers: Integers) -> PagedRows:
         tiles = self._tiles.by_window(integers.tiles) if len(integers.tiles) else None
-        return ForwardBatch(
-            t_token=self._resolve(integers),
-            t_position=integers.t_position,
-            t_slot=integers.t_slot,
-            b_start=rows.b_start,
-            b_context=rows.b_context,
-            b_runs=rows.b_runs,
-            b_row=rows.b_row,
-            row_table=self._row_table,
-            single_rows=rows.single_rows,
-            logit_index=integers.logit_index,
-            paged=PagedRows(
-                integers.b_row, integers.b_start, integers.b_context, tiles, integers.t_row
-            ),
-            t_adapter=integers.t_adapter if len(integers.t_adapter) else None,
+        return PagedRows(
+            integers.b_row, integers.b_start, integers.b_context, tiles, integers.t_row
         )
 
-    def _given(self, plan: StepPlan) -> GivenEmbeddings:
-        index = given_tokens(plan)
-        rows = torch.from_numpy(plan.given[GIVEN - plan.t_token[index]])
-        rows = rows.to(self._model.dtype)
-        return GivenEmbeddings(self._upload(index), self._upload(rows))
-
-    def _fill(self, host: Integers, plan: StepPlan) -> None:
-        fill(host, plan)
-        if len(plan.r_masked):
-            # The first round draws for nobody in their place.
-            samples = np.flatnonzero(plan.r_samples)
-            host.sample_row[: len(samples)][plan.r_masked[samples] != 0] = self._rows
-
-    def _ragged(self, host: Integers, plan: StepPlan) -> RaggedRows:
-        rows = plan.r_row.tolist()
-        return RaggedRows(
-            b_start=host.b_start[: len(rows) + 1].tolist(),
-            b_context=host.b_context[: len(rows)].tolist(),
-            b_runs=[self._runs[row] for row in rows],
-            b_row=rows,
-            single_rows=plan.singles,
-        )
+    def _integers(self, mailbox: Mailbox, words: int) -> torch.Tensor:
+        self._words[:words].copy_(mailbox.words[:words], non_blocking=True)
+        return self._words[:words]
 
     def _note_slots(self, plan: StepPlan) -> None:
         """Note where prompts' tokens go; nobody asks where the KV of rows that decode lies.
@@ -319,29 +220,6 @@ class DeviceExecutor:
             self._row_table,
             self._last_token,
         )
-
-    def _score_prompt(
-        self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int
-    ) -> torch.Tensor:
-        following = self._upload(tokens.astype(np.int64))
-        # In pieces: the logits of a whole prompt over a large vocabulary would be gigabytes.
-        pieces = []
-        for at in range(0, len(following), _SCORED_AT_ONCE):
-            part = following[at : at + _SCORED_AT_ONCE]
-            wanted = torch.arange(first + at, first + at + len(part), device=self._device)
-            logits = self._model.logits(hidden, replace(batch, logit_index=wanted))
-            pieces.append(logprobs_of(logits.float(), part))
-        return torch.cat(pieces)
-
-    # -- rows ----------------------------------------------------------------------------------
-
-    def _take_rows(self, plan: StepPlan) -> None:
-        self._sampler.take_rows(plan)
-        for row, prefix in new_rows(plan):
-            self._runs[row] = []
-            append_slots(self._runs[row], prefix)
-            if len(prefix):
-                self._row_table[row, : len(prefix)] = self._upload(prefix)
 
     def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
         source = torch.as_tensor(values)

@@ -11,9 +11,8 @@ import torch
 
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
-from tokenpod.engine.device_rounds import LaterRounds
 from tokenpod.engine.executor import Masks, StepResult
-from tokenpod.engine.rounds import late_rows, masked_rounds, row_after_row
+from tokenpod.engine.rounds import Drawing, late_rows, masked_rounds, row_after_row
 from tokenpod.engine.sampler import Samples
 
 
@@ -107,7 +106,7 @@ class Flight:
     plan: StepPlan
     _scored: dict[int, torch.Tensor] = field(default_factory=dict)
     #: What draws for rows that wait for masks.
-    later: LaterRounds | None = None
+    later: Drawing | None = None
     _posted: Posted | None = None
     #: Rows of the plan whose masks did not come.
     _late: frozenset[int] = frozenset()

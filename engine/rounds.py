@@ -11,15 +11,18 @@ when the step has been launched already.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tokenpod.core.plan import UNSAMPLED, StepPlan
 from tokenpod.engine.executor import Masks, StepResult, Words
+from tokenpod.engine.sampler import Samples
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -120,6 +123,28 @@ def row_after_row(plan: StepPlan, drawn: StepResult, late: Collection[int] = ())
             if tokens[at] != UNSAMPLED
         ),
     )
+
+
+class Drawing(ABC):
+    """The samples of a step, being drawn."""
+
+    def __init__(self, plan: StepPlan, logits: torch.Tensor, drawn: Samples) -> None:
+        self.plan = plan
+        self.logits = logits
+        #: All samples of the step, round after round; token -1 where nothing has been drawn.
+        self.drawn = drawn
+
+    @abstractmethod
+    def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
+        """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
+
+    def _put(self, samples: Samples, at: torch.Tensor) -> None:
+        """Enter what was drawn as samples `at`, [m] int64."""
+        tops = samples.top_ids.shape[1]
+        self.drawn.tokens[at] = samples.tokens
+        self.drawn.logprobs[at] = samples.logprobs
+        self.drawn.top_ids[at, :tops] = samples.top_ids
+        self.drawn.top_logprobs[at, :tops] = samples.top_logprobs
 
 
 def mask_words(vocab_size: int) -> int:

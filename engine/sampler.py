@@ -47,6 +47,16 @@ class Samples:
         logprobs = torch.zeros(n, dtype=torch.float32, device=tokens.device)
         return cls(tokens, logprobs, tokens.new_empty(n, 0), logprobs.new_empty(n, 0))
 
+    @classmethod
+    def nothing(cls, n: int, tops: int, device: torch.device | None = None) -> Samples:
+        """Room for so many samples: token -1 each, and no top tokens."""
+        return cls(
+            torch.full((n,), -1, device=device),
+            torch.zeros(n, device=device),
+            torch.full((n, tops), -1, device=device),
+            torch.zeros(n, tops, device=device),
+        )
+
     @property
     def tops(self) -> list[tuple[int, list[int], list[float]]]:
         """(index, ids, log probabilities) of the rows that have top tokens. Not on a device."""

@@ -1,4 +1,4 @@
-"""The composite products of `ops`, made of plain operations: for devices where that is as good."""
+"""Products made of plain operations: in any format, and composite ones where that is as good."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from tokenpod.kernels.ops import (
     ActMul,
     AddLinear,
     Linear,
+    Operations,
     PrepareAddLinear,
     PrepareLinear,
     PrepareNormLinear,
     RmsNorm,
     RowNorm,
 )
+from tokenpod.kernels.weight import Stored
+
+
+def linear_of(ops: Operations, weight: Stored, bias: torch.Tensor | None) -> Linear:
+    """The product with a weight [out, in] in any format, bias [out] or None, as `Linear` says."""
+    if isinstance(weight, torch.Tensor):
+        return ops.prepare_linear(weight, bias)
+    prepare = ops.quantised.get(type(weight))
+    if prepare is not None:
+        return prepare(weight, bias)
+    return lambda x, delta=None: weight.multiply(x, bias, delta)
 
 
 def norm_linear_of(

@@ -7,8 +7,8 @@ specification.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ import torch
 
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
 from tokenpod.kernels.group import Group
+from tokenpod.kernels.weight import QuantisedWeight
 
 
 class Linear(Protocol):
@@ -73,6 +74,8 @@ class Activation(Enum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    #: relu(x)²
+    RELU_SQUARED = "relu_squared"
     #: gate · sigmoid(1.702 · gate) · (up + 1), gate at most 7, up within ±7 (gpt-oss). Gated only.
     SWIGLU_CLAMPED = "swiglu_clamped"
 
@@ -160,15 +163,6 @@ class ExpertWeights(NamedTuple):
     gate_up_bias: torch.Tensor | None = None
     #: [E, hidden]
     down_bias: torch.Tensor | None = None
-
-
-class Int8Weight(NamedTuple):
-    """A weight of 8 bits: row r is `weight[r]` times `scale[r]`."""
-
-    #: [out, in] int8, within ±127.
-    weight: torch.Tensor
-    #: [out] float32
-    scale: torch.Tensor
 
 
 class Embed(Protocol):
@@ -420,14 +414,6 @@ class PrepareLinear(Protocol):
         ...
 
 
-class PrepareInt8Linear(Protocol):
-    """Choose, once, how products with a weight of 8 bits are made."""
-
-    def __call__(self, weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
-        """A function computing (x · weightᵀ) · scale + bias, summed in float32."""
-        ...
-
-
 class PrepareNormLinear(Protocol):
     """Choose, once, how the product of a normed residual with a weight is made.
 
@@ -515,10 +501,14 @@ class Operations:
     act_mul: ActMul
     activate: Activate
     prepare_linear: PrepareLinear
-    prepare_int8_linear: PrepareInt8Linear
     prepare_norm_linear: PrepareNormLinear
     prepare_add_linear: PrepareAddLinear
     prepare_experts: PrepareExperts
+    #: Kernels for formats of fewer bits, by the class of their weights, as `PrepareLinear` makes
+    #: products; others are made by the weights' own `multiply`.
+    quantised: Mapping[type[QuantisedWeight], Callable[[Any, torch.Tensor | None], Linear]] = field(
+        default_factory=dict
+    )
     #: None where sums come after their products.
     prepare_sum_linear: PrepareSumLinear | None = None
     #: None where steps are not captured.

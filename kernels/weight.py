@@ -1,15 +1,84 @@
-"""A weight of products, whatever its numbers are stored as."""
+"""Weights of products, whatever their numbers are stored as."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
+from torch.nn import functional
 
-from tokenpod.kernels.ops import Int8Weight
+
+class QuantisedWeight(ABC):
+    """A weight [out, in] in a format of fewer bits. A subclass is a format, in its own module.
+
+    Subclasses are frozen dataclasses whose fields are the tensors that a rank keeps, and numbers
+    such as where its first input lies inside a group. A format that quantises what it multiplies
+    overrides `multiply` too.
+    """
+
+    #: Whether each output's numbers are made without those of others: then a rank reads no more
+    #: outputs than it keeps.
+    outputs_apart = True
+
+    @classmethod
+    @abstractmethod
+    def made_of(cls, weight: torch.Tensor) -> Self:
+        """The nearest to a dense weight [out, in] float32."""
+
+    @staticmethod
+    @abstractmethod
+    def bytes_of(outputs: range, inputs: range) -> int:
+        """What these outputs and inputs of a weight take at most, before it is read."""
+
+    @classmethod
+    @abstractmethod
+    def joined(cls, parts: Sequence[Self]) -> Self | None:
+        """Parts below each other as one weight; None: each needs a launch of its own."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+
+    @abstractmethod
+    def outputs(self, rows: torch.Tensor | slice) -> Self:
+        """The rows of these numbers (int64), in this order."""
+
+    @abstractmethod
+    def inputs(self, part: range) -> Self:
+        """The columns `part`, which may begin and end inside a group."""
+
+    @abstractmethod
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """[out, in] as `dtype`, computed in float32 and rounded once."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """X [T, in] · weightᵀ + bias + delta [T, out], summed in float32 and rounded once.
+
+        Every path makes products so until it has a kernel for the format.
+        """
+        exact = torch.promote_types(x.dtype, torch.float32)
+        y = functional.linear(x.to(exact), self.dequantised(exact))
+        for added in (bias, delta):
+            if added is not None:
+                y += added
+        return y.to(x.dtype)
+
 
 #: What one part's numbers are: a tensor [rows, in] as it is, or a format of fewer bits.
-Stored = torch.Tensor | Int8Weight
+Stored = torch.Tensor | QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +95,9 @@ class LinearWeight:
 
     def numel(self) -> int:
         """Numbers of the weight, however they are stored."""
-        return sum(numbers_of(part).numel() for part in self.parts)
+        return sum(math.prod(part.shape) for part in self.parts)
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes."""
-        return sum(
-            part.nbytes if isinstance(part, torch.Tensor) else sum(x.nbytes for x in part)
-            for part in self.parts
-        )
-
-
-def numbers_of(part: Stored) -> torch.Tensor:
-    """[rows, in], as stored."""
-    return part if isinstance(part, torch.Tensor) else part.weight
-
-
-def rows_of(part: Stored) -> int:
-    """How many outputs a part has."""
-    return len(numbers_of(part))
+        return sum(part.nbytes for part in self.parts)

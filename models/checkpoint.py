@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +18,16 @@ from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models import mxfp4
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
-from tokenpod.models.formats import quantised
 from tokenpod.models.linear import Weights
 from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.weights import Source, Stack, Weight
+from tokenpod.models.weights import Source, Stack, StoredTensor, Weight
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-#: The kinds of numbers that weights may be stored in.
-STORED = {"F32": 4, "F16": 2, "BF16": 2}
+#: Bytes of numbers, by what safetensors calls their kinds.
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+_ITEM_BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 Progress = Callable[[int, int], None]
 
@@ -68,24 +68,29 @@ class Checkpoint:
         """Of all tensors."""
         return set(self._where)
 
-    def number_bytes(self, name: str, *, packed: bool = False) -> float:
-        """Bytes of each number of a tensor; ModelError if they are of a kind not served.
-
-        `packed` numbers are those of `mxfp4`, their scales included.
-        """
-        kind: str = self._slice(name).get_dtype()
-        if packed and kind == "U8":
-            return (mxfp4.BLOCK_BYTES + 1) / mxfp4.BLOCK
-        if kind not in STORED or packed:
-            raise ModelError(
-                f"{self._name_of_file[name]}: {name} holds {kind} numbers "
-                f"(supported: {'U8' if packed else ', '.join(STORED)})"
-            )
-        return STORED[kind]
+    def number_bytes(self, name: str) -> int:
+        """Bytes of each number of a tensor."""
+        return _ITEM_BYTES[self._slice(name).get_dtype()]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor."""
         return tuple(self._slice(name).get_shape())
+
+    def check(self, name: str, declared: StoredTensor) -> None:
+        """Raise ModelError unless a tensor is there and is what it must be."""
+        if name not in self._where:
+            raise ModelError(f"tensor {name} is missing from the checkpoint")
+        if self.shape(name) != declared.shape:
+            raise ModelError(
+                f"tensor {name} has shape {list(self.shape(name))}; "
+                f"config.json says {list(declared.shape)}"
+            )
+        kind: str = self._slice(name).get_dtype()
+        if kind not in declared.kinds:
+            raise ModelError(
+                f"{self._name_of_file[name]}: {name} holds {kind} numbers "
+                f"(supported: {', '.join(declared.kinds)})"
+            )
 
     def read(
         self,
@@ -168,11 +173,34 @@ def _shards(folder: Path) -> Iterable[Path]:
     return [folder / name for name in sorted(files)]
 
 
+class WeightReader(Protocol):
+    """Reads weights of products that are held in a format of fewer bits."""
+
+    def quantises(self, weight: Weight) -> bool:
+        """Whether a weight is held so; others are read as dense ones."""
+        ...
+
+    def tensors(self, weight: Weight) -> Mapping[str, StoredTensor]:
+        """The checkpoint's tensors that such a weight is made of, by name."""
+        ...
+
+    def bytes_of(self, weight: Weight, shard: Shard) -> int:
+        """What a rank's part of such a weight takes in memory."""
+        ...
+
+    def read(
+        self, checkpoint: Checkpoint, weight: Weight, shard: Shard, device: torch.device
+    ) -> LinearWeight:
+        """A rank's part of such a weight; ModelError if its tensors can't be read."""
+        ...
+
+
 def check(
     checkpoint: Checkpoint,
     weights: Iterable[Weight],
     architecture: str,
     *,
+    reader: WeightReader | None = None,
     optional: Collection[str] = (),
     surplus: tuple[str, ...] = (),
     beyond: tuple[str, ...] = (),
@@ -183,17 +211,17 @@ def check(
         checkpoint: that a model is to be read from.
         weights: of the model.
         architecture: the model's, for the error.
+        reader: of weights that are quantised.
         optional: names that may be there besides.
         surplus: endings of names that may be there besides.
         beyond: beginnings of such names.
     """
     declared: set[str] = set(optional)
-    for source in (source for weight in weights for source in weight.sources):
-        declared.add(source.name)
-        _check_source(checkpoint, source)
-        if source.scales is not None:
-            declared.add(source.scales)
-            _check_scales(checkpoint, source.scales, source.stored_shape[:-1])
+    for weight in weights:
+        quantised = reader is not None and reader.quantises(weight) and reader.tensors(weight)
+        for name, tensor in (quantised or weight.tensors).items():
+            declared.add(name)
+            checkpoint.check(name, tensor)
     unknown = {
         name
         for name in checkpoint.names - declared
@@ -204,23 +232,6 @@ def check(
             f"{architecture} has no tensor {_some(unknown)}: "
             "config.json and weights don't belong together"
         )
-
-
-def _check_source(checkpoint: Checkpoint, source: Source) -> None:
-    if source.name not in checkpoint:
-        raise ModelError(f"tensor {source.name} is missing from the checkpoint")
-    if checkpoint.shape(source.name) != source.stored_shape:
-        raise ModelError(
-            f"tensor {source.name} has shape {list(checkpoint.shape(source.name))}; "
-            f"config.json says {list(source.stored_shape)}"
-        )
-
-
-def _check_scales(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
-    if name not in checkpoint or checkpoint.shape(name) != shape:
-        has = list(checkpoint.shape(name)) if name in checkpoint else "missing"
-        raise ModelError(f"tensor {name} is {has}; config.json says {list(shape)}")
-    checkpoint.number_bytes(name, packed=True)
 
 
 def _some(names: set[str]) -> str:
@@ -236,51 +247,47 @@ def read_weights(
     device: torch.device,
     progress: Progress,
     shard: Shard = WHOLE,
-    quantize: str | None = None,
+    reader: WeightReader | None = None,
 ) -> Weights:
     """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
 
-    With `quantize`, weights of products are in that format instead. Of what ranks divide only this
-    rank's shard is read, but of rows that they divide, for their scales. `progress` hears of bytes
+    Weights that `reader` quantises are read by it instead. Of what ranks divide only this rank's
+    shard is read, except where a format needs more for its scales. `progress` is told the bytes
     read from the files so far, and in all.
     """
-    sizes = [_stored_bytes(checkpoint, weight, shard) for weight in weights]
+    sizes = [_stored_bytes(checkpoint, weight, shard, reader) for weight in weights]
     total, done = sum(sizes), 0
     progress(done, total)
     loaded: Weights = {}
     for weight, size in zip(weights, sizes, strict=True):
-        if quantize is not None and weight.multiplied:
-            made = _read_quantised(checkpoint, weight, shard, device, quantize)
-            loaded[weight.name] = made
+        if reader is not None and reader.quantises(weight):
+            loaded[weight.name] = reader.read(checkpoint, weight, shard, device)
         else:
             kind = weight.dtype or dtype
-            loaded[weight.name] = _read(checkpoint, weight, shard, kind, device)
+            loaded[weight.name] = read_dense(checkpoint, weight, shard, kind, device)
         done += size
         progress(done, total)
     return loaded
 
 
-def _read_quantised(
-    checkpoint: Checkpoint, weight: Weight, shard: Shard, device: torch.device, quantize: str
-) -> LinearWeight:
-    source = weight.sources[0]
-    columns = shard.part(source.axes[1]) if source.divided == 1 else None
-    read = shard if columns is None else WHOLE
-    dense = _read(checkpoint, weight, read, torch.float32, device)
-    return quantised(dense, quantize, columns)
-
-
-def _stored_bytes(checkpoint: Checkpoint, weight: Weight, shard: Shard) -> int:
-    """Bytes of a rank's shard of a weight in the files."""
-    numbers = (
-        checkpoint.number_bytes(source.name, packed=source.scales is not None)
-        * math.prod(shard.shape(source))
+def _stored_bytes(
+    checkpoint: Checkpoint, weight: Weight, shard: Shard, reader: WeightReader | None
+) -> int:
+    """Bytes of a rank's shard of a weight in the files; of quantised ones all."""
+    if reader is not None and reader.quantises(weight):
+        return sum(
+            checkpoint.number_bytes(name) * math.prod(tensor.shape)
+            for name, tensor in reader.tensors(weight).items()
+        )
+    return sum(
+        mxfp4.bytes_of(math.prod(shard.shape(source)))
+        if source.scales is not None
+        else checkpoint.number_bytes(source.name) * math.prod(shard.shape(source))
         for source in weight.sources
     )
-    return math.ceil(sum(numbers))
 
 
-def _read(
+def read_dense(
     checkpoint: Checkpoint,
     weight: Weight,
     shard: Shard,

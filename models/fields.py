@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tokenpod.models.errors import ModelError
 
@@ -31,7 +32,7 @@ class Fields:
     def defaulting(self, **defaults: Any) -> Fields:
         """The same with `defaults` for fields that are absent or null."""
         missing = {name: value for name, value in defaults.items() if name not in self}
-        return Fields({**self.values, **missing}, self.source)
+        return Fields(ChainMap(missing, cast(Any, self.values)), self.source)
 
     def only(self, name: str, *supported: Any) -> None:
         """Raise ModelError if a field is there and none of the values that are supported."""
@@ -51,7 +52,7 @@ class Fields:
 
     def count(self, name: str, default: int, *, most: int = 1 << 16) -> int:
         """A whole number from 0 to `most`."""
-        return 0 if self.values.get(name) == 0 else self.integer(name, default, most=most)
+        return 0 if self._value(name, default) == 0 else self.integer(name, default, most=most)
 
     def real(self, name: str, default: float | None = None) -> float:
         """A positive, finite number."""
@@ -62,11 +63,11 @@ class Fields:
             raise self._refused(name, value, "a positive, finite number")
         return float(value)
 
-    def optional_real(self, name: str, default: float) -> float | None:
+    def optional_real(self, name: str, default: float | None) -> float | None:
         """A positive, finite number; absent is the default, null is none."""
         return None if self.values.get(name, default) is None else self.real(name, default)
 
-    def optional_integer(self, name: str, default: int) -> int | None:
+    def optional_integer(self, name: str, default: int | None) -> int | None:
         """A whole number from 1 on; absent is the default, null is none."""
         return None if self.values.get(name, default) is None else self.integer(name, default)
 

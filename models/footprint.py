@@ -14,8 +14,7 @@ import msgspec
 
 from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.formats import check_format
-from tokenpod.models.load import Layout, ModelError, read_config, read_layout
+from tokenpod.models.load import Layout, ModelError, read_layout
 from tokenpod.models.shard import Shard
 
 
@@ -37,25 +36,25 @@ def footprint_of(folder: Path, quantize: str | None = None) -> Footprint:
     Where its safetensors files are there too, their tensors are checked against it. Raises
     ModelError for what could not be served, with its products in the format `quantize`.
     """
-    check_format(read_config(folder), quantize)
     if not any(folder.glob("*.safetensors")):
-        return _footprint(read_layout(folder, None), from_tensors=False)
+        return _footprint(read_layout(folder, None, None, quantize), quantize, tensors=False)
     with Checkpoint(folder) as checkpoint:
-        return _footprint(read_layout(folder, checkpoint), from_tensors=True)
+        return _footprint(read_layout(folder, checkpoint, None, quantize), quantize, tensors=True)
 
 
-def _footprint(layout: Layout, *, from_tensors: bool) -> Footprint:
+def _footprint(layout: Layout, quantize: str | None, *, tensors: bool) -> Footprint:
     spec = layout.spec
     return Footprint(
         architecture=spec.architecture,
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
-        from_tensors=from_tensors,
+        from_tensors=tensors,
         layers=len(spec.layers),
         hidden_size=spec.hidden_size,
         intermediate_size=spec.widest,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
         portions=dict(_portions(layout)),
+        quantize=quantize or "none",
     )
 
 
@@ -66,16 +65,16 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             local = shard.config(layout.spec)
         except ModelError:
             continue
-        products = [weight for weight in layout.weights if weight.multiplied]
-        yield (
-            world,
-            Portion(
-                numbers=shard.numbers(layout.weights),
-                kv_numbers=local.kv.numbers,
-                product_numbers=shard.numbers(products),
-                product_rows=sum(shard.shape(s)[0] for each in products for s in each.sources),
-            ),
-        )
+        portion = Portion(shard.numbers(layout.weights), local.kv.numbers)
+        reader = layout.reader
+        if reader is not None:
+            quantised = [weight for weight in layout.weights if reader.quantises(weight)]
+            portion = msgspec.structs.replace(
+                portion,
+                quantised_numbers=shard.numbers(quantised),
+                quantised_bytes=sum(reader.bytes_of(weight, shard) for weight in quantised),
+            )
+        yield world, portion
 
 
 if __name__ == "__main__":

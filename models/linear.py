@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.compose import linear_of
 from tokenpod.kernels.ops import Activation, AddLinear, Linear, Operations, RowNorm
-from tokenpod.kernels.weight import LinearWeight, Stored, rows_of
+from tokenpod.kernels.weight import LinearWeight
 
 #: Weights by our names, as they were loaded.
 Weights = MutableMapping[str, torch.Tensor | LinearWeight]
@@ -120,21 +121,16 @@ class Products:
     def _plain(self, weight: LinearWeight, bias: torch.Tensor | None) -> Linear:
         """One launch per part."""
         if len(weight.parts) == 1:
-            return self._part(weight.parts[0], bias)
-        lengths = [rows_of(part) for part in weight.parts]
+            return linear_of(self.ops, weight.parts[0], bias)
+        lengths = [part.shape[0] for part in weight.parts]
         biases = [None] * len(lengths) if bias is None else list(torch.split(bias, lengths))
-        products = [self._part(*part) for part in zip(weight.parts, biases, strict=True)]
+        products = [linear_of(self.ops, *part) for part in zip(weight.parts, biases, strict=True)]
 
         def joined(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
             y = torch.cat([product(x) for product in products], dim=-1)
             return y if delta is None else y.add_(delta)
 
         return joined
-
-    def _part(self, part: Stored, bias: torch.Tensor | None) -> Linear:
-        if isinstance(part, torch.Tensor):
-            return self.ops.prepare_linear(part, bias)
-        return self.ops.prepare_int8_linear(part, bias)
 
     def _peek(self, name: str) -> LinearWeight:
         weight = self.weights[name]

@@ -11,12 +11,12 @@ import torch
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
-from tokenpod.models.checkpoint import Checkpoint, Progress, check, read_weights
+from tokenpod.models.checkpoint import Checkpoint, Progress, WeightReader, check, read_weights
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields, read_fields
-from tokenpod.models.formats import bytes_needed, check_format
+from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import scale_names, weights_of
@@ -44,16 +44,23 @@ class Layout:
     weights: list[Weight]
     #: Of scales that the checkpoint may have, of each layer's keys, and values.
     scales: list[list[str]]
+    #: Of weights that are quantised; None: none are.
+    reader: WeightReader | None = None
 
 
 def read_layout(
-    folder: Path, checkpoint: Checkpoint | None, max_total_tokens: int | None = None
+    folder: Path,
+    checkpoint: Checkpoint | None,
+    max_total_tokens: int | None = None,
+    quantize: str | None = None,
 ) -> Layout:
     """The model in `folder`, and its weights, checked against `checkpoint` if there is one.
 
-    Raises ModelError as `read_config` does, and where the two don't belong together.
+    `quantize` is the format that products' weights are made into. Raises ModelError as
+    `read_config` does, and where config.json and tensors don't belong together.
     """
     family, spec = _read_config(folder, max_total_tokens)
+    reader = reader_for(spec, quantize)
     names, *others = family.names_of(spec)
     prefix = family.prefixes[0]
     head = f"{names.head}.weight"
@@ -66,9 +73,9 @@ def read_layout(
     if checkpoint is not None:
         for other in others:
             table = weights_of(spec, other, prefix)
-            if all(source.name in checkpoint for weight in table for source in weight.sources):
+            if all(name in checkpoint for weight in table for name in weight.tensors):
                 names, weights = other, table
-    layout = Layout(spec, weights, scale_names(spec, names, prefix))
+    layout = Layout(spec, weights, scale_names(spec, names, prefix), reader)
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
@@ -77,6 +84,7 @@ def read_layout(
             checkpoint,
             layout.weights,
             spec.architecture,
+            reader=reader,
             optional=optional,
             surplus=names.surplus,
             beyond=tuple(prefix + x.format(layers=len(spec.layers)) for x in names.beyond),
@@ -105,7 +113,7 @@ def load_model(
         shard: whose part to read.
         group: the ranks of that shard; None if it is all of the model.
         max_total_tokens: the longest sequence that will be served; None: what the model can.
-        quantize: the format of products' weights, of `FORMATS`; None: `dtype`.
+        quantize: the format that products' weights are made into; None: `dtype`.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -114,12 +122,11 @@ def load_model(
     assert shard == (Shard(group.rank, group.world) if group else WHOLE)
     spec = read_config(folder, max_total_tokens)
     shard.check(spec)
-    check_format(spec, quantize)
     with Checkpoint(folder) as checkpoint:
-        layout = read_layout(folder, checkpoint, max_total_tokens)
+        layout = read_layout(folder, checkpoint, max_total_tokens, quantize)
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
-        needed = bytes_needed(weights, shard, dtype, quantize)
+        needed = bytes_needed(weights, shard, dtype, layout.reader)
         _check_memory(needed, dtype, device, group.local_ranks if group else 1)
         try:
             tensors = read_weights(
@@ -129,7 +136,7 @@ def load_model(
                 device=device,
                 progress=progress,
                 shard=shard,
-                quantize=quantize,
+                reader=layout.reader,
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None

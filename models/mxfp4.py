@@ -22,6 +22,11 @@ def shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*others, n // BLOCK, BLOCK_BYTES)
 
 
+def bytes_of(numbers: int) -> int:
+    """That so many take, with their scales."""
+    return numbers * (BLOCK_BYTES + 1) // BLOCK
+
+
 def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Blocks [..., b, 16] and scales [..., b] uint8 -> [..., 32 · b] float32, exactly."""
     pairs = torch.stack((blocks & 0xF, blocks >> 4), dim=-1)

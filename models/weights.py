@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,14 @@ class Segment:
         """Where the weight's own `rows` lie in the fused tensor."""
         size = self.sizes[self.index]
         return rows // size * sum(self.sizes) + sum(self.sizes[: self.index]) + rows % size
+
+
+class StoredTensor(NamedTuple):
+    """What a tensor of the checkpoint must be."""
+
+    shape: tuple[int, ...]
+    #: Of numbers, as safetensors names them; those of dense weights by default.
+    kinds: tuple[str, ...] = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,17 @@ class Source:
             stored = mxfp4.shape(stored)
         return stored if self.stack is None else self.stack.shape(stored)
 
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Of the checkpoint, by name."""
+        if self.scales is None:
+            return {self.name: StoredTensor(self.stored_shape)}
+        shape = self.stored_shape
+        return {
+            self.name: StoredTensor(shape, ("U8",)),
+            self.scales: StoredTensor(shape[:-1], ("U8",)),
+        }
+
     def stored_rows(self, part: range) -> npt.NDArray[np.int64] | None:
         """Which rows of the checkpoint's tensor are our rows `part`; None: the same."""
         if self.segment is None and self.order is None:
@@ -130,6 +150,11 @@ class Weight:
     dtype: torch.dtype | None = None
     #: Whether products are made with it, so that it may be held in a format of fewer bits.
     multiplied: bool = False
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The checkpoint's tensors that it is made of, by name."""
+        return {name: x for source in self.sources for name, x in source.tensors.items()}
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,8 +1,7 @@
-"""Every setting of the server, once: flags, variables, help and docs/settings.md come from here.
+"""Where settings come from, and what they come to on this machine.
 
 A flag wins over its variable (`--max-best-of` over `TOKENPOD_MAX_BEST_OF`), a variable over the
-default. Names are those of TGI's launcher wherever both have the thing. This is the only module
-that reads the environment.
+default. This is the only module that reads the environment; settings.py lists the settings.
 """
 
 from __future__ import annotations
@@ -12,23 +11,17 @@ import re
 import resource
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, FilePath, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
 
 from tokenpod.service.config_rules import contradictions, flag
+from tokenpod.service.settings import VARIABLE_PREFIX, Settings
 
-VARIABLE_PREFIX = "TOKENPOD_"
 #: Variables of the client commands, which are no settings of the server.
 CLIENT_VARIABLES = frozenset({"TOKENPOD_TOKEN"})
 #: What launchers of distributed programs set for each rank, by our setting's name.
@@ -57,27 +50,6 @@ _LEAST_FRONT_END_BYTES = 1024**3
 
 class SettingsError(ValueError):
     """Settings that are wrong or don't go together; the text has a line for each fault."""
-
-
-class Group(StrEnum):
-    """What a setting is about: the panels of `--help`, the tables of docs/settings.md."""
-
-    MODEL = "Model"
-    NETWORK = "Network"
-    LIMITS = "Limits on requests"
-    MEMORY = "Batching and memory"
-    SHARDS = "Shards"
-    SECURITY = "Security"
-    TELEMETRY = "Telemetry and logs"
-    OPERATION = "Operation"
-
-
-def _setting(
-    default: object, group: Group, description: str, *, derived: str = "", **limits: Any
-) -> Any:
-    """A field; `derived` says what an unset one comes to."""
-    about: dict[str, Any] = {"group": group.value, "derived": derived}
-    return Field(default, description=description, json_schema_extra=about, **limits)
 
 
 class _Environment(EnvSettingsSource):
@@ -114,347 +86,8 @@ class _Launcher(PydanticBaseSettingsSource):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class ServerSettings(BaseSettings):
+class ServerSettings(Settings):
     """How one server is run. Immutable; raises pydantic's ValidationError for what can't be."""
-
-    model_config = SettingsConfigDict(
-        env_prefix=VARIABLE_PREFIX,
-        env_ignore_empty=True,
-        frozen=True,
-        extra="forbid",
-        protected_namespaces=(),
-        validate_default=False,
-    )
-
-    model_id: str = _setting(
-        "demo",
-        Group.MODEL,
-        "The model: `demo` (embedded in the package), a folder, or a name such as `org/name` that"
-        " is looked up in the local Hugging Face cache. Nothing is downloaded.",
-        min_length=1,
-    )
-    revision: str | None = _setting(
-        None,
-        Group.MODEL,
-        "Branch, tag or commit of a model in the cache.",
-        derived="main",
-        min_length=1,
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
-        "auto",
-        Group.MODEL,
-        "Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the"
-        " checkpoint's on a GPU, float32 on a CPU.",
-    )
-    quantize: Literal["none", "int8"] = _setting(
-        "none",
-        Group.MODEL,
-        "Format of the weights of products, made while they are loaded. int8: 8 bits and a scale"
-        " per output, half of bfloat16's memory, a little less exact; embedding, head and norms"
-        " stay as they are. Not for mixtures of experts.",
-    )
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _setting(
-        "auto",
-        Group.MEMORY,
-        "Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of"
-        " compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact.",
-    )
-    device: Literal["auto", "cpu", "cuda"] = _setting(
-        "auto", Group.MODEL, "Where the model runs. auto: a GPU if there is one."
-    )
-    threads: int = _setting(
-        0,
-        Group.MODEL,
-        "CPU threads of the model. 0: one per core, less one for the front end.",
-        ge=0,
-    )
-
-    hostname: str = _setting(
-        "0.0.0.0",  # noqa: S104 (a server in a pod is there to be reached)
-        Group.NETWORK,
-        "Address to listen on.",
-        min_length=1,
-    )
-    port: int = _setting(
-        50051, Group.NETWORK, "Port of every gRPC service. 0: any free one.", ge=0, le=65535
-    )
-    health_port: int = _setting(
-        50052,
-        Group.NETWORK,
-        "Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none.",
-        ge=0,
-        le=65535,
-    )
-    front_ends: int = _setting(
-        0,
-        Group.NETWORK,
-        "Processes that share the port and stream tokens; a client's connection stays with one of"
-        " them. 0: one on a CPU; on a GPU one for 4 cores, 4 at most.",
-        ge=0,
-        le=64,
-    )
-    uds_path: str | None = _setting(
-        None,
-        Group.NETWORK,
-        "Listen on the unix socket `<uds-path>-0` as well, once the model is ready. TGI's routers"
-        " look for `/tmp/text-generation-server`. Who may open the file needs no token.",
-        min_length=1,
-    )
-    uds_group: str | None = _setting(
-        None,
-        Group.NETWORK,
-        "Let this group (name or number) open the unix socket too, not its owner alone.",
-        min_length=1,
-    )
-    max_router_message_bytes: int = _setting(
-        256 * 1024 * 1024,
-        Group.NETWORK,
-        "Bytes of one request message on the unix socket.",
-        ge=1024,
-        le=2**31 - 1,
-    )
-    max_message_bytes: int = _setting(
-        4 * 1024 * 1024,
-        Group.NETWORK,
-        "Bytes of one request message on the port.",
-        ge=1024,
-        le=2**31 - 1,
-    )
-    keepalive_seconds: float = _setting(
-        60.0,
-        Group.NETWORK,
-        "Ping a client that has been silent for so long, and drop it if it does not answer.",
-        ge=10,
-        le=86_400,
-    )
-    max_connection_age_seconds: float = _setting(
-        0.0,
-        Group.NETWORK,
-        "Ask clients to reconnect after so long, which spreads them over new replicas; running"
-        " calls go on. 0: never.",
-        ge=0,
-        le=2_000_000,
-    )
-
-    max_connection_idle_seconds: float = _setting(
-        900.0,
-        Group.NETWORK,
-        "Close a connection that has had no call for so long. 0: never.",
-        ge=0,
-        le=2_000_000,
-    )
-    max_connections: int | None = _setting(
-        None,
-        Group.NETWORK,
-        "Connections to the port at once, front ends sharing them equally; one more is closed. The"
-        " health port and the unix socket have no such limit.",
-        derived="half of the file descriptors that a process may open",
-        ge=1,
-        le=2**30,
-    )
-
-    max_concurrent_requests: int | None = _setting(
-        None,
-        Group.LIMITS,
-        "Requests running and waiting; one more is refused.",
-        derived="4 times max-batch-size",
-        ge=1,
-    )
-    max_queue_tokens: int | None = _setting(
-        None,
-        Group.LIMITS,
-        "Prompt tokens waiting; a request beyond is refused.",
-        derived="as many as the KV cache holds, 131072 at least",
-        ge=1,
-    )
-    max_front_end_bytes: int | None = _setting(
-        None,
-        Group.LIMITS,
-        "Memory that calls may hold in all front ends together: messages, which count at"
-        " max-message-bytes until they are there, prompts, answers not yet sent; a call beyond is"
-        " refused.",
-        derived="max-concurrent-requests times max-message-bytes, 1073741824 at least",
-        ge=1024**2,
-    )
-    text_workers: int = _setting(
-        2,
-        Group.LIMITS,
-        "Processes of each front end that tokenise long texts and render chats.",
-        ge=1,
-        le=64,
-    )
-    text_timeout: float = _setting(
-        30.0,
-        Group.LIMITS,
-        "Seconds that tokenising a text or rendering a chat may take; it is killed then.",
-        gt=0,
-        le=3600,
-    )
-    text_memory_bytes: int = _setting(
-        2 * 1024**3,
-        Group.LIMITS,
-        "Memory that tokenising a text or rendering a chat may take, besides the loaded tokenizer.",
-        ge=64 * 1024**2,
-    )
-    max_input_tokens: int | None = _setting(
-        None,
-        Group.LIMITS,
-        "Tokens of a prompt.",
-        derived="max-total-tokens less 1",
-        ge=1,
-    )
-    max_total_tokens: int | None = _setting(
-        None,
-        Group.LIMITS,
-        "Tokens of a prompt and its output together.",
-        derived="the model's context, as far as the KV cache holds it",
-        ge=2,
-    )
-    max_best_of: int = _setting(2, Group.LIMITS, "Samples of a request (n, best_of).", ge=1)
-    max_stop_sequences: int = _setting(4, Group.LIMITS, "Stop sequences of a request.", ge=0)
-    max_stop_sequence_bytes: int = _setting(
-        240, Group.LIMITS, "Bytes of one stop sequence, in UTF-8.", ge=1
-    )
-    max_top_n_tokens: int = _setting(
-        5, Group.LIMITS, "Most likely tokens that a request may ask for.", ge=0, le=64
-    )
-    max_logit_bias: int = _setting(
-        1024, Group.LIMITS, "Entries of logit_bias and of stop_token_ids.", ge=0
-    )
-
-    max_batch_size: int | None = _setting(
-        None,
-        Group.MEMORY,
-        "Sequences that run at once.",
-        derived="64 on a CPU, 512 on a GPU",
-        ge=1,
-        le=65_536,
-    )
-    max_batch_prefill_tokens: int | None = _setting(
-        None,
-        Group.MEMORY,
-        "Prompt tokens of one step; a longer prompt takes several.",
-        derived="512 on a CPU, 4096 on a GPU, max-batch-total-tokens at most",
-        ge=1,
-    )
-    max_batch_total_tokens: int | None = _setting(
-        None,
-        Group.MEMORY,
-        "Size of the KV cache in tokens: all running requests and the prefixes kept.",
-        derived="what memory-fraction holds",
-        ge=2,
-    )
-    prefix_caching: bool = _setting(
-        True,
-        Group.MEMORY,
-        "Keep keys and values of prompts, and use them for later prompts that begin alike.",
-    )
-    router_lease: float = _setting(
-        30.0,
-        Group.OPERATION,
-        "Seconds after which a router's batch that no call names is released; not counted while a"
-        " Prefill runs.",
-        ge=1,
-        le=86_400,
-    )
-    memory_fraction: float = _setting(
-        0.9,
-        Group.MEMORY,
-        "Part of the memory that is free after loading which the KV cache may take.",
-        gt=0,
-        lt=1,
-    )
-
-    num_shard: int = _setting(
-        1,
-        Group.SHARDS,
-        "Ranks that this pod runs, each on a GPU of its own: the model is divided between them.",
-        ge=1,
-        le=64,
-    )
-    num_nodes: int = _setting(
-        1, Group.SHARDS, "Pods that share one model, with as many ranks each.", ge=1, le=1024
-    )
-    node_rank: int = _setting(
-        0, Group.SHARDS, "Which of these pods this one is. Pod 0 leads.", ge=0, le=1023
-    )
-    master_addr: str | None = _setting(
-        None, Group.SHARDS, "Where the other pods reach pod 0: a name or an address.", min_length=1
-    )
-    master_port: int = _setting(
-        29500, Group.SHARDS, "Port of pod 0 where ranks meet for collectives.", ge=1, le=65535
-    )
-    shard_port: int = _setting(
-        50053, Group.SHARDS, "Port of pod 0 that the plans of all steps come from.", ge=1, le=65535
-    )
-    shard_tls_cert: FilePath | None = _setting(
-        None,
-        Group.SHARDS,
-        "Certificate chain (PEM) that pods show each other for plans; turns mutual TLS on.",
-    )
-    shard_tls_key: FilePath | None = _setting(
-        None, Group.SHARDS, "Private key of shard-tls-cert (PEM)."
-    )
-    shard_tls_ca: FilePath | None = _setting(
-        None, Group.SHARDS, "Authorities that sign the pods' certificates (PEM)."
-    )
-
-    tls_cert: FilePath | None = _setting(
-        None, Group.SECURITY, "Certificate chain of the server (PEM); turns TLS on."
-    )
-    tls_key: FilePath | None = _setting(None, Group.SECURITY, "Private key of tls-cert (PEM).")
-    tls_client_ca: FilePath | None = _setting(
-        None, Group.SECURITY, "Require client certificates signed by these authorities (PEM)."
-    )
-    auth_token_file: FilePath | None = _setting(
-        None,
-        Group.SECURITY,
-        "Accept only calls with one of these bearer tokens, one per line; read again on change.",
-    )
-
-    otlp_endpoint: str | None = _setting(
-        None,
-        Group.TELEMETRY,
-        "OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`.",
-        pattern=r"^https?://[^/\s]+/?$",
-    )
-    otlp_service_name: str = _setting(
-        "tokenpod", Group.TELEMETRY, "service.name of what is exported.", min_length=1
-    )
-    otlp_sample_ratio: float = _setting(
-        1.0, Group.TELEMETRY, "Part of the traces begun here that is recorded.", ge=0, le=1
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "info", Group.TELEMETRY, "Least severity that is logged."
-    )
-    json_output: bool = _setting(False, Group.TELEMETRY, "Log JSON, one object a line.")
-
-    start_timeout: float = _setting(
-        600.0, Group.OPERATION, "Seconds to load and warm the model up; then the start fails.", gt=0
-    )
-    stall_timeout: float = _setting(
-        40.0,
-        Group.OPERATION,
-        "Seconds without a sign of the engine, or 200 of its usual steps, after which running calls"
-        " fail and the process ends with status 1, without a drain; a group forms again. The engine"
-        " says nothing while it computes a step: allow for the longest.",
-        gt=0,
-        le=86_400,
-    )
-    lame_duck_seconds: float = _setting(
-        5.0,
-        Group.OPERATION,
-        "Go on serving for so long after SIGTERM, already not ready: endpoints take time to hear.",
-        ge=0,
-        le=3600,
-    )
-    graceful_termination_timeout: float = _setting(
-        90.0,
-        Group.OPERATION,
-        "Seconds that running requests get to finish after that.",
-        ge=0,
-        le=86_400,
-    )
 
     @classmethod
     def settings_customise_sources(

@@ -30,7 +30,7 @@ from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
-from tokenpod.service.pod.front_ends import FrontEndLost, FrontEnds, PodProgress, RelayAddress
+from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
@@ -57,7 +57,7 @@ from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.serving.shard import ShardService
-from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
@@ -92,7 +92,7 @@ class Server:
 
     async def _pod_state(self, stack: contextlib.AsyncExitStack) -> PodState:
         settings = self.settings
-        telemetry = Telemetry.start(TelemetrySettings.of(settings))
+        telemetry = Telemetry.start(settings)
         stack.callback(telemetry.shutdown)
         load = CurrentLoad()
         telemetry.watch(load)
@@ -106,7 +106,7 @@ class Server:
         board = HealthBoard(
             follows=not settings.leads,
             stall_timeout=settings.stall_timeout,
-            on_stall=counters.set_stalled,
+            counters=counters,
         )
         stack.callback(board.close)
         generate = GenerateService(admission, telemetry)
@@ -197,7 +197,7 @@ class Server:
         # Not while connections are being closed.
         await state.renewal.end()
         self._open(state, ranks, drains, encoder, ready, life)
-        state.board.watch(PodProgress(ranks.client, state.counters))
+        state.board.watch(ranks.client)
         stalled = asyncio.create_task(end_stalled(self.settings, state.board, ranks))
         life.callback(stalled.cancel)
         state.load.client = ranks.client
@@ -234,20 +234,23 @@ class Server:
         """The further front ends, and what they reach this one by; none if one is enough."""
         counters = state.counters
         if counters.count == 1:
-            return FrontEnds([], counters)
+            return FrontEnds(counters)
         for index in range(1, counters.count):
             # What a life before has left.
             counters.forget(index)
         relay, address, secret = await serve_relay(self.settings, state.backend, state.board)
         life.push_async_callback(relay.stop, None)
-        others = FrontEnds.start(
-            self.settings,
-            self.model_folder,
-            ranks.first.spare_links,
-            counters,
-            RelayAddress(state.listener.address, address, secret),
-            ranks.first.new_link,
+        assert counters.descriptor is not None
+        config = FrontEndConfig(
+            count=counters.count,
+            settings=self.settings.model_dump(mode="json"),
+            model_folder=str(self.model_folder),
+            address=state.listener.address,
+            relay_address=address,
+            relay_secret=secret,
+            counters=counters.descriptor,
         )
+        others = FrontEnds(counters, config, ranks.first.spare_links, ranks.first.new_link)
         life.push_async_callback(others.stop)
         return others
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from tokenpod.service.config import (
     variable,
 )
 from tokenpod.service.config_rules import flag
+from tokenpod.service.settings import Group, descriptions, group_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -191,7 +191,8 @@ def test_an_ipv6_address_is_bracketed():
 
 def test_every_setting_says_what_it_means_and_where_it_belongs():
     for name, field in ServerSettings.model_fields.items():
-        assert re.search(r"[.]$", field.description or ""), name
+        assert descriptions()[name].endswith("."), name
+        assert group_of(field) in list(Group), name
 
 
 def test_the_documentation_is_current_and_has_every_setting():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.settings import descriptions
 
 SCHEMA = (
     Path(__file__).resolve().parent.parent / "deploy" / "helm" / "tokenpod" / "values.schema.json"
@@ -37,7 +38,7 @@ _KEPT = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMax
 def server_properties() -> dict[str, Any]:
     """A schema for each setting, by its name in camelCase."""
     fields = ServerSettings.model_json_schema()["properties"]
-    return {_camel(name): _property(f) for name, f in fields.items() if name not in DERIVED}
+    return {_camel(name): _property(name, f) for name, f in fields.items() if name not in DERIVED}
 
 
 def schema() -> str:
@@ -47,12 +48,12 @@ def schema() -> str:
     return json.dumps(there, indent=2, ensure_ascii=False) + "\n"
 
 
-def _property(field: dict[str, Any]) -> dict[str, Any]:
+def _property(name: str, field: dict[str, Any]) -> dict[str, Any]:
     alternatives = field.get("anyOf", [field])
     kind = next(each for each in alternatives if each.get("type") != "null")
     return {
-        "description": field["description"],
-        **{name: kind[name] for name in _KEPT if name in kind},
+        "description": descriptions()[name],
+        **{key: kind[key] for key in _KEPT if key in kind},
     }
 
 

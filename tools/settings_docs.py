@@ -10,16 +10,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from tokenpod.cli.serve_flags import default_text, group_of
-from tokenpod.service.config import Group, ServerSettings, variable
+from tokenpod.service.config import ServerSettings, variable
 from tokenpod.service.config_rules import flag
+from tokenpod.service.settings import Group, default_text, descriptions, group_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 
 HEAD = """\
 # Settings
 
-<!-- Written by tools/settings_docs.py from service/config.py; `make docs` writes it again. -->
+<!-- Written by tools/settings_docs.py from service/settings.py; `make docs` writes it again. -->
 
 What `tokenpod serve` takes. A flag wins over its variable, a variable over the default; a variable
 that is set to nothing counts as not set. Names are those of TGI's launcher wherever both have the
@@ -46,7 +46,7 @@ def section(group: Group) -> str:
     for name, field in ServerSettings.model_fields.items():
         if group_of(field) == group.value:
             cells = [f"`{flag(name)}`", f"`{variable(name)}`", default_text(field)]
-            lines.append(f"| {' | '.join([*cells, field.description or ''])} |")
+            lines.append(f"| {' | '.join([*cells, descriptions()[name]])} |")
     return "\n".join([*lines, ""])
 
 

@@ -12,6 +12,7 @@ from tokenpod.kernels.cpu.experts import experts_of
 from tokenpod.kernels.cpu.pointwise import act_mul, activate, embed, layer_norm, rms_norm
 from tokenpod.kernels.cpu.product import prepare_int8_linear, prepare_linear
 from tokenpod.kernels.cpu.rotary import rotate, store_key_value
+from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.reference.latent import store_latent
@@ -33,10 +34,10 @@ OPERATIONS = Operations(
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,
-    prepare_int8_linear=prepare_int8_linear,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
+    quantised={Int8Weight: prepare_int8_linear},
 )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.ops import Int8Weight, Linear
+from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.ops import Linear
 from tokenpod.kernels.reference import product as reference
 
 #: Rows that the layout is chosen for.
@@ -45,7 +46,7 @@ def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
-    """See `ops.PrepareInt8Linear`."""
+    """See `Int8Weight.multiply`."""
     # Not above: that package is made of this one.
     from tokenpod.kernels.cpu.compiled import int8
 

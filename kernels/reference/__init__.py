@@ -7,7 +7,7 @@ from tokenpod.kernels.reference.attention import attention, plan_attention
 from tokenpod.kernels.reference.experts import prepare_experts
 from tokenpod.kernels.reference.latent import store_latent
 from tokenpod.kernels.reference.pointwise import act_mul, activate, embed, layer_norm, rms_norm
-from tokenpod.kernels.reference.product import prepare_int8_linear, prepare_linear
+from tokenpod.kernels.reference.product import prepare_linear
 from tokenpod.kernels.reference.rotary import rotate, store_key_value
 
 plan_latent, attend_latent = latent_of(plan_attention, attention)
@@ -26,7 +26,6 @@ OPERATIONS = Operations(
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,
-    prepare_int8_linear=prepare_int8_linear,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=prepare_experts,

@@ -1,5 +1,6 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
+from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.triton.attention import attention, plan_attention, prepare_capture
@@ -31,10 +32,10 @@ OPERATIONS = Operations(
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,
-    prepare_int8_linear=prepare_int8_linear,
     prepare_norm_linear=prepare_norm_linear,
     prepare_add_linear=prepare_add_linear,
     prepare_experts=prepare_experts,
+    quantised={Int8Weight: prepare_int8_linear},
     prepare_sum_linear=prepare_sum_linear,
     prepare_capture=prepare_capture,
 )

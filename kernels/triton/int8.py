@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.int8 import multiply_widened
-from tokenpod.kernels.ops import Int8Weight, Linear
+from tokenpod.kernels.formats.int8 import Int8Weight, multiply_widened
+from tokenpod.kernels.ops import Linear
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
 
 #: The matrix unit's smallest side.
@@ -38,9 +38,9 @@ class Int8Tile:
 def prepare_int8_linear(
     weight: Int8Weight, bias: torch.Tensor | None, tile: Int8Tile | None = None
 ) -> Linear:
-    """See `ops.PrepareInt8Linear`: one kernel for few tokens, of numbers of 16 bits."""
-    if not weight.weight.is_contiguous():
-        raise ValueError(f"a weight {list(weight.weight.shape)} of 8 bits is not contiguous")
+    """See `Int8Weight.multiply`: one kernel for few tokens, of numbers of 16 bits."""
+    if not weight.numbers.is_contiguous():
+        raise ValueError(f"a weight {list(weight.shape)} of 8 bits is not contiguous")
     chosen = Int8Tile() if tile is None else tile
 
     def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,11 +64,11 @@ def multiply_int8(
     Rows of x and delta are contiguous.
     """
     tokens, k = x.shape
-    n = len(weight.weight)
+    n = len(weight.numbers)
     y = torch.empty((tokens, n), dtype=x.dtype, device=x.device)
     _multiply_int8[(triton.cdiv(n, tile.block_n),)](
         x,
-        weight.weight,
+        weight.numbers,
         weight.scale,
         bias,
         delta,

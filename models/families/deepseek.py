@@ -13,7 +13,7 @@ from tokenpod.models.families.experts import (
     stacked,
     with_experts,
 )
-from tokenpod.models.families.family import Family, gated_decoder, no_windows
+from tokenpod.models.families.family import Family, each_layer, gated_decoder
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
 from tokenpod.models.rope import yarn_temperature
@@ -69,7 +69,7 @@ def _decoder(fields: Fields, served: int | None, *, interleaved: bool) -> ModelS
     heads = fields.values.get("num_attention_heads")
     own = {"head_dim": rope_dim, "num_key_value_heads": heads}
     spec = gated_decoder(
-        Fields({**fields.values, **own}, fields.source), served, windows=no_windows
+        Fields({**fields.values, **own}, fields.source), served, interleaved=interleaved
     )
     rope = spec.layers[0].attention.positions
     assert isinstance(rope, Rope)
@@ -84,13 +84,12 @@ def _decoder(fields: Fields, served: int | None, *, interleaved: bool) -> ModelS
         rope_dim=rope_dim,
         value_dim=fields.integer("v_head_dim", 128, most=1 << 12),
         kv_norm=norm,
-        positions=replace(rope, interleaved=interleaved),
+        positions=rope,
         scale=(nope_dim + rope_dim) ** -0.5 * yarn_temperature(fields) ** 2,
         query_rank=fields.integer("q_lora_rank", 1536, most=1 << 16) if ranked else None,
         query_norm=norm if ranked else None,
     )
-    layers = tuple(replace(layer, attention=attention) for layer in spec.layers)
-    return replace(spec, layers=layers)
+    return each_layer(spec, lambda layer: replace(layer, attention=attention))
 
 
 # Layers beyond the last one predict further tokens, which nobody asks for.

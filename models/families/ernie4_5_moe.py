@@ -12,25 +12,32 @@ from tokenpod.models.families.experts import (
     stacked,
     with_experts,
 )
-from tokenpod.models.families.family import Family, gated_decoder, no_windows, with_attention
+from tokenpod.models.families.family import Family, gated_decoder
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec, Rope
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
-    fields.only("use_bias", False)
-    fields = fields.defaulting(rope_theta=500_000.0, rms_norm_eps=1e-5)
-    spec = gated_decoder(fields, served, windows=no_windows, tied=True)
+    bias = fields.flag("use_bias", False)
+    spec = gated_decoder(
+        fields.defaulting(rms_norm_eps=1e-5),
+        served,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        tied=True,
+        theta=500_000.0,
+        interleaved=True,
+    )
     routing = Routing(1, normalised=True, least_sum=fields.real("moe_norm_min", 1e-12))
     experts = experts_of(
         fields, spec, routing, count=("moe_num_experts", "num_experts"), chosen="moe_k"
     )
     shared = shared_of(experts, fields.count("moe_num_shared_experts", 2) * experts.width)
+    shared = replace(shared, up_bias=bias, down_bias=bias)
     experts = replace(experts, correction=True, shared=shared if shared.width else None)
-    rope = spec.layers[0].attention.positions
-    assert isinstance(rope, Rope)
-    spec = with_attention(spec, positions=replace(rope, interleaved=True))
+    spec = replace(spec, head=replace(spec.head, bias=bias))
     return with_experts(spec, experts, _sparse_layers(fields, len(spec.layers)))
 
 

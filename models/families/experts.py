@@ -99,13 +99,13 @@ def gate_names(*, shared: str = "shared_experts") -> ExpertNames:
     )
 
 
-def stacked(**other: str) -> Callable[[Names], Names]:
+def stacked(block: str = "mlp", **other: str) -> Callable[[Names], Names]:
     """The layout in which transformers holds experts since its version 5, with `other` names."""
 
     def layout(names: Names) -> Names:
         assert names.experts is not None
         experts = names.experts.stacked(
-            "mlp.experts.gate_up_proj", "mlp.experts.down_proj", **other
+            f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj", **other
         )
         return replace(names, experts=experts)
 

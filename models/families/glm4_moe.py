@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from tokenpod.models.families.deepseek import with_v3_experts
 from tokenpod.models.families.experts import gate_names, stacked
-from tokenpod.models.families.family import Family, gated_decoder, no_windows
+from tokenpod.models.families.family import Family, gated_decoder
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
 from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
-    fields = fields.defaulting(partial_rotary_factor=0.5)
     spec = gated_decoder(
         fields,
         served,
-        windows=no_windows,
         qkv_bias=fields.flag("attention_bias", False),
         qk_norm=fields.flag("use_qk_norm", False),
+        factor=0.5,
     )
     return with_v3_experts(spec, fields, dense=1)
 

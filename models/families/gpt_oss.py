@@ -7,8 +7,12 @@ from dataclasses import replace
 from tokenpod.kernels.ops import Activation
 from tokenpod.models.expert_names import ExpertNames, ExpertTensor, Half
 from tokenpod.models.families.experts import experts_of, softmax_routing, with_experts
-from tokenpod.models.families.family import Family, gated_decoder, with_attention
-from tokenpod.models.families.qwen2 import windows_by_type
+from tokenpod.models.families.family import (
+    Family,
+    gated_decoder,
+    windows_but_every,
+    with_attention,
+)
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
 from tokenpod.models.spec import ModelSpec
@@ -34,10 +38,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    window = fields.optional_integer("sliding_window", 128)
-    if "layer_types" in fields:
-        return windows_by_type(fields, layers, window)
-    return tuple(None if layer % 2 else window for layer in range(layers))
+    return windows_but_every(fields, layers, every=2, default=128)
 
 
 def _tensor(name: str, half: Half | None, *, packed: bool) -> ExpertTensor:

@@ -15,8 +15,7 @@ from tokenpod.models.families.experts import (
     stacked,
     with_experts,
 )
-from tokenpod.models.families.family import Family, gated_decoder
-from tokenpod.models.families.qwen2 import windows_by_type
+from tokenpod.models.families.family import Family, gated_decoder, windows_by_type
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
 from tokenpod.models.spec import ModelSpec

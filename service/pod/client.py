@@ -8,21 +8,19 @@ message.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol, cast
+from typing import Protocol
 
 import msgspec
 
-from tokenpod.core.link import FrameDecoder, encode_frame
+from tokenpod.core.async_link import AsyncLink
 from tokenpod.core.messages import (
     Abort,
     Advance,
     Advanced,
     Ask,
     Broken,
-    EngineOptions,
     Failure,
     FailureCode,
     FinishCode,
@@ -79,8 +77,8 @@ class EngineLost(Exception):
         self.silent = silent
 
 
-class EngineClient(asyncio.Protocol):
-    """Speaks to one engine process.
+class EngineClient(AsyncLink[FromEngine]):
+    """Speaks to one engine process, whose end of the link closes with it.
 
     Args:
         on_loading: hears of progress while weights are read.
@@ -93,12 +91,13 @@ class EngineClient(asyncio.Protocol):
     def __init__(
         self,
         *,
-        on_loading: Callable[[Loading], None],
+        on_loading: Callable[[Loading], None] = lambda loading: None,
         index: int = 0,
         count: int = 1,
         life: int = 0,
         now: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        super().__init__(FromEngine)  # type: ignore[arg-type]
         self.load = NO_LOAD
         #: Seconds that a step usually takes, and when (CLOCK_MONOTONIC, ns) the last one settled.
         self.usual_step = 0.0
@@ -115,35 +114,11 @@ class EngineClient(asyncio.Protocol):
         self.lost: asyncio.Future[EngineLost] = asyncio.get_running_loop().create_future()
         self._on_loading = on_loading
         self._now = now
-        self._encoder = msgspec.msgpack.Encoder()
-        self._frames = FrameDecoder[FromEngine](FromEngine)  # type: ignore[arg-type]
-        self._transport: asyncio.Transport | None = None
         self._sinks: dict[int, Sink] = {}
         self._ops: dict[int, asyncio.Future[Advanced]] = {}
         self._next_op = 0
         self._next_sequence = index + count * life * _IDS_OF_A_LIFE
         self._stride = count
-
-    @classmethod
-    async def connect(
-        cls,
-        endpoint: socket.socket,
-        options: EngineOptions | None,
-        on_loading: Callable[[Loading], None],
-        *,
-        index: int = 0,
-        count: int = 1,
-        life: int = 0,
-    ) -> EngineClient:
-        """Take over `endpoint`; with `options`, tell the engine what to load."""
-        loop = asyncio.get_running_loop()
-        _, client = await loop.create_connection(
-            lambda: cls(on_loading=on_loading, index=index, count=count, life=life),
-            sock=endpoint,
-        )
-        if options is not None:
-            client._send(options)
-        return client
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -162,7 +137,7 @@ class EngineClient(asyncio.Protocol):
         """Queue a request; `sink` hears of its sequences until each has finished or failed."""
         self._expect_step()
         self._watch(request.sequence_ids, sink)
-        self._send(request)
+        self.send(request)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
         """Stop and forget sequences; their sink hears no more. Unknown ids are fine."""
@@ -170,11 +145,11 @@ class EngineClient(asyncio.Protocol):
         for sequence_id in ids:
             self._sinks.pop(sequence_id, None)
         if ids:
-            self._send(Abort(ids))
+            self.send(Abort(ids))
 
     def ask(self) -> None:
         """Have the engine say that it is there."""
-        self._send(Ask())
+        self.send(Ask())
 
     async def advance(
         self,
@@ -193,7 +168,7 @@ class EngineClient(asyncio.Protocol):
         self._ops[op] = done
         sequence_ids = [request.sequence_ids[0] for request in start] + resume
         self._watch(sequence_ids, sink)
-        self._send(Advance(op, start, start_chunks, resume, waits))
+        self.send(Advance(op, start, start_chunks, resume, waits))
         try:
             return await done
         finally:
@@ -204,11 +179,6 @@ class EngineClient(asyncio.Protocol):
     def give_up(self, why: str) -> None:
         """The engine is lost, though it may not know yet; the text is for the operator."""
         self._lose(EngineLost(why))
-
-    def close(self) -> None:
-        """Hang up: the engine process ends by itself."""
-        if self._transport is not None:
-            self._transport.close()
 
     def _expect_step(self) -> None:
         if self.lost.done():
@@ -221,34 +191,29 @@ class EngineClient(asyncio.Protocol):
         for sequence_id in sequence_ids:
             self._sinks[sequence_id] = sink
 
-    # -- asyncio.Protocol ----------------------------------------------------------------------
+    # -- the link ------------------------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
-        # uvloop's transports are asyncio's by behaviour, not by descent.
-        self._transport = cast(asyncio.Transport, transport)
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one message; nothing once the engine is lost."""
+        if not self.lost.done():
+            super().send(message)
 
-    def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
-        for message in self._frames.feed(data):
-            match message:
-                case StepOutputs():
-                    self._step(message)
-                case Loading():
-                    self._on_loading(message)
-                case Ready():
-                    self.last_step_at = self.heard_at = self._now()
-                    self.ready.set_result(message)
-                case Broken():
-                    self._lose(EngineLost(message.message, fault=not message.peer))
+    def receive(self, message: FromEngine) -> None:
+        """Take one message of the engine."""
+        match message:
+            case StepOutputs():
+                self._step(message)
+            case Loading():
+                self._on_loading(message)
+            case Ready():
+                self.last_step_at = self.heard_at = self._now()
+                self.ready.set_result(message)
+            case Broken():
+                self._lose(EngineLost(message.message, fault=not message.peer))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio."""
         self._lose(EngineLost("the engine process ended", silent=True))
-
-    def _send(self, message: msgspec.Struct) -> None:
-        if self._transport is not None and not self.lost.done():
-            self._transport.write(encode_frame(self._encoder, message))
 
     # -- steps ---------------------------------------------------------------------------------
 

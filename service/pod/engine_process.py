@@ -14,7 +14,7 @@ import msgspec
 
 from tokenpod.core.link import give_link
 from tokenpod.core.messages import Drain, EngineOptions, Loading, Ready
-from tokenpod.service.pod.client import EngineClient, EngineLost
+from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.control_stream import ControlStream
 
 #: What runs the engine; the numbers of its ends of the links are added. -P: nothing is imported
@@ -90,10 +90,11 @@ class EngineProcess:
         for end in ends:
             end.close()
         ours, *spare = [pair[0] for pair in pairs]
-        client = await EngineClient.connect(ours, options, on_loading, count=links)
-        control = (
-            await ControlStream.connect(control_end, on_waiting, on_drain) if control_end else None
-        )
+        client = await EngineClient(on_loading=on_loading, count=links).open(ours)
+        client.send(options)
+        control = None
+        if control_end is not None:
+            control = await ControlStream(on_waiting, on_drain).open(control_end)
         name = f"rank {options.placement.rank}" if options.placement else "the engine"
         return cls(name, process, client, control, spare, joins)
 
@@ -161,6 +162,3 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
-
-
-__all__ = ["EngineLost", "EngineProcess"]

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import uvloop
 
-from tokenpod.core.messages import Loading
 from tokenpod.core.parent import die_with_parent
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
@@ -35,7 +34,7 @@ from tokenpod.service.rpc.relay import relay_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
 from tokenpod.service.telemetry.logs import configure_logging
-from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
@@ -60,17 +59,11 @@ class FrontEnd:
         """Serve until the first front end hangs up; the exit status. Raises StartError."""
         settings, config = self.settings, self.config
         hung_up = asyncio.create_task(_end_of_input())
-        telemetry = Telemetry.start(TelemetrySettings.of(settings))
+        telemetry = Telemetry.start(settings)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(telemetry.shutdown)
-            client = await EngineClient.connect(
-                socket.socket(fileno=config.link),
-                None,
-                _ignore,
-                index=config.index,
-                count=config.count,
-                life=config.life,
-            )
+            client = EngineClient(index=config.index, count=config.count, life=config.life)
+            await client.open(socket.socket(fileno=config.link))
             stack.callback(client.close)
             counters = PodCounters.join(config.counters, config.index, config.count)
             admission = Admission(
@@ -152,10 +145,6 @@ async def _end_of_input() -> None:
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
     )
     await reader.read()
-
-
-def _ignore(loading: Loading) -> None:
-    """Progress is shown once, by the first front end."""
 
 
 def _never_asked() -> bool:

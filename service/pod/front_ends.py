@@ -27,14 +27,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tokenpod.core.silence import BEAT_SECONDS, Silence
-from tokenpod.service.config import ServerSettings
-from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.counters import PodCounters
 
 log = logging.getLogger("tokenpod")
@@ -54,64 +51,23 @@ class FrontEndLost(Exception):
     """A front end ended unasked; the text is for the operator."""
 
 
-@dataclass(frozen=True, slots=True)
-class RelayAddress:
-    """How the pod is reached, and the first front end by the others.
-
-    `address` is the public one, with the port that was bound.
-    """
-
-    address: str
-    relay_address: str
-    relay_secret: str
-
-
-@dataclass(frozen=True, slots=True)
-class PodProgress:
-    """The engine's progress for the whole pod: the first front end receives every step."""
-
-    client: EngineClient
-    counters: PodCounters
-
-    @property
-    def pending(self) -> bool:
-        """Whether the engine owes anybody a step."""
-        return self.client.pending or self.counters.pending
-
-    @property
-    def last_step_at(self) -> int:
-        """CLOCK_MONOTONIC nanoseconds."""
-        return self.client.last_step_at
-
-    @property
-    def heard_at(self) -> int:
-        """CLOCK_MONOTONIC nanoseconds."""
-        return self.client.heard_at
-
-    @property
-    def usual_step(self) -> float:
-        """Seconds."""
-        return self.client.usual_step
-
-    def ask(self) -> None:
-        """Have the engine say that it is there."""
-        self.client.ask()
-
-
 class FrontEndConfig(msgspec.Struct, frozen=True):
     """The configuration of a new front end, written to its standard input as a line of JSON."""
 
-    index: int
     count: int
     settings: dict[str, Any]
     model_folder: str
+    #: Where clients reach the pod, with the port that was bound.
     address: str
+    #: How the first front end is reached by the others.
     relay_address: str
     relay_secret: str
-    #: Descriptors that it inherits: its link to the engine, and the pod's counters.
-    link: int
+    #: Descriptor of the pod's counters.
     counters: int
-    #: How many processes have had this index before.
+    #: The process's own: its number, descriptor of its link to the engine, and how many processes
+    #: have had this number before.
+    index: int = 0
+    link: int = -1
     life: int = 0
 
 
@@ -127,57 +83,32 @@ class _Child:
 
 
 class FrontEnds:
-    """The further front ends. Make them with `start`.
+    """The further front ends: started at once, one per link; await `serving`.
 
     Args:
-        processes: one per link of the engine but the first, in order.
         counters: where they show what they do.
-        again: starts a process in the place of front end `index`, the `life`-th one.
+        config: what they have in common; None: there are none.
+        links: to the engine.
+        new_link: makes one in the place of that of front end `index`; raises OSError.
     """
 
     def __init__(
         self,
-        processes: Sequence[subprocess.Popen[bytes]],
         counters: PodCounters,
-        again: Callable[[int, int], subprocess.Popen[bytes]] | None = None,
+        config: FrontEndConfig | None = None,
+        links: Sequence[socket.socket] = (),
+        new_link: Callable[[int], socket.socket] | None = None,
     ) -> None:
         #: Done, with FrontEndLost as its result, once one has ended unasked.
         self.lost: asyncio.Future[FrontEndLost] = asyncio.get_running_loop().create_future()
-        self._children = [_Child(index, process) for index, process in enumerate(processes, 1)]
         self._counters = counters
-        self._again = again
+        self._config = config
+        self._new_link = new_link
+        self._children = [
+            _Child(index, self._start(index, 0, link)) for index, link in enumerate(links, 1)
+        ]
         self._silence, self._starting = Silence[int](), Silence[int]()
-        self._watcher = asyncio.create_task(self._watch()) if processes else None
-
-    @classmethod
-    def start(
-        cls,
-        settings: ServerSettings,
-        model_folder: Path,
-        links: Sequence[socket.socket],
-        counters: PodCounters,
-        relay: RelayAddress,
-        new_link: Callable[[int], socket.socket],
-    ) -> FrontEnds:
-        """One process per link; they do not serve yet (await `serving`).
-
-        Args:
-            settings: the operator's.
-            model_folder: where the model lies.
-            links: to the engine.
-            counters: where they show what they do.
-            relay: how clients reach the pod, and further front ends the first one.
-            new_link: makes one in the place of that of front end `index`; raises OSError.
-        """
-
-        def start(index: int, life: int, link: socket.socket) -> subprocess.Popen[bytes]:
-            return _start(settings, model_folder, link, counters, relay, index=index, life=life)
-
-        return cls(
-            [start(index, 0, link) for index, link in enumerate(links, start=1)],
-            counters,
-            lambda index, life: start(index, life, new_link(index)),
-        )
+        self._watcher = asyncio.create_task(self._watch()) if links else None
 
     async def serving(self) -> None:
         """Wait until all serve. Raises FrontEndLost with one line that says why not."""
@@ -236,59 +167,39 @@ class FrontEnds:
         child.process.kill()
         await asyncio.to_thread(child.process.wait)
         assert child.process.stdin is not None
-        assert self._again is not None
+        assert self._new_link is not None
         with contextlib.suppress(OSError):
             child.process.stdin.close()
         self._counters.forget(child.index)
         child.life += 1
         child.beats = None
         try:
-            child.process = self._again(child.index, child.life)
+            link = self._new_link(child.index)
+            child.process = self._start(child.index, child.life, link)
         except OSError as error:
             # The engine is gone, which others say; or there are no more descriptors or processes.
             self._lose(child, f"cannot be started anew: {error.strerror}")
             return
         self._starting.watch(child.index)
 
+    def _start(self, index: int, life: int, link: socket.socket) -> subprocess.Popen[bytes]:
+        assert self._config is not None
+        config = msgspec.structs.replace(self._config, index=index, link=link.fileno(), life=life)
+        with link:
+            # From this thread: the child's death signal hangs on the thread that forks.
+            process = subprocess.Popen(
+                _COMMAND, pass_fds=[config.link, config.counters], stdin=subprocess.PIPE
+            )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(msgspec.json.encode(config) + b"\n")
+            process.stdin.flush()
+        return process
+
     def _lose(self, child: _Child, what: str) -> None:
         self._counters.forget(child.index)
         if not self.lost.done():
             self.lost.set_result(FrontEndLost(f"front end {child.index} {what}"))
-
-
-def _start(
-    settings: ServerSettings,
-    model_folder: Path,
-    link: socket.socket,
-    counters: PodCounters,
-    relay: RelayAddress,
-    *,
-    index: int,
-    life: int,
-) -> subprocess.Popen[bytes]:
-    assert counters.descriptor is not None
-    config = FrontEndConfig(
-        index=index,
-        count=counters.count,
-        settings=settings.model_dump(mode="json"),
-        model_folder=str(model_folder),
-        address=relay.address,
-        relay_address=relay.relay_address,
-        relay_secret=relay.relay_secret,
-        link=link.fileno(),
-        counters=counters.descriptor,
-        life=life,
-    )
-    with link:
-        # From this thread: the child's death signal hangs on the thread that forks.
-        process = subprocess.Popen(
-            _COMMAND, pass_fds=[config.link, config.counters], stdin=subprocess.PIPE
-        )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(msgspec.json.encode(config) + b"\n")
-        process.stdin.flush()
-    return process
 
 
 def _end(process: subprocess.Popen[bytes], patience: float | None) -> None:

@@ -58,7 +58,8 @@ class Ranks:
         engines = [
             await EngineProcess.start(
                 option,
-                _ignore if at else on_loading,
+                # Progress is shown once, that of the first.
+                (lambda loading: None) if at else on_loading,
                 command,
                 links=1 if at else links,
                 on_waiting=on_waiting,
@@ -165,7 +166,3 @@ class Ranks:
             if engine.control is not None:
                 engine.control.send(Over(str(error)))
             engine.client.give_up(str(error))
-
-
-def _ignore(loading: Loading) -> None:
-    """Progress is shown once, that of the first."""

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from tokenpod.service.pod.client import EngineClient
+from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.admission import RETRY_SECONDS
 from tokenpod.service.rpc.errors import ResourceExhausted
 from tokenpod.service.rpc.intake import Intake
@@ -63,34 +65,6 @@ _HEALTH_OPTIONS = (
     *CONNECTION_TIMES,
     ("grpc.max_connection_idle_ms", 120_000),
 )
-
-
-class Progress(Protocol):
-    """What the board watches: the engine's pulse."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether work is waiting for a step."""
-        ...
-
-    @property
-    def last_step_at(self) -> int:
-        """CLOCK_MONOTONIC nanoseconds of the last step, or of the work that began a wait."""
-        ...
-
-    @property
-    def heard_at(self) -> int:
-        """When the engine was last heard of, by the same clock: it may have nobody to step."""
-        ...
-
-    @property
-    def usual_step(self) -> float:
-        """Seconds that a step usually takes."""
-        ...
-
-    def ask(self) -> None:
-        """Have the engine say that it is there."""
-        ...
 
 
 class HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
@@ -140,7 +114,8 @@ class HealthBoard:
     Args:
         follows: this pod has no part in serving but to follow the leader.
         stall_timeout: seconds without a sign of the engine after which it never moves again.
-        on_stall: hears whether work waits in vain for a step.
+        counters: say whether other front ends wait for the engine, and hear whether all wait in
+            vain; None: this process is alone.
         most_watchers: `Watch` streams at once; see `HealthServicer`.
     """
 
@@ -149,13 +124,13 @@ class HealthBoard:
         *,
         follows: bool = False,
         stall_timeout: float = 40.0,
-        on_stall: Callable[[bool], None] = lambda stalled: None,
+        counters: PodCounters | None = None,
         most_watchers: int = 1000,
     ) -> None:
         self._servicer = HealthServicer(most_watchers)
         self._follows = follows
         self._stall_timeout = stall_timeout
-        self._on_stall = on_stall
+        self._counters = counters or PodCounters.create(1)
         self._ready_names = {"", "readiness"}
         self._added = False
         self._unready_at = 0.0
@@ -205,12 +180,12 @@ class HealthBoard:
             self._stuck = asyncio.get_running_loop().create_future()
         return self._stuck
 
-    def watch(self, progress: Progress) -> None:
-        """Take the engine's pulse from now on, and no other one's."""
+    def watch(self, engine: EngineClient) -> None:
+        """Watch this engine's progress from now on, and no other one's."""
         self.close()
         self._stuck = None
         self._move(True)
-        self._watcher = asyncio.create_task(self._watch(progress))
+        self._watcher = asyncio.create_task(self._watch(engine))
 
     async def unwatch(self) -> None:
         """The engine is gone, and known to be; there may be another."""
@@ -223,25 +198,25 @@ class HealthBoard:
         if self._watcher is not None:
             self._watcher.cancel()
 
-    async def _watch(self, progress: Progress) -> None:
+    async def _watch(self, engine: EngineClient) -> None:
         alive, idle_at, owed_at = True, 0, 0
         await self._servicer.set("liveness", _SERVING)
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             now = time.monotonic_ns()
-            if progress.pending:
+            if engine.pending or self._counters.pending:
                 owed_at = now
-            elif progress.heard_at > owed_at:
+            elif engine.heard_at > owed_at:
                 idle_at = now
             else:
-                progress.ask()
-            stuck = (now - max(progress.last_step_at, idle_at)) / 1e9
-            silent = (now - max(progress.heard_at, idle_at)) / 1e9
-            moving = stuck < max(5.0, 20 * progress.usual_step)
+                engine.ask()
+            stuck = (now - max(engine.last_step_at, idle_at)) / 1e9
+            silent = (now - max(engine.heard_at, idle_at)) / 1e9
+            moving = stuck < max(5.0, 20 * engine.usual_step)
             if moving != self._moving:
                 self._move(moving)
                 await self._tell()
-            lives = silent < max(self._stall_timeout, 200 * progress.usual_step)
+            lives = silent < max(self._stall_timeout, 200 * engine.usual_step)
             if lives != alive:
                 alive = lives
                 if not alive and not self.stuck.done():
@@ -250,7 +225,7 @@ class HealthBoard:
 
     def _move(self, moving: bool) -> None:
         self._moving = moving
-        self._on_stall(not moving)
+        self._counters.set_stalled(not moving)
 
     async def _tell(self) -> None:
         ready = self._serving and self._moving and not self._draining

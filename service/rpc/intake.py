@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,13 @@ from google.protobuf.message import DecodeError
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
-from tokenpod.service.rpc.interceptors import Context, Continuation, Handler, behaviour_of
+from tokenpod.service.rpc.interceptors import (
+    Context,
+    Continuation,
+    Handler,
+    behaviour_of,
+    unparsed,
+)
 from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.rpc.methods import Backend, MethodLimits
 from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
@@ -152,24 +157,12 @@ class Intake(grpc.aio.ServerInterceptor):
     def _parsing_one(self, handler: Handler, parser: Parser, method: str) -> Handler:
         inner, gate, arrival = behaviour_of(handler), self._gate, self._arrival
 
-        async def coroutine(requests: Any, context: Context) -> Any:
+        async def parse(requests: Any, context: Context) -> Any:
             lease = gate(method, context.time_remaining())
             request = await _request(parser, context, arrival, lease)
             return await inner(request, context)
 
-        async def generator(requests: Any, context: Context) -> AsyncIterator[Any]:
-            lease = gate(method, context.time_remaining())
-            request = await _request(parser, context, arrival, lease)
-            async with contextlib.aclosing(inner(request, context)) as answers:
-                async for answer in answers:
-                    yield answer
-
-        behaviour: Any = generator if inspect.isasyncgenfunction(inner) else coroutine
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(
-                behaviour, None, handler.response_serializer
-            )
-        return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
+        return unparsed(handler, parse)
 
 
 async def _request(parser: Parser, context: Context, seconds: float, lease: Lease | None) -> Any:
@@ -202,15 +195,7 @@ def _parsing_all(handler: Handler, parser: Parser) -> Handler:
         async for data in requests:
             yield await parser.parse(data)
 
-    async def coroutine(requests: Any, context: Context) -> Any:
+    async def parse(requests: Any, context: Context) -> Any:
         return await inner(parsed(requests), context)
 
-    async def generator(requests: Any, context: Context) -> AsyncIterator[Any]:
-        async with contextlib.aclosing(inner(parsed(requests), context)) as answers:
-            async for answer in answers:
-                yield answer
-
-    behaviour: Any = generator if inspect.isasyncgenfunction(inner) else coroutine
-    if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(behaviour, None, handler.response_serializer)
-    return grpc.stream_unary_rpc_method_handler(behaviour, None, handler.response_serializer)
+    return unparsed(handler, parse)

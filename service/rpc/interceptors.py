@@ -1,16 +1,18 @@
 """Interceptors around every rpc: exceptions become statuses, callers show a token.
 
-One wrapper serves all four arities and both ways to write a streaming handler: as an async
-generator, or as a coroutine that calls `context.write` (as grpcio's own Health/Watch does).
+A streaming handler can be an async generator, or a coroutine that calls `context.write` (as
+grpcio's own Health/Watch does). `behaviour_of` makes the second of the first, so every layer around
+a handler wraps one coroutine, whatever the rpc's arity.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ log = logging.getLogger("tokenpod.rpc")
 Handler = Any
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 Context = Any
+#: (request or stream of requests, context) -> response, or None where it writes a stream.
+Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
 _NO_TOKEN = "the call has no token"  # noqa: S105 (a text, not a token)
 
@@ -112,16 +116,36 @@ _ARITIES: dict[tuple[bool, bool], tuple[str, Callable[..., Handler]]] = {
 }
 
 
-def behaviour_of(handler: Handler) -> Any:
-    """The function behind `handler`: an async generator function, or a coroutine function."""
+def behaviour_of(handler: Handler) -> Behaviour:
+    """The coroutine function behind `handler`; of a generator, one that writes what it yields."""
     name, _ = _ARITIES[handler.request_streaming, handler.response_streaming]
-    return getattr(handler, name)
+    behaviour: Any = getattr(handler, name)
+    if not inspect.isasyncgenfunction(behaviour):
+        found: Behaviour = behaviour
+        return found
+
+    async def write(request: Any, context: Context) -> None:
+        # A client that goes away leaves the generator in the middle: it ends here and now.
+        async with contextlib.aclosing(behaviour(request, context)) as stream:
+            async for message in stream:
+                await context.write(message)
+
+    return write
 
 
-def with_behaviour(handler: Handler, behaviour: Any) -> Handler:
+def with_behaviour(handler: Handler, behaviour: Behaviour) -> Handler:
     """`handler` with another function behind it."""
     _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+def unparsed(handler: Handler, behaviour: Behaviour) -> Handler:
+    """One that answers as `handler` does, and whose behaviour reads requests as bytes.
+
+    It is one of a stream of requests, which are read only when they are asked for.
+    """
+    _, make = _ARITIES[True, handler.response_streaming]
+    return make(behaviour, None, handler.response_serializer)
 
 
 async def _at_once() -> None:
@@ -131,38 +155,28 @@ async def _at_once() -> None:
 def refusing(
     handler: Handler, error: ServiceError, after: Callable[[], Awaitable[None]] = _at_once
 ) -> Handler:
-    """A handler that answers `error` after `after`. What was sent is not even read.
-
-    It is one of a stream of requests, which are read when they are asked for: here never.
-    """
+    """A handler that answers `error` after `after`. What was sent is not even read."""
 
     async def refuse(requests: Any, context: Context) -> None:
         await after()
         await _abort(context, error)
 
-    _, make = _ARITIES[True, handler.response_streaming]
-    return make(refuse, None, handler.response_serializer)
+    return unparsed(handler, refuse)
 
 
 def _guarded(handler: Handler, method: str) -> Handler:
     inner = behaviour_of(handler)
 
-    async def coroutine(request: Any, context: Context) -> Any:
+    async def guarded(request: Any, context: Context) -> Any:
         try:
             return await inner(request, context)
+        except grpc.aio.InternalError as error:
+            # A message can't be written any more: the client has left, and its cancel follows.
+            raise asyncio.CancelledError from error
         except Exception as error:
             await _answer(error, context, method)
 
-    async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
-        try:
-            # A client that goes away leaves the generator in the middle: it ends here and now.
-            async with contextlib.aclosing(inner(request, context)) as stream:
-                async for message in stream:
-                    yield message
-        except Exception as error:
-            await _answer(error, context, method)
-
-    return with_behaviour(handler, generator if inspect.isasyncgenfunction(inner) else coroutine)
+    return with_behaviour(handler, guarded)
 
 
 async def _answer(error: Exception, context: Context, method: str) -> None:

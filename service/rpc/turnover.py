@@ -1,41 +1,32 @@
 """What a call that comes now has to expect, by how long calls have run of late.
 
-One that waits begins when one that runs has ended. So with c of them running, each for s seconds
-in the mean, who has n others before it begins after n * s / c. s is counted in steps and told in
-the time that a step takes now, so that a burst is seen before its first calls have ended.
+A waiting call begins when a running one has ended. With c calls running, each for s seconds on
+average, a call behind n others begins after n * s / c. s is counted in steps and converted with the
+current time of a step, so that a burst is seen before its first calls have ended.
 
-Overload settles where the next call is just still taken in: whoever is taken in then has exactly
-the time that this module foretells. An estimate that is too short by a little makes all of them
-late, one that is too long refuses a few that might have been in time. So from its first step to its
-end a call gets the mean and two mean deviations (as TCP waits for an answer; Jacobson, "Congestion
-Avoidance and Control", 1988). Where there is no line to speak of nobody is refused.
+Under overload the calls that are admitted have just the time that is estimated here. An estimate
+that is slightly too short makes all of them late; one that is too long refuses a few that might
+have been in time. So a call's run is estimated as the mean plus two mean deviations (as TCP
+estimates its timeout; Jacobson, "Congestion Avoidance and Control", 1988). Without a noticeable
+queue no call is refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
-from tokenpod.core.messages import Load
+from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.counters import PodCounters
 
-#: Calls that have to end before anything is foretold, and what the newest one weighs at least.
+#: Calls that must have ended before anything is estimated, and the least weight of the newest one.
 _ENOUGH = 16
 _WEIGHT = 1 / 64
-#: The part of its time that a call is taken in for. The rest is for the ways, for steps that take
-#: longer, and for what the others do.
+#: The part of a call's time that its run may be estimated to take. The rest is for the network, for
+#: longer steps, and for other calls.
 _USABLE = 0.9
-#: Whoever waits for less than this part of its time is never refused: it may be a short call among
-#: long ones.
+#: A call that waits for less than this part of its time is never refused: it may be a short one
+#: among long ones.
 _HARMLESS = 0.25
-
-
-class Engine(Protocol):
-    """What the engine was last heard to do."""
-
-    load: Load
-    #: Seconds that a step usually takes.
-    usual_step: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +50,13 @@ class Turnover:
 
     def __init__(self, counters: PodCounters) -> None:
         self._counters = counters
-        self._engine: Engine | None = None
+        self._engine: EngineClient | None = None
         self._rows = 0
         self._ended = 0
         #: Steps of a call from its first to its last: their mean and mean deviation.
         self._steps = self._deviation = 0.0
 
-    def watch(self, engine: Engine, rows: int) -> None:
+    def watch(self, engine: EngineClient, rows: int) -> None:
         """An engine that runs `rows` sequences at most is there."""
         self._engine, self._rows = engine, rows
 

@@ -97,7 +97,6 @@ class GenerateService:
         Raises Unavailable or ResourceExhausted at once if there is no place, or no row in time.
         """
         arrived_at = time.monotonic_ns()
-        # Before anything is awaited: see `Telemetry.current_call`.
         recorded = self._telemetry.current_call()
         with self._admission.enter(remaining) as place:
             place.line_up()

@@ -21,8 +21,9 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from tokenpod.core.messages import Load
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.telemetry.instruments import Instruments
-from tokenpod.service.telemetry.recorder import RecordedCall, Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.recorder import RecordedCall, Telemetry
 from tokenpod.service.telemetry.tracing import TracingInterceptor, current_call
 
 _SCOPE = "tokenpod"
@@ -38,7 +39,7 @@ class OtlpTelemetry(Telemetry):
     pod's name there) and OTEL_EXPORTER_OTLP_HEADERS.
     """
 
-    def __init__(self, settings: TelemetrySettings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         # A process, not a pod: the front ends of one pod count what each of them did, and a
         # collector that took them for one would see counters jump.
         instance = {"service.instance.id": str(uuid.uuid4())}

@@ -10,7 +10,6 @@ Prompts and generated texts never leave through here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -18,27 +17,6 @@ import grpc
 from tokenpod.core.messages import Load
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.serving.generation import Generation
-
-
-@dataclass(frozen=True, slots=True)
-class TelemetrySettings:
-    """Where telemetry goes. No endpoint: nowhere.
-
-    Args:
-        otlp_endpoint: of an OTLP collector that speaks gRPC: `http://host:4317` in plaintext,
-            `https://host:4317` with TLS.
-        otlp_service_name: the resource's `service.name`.
-        otlp_sample_ratio: share of traces kept, 0 to 1, where the caller has not decided already.
-    """
-
-    otlp_endpoint: str | None = None
-    otlp_service_name: str = "tokenpod"
-    otlp_sample_ratio: float = 1.0
-
-    @classmethod
-    def of(cls, settings: ServerSettings) -> TelemetrySettings:
-        """The operator's."""
-        return cls(settings.otlp_endpoint, settings.otlp_service_name, settings.otlp_sample_ratio)
 
 
 class RecordedCall(Protocol):
@@ -52,7 +30,7 @@ class Telemetry:
     """What records calls: this one nothing. Make it with `start`."""
 
     @classmethod
-    def start(cls, settings: TelemetrySettings) -> Telemetry:
+    def start(cls, settings: ServerSettings) -> Telemetry:
         """Connect to the endpoint, if there is one; a collector that is away stops nobody."""
         if settings.otlp_endpoint is None:
             return cls()
@@ -70,11 +48,7 @@ class Telemetry:
         return []
 
     def current_call(self) -> RecordedCall | None:
-        """The rpc that this task serves; None if it is not recorded.
-
-        Ask at the handler's beginning: a generator that its client left may be ended by another
-        task.
-        """
+        """The rpc that this task serves; None if it is not recorded."""
         return None
 
     def watch(self, load: Callable[[], Load]) -> None:

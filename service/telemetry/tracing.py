@@ -16,9 +16,8 @@ The children are made when the call is over, from times that the engine noted an
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import unquote
@@ -122,7 +121,7 @@ class ServerCall:
 
     def _code(self, error: BaseException | None) -> grpc.StatusCode:
         told: grpc.StatusCode | int | None = self._context.code()
-        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        if isinstance(error, asyncio.CancelledError):
             remaining = self._context.time_remaining()
             late = self._slack is not None and remaining is not None and remaining <= self._slack
             return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
@@ -193,8 +192,8 @@ class TracingInterceptor(OpenTelemetryAioServerInterceptor):
 class _SpanStarter:
     """What the base class takes for a tracer.
 
-    It asks for a context manager that makes the span current. Around a generator that would end in
-    the wrong context when a client leaves: it gets the span alone.
+    It asks for a context manager that makes the span current; here it gets the span alone, and
+    `_begin` attaches it to the call's own task.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -210,7 +209,7 @@ def _record(handler: Handler, begin: Callable[[Context], ServerCall]) -> Handler
     """`handler` with each run of it recorded: begun by `begin(context)`, ended by its result."""
     inner = behaviour_of(handler)
 
-    async def coroutine(request: Any, context: Context) -> Any:
+    async def record(request: Any, context: Context) -> Any:
         call, error = begin(context), None
         try:
             return await inner(request, context)
@@ -220,23 +219,7 @@ def _record(handler: Handler, begin: Callable[[Context], ServerCall]) -> Handler
         finally:
             call.end(error)
 
-    async def generator(request: Any, context: Context) -> AsyncIterator[Any]:
-        call, error = begin(context), None
-        stream = inner(request, context)
-        try:
-            async for message in stream:
-                yield message
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            # First the handler's own end, which may have something to tell the call.
-            try:
-                await stream.aclose()
-            finally:
-                call.end(error)
-
-    return with_behaviour(handler, generator if inspect.isasyncgenfunction(inner) else coroutine)
+    return with_behaviour(handler, record)
 
 
 def _peer(peer: str) -> Iterator[tuple[str, str | int]]:

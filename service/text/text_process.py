@@ -7,18 +7,15 @@ import contextlib
 import socket
 import subprocess
 import sys
-from typing import Any, cast
+from typing import Any
 
-import msgspec
-
-from tokenpod.core.link import FrameDecoder, encode_frame
+from tokenpod.core.async_link import AsyncLink
 from tokenpod.service.text.text_messages import (
     Encoded,
     FromWorker,
     Job,
     Loaded,
     Refused,
-    ToWorker,
     WorkerOptions,
 )
 
@@ -34,14 +31,12 @@ class WorkerEnded(Exception):
         self.status = status
 
 
-class TextProcess(asyncio.Protocol):
+class TextProcess(AsyncLink[FromWorker]):
     """One worker. Make it with `start`; it has one job at a time."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(FromWorker)  # type: ignore[arg-type]
         self._process = process
-        self._encoder = msgspec.msgpack.Encoder()
-        self._frames = FrameDecoder[FromWorker](FromWorker)  # type: ignore[arg-type]
-        self._transport: asyncio.Transport | None = None
         loop = asyncio.get_running_loop()
         self._loaded: asyncio.Future[None] = loop.create_future()
         self._hung_up: asyncio.Future[None] = loop.create_future()
@@ -58,9 +53,8 @@ class TextProcess(asyncio.Protocol):
                 pass_fds=[theirs.fileno(), options.model],
                 stdin=subprocess.DEVNULL,
             )
-        loop = asyncio.get_running_loop()
-        _, worker = await loop.create_connection(lambda: cls(process), sock=ours)
-        worker._send(options)
+        worker = await cls(process).open(ours)
+        worker.send(options)
         return worker
 
     @property
@@ -77,7 +71,7 @@ class TextProcess(asyncio.Protocol):
     async def ask(self, job: Job) -> Encoded | Refused:
         """Have `job` done. Raises WorkerEnded."""
         self._answer = asyncio.get_running_loop().create_future()
-        self._send(job)
+        self.send(job)
         either: list[asyncio.Future[Any]] = [self._answer, self._hung_up]
         await asyncio.wait(either, return_when="FIRST_COMPLETED")
         if not self._answer.done():
@@ -92,22 +86,12 @@ class TextProcess(asyncio.Protocol):
         """Wait until the process is gone; its status."""
         return await asyncio.to_thread(self._process.wait)
 
-    def _send(self, message: ToWorker) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(encode_frame(self._encoder, message))
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
-        # uvloop's transports are asyncio's by behaviour, not by descent.
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
-        for message in self._frames.feed(data):
-            if isinstance(message, Loaded):
-                self._loaded.set_result(None)
-            elif self._answer is not None and not self._answer.done():
-                self._answer.set_result(message)
+    def receive(self, message: FromWorker) -> None:
+        """Take one message of the worker."""
+        if isinstance(message, Loaded):
+            self._loaded.set_result(None)
+        elif self._answer is not None and not self._answer.done():
+            self._answer.set_result(message)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Called by asyncio."""

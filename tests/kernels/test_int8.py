@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from tokenpod.kernels import cpu, reference
+from tokenpod.kernels.compose import linear_of
 from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.int8 import dequantised, quantise_rows
-from tokenpod.kernels.ops import Int8Weight
+from tokenpod.kernels.formats.int8 import Int8Weight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def test_each_row_has_the_scale_of_its_largest_number(draw):
     weight = draw(7, 40) * torch.arange(7)[:, None]  # the first row is zero
-    made = quantise_rows(weight)
-    assert made.weight.dtype == torch.int8
+    made = Int8Weight.made_of(weight)
+    assert made.numbers.dtype == torch.int8
     torch.testing.assert_close(made.scale, weight.abs().amax(1) / 127)
-    assert made.weight.abs().amax(1).tolist() == [0] + [127] * 6
-    error = (dequantised(made, torch.float32) - weight).abs()
+    assert made.numbers.abs().amax(1).tolist() == [0] + [127] * 6
+    error = (made.dequantised(torch.float32) - weight).abs()
     assert (error <= made.scale[:, None] * 0.5001).all()
 
 
@@ -27,7 +27,7 @@ def test_each_row_has_the_scale_of_its_largest_number(draw):
 def test_what_is_no_number_shows_in_every_product_with_its_row(bad, draw):
     weight = draw(3, 8)
     weight[1, 2] = bad
-    y = reference.prepare_int8_linear(quantise_rows(weight), None)(draw(2, 8))
+    y = Int8Weight.made_of(weight).multiply(draw(2, 8), None)
     assert y.isfinite().tolist() == [[True, False, True]] * 2
 
 
@@ -35,12 +35,12 @@ def test_what_is_no_number_shows_in_every_product_with_its_row(bad, draw):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 9, 33])
 def test_products(tokens, bias, dtype, draw):
-    x, weight = draw(tokens, 100, dtype=dtype), quantise_rows(draw(70, 100) / 10)
+    x, weight = draw(tokens, 100, dtype=dtype), Int8Weight.made_of(draw(70, 100) / 10)
     offset = draw(70, dtype=dtype) if bias else None
-    exact = x.double() @ dequantised(weight, torch.float64).t() + (offset if bias else 0)
+    exact = x.double() @ weight.dequantised(torch.float64).t() + (offset if bias else 0)
     paths = [reference, cpu] + [compiled] * (dtype == torch.float32)
     for ops in paths:
-        got = ops.OPERATIONS.prepare_int8_linear(weight, offset)(x)
+        got = linear_of(ops.OPERATIONS, weight, offset)(x)
         assert got.dtype == dtype
         assert (got.double() - exact).norm() < 4 * torch.finfo(dtype).eps * exact.norm()
 
@@ -49,7 +49,7 @@ def test_products(tokens, bias, dtype, draw):
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_a_product_starts_from_what_is_given(ops, tokens, draw):
     x, delta = draw(tokens, 16), draw(tokens, 24)
-    product = ops.OPERATIONS.prepare_int8_linear(quantise_rows(draw(24, 16)), draw(24))
+    product = linear_of(ops.OPERATIONS, Int8Weight.made_of(draw(24, 16)), draw(24))
     torch.testing.assert_close(product(x, delta), product(x) + delta)
 
 
@@ -57,5 +57,5 @@ def test_a_row_of_zeros_yields_its_bias(draw):
     weight = Int8Weight(torch.zeros(5, 8, dtype=torch.int8), torch.zeros(5))
     bias = draw(5)
     for ops in (reference, cpu, compiled):
-        got = ops.OPERATIONS.prepare_int8_linear(weight, bias)(draw(1, 8))
+        got = linear_of(ops.OPERATIONS, weight, bias)(draw(1, 8))
         torch.testing.assert_close(got[0], bias)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.kernels.int8 import dequantised, quantise_rows
+from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint, read_weights
@@ -26,14 +26,15 @@ def load(folder, **more):
 
 def read(folder, shard=Shard()):  # noqa: B008 - it is frozen
     with Checkpoint(folder) as checkpoint:
+        layout = read_layout(folder, checkpoint, quantize="int8")
         return read_weights(
             checkpoint,
-            read_layout(folder, checkpoint).weights,
+            layout.weights,
             dtype=torch.float32,
             device=CPU,
             progress=lambda done, total: None,
             shard=shard,
-            quantize="int8",
+            reader=layout.reader,
         )
 
 
@@ -47,7 +48,7 @@ def rounded(golden, tmp_path):
         layers = re.compile(r"\.(layers|h)\.\d+\..*\.weight$")
         for key, tensor in stored.items():
             if layers.search(key) and tensor.ndim == 2:
-                stored[key] = dequantised(quantise_rows(tensor), torch.float32)
+                stored[key] = Int8Weight.made_of(tensor).dequantised(torch.float32)
         save_file(stored, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
         return tmp_path
@@ -83,7 +84,7 @@ def test_ranks_have_parts_of_the_same_numbers(name, golden):
     whole, parts = read(folder), [read(folder, Shard(rank, 2)) for rank in range(2)]
     (down,) = whole["1.down"].parts
     halves = [part["1.down"].parts[0] for part in parts]
-    assert torch.equal(torch.cat([half.weight for half in halves], dim=1), down.weight)
+    assert torch.equal(torch.cat([half.numbers for half in halves], dim=1), down.numbers)
     assert all(torch.equal(half.scale, down.scale) for half in halves)
     (up,) = whole["1.up"].parts
     assert sum(len(part["1.up"].parts[0].scale) for part in parts) == len(up.scale)

@@ -107,7 +107,8 @@ async def linked(
     """A client and its engine, introduced."""
     heard: list[Loading] = [] if loading is None else loading
     ours, theirs = socket.socketpair()
-    client = await EngineClient.connect(ours, OPTIONS, heard.append)
+    client = await EngineClient(on_loading=heard.append).open(ours)
+    client.send(OPTIONS)
     engine = Engine(*await asyncio.open_unix_connection(sock=theirs))
     try:
         assert await engine.hear() == OPTIONS

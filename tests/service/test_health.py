@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from rpcs import serving
 
+from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -196,14 +197,16 @@ async def test_work_that_was_given_up_stays_pending_until_the_engine_is_heard_of
 
 
 async def test_who_takes_new_calls_hears_of_a_stall_and_of_its_end() -> None:
-    told: list[bool] = []
-    board, engine = HealthBoard(on_stall=told.append), pulse(age=6.0)
+    counters = PodCounters.create(1)
+    board, engine = HealthBoard(counters=counters), pulse(age=6.0)
     board.watch(engine)
+    assert not counters.stalled
     await several_polls()
+    assert counters.stalled
     engine.last_step_at = time.monotonic_ns()
     await several_polls()
     board.close()
-    assert told == [False, True, False]
+    assert not counters.stalled
 
 
 async def test_slow_steps_are_given_twenty_of_their_kind(probe: Probe) -> None:

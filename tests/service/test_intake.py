@@ -11,6 +11,7 @@ import pytest
 from rpcs import Scripted, serving
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
@@ -21,7 +22,7 @@ from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import Size
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.recorder import Telemetry
 
 INFO = "/generate.v3.TextGenerationService/Info"
 GENERATE = "/generate.v3.TextGenerationService/Generate"
@@ -131,7 +132,7 @@ async def test_memory_for_a_message_is_kept_until_the_message_has_been_parsed() 
 
 def backend(admission: Admission) -> Backend:
     """One whose model is not ready."""
-    generate = GenerateService(admission, Telemetry.start(TelemetrySettings()))
+    generate = GenerateService(admission, Telemetry.start(ServerSettings()))
     return Backend(TABLE, admission, generate, healthy=lambda: True)
 
 

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from rpcs import Running, serving
 
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import FailedPrecondition, Unavailable
@@ -26,7 +27,7 @@ from tokenpod.service.rpc.methods import Access, Gate, Method, add_methods
 from tokenpod.service.rpc.reflection import V1, V1ALPHA, enable_reflection
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.recorder import Telemetry
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Ranks serve it to each other, from the engine.
@@ -63,7 +64,7 @@ def test_every_rpc_has_a_row_and_every_row_an_rpc() -> None:
 def backend(*, relays: bool = False) -> Backend:
     """One whose model is not ready."""
     admission = Admission(max_requests=9, max_queue_tokens=9)
-    generate = GenerateService(admission, Telemetry.start(TelemetrySettings()))
+    generate = GenerateService(admission, Telemetry.start(ServerSettings()))
     return Backend(TABLE, admission, generate, healthy=lambda: True, relays=relays)
 
 

@@ -22,7 +22,7 @@ from tokenpod.service.rpc.methods import SMALL, Gate, MethodTable, method_of
 from tokenpod.service.rpc.public import public_server
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
-from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.recorder import Telemetry
 
 SERVICE = "acme.v1.EchoService"
 TOKEN = (("authorization", "Bearer first-token"),)
@@ -98,7 +98,9 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 def telemetry(collector: Collector) -> Telemetry:
-    return Telemetry.start(TelemetrySettings(collector.endpoint, "tokenpod-test"))
+    return Telemetry.start(
+        ServerSettings(otlp_endpoint=collector.endpoint, otlp_service_name="tokenpod-test")
+    )
 
 
 async def test_it_answers_callers_with_a_token_alone(server: Server) -> None:

@@ -31,13 +31,14 @@ from tokenpod.core.messages import (
     StoppingParams,
 )
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import DataLoss, InvalidArgument
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.serving.generation import Ending, Generation, Sample
-from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings
+from tokenpod.service.telemetry.recorder import Telemetry
 
 GENERATE = "generate.v3.TextGenerationService/Generate"
 INFO = "generate.v3.TextGenerationService/Info"
@@ -55,7 +56,9 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture
 def telemetry(collector: Collector) -> Telemetry:
     """Tests shut it down: that sends everything."""
-    return Telemetry.start(TelemetrySettings(collector.endpoint, "tokenpod-test"))
+    return Telemetry.start(
+        ServerSettings(otlp_endpoint=collector.endpoint, otlp_service_name="tokenpod-test")
+    )
 
 
 def interceptors(telemetry: Telemetry) -> list[grpc.aio.ServerInterceptor]:
@@ -77,8 +80,9 @@ async def call_info(telemetry: Telemetry, act: Any = nothing, **call: Any) -> No
 def test_without_an_endpoint_nothing_is_installed_or_imported() -> None:
     code = (
         "import sys\n"
-        "from tokenpod.service.telemetry.recorder import Telemetry, TelemetrySettings\n"
-        "telemetry = Telemetry.start(TelemetrySettings())\n"
+        "from tokenpod.service.config import ServerSettings\n"
+        "from tokenpod.service.telemetry.recorder import Telemetry\n"
+        "telemetry = Telemetry.start(ServerSettings())\n"
         "assert telemetry.interceptors() == [] and telemetry.current_call() is None\n"
         "telemetry.watch(lambda: 1 / 0)\n"
         "telemetry.shutdown()\n"
@@ -110,7 +114,9 @@ async def test_a_call_is_a_server_span_with_the_current_attributes(
 
 async def test_each_front_end_counts_for_itself(collector: Collector) -> None:
     for _ in range(2):
-        telemetry = Telemetry.start(TelemetrySettings(collector.endpoint, "tokenpod-test"))
+        telemetry = Telemetry.start(
+            ServerSettings(otlp_endpoint=collector.endpoint, otlp_service_name="tokenpod-test")
+        )
         await call_info(telemetry)
         telemetry.shutdown()
     one, other = (resource["service.instance.id"] for resource in collector.resources)
@@ -143,7 +149,7 @@ async def test_the_callers_decision_not_to_sample_is_kept(
 
 
 async def test_a_sample_ratio_of_zero_sends_no_spans(collector: Collector) -> None:
-    settings = TelemetrySettings(collector.endpoint, otlp_sample_ratio=0.0)
+    settings = ServerSettings(otlp_endpoint=collector.endpoint, otlp_sample_ratio=0.0)
     telemetry = Telemetry.start(settings)
     await call_info(telemetry)
     telemetry.shutdown()
@@ -513,7 +519,7 @@ def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector
 
 
 async def test_a_collector_that_is_gone_costs_calls_nothing_and_the_end_little() -> None:
-    telemetry = Telemetry.start(TelemetrySettings("http://127.0.0.1:1"))
+    telemetry = Telemetry.start(ServerSettings(otlp_endpoint="http://127.0.0.1:1"))
     async with serving(servicer=Scripted(), interceptors=interceptors(telemetry)) as running:
         assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
     # The SDK alone would retry for longer than that.
@@ -531,7 +537,7 @@ async def test_a_collector_that_never_answers_costs_calls_nothing_and_the_end_li
 
     async with await asyncio.start_server(swallow, "127.0.0.1", 0) as silent:
         port = silent.sockets[0].getsockname()[1]
-        telemetry = Telemetry.start(TelemetrySettings(f"http://127.0.0.1:{port}"))
+        telemetry = Telemetry.start(ServerSettings(otlp_endpoint=f"http://127.0.0.1:{port}"))
         async with serving(servicer=Scripted(), interceptors=interceptors(telemetry)) as running:
             assert (await running.stub.Info(pb.InfoRequest())).dtype == "float32"
         await asyncio.wait_for(asyncio.to_thread(telemetry.shutdown), 30)

@@ -14,8 +14,8 @@ from tokenpod.kernels.cpu.compiled.loops import (
     small_integers,
     take,
 )
-from tokenpod.kernels.int8 import multiply_widened
-from tokenpod.kernels.ops import Int8Weight, Linear
+from tokenpod.kernels.formats.int8 import Int8Weight, multiply_widened
+from tokenpod.kernels.ops import Linear
 
 #: Rows of the weight that a thread takes at a time.
 BLOCK = 32
@@ -26,8 +26,8 @@ _F = np.float32
 
 
 def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear:
-    """See `ops.PrepareInt8Linear`; for inputs of any float type, summed in float32."""
-    numbers, scale = weight.weight.contiguous(), weight.scale.contiguous()
+    """See `Int8Weight.multiply`; for inputs of any float type, summed in float32."""
+    numbers, scale = weight.numbers.contiguous(), weight.scale.contiguous()
     n, k = numbers.shape
     offset = torch.zeros(n) if bias is None else bias.float().contiguous()
 

@@ -21,12 +21,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenpod.engine.device_sampler import DeviceSampler, Launches
+from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.ops import (
     Activation,
     AttentionOptions,
     ExpertWeights,
     HeadNorm,
-    Int8Weight,
     KVScales,
     LatentShape,
     Routing,

@@ -1,8 +1,14 @@
 """The golden checkpoints, by name: of every family, with every setting that it reads."""
 
-from golden_kinds import dense, experts, mixtures
+from golden_kinds import dense, experts, gated, mixtures, plain
 from golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
 
-KINDS: dict[str, Kind] = {**dense.KINDS, **experts.KINDS, **mixtures.KINDS}
+KINDS: dict[str, Kind] = {
+    **dense.KINDS,
+    **gated.KINDS,
+    **plain.KINDS,
+    **experts.KINDS,
+    **mixtures.KINDS,
+}
 
 __all__ = ["BASES", "KINDS", "MAX_POSITIONS", "SMALL", "VOCABULARY", "Kind"]

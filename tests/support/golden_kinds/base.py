@@ -25,8 +25,15 @@ class Kind:
     patch: Callable[[Any], None] | None = None
 
 
-_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
+_TOKENS = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+_GPT = {**_TOKENS, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITIONS}
 
 SMALL = {
     **_TOKENS,
@@ -37,6 +44,7 @@ SMALL = {
 }
 #: Settings of families that name things otherwise, by model class; others get SMALL.
 BASES: dict[str, dict[str, Any]] = {
+    "Dbrx": {**_TOKENS, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": MAX_POSITIONS},
     "OPT": {**_TOKENS, **_SIZES, "ffn_dim": 112, "max_position_embeddings": MAX_POSITIONS},
     "Falcon": {
         **_TOKENS,
@@ -44,7 +52,17 @@ BASES: dict[str, dict[str, Any]] = {
         "ffn_hidden_size": 112,
         "max_position_embeddings": MAX_POSITIONS,
     },
+    **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCode", "GPTJ"), _GPT),
+    "Mpt": {**_TOKENS, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": MAX_POSITIONS},
     "Bloom": {**_TOKENS, "hidden_size": 64, "n_layer": 3, "n_head": 4},
+}
+
+#: The two parts of a config whose types of layers rotate differently.
+NEAR_AND_FAR = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0},
+    }
 }
 
 FACTORS = {"long_factor": [2.0, 3.5, 5.0, 9.0], "short_factor": [1.0, 1.1, 1.3, 1.7]}

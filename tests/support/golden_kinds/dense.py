@@ -97,11 +97,10 @@ KINDS: dict[str, Kind] = {
     ),
     "bloom": Kind("Bloom", {}),
     "bloom-odd-heads": Kind("Bloom", {"hidden_size": 48, "n_head": 6}),
-    "phi3": Kind("Phi3", {"sliding_window": 19, "pad_token_id": None}),
+    "phi3": Kind("Phi3", {"sliding_window": 19}),
     "phi3-short": Kind(
         "Phi3",
         {
-            "pad_token_id": None,
             "max_position_embeddings": 4 * MAX_POSITIONS,
             "original_max_position_embeddings": MAX_POSITIONS,
             **rope("longrope", partial_rotary_factor=0.5, **FACTORS),
@@ -111,7 +110,6 @@ KINDS: dict[str, Kind] = {
     "phi3-long": Kind(
         "Phi3",
         {
-            "pad_token_id": None,
             "original_max_position_embeddings": 32,
             **rope(
                 "longrope",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
-from golden_kinds.base import Kind, rope
+from golden_kinds.base import MAX_POSITIONS, Kind, rope
 
 Tensors = dict[str, torch.Tensor]
 
@@ -98,6 +98,15 @@ ERNIE = {
     "moe_num_shared_experts": 2,
     "pad_token_id": None,
 }
+OLMOE = {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": None}
+GRANITE = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+}
 GPT_OSS = {
     "head_dim": 16,
     "num_local_experts": 6,
@@ -163,7 +172,7 @@ KINDS: dict[str, Kind] = {
         {**SIZES, "n_routed_experts": 4, "norm_topk_prob": False, "first_k_dense_replace": 2},
         QWEN_STACKED,
     ),
-    "ernie4-5-moe": Kind("Ernie4_5_Moe", ERNIE),
+    "ernie4-5-moe": Kind("Ernie4_5_Moe", {**ERNIE, "use_bias": True}),
     "ernie4-5-moe-stacked": Kind(
         "Ernie4_5_Moe",
         {
@@ -175,6 +184,68 @@ KINDS: dict[str, Kind] = {
             "moe_norm_min": 0.9,
         },
         stacked("gate_proj", "up_proj", "down_proj", (r"mlp\.moe_statics", "mlp.gate.moe_statics")),
+    ),
+    "olmoe": Kind("Olmoe", OLMOE),
+    "olmoe-stacked": Kind(
+        "Olmoe",
+        {**OLMOE, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4},
+        QWEN_STACKED,
+    ),
+    "phimoe": Kind("Phimoe", {"num_local_experts": 6, "router_jitter_noise": 0.3}),
+    "phimoe-stacked": Kind(
+        "Phimoe",
+        {
+            "num_local_experts": 4,
+            "router_jitter_noise": 0.5,
+            "sliding_window": 17,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "max_position_embeddings": 4 * MAX_POSITIONS,
+            "original_max_position_embeddings": MAX_POSITIONS,
+            **rope(
+                "longrope",
+                original_max_position_embeddings=MAX_POSITIONS,
+                long_factor=[1.0] * 8,
+                short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.1, 2.5, 3.0],
+                short_mscale=1.2,
+                long_mscale=1.4,
+            ),
+        },
+        stacked(
+            "w1", "w3", "w2", (r"block_sparse_moe\.gate", "mlp.router"), ("block_sparse_moe", "mlp")
+        ),
+    ),
+    "granite-moe": Kind("GraniteMoe", GRANITE),
+    "granite-moe-shared": Kind(
+        "GraniteMoeShared",
+        {**GRANITE, "shared_intermediate_size": 40, "attention_bias": True},
+        renamed(
+            (r"input_linear\.weight$", "input_linear.weight"),
+            (r"block_sparse_moe\.input_linear\.weight", "block_sparse_moe.experts.gate_up_proj"),
+            (r"block_sparse_moe\.output_linear\.weight", "block_sparse_moe.experts.down_proj"),
+            (r"block_sparse_moe\.router\.layer\.weight", "block_sparse_moe.router.weight"),
+        ),
+    ),
+    "dbrx": Kind(
+        "Dbrx",
+        {
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.9, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 40, "moe_num_experts": 6, "moe_top_k": 3},
+        },
+    ),
+    "dbrx-not-normalised": Kind(
+        "Dbrx",
+        {
+            "attn_config": {"kv_n_heads": 1, "clip_qkv": 5, "rope_theta": 5000.0},
+            "ffn_config": {
+                "ffn_hidden_size": 24,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "moe_normalize_expert_weights": None,
+                "ffn_act_fn": {"name": "gelu"},
+            },
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
     ),
     "deepseek-v2-lite": Kind(
         "DeepseekV2",

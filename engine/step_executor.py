@@ -1,0 +1,221 @@
+"""What running a step is on any device; see `executor.Executor` for the contract.
+
+    launch:  free rows, copy slots, give rows -> note slots -> forward -> draw -> send
+    sample:  draw for rows that waited for masks -> send
+    wait:    receive
+
+The executors of hosts and devices differ in where integers lie, how tokens of earlier steps are
+found, which kernels draw, and in what is captured.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from tokenpod.core.plan import GIVEN, Ints, StepPlan
+from tokenpod.engine.executor import Model, new_rows, scored_rows
+from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
+from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.rounds import Drawing, Round
+from tokenpod.engine.sampler import LeaderTokens, Sampler, logprobs_of
+from tokenpod.kernels.batch import (
+    ForwardBatch,
+    GivenEmbeddings,
+    PagedRows,
+    RaggedRows,
+    Run,
+    append_slots,
+)
+from tokenpod.kernels.pool import KVPool
+
+#: Prompt tokens whose logits are made at a time: those of a whole prompt over a large vocabulary
+#: would be gigabytes.
+_SCORED_AT_ONCE = 128
+
+
+S = TypeVar("S", bound=Sampler | LeaderTokens)
+
+
+class StepExecutor(ABC, Generic[S]):
+    """One rank's model, KV pool and sampler.
+
+    Args:
+        model: what computes hidden states and logits.
+        pool: keys and values; slots are given by the plans.
+        sampler: for as many rows.
+        rows: sequences that can be live at once.
+        device: where the model is.
+        row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KVPool,
+        sampler: S,
+        *,
+        rows: int,
+        device: torch.device,
+        row_table: torch.Tensor,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._sampler = sampler
+        self._rows = rows
+        self._device = device
+        self._row_table = row_table
+        #: What each row sampled last. The last row is padding's.
+        self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        #: Where rows' keys and values lie, in order of position.
+        self._runs: list[list[Run]] = [[] for _ in range(rows)]
+        #: The last step, if it may wait for masks.
+        self._unsampled: Flight | None = None
+
+    def launch(self, plan: StepPlan) -> Flight:
+        """Start one step."""
+        with torch.inference_mode():
+            if self._unsampled is not None:
+                self._unsampled.sample({})
+                self._unsampled = None
+            self.release(plan.freed.tolist())
+            if len(plan.copy_from):
+                self._pool.copy(self._upload(plan.copy_from), self._upload(plan.copy_to))
+            self._take_rows(plan)
+            mailbox = self._free_mailbox(plan)
+            mailbox.begin()
+            self._note_slots(plan)
+            return self._run(plan, mailbox)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget these rows, as a plan's `freed` does."""
+        for row in rows:
+            self._sampler.clear_row(row)
+            self._runs[row] = []
+
+    # -- what devices do differently -----------------------------------------------------------
+
+    @abstractmethod
+    def _free_mailbox(self, plan: StepPlan) -> Mailbox:
+        """Where the step's integers and results have room."""
+
+    @abstractmethod
+    def _note_slots(self, plan: StepPlan) -> None:
+        """Note in `_runs` where the step's keys and values go."""
+
+    @abstractmethod
+    def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
+        """Forward a step, whose rows and slots are known, and draw what need not wait."""
+
+    @abstractmethod
+    def _integers(self, mailbox: Mailbox, words: int) -> torch.Tensor:
+        """The mailbox's words where the model reads them."""
+
+    @abstractmethod
+    def _resolve(self, integers: Integers) -> torch.Tensor:
+        """[T] tokens: in the place of `plan.LAST` what the row sampled last."""
+
+    def _paged(self, integers: Integers) -> PagedRows | None:
+        """The rows for kernels that gather by pointer."""
+        return None
+
+    def _upload(self, values: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """The values on the device, in the order of its queue."""
+        return torch.as_tensor(values)
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def _take_rows(self, plan: StepPlan) -> None:
+        self._sampler.take_rows(plan)
+        for row, prefix in new_rows(plan):
+            self._runs[row] = []
+            append_slots(self._runs[row], prefix)
+            if len(prefix) and self._row_table.numel():
+                self._row_table[row, : len(prefix)] = self._upload(prefix)
+
+    def _forward(
+        self, plan: StepPlan, mailbox: Mailbox
+    ) -> tuple[torch.Tensor | None, Integers, dict[int, torch.Tensor]]:
+        """Logits of what is sampled, if anything is; log probabilities of prompts, by row."""
+        counts = Counts.of(plan)
+        host = views(mailbox.host_words, counts)
+        self._fill(host, plan)
+        integers = views(self._integers(mailbox, counts.words), counts)
+        batch = self._batch(integers, self._ragged(host, plan))
+        if len(plan.given):
+            batch = replace(batch, given=self._given(plan))
+        hidden = self._model.forward(batch, self._pool)
+        scored = {
+            row: self._score_prompt(following, hidden, batch, batch.b_start[row])
+            for row, following in scored_rows(plan)
+        }
+        logits = self._model.logits(hidden, batch) if counts.samples else None
+        return logits, integers, scored
+
+    def _fill(self, host: Integers, plan: StepPlan) -> None:
+        fill(host, plan)
+        if len(plan.r_masked):
+            # The first round draws for nobody in their place.
+            samples = np.flatnonzero(plan.r_samples)
+            host.sample_row[: len(samples)][plan.r_masked[samples] != 0] = self._rows
+
+    def _ragged(self, host: Integers, plan: StepPlan) -> RaggedRows:
+        rows = plan.r_row.tolist()
+        return RaggedRows(
+            b_start=host.b_start[: len(rows) + 1].tolist(),
+            b_context=host.b_context[: len(rows)].tolist(),
+            b_runs=[self._runs[row] for row in rows],
+            b_row=rows,
+            single_rows=plan.singles,
+        )
+
+    def _batch(self, integers: Integers, rows: RaggedRows) -> ForwardBatch:
+        return ForwardBatch(
+            t_token=self._resolve(integers),
+            t_position=integers.t_position,
+            t_slot=integers.t_slot,
+            b_start=rows.b_start,
+            b_context=rows.b_context,
+            b_runs=rows.b_runs,
+            b_row=rows.b_row,
+            row_table=self._row_table,
+            single_rows=rows.single_rows,
+            logit_index=integers.logit_index,
+            paged=self._paged(integers),
+            t_adapter=integers.t_adapter if len(integers.t_adapter) else None,
+        )
+
+    def _given(self, plan: StepPlan) -> GivenEmbeddings:
+        index = given_tokens(plan)
+        rows = torch.from_numpy(plan.given[GIVEN - plan.t_token[index]])
+        return GivenEmbeddings(self._upload(index), self._upload(rows.to(self._model.dtype)))
+
+    def _score_prompt(
+        self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int
+    ) -> torch.Tensor:
+        following = self._upload(tokens.astype(np.int64))
+        pieces = []
+        for at in range(0, len(following), _SCORED_AT_ONCE):
+            part = following[at : at + _SCORED_AT_ONCE]
+            wanted = torch.arange(first + at, first + at + len(part), device=self._device)
+            logits = self._model.logits(hidden, replace(batch, logit_index=wanted))
+            pieces.append(logprobs_of(logits.float(), part))
+        return torch.cat(pieces)
+
+    def _finish(self, flight: Flight, drawing: Drawing, turns: list[Round]) -> Flight:
+        """Draw these rounds, and those under masks once the leader has the masks."""
+        drawing.draw(turns)
+        if not flight.plan.r_masked.any():
+            flight.send(drawing.drawn)
+            return flight
+        flight.later = drawing
+        if isinstance(self._sampler, LeaderTokens):
+            flight.sample(None)
+        else:
+            self._unsampled = flight
+        return flight

@@ -1,0 +1,251 @@
+"""Every setting of the server, once: flags, variables, help and docs/settings.md come from here."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+from enum import StrEnum
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import Field, FilePath
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tokenpod.core.formats import ABOUT, Quantize
+
+VARIABLE_PREFIX = "TOKENPOD_"
+
+
+class Group(StrEnum):
+    """What a setting is about: the panels of `--help`, the tables of docs/settings.md."""
+
+    MODEL = "Model"
+    NETWORK = "Network"
+    LIMITS = "Limits on requests"
+    MEMORY = "Batching and memory"
+    SHARDS = "Shards"
+    SECURITY = "Security"
+    TELEMETRY = "Telemetry and logs"
+    OPERATION = "Operation"
+
+
+def _setting(group: Group, default: object = None, *, derived: str = "", **limits: Any) -> Any:
+    """A setting, which the docstring after it describes; `derived` says what an unset one is."""
+    about: dict[str, Any] = {"group": group.value, "derived": derived}
+    return Field(default, json_schema_extra=about, **limits)
+
+
+_model, _network, _limit, _memory, _shard, _security, _telemetry, _operation = (
+    partial(_setting, group) for group in Group
+)
+
+
+class Settings(BaseSettings):
+    """What an operator can set, by the names of TGI's launcher wherever both have the thing."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=VARIABLE_PREFIX,
+        env_ignore_empty=True,
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        validate_default=False,
+        defer_build=True,
+    )
+
+    model_id: str = _model("demo", min_length=1)
+    """The model: `demo` (embedded in the package), a folder, or a name such as `org/name` that is
+    looked up in the local Hugging Face cache. Nothing is downloaded."""
+    revision: str | None = _model(derived="main", min_length=1)
+    """Branch, tag or commit of a model in the cache."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model("auto")
+    """Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the
+    checkpoint's on a GPU, float32 on a CPU."""
+    quantize: Quantize = _model("none")
+    """Format of the weights of products, made while they are loaded. {formats}; embedding, head and
+    norms stay as they are. Not for mixtures of experts."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
+    """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
+    compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""
+    device: Literal["auto", "cpu", "cuda"] = _model("auto")
+    """Where the model runs. auto: a GPU if there is one."""
+    threads: int = _model(0, ge=0)
+    """CPU threads of the model. 0: one per core, less one for the front end."""
+
+    hostname: str = _network("0.0.0.0", min_length=1)  # noqa: S104 (a pod's server is there to be reached)
+    """Address to listen on."""
+    port: int = _network(50051, ge=0, le=65535)
+    """Port of every gRPC service. 0: any free one."""
+    health_port: int = _network(50052, ge=0, le=65535)
+    """Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none."""
+    front_ends: int = _network(0, ge=0, le=64)
+    """Processes that share the port and stream tokens; a client's connection stays with one of
+    them. 0: one on a CPU; on a GPU one for 4 cores, 4 at most."""
+    uds_path: str | None = _network(min_length=1)
+    """Listen on the unix socket `<uds-path>-0` as well, once the model is ready. TGI's routers look
+    for `/tmp/text-generation-server`. Who may open the file needs no token."""
+    uds_group: str | None = _network(min_length=1)
+    """Let this group (name or number) open the unix socket too, not its owner alone."""
+    max_router_message_bytes: int = _network(256 * 1024 * 1024, ge=1024, le=2**31 - 1)
+    """Bytes of one request message on the unix socket."""
+    max_message_bytes: int = _network(4 * 1024 * 1024, ge=1024, le=2**31 - 1)
+    """Bytes of one request message on the port."""
+    keepalive_seconds: float = _network(60.0, ge=10, le=86_400)
+    """Ping a client that has been silent for so long, and drop it if it does not answer."""
+    max_connection_age_seconds: float = _network(0.0, ge=0, le=2_000_000)
+    """Ask clients to reconnect after so long, which spreads them over new replicas; running calls
+    go on. 0: never."""
+    max_connection_idle_seconds: float = _network(900.0, ge=0, le=2_000_000)
+    """Close a connection that has had no call for so long. 0: never."""
+    max_connections: int | None = _network(
+        derived="half of the file descriptors that a process may open", ge=1, le=2**30
+    )
+    """Connections to the port at once, front ends sharing them equally; one more is closed. The
+    health port and the unix socket have no such limit."""
+
+    max_concurrent_requests: int | None = _limit(derived="4 times max-batch-size", ge=1)
+    """Requests running and waiting; one more is refused."""
+    max_queue_tokens: int | None = _limit(
+        derived="as many as the KV cache holds, 131072 at least", ge=1
+    )
+    """Prompt tokens waiting; a request beyond is refused."""
+    max_front_end_bytes: int | None = _limit(
+        derived="max-concurrent-requests times max-message-bytes, 1073741824 at least", ge=1024**2
+    )
+    """Memory that calls may hold in all front ends together: messages, which count at
+    max-message-bytes until they are there, prompts, answers not yet sent; a call beyond is
+    refused."""
+    text_workers: int = _limit(2, ge=1, le=64)
+    """Processes of each front end that tokenise long texts and render chats."""
+    text_timeout: float = _limit(30.0, gt=0, le=3600)
+    """Seconds that tokenising a text or rendering a chat may take; it is killed then."""
+    text_memory_bytes: int = _limit(2 * 1024**3, ge=64 * 1024**2)
+    """Memory that tokenising a text or rendering a chat may take, besides the loaded tokenizer."""
+    max_input_tokens: int | None = _limit(derived="max-total-tokens less 1", ge=1)
+    """Tokens of a prompt."""
+    max_total_tokens: int | None = _limit(
+        derived="the model's context, as far as the KV cache holds it", ge=2
+    )
+    """Tokens of a prompt and its output together."""
+    max_best_of: int = _limit(2, ge=1)
+    """Samples of a request (n, best_of)."""
+    max_stop_sequences: int = _limit(4, ge=0)
+    """Stop sequences of a request."""
+    max_stop_sequence_bytes: int = _limit(240, ge=1)
+    """Bytes of one stop sequence, in UTF-8."""
+    max_top_n_tokens: int = _limit(5, ge=0, le=64)
+    """Most likely tokens that a request may ask for."""
+    max_logit_bias: int = _limit(1024, ge=0)
+    """Entries of logit_bias and of stop_token_ids."""
+
+    max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
+    """Sequences that run at once."""
+    max_batch_prefill_tokens: int | None = _memory(
+        derived="512 on a CPU, 4096 on a GPU, max-batch-total-tokens at most", ge=1
+    )
+    """Prompt tokens of one step; a longer prompt takes several."""
+    max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)
+    """Size of the KV cache in tokens: all running requests and the prefixes kept."""
+    prefix_caching: bool = _memory(True)
+    """Keep keys and values of prompts, and use them for later prompts that begin alike."""
+    router_lease: float = _operation(30.0, ge=1, le=86_400)
+    """Seconds after which a router's batch that no call names is released; not counted while a
+    Prefill runs."""
+    memory_fraction: float = _memory(0.9, gt=0, lt=1)
+    """Part of the memory that is free after loading which the KV cache may take."""
+
+    num_shard: int = _shard(1, ge=1, le=64)
+    """Ranks that this pod runs, each on a GPU of its own: the model is divided between them."""
+    num_nodes: int = _shard(1, ge=1, le=1024)
+    """Pods that share one model, with as many ranks each."""
+    node_rank: int = _shard(0, ge=0, le=1023)
+    """Which of these pods this one is. Pod 0 leads."""
+    master_addr: str | None = _shard(min_length=1)
+    """Where the other pods reach pod 0: a name or an address."""
+    master_port: int = _shard(29500, ge=1, le=65535)
+    """Port of pod 0 where ranks meet for collectives."""
+    shard_port: int = _shard(50053, ge=1, le=65535)
+    """Port of pod 0 that the plans of all steps come from."""
+    shard_tls_cert: FilePath | None = _shard()
+    """Certificate chain (PEM) that pods show each other for plans; turns mutual TLS on."""
+    shard_tls_key: FilePath | None = _shard()
+    """Private key of shard-tls-cert (PEM)."""
+    shard_tls_ca: FilePath | None = _shard()
+    """Authorities that sign the pods' certificates (PEM)."""
+
+    tls_cert: FilePath | None = _security()
+    """Certificate chain of the server (PEM); turns TLS on."""
+    tls_key: FilePath | None = _security()
+    """Private key of tls-cert (PEM)."""
+    tls_client_ca: FilePath | None = _security()
+    """Require client certificates signed by these authorities (PEM)."""
+    auth_token_file: FilePath | None = _security()
+    """Accept only calls with one of these bearer tokens, one per line; read again on change."""
+
+    otlp_endpoint: str | None = _telemetry(pattern=r"^https?://[^/\s]+/?$")
+    """OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`."""
+    otlp_service_name: str = _telemetry("tokenpod", min_length=1)
+    """service.name of what is exported."""
+    otlp_sample_ratio: float = _telemetry(1.0, ge=0, le=1)
+    """Part of the traces begun here that is recorded."""
+    log_level: Literal["debug", "info", "warning", "error"] = _telemetry("info")
+    """Least severity that is logged."""
+    json_output: bool = _telemetry(False)
+    """Log JSON, one object a line."""
+
+    start_timeout: float = _operation(600.0, gt=0)
+    """Seconds to load and warm the model up; then the start fails."""
+    stall_timeout: float = _operation(40.0, gt=0, le=86_400)
+    """Seconds without a sign of the engine, or 200 of its usual steps, after which running calls
+    fail and the process ends with status 1, without a drain; a group forms again. The engine says
+    nothing while it computes a step: allow for the longest."""
+    lame_duck_seconds: float = _operation(5.0, ge=0, le=3600)
+    """Go on serving for so long after SIGTERM, already not ready: endpoints take time to hear."""
+    graceful_termination_timeout: float = _operation(90.0, ge=0, le=86_400)
+    """Seconds that running requests get to finish after that."""
+
+
+def group_of(field: FieldInfo) -> str:
+    """What a setting is about: the value of a `Group`."""
+    return str(_about(field, "group"))
+
+
+@functools.cache
+def descriptions() -> dict[str, str]:
+    """What each setting means, in one line: its docstring, with what `core.formats` says.
+
+    Read when help or documentation asks for it. pydantic would read them whenever a server starts
+    (`use_attribute_docstrings`), for 40 ms.
+    """
+    (settings,) = ast.parse(inspect.getsource(Settings)).body
+    assert isinstance(settings, ast.ClassDef)
+    formats = "; ".join(f"{name}: {about}" for name, about in ABOUT.items())
+    return {
+        field.target.id: " ".join(text.value.value.split()).replace("{formats}", formats)
+        for field, text in itertools.pairwise(settings.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def default_text(field: FieldInfo) -> str:
+    """A setting's default as help and documentation show it; "" if it is just unset."""
+    derived = _about(field, "derived")
+    if derived or field.default is None:
+        return derived
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    if isinstance(field.default, float):
+        return f"{field.default:g}"
+    return str(field.default)
+
+
+def _about(field: FieldInfo, name: str) -> str:
+    about = field.json_schema_extra
+    return str(about[name]) if isinstance(about, dict) else ""

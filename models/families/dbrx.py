@@ -43,9 +43,7 @@ def _experts(ffn: Fields) -> Experts:
     return Experts(
         count,
         ffn.integer("ffn_hidden_size", 3584, most=MOST_FEATURES),
-        ffn.defaulting(ffn_act_fn={"name": "silu"})
-        .fields("ffn_act_fn")
-        .choice("name", ACTIVATIONS),
+        activation.choice("name", ACTIVATIONS),
         Routing(
             ffn.integer("moe_top_k", 1, most=count),
             # Null is a meaning of its own.

@@ -44,12 +44,8 @@ from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.reference.rotary import quantise
 from tokenpod.kernels.triton.attention import attention, plan_attention
 from tokenpod.kernels.triton.attention_decode import choose_splits, decode
-from tokenpod.kernels.triton.attention_extend import (
-    TileList,
-    extend,
-    list_tiles,
-    queries_per_tile,
-)
+from tokenpod.kernels.triton.attention_extend import extend
+from tokenpod.kernels.triton.attention_plan import TileList, list_tiles, queries_per_tile
 from tokenpod.kernels.triton.attention_tiles import (
     HOPPER,
     TILES,

@@ -7,8 +7,8 @@ them. It draws what `HostSampler`, the specification, draws.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,15 @@ class Launches:
     tops: bool
     #: Some row wants those of its processed scores.
     processed_tops: bool = False
+
+
+class _Asked(NamedTuple):
+    """What is drawn, and from what; see `DeviceSampler.sample`."""
+
+    logits: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    masks: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,10 @@ class DeviceSampler(Sampler):
         self._launches: Launches | None = None
         self._most_edits = triton.next_power_of_2(most_edits)
         self._splits = triton.cdiv(vocab_size, self._tiles.split)
+        self._most_splits = triton.next_power_of_2(self._splits)
+        #: How kernels that read scores are launched.
+        self._by_split = {"MOST_EDITS": self._most_edits, "SPLIT": self._tiles.split}
+        self._by_split |= {"num_warps": self._tiles.warps, "enable_fp_fusion": False}
         #: The rows' words on the device. One row more: the greedy row of a graph's padding.
         self.device_words = self._empty(rows + 1, ROW_WORDS, dtype=torch.int64).zero_()
         self._edit_ids = self._empty(rows + 1, self._most_edits, dtype=torch.int32)
@@ -122,8 +135,7 @@ class DeviceSampler(Sampler):
         self._best_id, self._winner = (
             self._empty(rows, self._splits, dtype=torch.int32) for _ in range(2)
         )
-        groups = self._splits * self._tiles.groups
-        self._group_best = self._empty(rows, groups, dtype=torch.float32)
+        self._group_best = self._empty(rows, self._splits * self._tiles.groups, dtype=torch.float32)
         self._ranks = self._empty(rows, self._splits, MOST_TOP_TOKENS, dtype=torch.int64)
         self._tokens = self._empty(rows, dtype=torch.int64)
         self._logprobs = self._empty(rows, dtype=torch.float32)
@@ -172,7 +184,7 @@ class DeviceSampler(Sampler):
             self._upload(self._edit_ids[row], ids)
             self._upload(self._edit_values[row], values)
         if self._words[row, self._table.place("flags")] & COUNTED:
-            counts = _counts(new.request.prompt, new.outputs, self._vocab_size)
+            counts = sampling_rows.pack_counts(new.request.prompt, new.outputs, self._vocab_size)
             self._upload(self._counts[row], counts)
         self._upload(self.device_words[row], self._words[row])
 
@@ -217,7 +229,7 @@ class DeviceSampler(Sampler):
         `padding_row` may stand in its place.
         """
         assert logits.stride(1) == 1
-        self._draw_greedy(logits, rows, positions, masks)
+        self._draw_greedy(_Asked(logits, rows, positions, masks))
         tokens = self._tokens[: len(rows)]
         self._broadcast(tokens)
         return tokens
@@ -234,11 +246,11 @@ class DeviceSampler(Sampler):
 
         Broadcasts all tokens once more if some row draws at random.
         """
-        launches = launches or self.launches
+        launches, asked = launches or self.launches, _Asked(logits, rows, positions, masks)
         if launches.draws:
-            self._draw_sampled(logits, rows, positions, masks)
+            self._draw_sampled(asked)
         if launches.tops:
-            self._find_tops(logits, rows, positions, launches, masks)
+            self._find_tops(asked, processed=launches.processed_tops)
         if launches.draws:
             self._broadcast(self._tokens[: len(rows)])
         n, k = len(rows), MOST_TOP_TOKENS if launches.tops else 0
@@ -251,167 +263,76 @@ class DeviceSampler(Sampler):
 
     # -- launches ------------------------------------------------------------------------------
 
-    def _draw_greedy(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        masks: torch.Tensor | None,
-    ) -> None:
-        tiles = self._tiles
-        sampling.prepare[(self._splits, len(rows))](
-            logits,
-            logits.stride(0),
-            masks,
-            rows,
-            positions,
-            self.device_words,
-            self._counts,
-            self._edit_ids,
-            self._edit_values,
-            self._best,
-            self._best_id,
-            self._mass,
-            self._moment,
-            self._group_best,
-            self._vocab_size,
-            MOST_EDITS=self._most_edits,
-            SPLIT=tiles.split,
-            GROUPS=tiles.groups,
-            num_warps=tiles.warps,
-            enable_fp_fusion=False,
+    def _scored(self, asked: _Asked) -> tuple[object, ...]:
+        """What kernels that read scores are given first."""
+        return (
+            *(asked.logits, asked.logits.stride(0), asked.masks, asked.rows, asked.positions),
+            *(self.device_words, self._counts, self._edit_ids, self._edit_values),
         )
-        sampling.summarise[(len(rows),)](
-            rows,
-            positions,
-            self.device_words,
-            self._counts,
-            self._best,
-            self._best_id,
-            self._mass,
-            self._moment,
-            self._group_best,
-            self._stats,
-            self._found,
-            self._tokens,
-            self._logprobs,
+
+    def _draw_greedy(self, asked: _Asked) -> None:
+        tiles, n = self._tiles, len(asked.rows)
+        sums = self._best, self._best_id, self._mass, self._moment, self._group_best
+        sampling.prepare[(self._splits, n)](
+            *self._scored(asked),
+            *sums,
             self._vocab_size,
-            self._splits,
-            SPLITS=triton.next_power_of_2(self._splits),
+            GROUPS=tiles.groups,
+            **self._by_split,
+        )
+        sampling.summarise[(n,)](
+            *(asked.rows, asked.positions, self.device_words, self._counts),
+            *sums,
+            *(self._stats, self._found, self._tokens, self._logprobs),
+            *(self._vocab_size, self._splits),
+            SPLITS=self._most_splits,
             GROUPS=tiles.groups,
             num_warps=tiles.warps,
             enable_fp_fusion=False,
         )
 
-    def _draw_sampled(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        masks: torch.Tensor | None,
-    ) -> None:
-        tiles = self._tiles
-        sampling.race[(self._splits, len(rows))](
-            logits,
-            logits.stride(0),
-            masks,
-            rows,
-            positions,
-            self.device_words,
-            self._counts,
-            self._edit_ids,
-            self._edit_values,
-            self._best,
-            self._stats,
-            self._fitness,
-            self._winner,
-            self._winner_score,
-            self._found,
-            self._candidates,
-            self._vocab_size,
-            MOST_EDITS=self._most_edits,
-            SPLIT=tiles.split,
-            num_warps=tiles.warps,
-            enable_fp_fusion=False,
+    def _draw_sampled(self, asked: _Asked) -> None:
+        tiles, n = self._tiles, len(asked.rows)
+        winners = self._fitness, self._winner, self._winner_score
+        sampling.race[(self._splits, n)](
+            *self._scored(asked),
+            *(self._best, self._stats),
+            *winners,
+            *(self._found, self._candidates, self._vocab_size),
+            **self._by_split,
         )
-        sampling.finish[(len(rows),)](
-            rows,
-            positions,
-            self.device_words,
-            self._counts,
-            self._stats,
-            self._fitness,
-            self._winner,
-            self._winner_score,
-            self._found,
-            self._candidates,
-            self._tokens,
-            self._logprobs,
-            self._vocab_size,
-            self._splits,
-            SPLITS=triton.next_power_of_2(self._splits),
+        sampling.finish[(n,)](
+            *(asked.rows, asked.positions, self.device_words, self._counts, self._stats),
+            *winners,
+            *(self._found, self._candidates, self._tokens, self._logprobs),
+            *(self._vocab_size, self._splits),
+            SPLITS=self._most_splits,
             BLOCK=tiles.block,
             PIVOTS=tiles.pivots,
             num_warps=tiles.finish_warps,
             enable_fp_fusion=False,
         )
 
-    def _find_tops(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        launches: Launches,
-        masks: torch.Tensor | None,
-    ) -> None:
-        tiles = self._tiles
+    def _find_tops(self, asked: _Asked, *, processed: bool) -> None:
+        tiles, n = self._tiles, len(asked.rows)
         # `prepare` is through with these two: its sums are joined.
         best, mass = self._best, self._mass
-        top_tokens.split_tops[(self._splits, len(rows))](
-            logits,
-            logits.stride(0),
-            rows,
-            self.device_words,
-            self._ranks,
-            best,
-            mass,
-            self._vocab_size,
+        top_tokens.split_tops[(self._splits, n)](
+            *(asked.logits, asked.logits.stride(0), asked.rows, self.device_words),
+            *(self._ranks, best, mass, self._vocab_size),
             SPLIT=tiles.split,
             num_warps=tiles.warps,
         )
-        if launches.processed_tops:
-            top_tokens.split_processed_tops[(self._splits, len(rows))](
-                logits,
-                logits.stride(0),
-                masks,
-                rows,
-                positions,
-                self.device_words,
-                self._counts,
-                self._edit_ids,
-                self._edit_values,
-                self._stats,
-                self._ranks,
-                self._vocab_size,
-                MOST_EDITS=self._most_edits,
-                SPLIT=tiles.split,
-                num_warps=tiles.warps,
-                enable_fp_fusion=False,
+        if processed:
+            top_tokens.split_processed_tops[(self._splits, n)](
+                *self._scored(asked),
+                *(self._stats, self._ranks, self._vocab_size),
+                **self._by_split,
             )
-        top_tokens.join_tops[(len(rows),)](
-            rows,
-            self.device_words,
-            self._counts,
-            self._stats,
-            self._ranks,
-            best,
-            mass,
-            self._tokens,
-            self._top_ids,
-            self._top_logprobs,
-            self._vocab_size,
-            self._splits,
-            SPLITS=triton.next_power_of_2(self._splits),
+        top_tokens.join_tops[(n,)](
+            *(asked.rows, self.device_words, self._counts, self._stats, self._ranks, best, mass),
+            *(self._tokens, self._top_ids, self._top_logprobs, self._vocab_size, self._splits),
+            SPLITS=self._most_splits,
             num_warps=tiles.finish_warps,
         )
 
@@ -427,16 +348,3 @@ class DeviceSampler(Sampler):
             # Pinned memory is not used again before the copy is done.
             source = source.pin_memory()
         row[: len(source)].copy_(source, non_blocking=True)
-
-
-def _counts(
-    prompt: Sequence[int], outputs: Sequence[int], vocab_size: int
-) -> npt.NDArray[np.int32]:
-    """[vocab] occurrences: in the prompt above, in the output below, 16 bits each."""
-    most = sampling_rows.MOST_COUNT.value
-    halves = [
-        np.minimum(np.bincount(np.array(tokens, np.int64), minlength=vocab_size), most)
-        for tokens in (prompt, outputs)
-    ]
-    packed: npt.NDArray[np.int32] = (halves[0] << 16 | halves[1]).astype(np.uint32).view(np.int32)
-    return packed

@@ -16,11 +16,11 @@ import torch
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows
 from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
 from tokenpod.kernels.triton.attention_decode import choose_splits, decode
-from tokenpod.kernels.triton.attention_extend import (
+from tokenpod.kernels.triton.attention_extend import extend
+from tokenpod.kernels.triton.attention_plan import (
     FIELDS,
     TileList,
     cut_rows,
-    extend,
     list_tiles,
     queries_per_tile,
     unpack_tiles,

@@ -94,21 +94,10 @@ def prepare(
     length: tl.constexpr = SPLIT // GROUPS
     ids = first + group[:, None] * length + tl.arange(0, length)[None, :]
     scores = read_scores(
-        logits_ptr + b.to(tl.int64) * logits_stride,
-        mask_ptr,
-        b,
-        ids,
-        first,
-        tl.load(b_position_ptr + b),
-        row,
-        words_ptr,
-        counts_ptr,
-        edit_id_ptr,
-        edit_value_ptr,
-        vocab_size,
-        MOST_EDITS,
-        SPLIT,
-    )
+        logits_ptr + b.to(tl.int64) * logits_stride, mask_ptr, b, ids, first,
+        tl.load(b_position_ptr + b), row, words_ptr, counts_ptr,
+        edit_id_ptr, edit_value_ptr, vocab_size, MOST_EDITS, SPLIT,
+    )  # fmt: skip
     bad = (scores != scores) | (scores == float("inf"))
     scores = tl.where(bad, -float("inf"), scores)
     group_best = tl.max(scores, axis=1)
@@ -252,21 +241,10 @@ def race(
     ids = first + tl.arange(0, SPLIT)
     position = tl.load(b_position_ptr + b)
     scores = read_scores(
-        logits_ptr + b.to(tl.int64) * logits_stride,
-        mask_ptr,
-        b,
-        ids,
-        first,
-        position,
-        row,
-        words_ptr,
-        counts_ptr,
-        edit_id_ptr,
-        edit_value_ptr,
-        vocab_size,
-        MOST_EDITS,
-        SPLIT,
-    )
+        logits_ptr + b.to(tl.int64) * logits_stride, mask_ptr, b, ids, first,
+        position, row, words_ptr, counts_ptr,
+        edit_id_ptr, edit_value_ptr, vocab_size, MOST_EDITS, SPLIT,
+    )  # fmt: skip
     s = tl.div_rn(scores - peak, temperature)
     if flags & CUTS:
         hopeful = (s >= tl.load(stats_ptr + LEAST).to(tl.float32)) & (s > -float("inf"))

@@ -6,6 +6,10 @@ copy; floats are float64 bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import triton
 import triton.language as tl
 
@@ -49,6 +53,19 @@ PROCESSED_TOPS = tl.constexpr(sampling.PROCESSED_TOPS)
 
 #: A count is two halves of a word: prompt above, output below; each stops at this.
 MOST_COUNT = tl.constexpr(0xFFFF)
+
+
+def pack_counts(
+    prompt: Sequence[int], outputs: Sequence[int], vocab_size: int
+) -> npt.NDArray[np.int32]:
+    """[vocab] occurrences: in the prompt above, in the output below, 16 bits each."""
+    most = MOST_COUNT.value
+    halves = [
+        np.minimum(np.bincount(np.array(tokens, np.int64), minlength=vocab_size), most)
+        for tokens in (prompt, outputs)
+    ]
+    packed: npt.NDArray[np.int32] = (halves[0] << 16 | halves[1]).astype(np.uint32).view(np.int32)
+    return packed
 
 
 @triton.jit

@@ -111,21 +111,10 @@ def split_processed_tops(
     first = split * SPLIT
     ids = first + tl.arange(0, SPLIT)
     scores = read_scores(
-        logits_ptr + b.to(tl.int64) * logits_stride,
-        mask_ptr,
-        b,
-        ids,
-        first,
-        tl.load(b_position_ptr + b),
-        row,
-        words_ptr,
-        counts_ptr,
-        edit_id_ptr,
-        edit_value_ptr,
-        vocab_size,
-        MOST_EDITS,
-        SPLIT,
-    )
+        logits_ptr + b.to(tl.int64) * logits_stride, mask_ptr, b, ids, first,
+        tl.load(b_position_ptr + b), row, words_ptr, counts_ptr,
+        edit_id_ptr, edit_value_ptr, vocab_size, MOST_EDITS, SPLIT,
+    )  # fmt: skip
     stats_ptr += b * STATS
     drawable = scores > -float("inf")
     if flags & DRAWS:

@@ -8,7 +8,7 @@ from attention_steps import Spec, lay_out
 
 from tokenpod.kernels.triton.attention import LARGEST_GROUP
 from tokenpod.kernels.triton.attention_decode import choose_splits
-from tokenpod.kernels.triton.attention_extend import list_tiles
+from tokenpod.kernels.triton.attention_plan import list_tiles
 from tokenpod.kernels.triton.attention_tiles import DecodeTile, extend_tile_for, tiles_for
 
 CPU = torch.device("cpu")

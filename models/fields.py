@@ -50,6 +50,10 @@ class Fields:
             raise self._refused(name, value, f"a whole number from 1 to {most:,}")
         return value
 
+    def count(self, name: str, default: int, *, most: int = 1 << 16) -> int:
+        """A whole number from 0 to `most`."""
+        return 0 if self._value(name, default) == 0 else self.integer(name, default, most=most)
+
     def real(self, name: str, default: float | None = None) -> float:
         """A positive, finite number."""
         value = self._value(name, default)

@@ -61,7 +61,7 @@ def read_layout(
     """
     family, spec = _read_config(folder, max_total_tokens)
     reader = reader_for(spec, quantize)
-    names = family.names(spec) if callable(family.names) else family.names
+    names, *others = family.names_of(spec)
     prefix = family.prefixes[0]
     head = f"{names.head}.weight"
     if checkpoint is not None:
@@ -69,8 +69,13 @@ def read_layout(
             spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
         there = (p for p in family.prefixes if f"{p}{names.embedding}.weight" in checkpoint)
         prefix = next(there, prefix)
-    weights, scales = weights_of(spec, names, prefix), scale_names(spec, names, prefix)
-    layout = Layout(spec, weights, scales, reader)
+    weights = weights_of(spec, names, prefix)
+    if checkpoint is not None:
+        for other in others:
+            table = weights_of(spec, other, prefix)
+            if all(name in checkpoint for weight in table for name in weight.tensors):
+                names, weights = other, table
+    layout = Layout(spec, weights, scale_names(spec, names, prefix), reader)
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
@@ -82,6 +87,7 @@ def read_layout(
             reader=reader,
             optional=optional,
             surplus=names.surplus,
+            beyond=tuple(prefix + x.format(layers=len(spec.layers)) for x in names.beyond),
         )
     return layout
 
@@ -134,7 +140,7 @@ def load_model(
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
-        scales = read_scales(checkpoint, layout.scales, spec.kv_heads, shard, device)
+        scales = read_scales(checkpoint, layout.scales, spec.kv.heads, shard, device)
     ops = operations_for(device, dtype)
     return Decoder(
         shard.config(spec),
@@ -147,9 +153,9 @@ def load_model(
 
 def _read_config(folder: Path, max_total_tokens: int | None) -> tuple[Family, ModelSpec]:
     fields = read_fields(folder / "config.json")
-    if _quantises_weights(fields):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported")
     family = _family(fields)
+    if _quantises_weights(fields, family.quantised):
+        raise ModelError(f"{folder}: quantised checkpoints are not supported")
     spec = family.spec(fields, max_total_tokens)
     if (folder / "generation_config.json").is_file():
         generation = read_fields(folder / "generation_config.json")
@@ -158,13 +164,17 @@ def _read_config(folder: Path, max_total_tokens: int | None) -> tuple[Family, Mo
     return family, spec
 
 
-def _quantises_weights(fields: Fields) -> bool:
-    """Whether the checkpoint has more than scales of keys and values, which any may have."""
+def _quantises_weights(fields: Fields, known: tuple[str, ...]) -> bool:
+    """Whether the checkpoint has more than scales of keys and values, which any may have.
+
+    And nothing of the `known` kinds.
+    """
     if "quantization_config" not in fields:
         return False
     quantisation = fields.fields("quantization_config")
     of_none = quantisation.values.get("config_groups") == {}
-    return quantisation.text("quant_method", "") != "compressed-tensors" or not of_none
+    kind = quantisation.text("quant_method", "")
+    return kind not in known and (kind != "compressed-tensors" or not of_none)
 
 
 def _family(fields: Fields) -> Family:

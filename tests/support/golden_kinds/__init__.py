@@ -1,6 +1,6 @@
 """The golden checkpoints, by name: of every family, with every setting that it reads."""
 
-from golden_kinds import dense, experts, gated, plain
+from golden_kinds import dense, experts, gated, mixtures, plain
 from golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
 
 KINDS: dict[str, Kind] = {
@@ -8,6 +8,7 @@ KINDS: dict[str, Kind] = {
     **gated.KINDS,
     **plain.KINDS,
     **experts.KINDS,
+    **mixtures.KINDS,
 }
 
 __all__ = ["BASES", "KINDS", "MAX_POSITIONS", "SMALL", "VOCABULARY", "Kind"]

@@ -180,6 +180,7 @@ def check(
     reader: WeightReader | None = None,
     optional: Collection[str] = (),
     surplus: tuple[str, ...] = (),
+    beyond: tuple[str, ...] = (),
 ) -> None:
     """Every declared tensor is there with its shape, and nothing else; else ModelError.
 
@@ -190,6 +191,7 @@ def check(
         reader: of weights that are quantised.
         optional: names that may be there besides.
         surplus: endings of names that may be there besides.
+        beyond: beginnings of such names.
     """
     declared: set[str] = set(optional)
     for weight in weights:
@@ -197,7 +199,11 @@ def check(
         for name, tensor in (quantised or weight.tensors).items():
             declared.add(name)
             checkpoint.check(name, tensor)
-    unknown = {name for name in checkpoint.names - declared if not name.endswith(surplus)}
+    unknown = {
+        name
+        for name in checkpoint.names - declared
+        if not name.endswith(surplus) and not name.startswith(beyond)
+    }
     if unknown:
         raise ModelError(
             f"{architecture} has no tensor {_some(unknown)}: "

@@ -62,5 +62,5 @@ MPT = Family(
         up=("ffn.up_proj",),
         down="ffn.down_proj",
     ),
-    prefixes=("transformer.",),
+    prefixes=("transformer.", ""),
 )

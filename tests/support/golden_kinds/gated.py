@@ -135,7 +135,7 @@ KINDS: dict[str, Kind] = {
     ),
     "baichuan2": Kind(
         "Llama",
-        {"num_key_value_heads": 4, "vocab_size": 125_696, "num_hidden_layers": 1},
+        {"num_key_value_heads": 4, "vocab_size": 97},
         disguise=disguises.baichuan,
         patch=disguises.with_rows_of_length_one,
     ),

@@ -58,6 +58,9 @@ BASES: dict[str, dict[str, Any]] = {
     "Bloom": {**_TOKENS, "hidden_size": 64, "n_layer": 3, "n_head": 4},
 }
 
+#: Of fields that many families read, values that are nobody's default.
+VARIED = {"rms_norm_eps": 1e-2, "hidden_act": "gelu", "tie_word_embeddings": True}
+
 #: The two parts of a config whose types of layers rotate differently.
 NEAR_AND_FAR = {
     "rope_parameters": {

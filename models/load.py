@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
-from tokenpod.models.names import scale_names, weights_of
+from tokenpod.models.names import head_name, scale_names, weights_of
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Weight
@@ -46,6 +47,8 @@ class Layout:
     scales: list[list[str]]
     #: Of weights that are quantised; None: none are.
     reader: WeightReader | None = None
+    #: How many tensors belong to each other part of the checkpoint, which is not served.
+    unused: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_layout(
@@ -61,25 +64,25 @@ def read_layout(
     """
     family, spec = _read_config(folder, max_total_tokens)
     reader = reader_for(spec, quantize)
-    names, *others = family.names_of(spec)
-    prefix = family.prefixes[0]
-    head = f"{names.head}.weight"
-    if checkpoint is not None:
-        if head not in checkpoint:
-            spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
-        there = (p for p in family.prefixes if f"{p}{names.embedding}.weight" in checkpoint)
-        prefix = next(there, prefix)
+    layouts = family.names_of(spec)
+    stored = checkpoint.names if checkpoint else set()
+    there = (p for p in family.prefixes if f"{p}{layouts[0].embedding}.weight" in stored)
+    prefix = next(there, family.prefixes[0])
+    names, *others = (dataclasses.replace(n, head=head_name(n, prefix)) for n in layouts)
+    if checkpoint is not None and f"{names.head}.weight" not in stored:
+        spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
     weights = weights_of(spec, names, prefix)
-    if checkpoint is not None:
-        for other in others:
-            table = weights_of(spec, other, prefix)
-            if all(name in checkpoint for weight in table for name in weight.tensors):
-                names, weights = other, table
-    layout = Layout(spec, weights, scale_names(spec, names, prefix), reader)
+    for other in others:
+        table = weights_of(spec, other, prefix)
+        if all(name in stored for weight in table for name in weight.tensors):
+            names, weights = other, table
+    parts = {part: sum(name.startswith(part) for name in stored) for part in family.unused}
+    unused = {part.rstrip("."): count for part, count in parts.items() if count}
+    layout = Layout(spec, weights, scale_names(spec, names, prefix), reader, unused)
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
-            optional.append(head)
+            optional.append(f"{names.head}.weight")
         check(
             checkpoint,
             layout.weights,
@@ -87,7 +90,10 @@ def read_layout(
             reader=reader,
             optional=optional,
             surplus=names.surplus,
-            beyond=tuple(prefix + x.format(layers=len(spec.layers)) for x in names.beyond),
+            beyond=(
+                *family.unused,
+                *(prefix + each.format(layers=len(spec.layers)) for each in names.beyond),
+            ),
         )
     return layout
 
@@ -148,6 +154,7 @@ def load_model(
         parallel(ops, group) if group else ops,
         parameters=WHOLE.numbers(weights),
         kv_scales=scales,
+        unused=layout.unused,
     )
 
 

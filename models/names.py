@@ -104,6 +104,13 @@ def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:
     return table
 
 
+def head_name(names: Names, prefix: str) -> str:
+    """Of the head's tensor, beside the base model: a.model.layers, a.lm_head."""
+    return (
+        f"{prefix.removesuffix('model.')}{names.head}" if prefix.endswith(".model.") else names.head
+    )
+
+
 def scale_names(spec: ModelSpec, names: Names, prefix: str) -> list[list[str]]:
     """Of the tensors with each layer's scales of keys, and of values."""
     return [

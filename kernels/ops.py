@@ -68,6 +68,8 @@ class Activation(Enum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    #: relu(x)²
+    RELU_SQUARED = "relu_squared"
 
 
 class KVScales(NamedTuple):

@@ -230,7 +230,8 @@ class Bystanders:
 def answer(address: str) -> str:
     """What the pod says to the innocent, on a new connection. Raises grpc.RpcError."""
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        return text_of(rpc.TextGenerationServiceStub(channel).Generate(INNOCENT, timeout=CALL_SECONDS))
+        stub = rpc.TextGenerationServiceStub(channel)
+        return text_of(stub.Generate(INNOCENT, timeout=CALL_SECONDS))
 
 
 def text_of(events: Iterator[Any]) -> str:

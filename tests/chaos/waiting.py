@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-
 #: Ten times what anything takes here: machines may be slow, and be shared.
 PATIENCE_SECONDS = 600.0
 

@@ -168,13 +168,6 @@ class Unauthenticated(ServiceError):
     reason = "BAD_TOKEN"
 
 
-class PermissionDenied(ServiceError):
-    """The caller is known and not allowed."""
-
-    code = grpc.StatusCode.PERMISSION_DENIED
-    reason = "NOT_ALLOWED"
-
-
 class Internal(ServiceError):
     """A fault of ours. The client gets an id and nothing else; the log has the rest under it."""
 

@@ -1,8 +1,8 @@
 """Reads requests: calls that are refused anyway are refused first, then bytes are checked, parsed.
 
-grpcio reads and parses a unary request before it calls anybody. So handlers of one request are
-served as handlers of a stream, which read the one message when they want it: a call that is refused
-costs no message, whatever its client sends.
+grpcio reads and parses a unary request before it calls the handler. So handlers of one request are
+served as handlers of a stream, which read the message when they need it: the message of a call that
+is refused is never read.
 
     token, drain (other interceptors) -> gate -> read -> bytes, fields -> parse -> the handler
 """
@@ -30,10 +30,11 @@ from tokenpod.service.rpc.interceptors import (
     unparsed,
 )
 from tokenpod.service.rpc.memory_budget import Lease
-from tokenpod.service.rpc.methods import Backend, MethodLimits
+from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
+from tokenpod.service.serving.backend import Backend
 
-#: Seconds that a message may take to arrive; a call that never sends one must not stay.
+#: Seconds that a message may take to arrive; a call without one is ended then.
 ARRIVAL_SECONDS = 60.0
 
 #: Messages from this size on are parsed in a turn of their own.
@@ -45,7 +46,7 @@ Check = Callable[[str, float | None], Lease | None]
 
 
 def open_to_all(method: str, seconds: float | None) -> Lease | None:
-    """A gate that refuses nobody."""
+    """A gate that refuses no call."""
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a call that comes now has to expect, by how long calls have run of late.
+"""Estimates how long a new call waits and runs, from how long recent calls have run.
 
 A waiting call begins when a running one has ended. With c calls running, each for s seconds on
 average, a call behind n others begins after n * s / c. s is counted in steps and converted with the
@@ -67,7 +67,7 @@ class Turnover:
         self._refused = self._refused_at = 0.0
 
     def watch(self, engine: EngineClient, rows: int) -> None:
-        """An engine that runs `rows` sequences at most is there."""
+        """The engine is ready; it runs at most `rows` sequences."""
         self._engine, self._rows = engine, rows
 
     def note(self, seconds: float) -> None:

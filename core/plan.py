@@ -120,31 +120,6 @@ class StepPlan:
         asks: of each new row; empty on followers.
     """
 
-    __slots__ = (
-        "asks",
-        "buffer",
-        "copy_from",
-        "copy_to",
-        "freed",
-        "given",
-        "n_draws",
-        "n_prefix",
-        "n_row",
-        "prefix_slot",
-        "r_adapter",
-        "r_masked",
-        "r_output",
-        "r_row",
-        "r_samples",
-        "r_scored",
-        "r_start",
-        "r_tokens",
-        "scored_token",
-        "step",
-        "t_slot",
-        "t_token",
-    )
-
     def __init__(self, buffer: Ints, asks: Sequence[NewRow] = ()) -> None:
         self.buffer = buffer
         self.asks = asks

@@ -205,9 +205,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless every slot and row is in exactly one place."""
         self.kv.check(self._sequences.values())
-        assert self._rows.in_use == sum(s.row >= 0 for s in self._sequences.values())
-        rows = self._rows.in_use + self._rows.promised + self._rows.free
-        assert rows - self._rows.probing == self.limits.max_rows, (rows, self.limits.max_rows)
+        self._rows.check(self._sequences.values())
         promised = sum(s.bound - s.computed for s in self._routed.sequences)
         assert promised == self._routed.reserved, (promised, self._routed.reserved)
 

@@ -23,8 +23,8 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
 from tokenpod.service.rpc.interceptors import (
     Context,
-    Continuation,
     Handler,
+    Interceptor,
     behaviour_of,
     unparsed,
 )
@@ -117,7 +117,7 @@ async def _fault(kind: Descriptor, data: bytes) -> InvalidArgument:
         await asyncio.sleep(0)
 
 
-class Intake(grpc.aio.ServerInterceptor):
+class Intake(Interceptor):
     """Reads and parses every request. Within it are only handlers that serve.
 
     Args:
@@ -139,13 +139,10 @@ class Intake(grpc.aio.ServerInterceptor):
         self._arrival = arrival
         self._parsers: dict[str, Parser] = {}
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Called by grpc."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method not in self._limits:
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Read and parse the requests of a method with limits."""
+        method = details.method
+        if method not in self._limits:
             return handler
         parser = self._parsers.get(method)
         if parser is None:

@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import inspect
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,34 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 _NO_TOKEN = "the call has no token"  # noqa: S105 (a text, not a token)
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status with details.
-
-    `context.abort` and cancellations pass untouched: they are answers already. Anything that is not
-    a ServiceError is a fault of ours: the client gets an error id, the log the traceback under it.
-    """
+class Interceptor(grpc.aio.ServerInterceptor, ABC):
+    """Wraps the handlers of a server."""
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        return _guarded(handler, handler_call_details.method) if handler else handler
+        return handler and self.wrap(handler, handler_call_details)
+
+    @abstractmethod
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The handler of this call, or another one in its place."""
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor):
+class ErrorInterceptor(Interceptor):
+    """Turns what a handler raises into a status with details.
+
+    `context.abort` and cancellations pass untouched: they are answers already. Anything that is not
+    a ServiceError is a fault of ours: the client gets an error id, the log the traceback under it.
+    """
+
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Guard every call."""
+        return _guarded(handler, details.method)
+
+
+class AuthInterceptor(Interceptor):
     """Lets a call pass only with `authorization: Bearer TOKEN`.
 
     A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can fix it with a
@@ -66,15 +79,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._read_at: tuple[int, int] | None = None
         self._tokens: list[bytes] = []
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Called by grpc."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method in self._exempt:
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Refuse calls without a known token."""
+        if details.method in self._exempt:
             return handler
-        metadata = handler_call_details.invocation_metadata or ()
-        given = [str(value) for key, value in metadata if key == "authorization"]
+        given = metadata_of(details, "authorization")
         # Of two, what stands before this server may have looked at the other one.
         if len(given) == 1 and self._knows(given[0]):
             return handler
@@ -146,6 +155,11 @@ def unparsed(handler: Handler, behaviour: Behaviour) -> Handler:
     """
     _, make = _ARITIES[True, handler.response_streaming]
     return make(behaviour, None, handler.response_serializer)
+
+
+def metadata_of(details: grpc.HandlerCallDetails, key: str) -> list[str]:
+    """The values that a call carries under this key."""
+    return [str(value) for name, value in details.invocation_metadata or () if name == key]
 
 
 async def _at_once() -> None:

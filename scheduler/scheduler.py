@@ -174,11 +174,6 @@ class Scheduler:
     # -- state ---------------------------------------------------------------------------------
 
     @property
-    def waiting(self) -> bool:
-        """Whether requests are queued."""
-        return len(self._queue) > 0
-
-    @property
     def busy(self) -> bool:
         """Whether any sequence could be advanced."""
         return bool(

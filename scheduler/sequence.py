@@ -56,26 +56,6 @@ class Sequence:
         owner: decides when it is stepped.
     """
 
-    __slots__ = (
-        "arrival",
-        "began_at",
-        "cached",
-        "dead",
-        "extents",
-        "finish",
-        "id",
-        "inputs",
-        "keep",
-        "node",
-        "outputs",
-        "owner",
-        "place",
-        "proven",
-        "request",
-        "stream",
-        "table",
-    )
-
     def __init__(
         self,
         request: Request,

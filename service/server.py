@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
@@ -31,6 +33,7 @@ from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
+from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar, summary
 from tokenpod.service.pod.ranks import Ranks
@@ -49,13 +52,13 @@ from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind, check_port, reason
-from tokenpod.service.rpc.public import public_server
+from tokenpod.service.rpc.listen import StartError, bind, check_port, public_server, reason
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.shard import ShardService
+from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import TokenizerError
@@ -327,3 +330,14 @@ class Server:
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})
         send_away(self.settings, state)
         return None
+
+
+def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Run a server in this process; its exit status. One line on standard error if it can't."""
+    configure_logging(level=settings.log_level, json_output=settings.json_output)
+    try:
+        folder = resolve_model(settings.model_id, settings.revision)
+        return uvloop.run(Server(settings, folder, engine_command).run())
+    except (StartError, ModelNotFound) as error:
+        print_error(str(error), json_output=settings.json_output)
+        return 1

@@ -27,8 +27,7 @@ from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.front_ends import FrontEndConfig
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
-from tokenpod.service.rpc.listen import StartError, bind
-from tokenpod.service.rpc.public import public_server
+from tokenpod.service.rpc.listen import StartError, bind, public_server
 from tokenpod.service.rpc.relay import relay_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService

@@ -72,16 +72,6 @@ class Admission:
             counters=counters,
         )
 
-    @property
-    def requests(self) -> int:
-        """Calls that hold a place: running and waiting, in all processes of the pod."""
-        return self.counters.requests
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens of the calls that have not started."""
-        return self.counters.waiting_tokens
-
     def drain(self) -> None:
         """Admit nothing more, in any process."""
         self.close(DRAINING, 0.0)
@@ -111,7 +101,7 @@ class Admission:
         if self.counters.stalled:
             # A router's steps are let through: the error of one would end all that it runs.
             raise Unavailable(STALLED, retry_after=STALLED_RETRY_SECONDS)
-        if (requests := self.requests) >= self.max_requests:
+        if (requests := self.counters.requests) >= self.max_requests:
             raise ResourceExhausted(
                 f"{requests} requests are running or waiting; this server takes at most"
                 f" {self.max_requests} (--max-concurrent-requests)",
@@ -173,7 +163,7 @@ class Place:
 
         An empty queue takes any prompt that the other limits allow.
         """
-        waiting, most = self._admission.waiting_tokens, self._admission.max_queue_tokens
+        waiting, most = self._admission.counters.waiting_tokens, self._admission.max_queue_tokens
         if waiting and waiting + prompt_tokens > most:
             raise ResourceExhausted(
                 f"{waiting} prompt tokens are waiting; with the {prompt_tokens} of this request"

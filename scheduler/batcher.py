@@ -32,9 +32,7 @@ class Batcher:
     """Plans the sequences of `Generate`.
 
     Args:
-        kv: the slots.
-        rows: the executor's rows.
-        admission: decides who gives way.
+        admission: decides which sequence is preempted.
         batching: decides what a step holds.
         requeue: takes samples that were admitted and have to begin anew.
     """

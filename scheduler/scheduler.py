@@ -7,7 +7,7 @@ n: a plan needs the lengths of sequences, not their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 
 from tokenpod.core.messages import (
@@ -22,7 +22,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
-from tokenpod.scheduler.batching import Batching, Joining, Mixed
+from tokenpod.scheduler.batching import Batching, Mixed
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.given import VectorIds
@@ -70,7 +70,13 @@ class Scheduler:
             Owner.BATCHER: self._batcher,
             Owner.ROUTER: self._routed,
         }
-        self._queue = Queue(self.kv, self._rows, planners, self._ledger, self._joining)
+        self._queue = Queue(
+            self.kv,
+            self._rows,
+            planners,
+            ledger=self._ledger,
+            joining=lambda waiting: self._batching.joining(self._batcher.running, waiting),
+        )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
         #: Requests that came since `_drop_hopeless` last looked.
@@ -223,9 +229,6 @@ class Scheduler:
         self._batcher.add_to(ledger)
         self._routed.add_to(ledger)
         return ledger
-
-    def _joining(self, waiting: Iterator[int]) -> Joining:
-        return self._batching.joining(self._batcher.running, waiting)
 
     def _requeue(self, samples: list[Sequence]) -> None:
         self._queue.add_again(samples)

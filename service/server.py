@@ -45,14 +45,14 @@ from tokenpod.service.pod.shutdown import (
     stop_follower,
 )
 from tokenpod.service.pod.startup import GroupStartup
-from tokenpod.service.pod.state import CurrentLoad, Listener, PodState, Public, Renewal
+from tokenpod.service.pod.state import Listener, PodState, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind, check_port, public_server, reason
+from tokenpod.service.rpc.listen import StartError, bind, check_port, public_server
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
@@ -68,13 +68,7 @@ log = logging.getLogger("tokenpod")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A pod's front end.
-
-    Args:
-        settings: the operator's.
-        model_folder: where the model lies.
-        engine_command: what runs the engine.
-    """
+    """A pod's first front end; `engine_command` is what runs the engine."""
 
     settings: ServerSettings
     model_folder: Path
@@ -96,8 +90,6 @@ class Server:
         settings = self.settings
         telemetry = Telemetry.start(settings)
         stack.callback(telemetry.shutdown)
-        load = CurrentLoad()
-        telemetry.watch(load)
         counters = PodCounters.create(settings.resolved_front_ends)
         admission = Admission.of(settings, counters)
         board = HealthBoard(
@@ -112,7 +104,7 @@ class Server:
         listener = await self._listen(backend, telemetry, board, stack)
         # Whatever the way out, also while a group forms.
         stack.push_async_callback(listener.stop, 0.5, stopping.sleep)
-        return PodState(
+        state = PodState(
             counters=counters,
             admission=admission,
             board=board,
@@ -120,9 +112,10 @@ class Server:
             listener=listener,
             stopping=stopping,
             startup=GroupStartup(settings.start_timeout),
-            load=load,
             renewal=Renewal(),
         )
+        telemetry.watch(state.load)
+        return state
 
     async def _public(
         self, backend: Backend, telemetry: Telemetry, board: HealthBoard, address: str
@@ -157,12 +150,7 @@ class Server:
             stack.push_async_callback(socket.stop, None)
             shard_url = f"unix://{path}"
         if (health_address := settings.health_address) is not None:
-            try:
-                health, _ = await serve_health(health_address, board)
-            except (OSError, RuntimeError) as error:
-                raise StartError(
-                    f"cannot listen on {health_address}: {reason(health_address, error)}"
-                ) from error
+            health, _ = await serve_health(health_address, board)
             stack.push_async_callback(health.stop, None)
         return Listener(public, make, address, shard_url, socket)
 
@@ -197,7 +185,7 @@ class Server:
         state.board.watch(ranks.client)
         stalled = asyncio.create_task(end_stalled(self.settings, state.board, ranks))
         life.callback(stalled.cancel)
-        state.load.client = ranks.client
+        state.client = ranks.client
         state.admission.closed = None
         state.startup.done()
         # What is there now stays: to look through it for garbage holds the loop for tens of ms.
@@ -319,7 +307,7 @@ class Server:
         lost = ranks.lost.result()
         await state.board.set_serving(False)
         await state.board.unwatch()
-        state.load.client = None
+        state.client = None
         if self.settings.world == 1:
             log.error("the engine was lost", extra={"reason": str(lost)})
             # What is stopped or stuck is killed first: that is how further front ends hear of it.

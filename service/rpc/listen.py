@@ -77,10 +77,8 @@ def public_server(
     """A server that does not listen yet, with all but health; and what closes it.
 
     Args:
-        settings: the operator's.
-        backend: answers the rpcs.
-        recording: of telemetry; outermost.
-        relay: of a further front end; innermost.
+        recording: interceptors of telemetry; outermost.
+        relay: interceptor of a further front end; innermost.
     """
     table = backend.table
     closing = Closing(settings.resolved_concurrent_requests, table.open)

@@ -29,8 +29,8 @@ from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.client import EngineLost
+from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.counters import PodCounters
-from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.model_store import ModelNotFound, resolve_model

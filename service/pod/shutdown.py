@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.pod.drain_requests import DrainRequests
+from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.front_ends import FrontEnds
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod.state import PodState

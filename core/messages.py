@@ -312,7 +312,7 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     #: Seconds that ranks wait for each other in a collective.
     timeout: float = 600.0
     #: Descriptor of the control stream to the pod's front end.
-    line: int = -1
+    control_fd: int = -1
 
 
 class EngineOptions(Message, frozen=True, array_like=True, tag=True):
@@ -345,6 +345,6 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
 
 ToEngine = Request | Abort | Advance | Ask | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
-#: What travels on a rank's control stream, besides its link: see engine/shards/line.py.
+#: What travels on a rank's control stream, besides its link: see engine/shards/control_stream.py.
 ToRank = Drain | Over
 FromRank = Pulse | Waiting | Joined | Drain | Broken

@@ -68,6 +68,8 @@ class Activation(Enum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    #: relu(x)²
+    RELU_SQUARED = "relu_squared"
 
 
 class KVScales(NamedTuple):
@@ -238,7 +240,7 @@ class PlanAttention(Protocol):
 
 
 class StepTiles(Protocol):
-    """What captured steps must be told about their rows with several tokens.
+    """How captured steps describe their rows with several tokens.
 
     A captured step replays launches of one shape, so the rows come as numbers of a fixed count, on
     the device, instead of being planned for.

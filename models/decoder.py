@@ -84,7 +84,7 @@ class Decoder:
         return self._norm(x)
 
     def prepare_capture(self, rows: int) -> StepTiles:
-        """What captured steps of up to so many rows are told about rows with several tokens."""
+        """How captured steps of up to so many rows describe rows with several tokens."""
         assert self._ops.prepare_capture is not None, "these operations are not captured"
         config = self.config
         shape = Heads(config.heads, config.kv_heads, config.head_dim, self._dtype, self._device)
@@ -150,7 +150,7 @@ def _head(config: ModelSpec, products: Products) -> Product:
     if config.head.tied:
         products.weights["head"] = products.weights["embedding"]
     product, group = products.linear("head"), products.ops.group
-    vocabulary, softcap = config.vocab_size, config.head.softcap
+    vocabulary, scale, softcap = config.vocab_size, config.head.scale, config.head.softcap
 
     def head(hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
         if project is not None:
@@ -160,6 +160,8 @@ def _head(config: ModelSpec, products: Products) -> Product:
             logits = group.gather(logits)
         # Ranks that share a vocabulary may have a few rows beyond its end.
         logits = logits[:, :vocabulary]
+        if scale != 1.0:
+            logits = logits * scale
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
     return head

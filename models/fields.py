@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tokenpod.models.errors import ModelError
 
@@ -28,6 +29,20 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
+    def defaulting(self, **defaults: Any) -> Fields:
+        """The same with `defaults` for fields that are absent or null."""
+        missing = {name: value for name, value in defaults.items() if name not in self}
+        return Fields(ChainMap(missing, cast(Any, self.values)), self.source)
+
+    def only(self, name: str, *supported: Any) -> None:
+        """Raise ModelError if a field is there and none of the values that are supported."""
+        if name in self and self.values[name] not in supported:
+            choices = ", ".join(map(repr, supported))
+            raise ModelError(
+                f"{self.source}: {name} {self.values[name]!r} is not supported "
+                f"(supported: {choices})"
+            )
+
     def integer(self, name: str, default: int | None = None, *, most: int = 1 << 31) -> int:
         """A whole number from 1 to `most`."""
         value = self._value(name, default)
@@ -44,11 +59,11 @@ class Fields:
             raise self._refused(name, value, "a positive, finite number")
         return float(value)
 
-    def optional_real(self, name: str, default: float) -> float | None:
+    def optional_real(self, name: str, default: float | None) -> float | None:
         """A positive, finite number; absent is the default, null is none."""
         return None if self.values.get(name, default) is None else self.real(name, default)
 
-    def optional_integer(self, name: str, default: int) -> int | None:
+    def optional_integer(self, name: str, default: int | None) -> int | None:
         """A whole number from 1 on; absent is the default, null is none."""
         return None if self.values.get(name, default) is None else self.integer(name, default)
 

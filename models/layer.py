@@ -18,11 +18,11 @@ from tokenpod.kernels.ops import (
     AttentionOptions,
     AttentionPlan,
     ExpertWeights,
-    HeadNorm,
     Rotation,
     RowNorm,
 )
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.heads import make_heads
 from tokenpod.models.linear import AddProduct, Product, Products
 from tokenpod.models.spec import SAME, Alibi, Attention, Experts, Join, LayerSpec, Mlp, Norm
 
@@ -71,15 +71,21 @@ def make_layer(spec: LayerSpec, products: Products, i: int, rotation: int) -> La
             spec.attention, products, i, rotation, None if same else norms.attention_in
         ),
         _write(
-            products, f"{i}.output", None if post else norms.attention_out, f"{i}.attention_out"
+            products,
+            f"{i}.output",
+            None if post else norms.attention_out,
+            f"{i}.attention_out",
+            spec.branch_scale,
         ),
     )
     mlp_out = None if post else norms.mlp_out
     if isinstance(spec.mlp, Experts):
-        mlp = _experts(spec.mlp, products, i, mlp_in, mlp_out)
+        mlp = _experts(spec.mlp, products, i, mlp_in, mlp_out, spec.branch_scale)
     else:
         read = _read_mlp(spec.mlp, products, i, mlp_in)
-        mlp = Branch(read, _write(products, f"{i}.down", mlp_out, f"{i}.mlp_out"))
+        mlp = Branch(
+            read, _write(products, f"{i}.down", mlp_out, f"{i}.mlp_out", spec.branch_scale)
+        )
     if spec.join is Join.PARALLEL:
         return _parallel(attention, mlp, shared)
     if not post:
@@ -171,10 +177,7 @@ def _read_attention(
 ) -> Read:
     ops = products.ops
     qkv = _norm_product(products, f"{i}.qkv", norm, f"{i}.attention_in")
-    head_norm = None
-    if spec.qk_norm is not None:
-        q_norm, k_norm = products.tensor(f"{i}.q_norm"), products.tensor(f"{i}.k_norm")
-        head_norm = HeadNorm(q_norm, k_norm, spec.qk_norm.epsilon)
+    heads = make_heads(spec, products, i)
     options = _options(spec, products, i)
     window = spec.window
 
@@ -182,9 +185,9 @@ def _read_attention(
         batch, pool = step.batch, step.pool
         keys, values, scales = pool.keys[i], pool.values[i], pool.scales[i]
         angles = step.rotations[rotation]
-        q = ops.store_key_value(
-            qkv(x, batch), angles, head_norm, keys, values, batch.t_slot, scales
-        )
+        y = heads.before(qkv(x, batch))
+        q = ops.store_key_value(y, angles, heads.norm, keys, values, batch.t_slot, scales)
+        q = heads.after(q, batch.t_position)
         return ops.attention(q, keys, values, step.plans[window], options, scales)
 
     return read
@@ -207,21 +210,26 @@ def _read_mlp(spec: Mlp, products: Products, i: int, norm: Norm | None) -> Read:
     return lambda x, step: up(x, step.batch)
 
 
-def _write(products: Products, name: str, norm: Norm | None, norm_name: str) -> Write:
-    """The product `name`, normed if there is a norm, added to the stream."""
-    if norm is None:
+def _write(products: Products, name: str, norm: Norm | None, norm_name: str, scale: float) -> Write:
+    """The product `name`, normed if there is a norm, times `scale`, added to the stream."""
+    if norm is None and scale == 1.0:
         add: AddProduct = products.add_linear(name)
         return lambda inner, x, step: add(inner, x, step.batch)
     product, after = products.sum_linear(name), make_norm(norm, products, norm_name)
 
     def write(inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        x += after(product(inner, step.batch))
+        x.add_(after(product(inner, step.batch)), alpha=scale)
 
     return write
 
 
 def _experts(
-    spec: Experts, products: Products, i: int, norm_in: Norm | None, norm_out: Norm | None
+    spec: Experts,
+    products: Products,
+    i: int,
+    norm_in: Norm | None,
+    norm_out: Norm | None,
+    scale: float,
 ) -> Branch:
     """One operation from the stream to the stream."""
     assert norm_in is not None, "a mixture has a norm of its own"
@@ -233,11 +241,11 @@ def _experts(
     after = make_norm(norm_out, products, f"{i}.mlp_out")
 
     def write(inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        if norm_out is None:
+        if norm_out is None and scale == 1.0:
             block(inner, x)
             return
         delta = torch.zeros_like(x)
         block(inner, delta)
-        x += after(delta)
+        x.add_(after(delta), alpha=scale)
 
     return Branch(lambda x, step: x, write)

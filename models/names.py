@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
+from torch.nn import functional
 
 from tokenpod.models.rope import head_order
 from tokenpod.models.spec import (
@@ -15,6 +17,7 @@ from tokenpod.models.spec import (
     Mlp,
     ModelSpec,
     Norm,
+    NormOver,
     Same,
 )
 from tokenpod.models.weights import Axis, Division, Segment, Source, Weight
@@ -59,6 +62,7 @@ class Names:
     layer: str = "layers.{i}."
     qkv: tuple[str, str, str] | Fused = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     output: str = "self_attn.o_proj"
+    #: Weights of each head are one tensor, or so many, `{h}` being the head.
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"
@@ -69,6 +73,8 @@ class Names:
     #: Gate and up, or up alone.
     up: tuple[str, ...] | Fused = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    #: Weights of products are [in, out].
+    transposed: bool = False
     experts: ExpertNames | None = None
     #: Tensors of one number for all heads or one each, which a checkpoint may have.
     key_scale: str = "self_attn.k_scale"
@@ -111,7 +117,11 @@ def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
     yield from _norm("norm", spec.norm, prefix + names.norm, hidden)
     if not spec.head.tied:
         # In no format of fewer bits: here rounding shows at once.
-        yield _weight("head", names.head, vocabulary, width)
+        function = _rows_of_length_one if spec.head.normalised else None
+        source = Source(f"{names.head}.weight", (vocabulary, width), function=function)
+        yield Weight("head", (source,))
+    if spec.head.bias:
+        yield Weight("head_bias", (Source(f"{names.head}.bias", (vocabulary,)),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,19 +149,38 @@ class _Layer:
         queries = Axis(spec.heads * head, Division.EVEN, unit=head)
         keys = Axis(spec.kv_heads * head, Division.KEY, unit=head)
         order = head_order(spec.positions, head)
-        rows = [(queries, order), (keys, order), (keys, None)]
+        parts = [(queries, order), (keys, order), (keys, None)]
         groups = spec.kv_heads if isinstance(names.qkv, Fused) and names.qkv.by_heads else 1
-        yield from self._stacked("qkv", names.qkv, rows, groups, spec.qkv_bias)
+        yield from self._stacked("qkv", names.qkv, parts, groups, spec.qkv_bias)
         if spec.qk_norm is not None:
-            for name, stored in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
-                for weight in _norm(name, spec.qk_norm, self.at + stored, Axis(head)):
-                    sources = tuple(replace(source, order=order) for source in weight.sources)
-                    yield replace(weight, sources=sources)
+            for name, rows in (("q_norm", queries), ("k_norm", keys)):
+                yield from self._head_norm(name, spec, spec.qk_norm, rows)
         if spec.sinks:
             axis = Axis(spec.heads, Division.EVEN)
             source = Source(self.at + names.sinks, (axis,))
             yield Weight("sinks", (source,), dtype=torch.float32)
         yield from self._product("output", names.output, hidden, queries, spec.output_bias)
+
+    def _head_norm(self, name: str, spec: Attention, norm: Norm, rows: Axis) -> Iterator[Weight]:
+        """Of queries or of keys. Weights of each head are whole on every rank: they are few."""
+        stored = self.at + (self.names.q_norm if name == "q_norm" else self.names.k_norm)
+        order, head = head_order(spec.positions, spec.head_dim), Axis(spec.head_dim)
+        if spec.qk_norm_over is not NormOver.HEADS:
+            axis = head if spec.qk_norm_over is NormOver.HEAD else rows
+            for weight in _norm(name, norm, stored, axis):
+                sources = tuple(replace(source, order=order) for source in weight.sources)
+                yield replace(weight, sources=sources)
+            return
+        heads = rows.length // spec.head_dim
+        if "{h}" in stored:
+            axes: tuple[Axis, ...] = (head,)
+            names = [stored.format(h=h) for h in range(heads)]
+        else:
+            axes, names = (Axis(heads), head), [stored]
+        reorder = None if order is None else partial(_reordered, order=order)
+        yield Weight(
+            name, tuple(Source(f"{each}.weight", axes, function=reorder) for each in names)
+        )
 
     def _mlp(self, spec: Mlp) -> Iterator[Weight]:
         width, hidden = Axis(spec.width, Division.EVEN), Axis(self.hidden_size)
@@ -192,14 +221,19 @@ class _Layer:
                 at = stored.name if isinstance(stored, Fused) else stored[index]
                 segment = Segment(sizes, index, groups) if isinstance(stored, Fused) else None
                 axes = (axis, Axis(self.hidden_size)) if kind == "weight" else (axis,)
-                sources.append(Source(f"{self.at}{at}.{kind}", axes, segment, order))
+                turned = self.names.transposed and kind == "weight"
+                name_there = f"{self.at}{at}.{kind}"
+                sources.append(Source(name_there, axes, segment, order, transposed=turned))
             ours = name if kind == "weight" else f"{name}_bias"
             yield Weight(ours, tuple(sources), multiplied=kind == "weight")
 
     def _product(
         self, name: str, stored: str, rows: Axis, columns: Axis, bias: bool
     ) -> Iterator[Weight]:
-        yield replace(_weight(name, self.at + stored, rows, columns), multiplied=True)
+        source = Source(
+            f"{self.at}{stored}.weight", (rows, columns), transposed=self.names.transposed
+        )
+        yield Weight(name, (source,), multiplied=True)
         if bias:
             yield Weight(f"{name}_bias", (Source(f"{self.at}{stored}.bias", (rows,)),))
 
@@ -220,6 +254,14 @@ def _norm(name: str, norm: Norm | None, stored: str, axis: Axis) -> Iterator[Wei
         yield weight
     if norm.bias:
         yield Weight(f"{name}_bias", (Source(f"{stored}.bias", (axis,)),))
+
+
+def _rows_of_length_one(x: torch.Tensor) -> torch.Tensor:
+    return functional.normalize(x.float())
+
+
+def _reordered(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    return x[..., list(order)]
 
 
 def _add_one(x: torch.Tensor) -> torch.Tensor:

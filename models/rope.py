@@ -53,6 +53,9 @@ def rope_of(
     served: int | None = None,
     factor: float = 1.0,
     theta: float = DEFAULT_THETA,
+    theta_name: str = "rope_theta",
+    layer_type: str | None = None,
+    interleaved: bool = False,
 ) -> Rope:
     """The rope that config.json describes, as `rope_parameters` or as `rope_scaling`.
 
@@ -63,12 +66,16 @@ def rope_of(
         served: the longest sequence that will be; None: `max_positions`.
         factor: which part of a head is rotated, if the config does not say.
         theta: if the config does not say.
+        theta_name: of the field beside `rope_scaling` that has it.
+        layer_type: whose parameters count, where types of layers have their own. What is given
+            once for all stretches "full_attention" only.
+        interleaved: neighbours are pairs.
 
     Raises:
         ModelError: it is of a kind that is not supported, or can't be.
     """
-    scaling = _parameters(config)
-    theta = scaling.real("rope_theta", config.real("rope_theta", theta))
+    scaling = rope_parameters(config, layer_type)
+    theta = scaling.real("rope_theta", config.real(theta_name, theta))
     factor = scaling.real("partial_rotary_factor", config.real("partial_rotary_factor", factor))
     rotated = int(head_dim * factor)
     if head_dim % 2:
@@ -78,9 +85,21 @@ def rope_of(
             f"{config.source}: partial_rotary_factor is {factor:g}: of {head_dim} numbers of a "
             "head an even number must be rotated, and at most all"
         )
-    kind = scaling.text("rope_type", scaling.text("type", "default"))
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     plain = 1.0 / (theta**exponents)
+    rope = _stretched(plain, theta, config, scaling, max_positions, served)
+    return replace(rope, interleaved=interleaved)
+
+
+def _stretched(
+    plain: torch.Tensor,
+    theta: float,
+    config: Fields,
+    scaling: Fields,
+    max_positions: int,
+    served: int | None,
+) -> Rope:
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind in ("default", "dynamic"):
         return _rope(plain)
     if kind == "linear":
@@ -97,11 +116,15 @@ def rope_of(
     )
 
 
-def _parameters(config: Fields) -> Fields:
+def rope_parameters(config: Fields, layer_type: str | None = None) -> Fields:
     """The object that says how to rotate, whichever name it has; empty if there is none."""
     for name in ("rope_scaling", "rope_parameters"):
         if name in config:
             parameters = config.fields(name)
+            if layer_type is not None and layer_type in parameters:
+                return parameters.fields(layer_type)
+            if layer_type not in (None, "full_attention"):
+                continue
             if any(isinstance(value, dict) for value in parameters.values.values()):
                 raise ModelError(f"{config.source}: {name} per layer type is not supported")
             return parameters

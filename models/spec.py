@@ -72,6 +72,25 @@ class Norm:
             raise ModelError("norm.kind is 'rms': it has a weight, and no bias")
 
 
+class NormOver(Enum):
+    """What a norm of queries and keys takes as one row."""
+
+    #: Each head, all with the same weight.
+    HEAD = "head"
+    #: Each head, each with a weight of its own.
+    HEADS = "heads"
+    #: All heads of queries together, and all of keys.
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class QueryGrowth:
+    """Queries at position p are multiplied by 1 + rate · ln(1 + p // length) (Llama 4)."""
+
+    rate: float
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Queries, keys and values, softmax, and the product that ends in the stream."""
@@ -89,8 +108,12 @@ class Attention:
     softcap: float | None = None
     #: One more logit per query head, without a value; the checkpoint has them.
     sinks: bool = False
-    #: Of each head of queries and keys, before rotation.
+    #: Queries, keys and values are kept within ±clip.
+    clip: float | None = None
+    #: Of queries and keys, before rotation.
     qk_norm: Norm | None = None
+    qk_norm_over: NormOver = NormOver.HEAD
+    query_growth: QueryGrowth | None = None
     qkv_bias: bool = False
     output_bias: bool = False
 
@@ -105,8 +128,15 @@ class Attention:
         if isinstance(self.positions, Alibi) and len(self.positions.slopes) != self.heads:
             slopes = len(self.positions.slopes)
             raise ModelError(f"attention.positions has {slopes} slopes for {self.heads} heads")
-        if self.qk_norm is not None and self.qk_norm.kind != "rms":
-            raise ModelError(f"attention.qk_norm.kind is {self.qk_norm.kind!r}; supported: rms")
+        norm, over = self.qk_norm, self.qk_norm_over
+        if norm is None:
+            return
+        if not norm.weight or (norm.bias and over is not NormOver.HEAD):
+            raise ModelError(f"attention.qk_norm over {over.value} has a weight, and no bias")
+        if over is NormOver.ALL and norm.kind != "rms":
+            raise ModelError(
+                f"attention.qk_norm.kind is {norm.kind!r}; supported over all heads: rms"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +192,8 @@ class LayerSpec:
     mlp: Mlp | Experts
     norms: Norms
     join: Join = Join.SEQUENTIAL
+    #: Multiplies what each branch adds to the stream.
+    branch_scale: float = 1.0
 
     def __post_init__(self) -> None:
         """Raise ModelError for branches that can't be joined like that."""
@@ -199,8 +231,18 @@ class Head:
 
     #: The weight is the embedding.
     tied: bool = False
+    bias: bool = False
+    #: Each row of the weight is divided by its length.
+    normalised: bool = False
+    #: Multiplies logits, before the soft cap.
+    scale: float = 1.0
     #: Logits x become softcap · tanh(x / softcap).
     softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for a head that there is not."""
+        if self.tied and self.normalised:
+            raise ModelError("head.normalised: the head has a weight of its own")
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,16 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square()
+
+
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: functional.silu,
     Activation.GELU: functional.gelu,
     Activation.GELU_TANH: _gelu_tanh,
     Activation.RELU: functional.relu,
+    Activation.RELU_SQUARED: _relu_squared,
 }
 
 

@@ -174,6 +174,8 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu":
         # Not a maximum: NaN must stay NaN.
         y = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "relu_squared":
+        y = tl.where(x < 0, 0.0, x * x)
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
         # (1 + tanh(z)) / 2 = sigmoid(2z); here 2z.

@@ -1,32 +1,83 @@
 """One small file per family: its map from config.json, and the names of its weights."""
 
+from tokenpod.models.families.arcee import ARCEE
+from tokenpod.models.families.baichuan import BAICHUAN
 from tokenpod.models.families.bloom import BLOOM
+from tokenpod.models.families.cohere import COHERE, COHERE2
+from tokenpod.models.families.ernie4_5 import ERNIE4_5
+from tokenpod.models.families.exaone import EXAONE3, EXAONE4
 from tokenpod.models.families.falcon import FALCON
 from tokenpod.models.families.family import Family
+from tokenpod.models.families.gemma import GEMMA
 from tokenpod.models.families.gemma2 import GEMMA2
+from tokenpod.models.families.gemma3 import GEMMA3
+from tokenpod.models.families.glm import GLM, GLM4
+from tokenpod.models.families.gpt2 import GPT2
+from tokenpod.models.families.gpt_bigcode import GPT_BIGCODE
 from tokenpod.models.families.gpt_neox import GPT_NEOX
+from tokenpod.models.families.gptj import GPTJ
+from tokenpod.models.families.granite import GRANITE
+from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
 from tokenpod.models.families.llama import LLAMA
-from tokenpod.models.families.mistral import MISTRAL
+from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from tokenpod.models.families.mixtral import MIXTRAL
+from tokenpod.models.families.mpt import MPT
+from tokenpod.models.families.nemotron import NEMOTRON
+from tokenpod.models.families.olmo import OLMO
+from tokenpod.models.families.olmo2 import OLMO2, OLMO3
 from tokenpod.models.families.opt import OPT
+from tokenpod.models.families.phi import PHI
 from tokenpod.models.families.phi3 import PHI3
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.families.qwen3 import QWEN3
 from tokenpod.models.families.qwen3_moe import QWEN3_MOE
+from tokenpod.models.families.seed_oss import SEED_OSS
+from tokenpod.models.families.smollm3 import SMOLLM3
+from tokenpod.models.families.stablelm import STABLELM
+from tokenpod.models.families.starcoder2 import STARCODER2
 
 FAMILIES: tuple[Family, ...] = (
+    ARCEE,
+    BAICHUAN,
+    BLOOM,
+    COHERE,
+    COHERE2,
+    ERNIE4_5,
+    EXAONE3,
+    EXAONE4,
+    FALCON,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GLM,
+    GLM4,
+    GPT2,
+    GPT_BIGCODE,
+    GPT_NEOX,
+    GPTJ,
+    GRANITE,
+    INTERNLM2,
+    INTERNLM3,
     LLAMA,
+    MINISTRAL,
+    MINISTRAL3,
     MISTRAL,
+    MIXTRAL,
+    MPT,
+    NEMOTRON,
+    OLMO,
+    OLMO2,
+    OLMO3,
+    OPT,
+    PHI,
+    PHI3,
     QWEN2,
     QWEN3,
-    MIXTRAL,
     QWEN3_MOE,
-    PHI3,
-    GEMMA2,
-    OPT,
-    GPT_NEOX,
-    FALCON,
-    BLOOM,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
 )
 
 __all__ = ["FAMILIES", "Family"]

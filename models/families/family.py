@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ ACTIVATIONS = {
     "gelu_fast": Activation.GELU_TANH,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
 }
 
 LLAMA_NAMES = Names()
@@ -121,7 +122,7 @@ def model_spec(fields: Fields, sizes: Sizes, *, tied: bool, **more: Any) -> Mode
         architecture=fields.texts("architectures")[0],
         vocab_size=fields.integer("vocab_size", most=1 << 26),
         hidden_size=sizes.hidden,
-        head=Head(fields.flag("tie_word_embeddings", tied), head.softcap),
+        head=replace(head, tied=fields.flag("tie_word_embeddings", tied)),
         dtype=_dtype(fields),
         eos_token_ids=fields.token_ids("eos_token_id"),
         **more,
@@ -132,7 +133,7 @@ def gated_decoder(
     fields: Fields,
     served: int | None,
     *,
-    windows: Callable[[Fields, int], tuple[int | None, ...]],
+    windows: Callable[[Fields, int], tuple[int | None, ...]] | None = None,
     qkv_bias: bool = False,
     output_bias: bool = False,
     mlp_bias: bool = False,
@@ -140,30 +141,34 @@ def gated_decoder(
     head_dim: int | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
     tied: bool = False,
+    norm: Norm | None = None,
+    gated: bool = True,
+    **rope: Any,
 ) -> ModelSpec:
     """A spec from the field names that all families share that follow Llama.
 
-    `windows` reads each layer's window; `head_dim` and `tied` are the family's own defaults,
-    `activation` the name of the field and its default.
+    `windows` reads each layer's window (None: all see everything); `head_dim` and `tied` are the
+    family's own defaults, `activation` the name of the field and its default. Without a `norm` it
+    is an RMS norm. What else is given is for `rope_of`.
     """
     sizes = sizes_of(fields, head_dim=head_dim)
     max_positions = fields.integer("max_position_embeddings")
-    norm = Norm("rms", fields.real("rms_norm_eps", 1e-6))
+    norm = norm or Norm("rms", fields.real("rms_norm_eps", 1e-6))
     mlp = Mlp(
         width=fields.integer("intermediate_size", most=1 << 24),
         activation=fields.choice(activation[0], ACTIVATIONS, activation[1]),
-        gated=True,
+        gated=gated,
         up_bias=mlp_bias,
         down_bias=mlp_bias,
     )
-    rope = rope_of(fields, sizes.head_dim, max_positions, served=served)
+    positions = rope_of(fields, sizes.head_dim, max_positions, served=served, **rope)
 
     def layer(window: int | None) -> LayerSpec:
         attention = Attention(
             heads=sizes.heads,
             kv_heads=sizes.kv_heads,
             head_dim=sizes.head_dim,
-            positions=rope,
+            positions=positions,
             window=window,
             qk_norm=norm if qk_norm else None,
             qkv_bias=qkv_bias,
@@ -176,9 +181,39 @@ def gated_decoder(
         sizes,
         tied=tied,
         max_positions=max_positions,
-        layers=tuple(map(layer, windows(fields, sizes.layers))),
+        layers=tuple(map(layer, (windows or no_windows)(fields, sizes.layers))),
         norm=norm,
     )
+
+
+def each_layer(spec: ModelSpec, change: Callable[[LayerSpec], LayerSpec]) -> ModelSpec:
+    """The same with every layer changed."""
+    return replace(spec, layers=tuple(map(change, spec.layers)))
+
+
+def with_attention(spec: ModelSpec, **changes: Any) -> ModelSpec:
+    """The same with other fields of every layer's attention."""
+    return each_layer(
+        spec, lambda layer: replace(layer, attention=replace(layer.attention, **changes))
+    )
+
+
+def norms_behind(spec: ModelSpec) -> ModelSpec:
+    """The same with norms behind the branches instead of before them."""
+    norms = Norms(attention_out=spec.norm, mlp_out=spec.norm)
+    return each_layer(spec, lambda layer: replace(layer, norms=norms))
+
+
+def without_rope(spec: ModelSpec, layers: Iterable[int]) -> ModelSpec:
+    """The same with no positions in these layers."""
+    changed = list(spec.layers)
+    for i in layers:
+        changed[i] = replace(changed[i], attention=replace(changed[i].attention, positions=None))
+    return replace(spec, layers=tuple(changed))
+
+
+#: Names of the norms that `norms_behind` leaves.
+NAMES_BEHIND = Names(attention_out="post_attention_layernorm", mlp_out="post_feedforward_layernorm")
 
 
 def no_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -190,6 +225,28 @@ def some_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """One for all layers, if `sliding_window` is there."""
     window = fields.integer("sliding_window") if "sliding_window" in fields else None
     return (window,) * layers
+
+
+def windows_by_type(fields: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The window where `layer_types` says so."""
+    types = fields.texts("layer_types")
+    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"{fields.source}: layer_types must name full_attention or sliding_attention "
+            f"for each of {layers} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def windows_but_every(
+    fields: Fields, layers: int, *, every: int, default: int | None = 4096
+) -> tuple[int | None, ...]:
+    """As `layer_types` says; without it, every so many-th layer sees everything."""
+    window = fields.optional_integer("sliding_window", default)
+    if "layer_types" in fields:
+        return windows_by_type(fields, layers, window)
+    every = fields.integer("sliding_window_pattern", every)
+    return tuple(window if (i + 1) % every else None for i in range(layers))
 
 
 def _dtype(fields: Fields) -> torch.dtype | None:

@@ -4,57 +4,36 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.models.families.family import Family, gated_decoder
-from tokenpod.models.families.qwen2 import windows_by_type
+from tokenpod.models.families.family import Family, windows_but_every, with_attention
+from tokenpod.models.families.gemma import gemma_decoder
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names
-from tokenpod.models.spec import Embedding, Head, LayerSpec, ModelSpec, Norms
+from tokenpod.models.spec import ModelSpec, Norms
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
-    bias = fields.flag("attention_bias", False)
-    spec = gated_decoder(
+    spec = gemma_decoder(
         fields,
         served,
+        norms=lambda norm: Norms(norm, norm, norm, norm),
         windows=_windows,
-        qkv_bias=bias,
-        output_bias=bias,
-        head_dim=256,
         activation=("hidden_activation", "gelu_pytorch_tanh"),
-        tied=True,
     )
-    assert spec.norm is not None
-    norm = replace(spec.norm, offset=1)
     scale = fields.real("query_pre_attn_scalar", 256.0) ** -0.5
     softcap = fields.optional_real("attn_logit_softcapping", 50.0)
-
-    def layer(own: LayerSpec) -> LayerSpec:
-        attention = replace(own.attention, scale=scale, softcap=softcap)
-        return replace(own, attention=attention, norms=Norms(norm, norm, norm, norm))
-
-    return replace(
-        spec,
-        layers=tuple(map(layer, spec.layers)),
-        norm=norm,
-        embedding=Embedding(scale=spec.hidden_size**0.5),
-        head=Head(spec.head.tied, fields.optional_real("final_logit_softcapping", 30.0)),
-    )
+    head = replace(spec.head, softcap=fields.optional_real("final_logit_softcapping", 30.0))
+    return replace(with_attention(spec, scale=scale, softcap=softcap), head=head)
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """The first layer has it, the second not, and so on, unless `layer_types` says otherwise."""
-    window = fields.optional_integer("sliding_window", 4096)
-    if "layer_types" in fields:
-        return windows_by_type(fields, layers, window)
-    return tuple(None if layer % 2 else window for layer in range(layers))
+    return windows_but_every(fields, layers, every=2)
 
 
-GEMMA2 = Family(
-    ("Gemma2ForCausalLM",),
-    _spec,
-    Names(
-        attention_out="post_attention_layernorm",
-        mlp_in="pre_feedforward_layernorm",
-        mlp_out="post_feedforward_layernorm",
-    ),
+NAMES = Names(
+    attention_out="post_attention_layernorm",
+    mlp_in="pre_feedforward_layernorm",
+    mlp_out="post_feedforward_layernorm",
 )
+
+GEMMA2 = Family(("Gemma2ForCausalLM",), _spec, NAMES)

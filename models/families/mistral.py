@@ -1,13 +1,19 @@
-"""Mistral: Llama with one sliding window for all layers."""
+"""Mistral: Llama with one sliding window for all layers; Ministral, where layers differ."""
 
 from __future__ import annotations
 
-from tokenpod.models.families.family import Family, gated_decoder
+from tokenpod.models.families.family import (
+    Family,
+    gated_decoder,
+    windows_by_type,
+    with_attention,
+)
 from tokenpod.models.fields import Fields
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.rope import rope_parameters
+from tokenpod.models.spec import ModelSpec, QueryGrowth
 
 
-def _spec(fields: Fields, served: int | None) -> ModelSpec:
+def _mistral(fields: Fields, served: int | None) -> ModelSpec:
     return gated_decoder(fields, served, windows=_windows)
 
 
@@ -16,4 +22,33 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return (fields.optional_integer("sliding_window", 4096),) * layers
 
 
-MISTRAL = Family(("MistralForCausalLM",), _spec)
+def _ministral(fields: Fields, served: int | None) -> ModelSpec:
+    return gated_decoder(fields, served, windows=_windows_by_type)
+
+
+def _windows_by_type(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    if "layer_types" not in fields:
+        return _windows(fields, layers)
+    return windows_by_type(fields, layers, fields.optional_integer("sliding_window", 4096))
+
+
+def _ministral3(fields: Fields, served: int | None) -> ModelSpec:
+    """Queries far from the beginning are longer, as in Llama 4."""
+    windows = (fields.optional_integer("sliding_window", None),)
+    spec = gated_decoder(
+        fields,
+        served,
+        windows=lambda fields, layers: windows * layers,
+        head_dim=128,
+    )
+    rope = rope_parameters(fields)
+    if "llama_4_scaling_beta" not in rope:
+        return spec
+    length = rope.integer("original_max_position_embeddings")
+    growth = QueryGrowth(rope.real("llama_4_scaling_beta"), length)
+    return with_attention(spec, query_growth=growth)
+
+
+MISTRAL = Family(("MistralForCausalLM",), _mistral)
+MINISTRAL = Family(("MinistralForCausalLM",), _ministral)
+MINISTRAL3 = Family(("Ministral3ForCausalLM",), _ministral3)

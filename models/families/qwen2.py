@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenpod.models.errors import ModelError
-from tokenpod.models.families.family import Family, gated_decoder
+from tokenpod.models.families.family import Family, gated_decoder, windows_by_type
 from tokenpod.models.fields import Fields
 from tokenpod.models.spec import ModelSpec
 
@@ -24,17 +24,6 @@ def qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
             raise ModelError(f"{fields.source}: max_window_layers is not a whole number")
         return tuple(window if layer >= first else None for layer in range(layers))
     return windows_by_type(fields, layers, window)
-
-
-def windows_by_type(fields: Fields, layers: int, window: int | None) -> tuple[int | None, ...]:
-    """The window where `layer_types` says so."""
-    types = fields.texts("layer_types")
-    if len(types) != layers or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise ModelError(
-            f"{fields.source}: layer_types must name full_attention or sliding_attention "
-            f"for each of {layers} layers"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 QWEN2 = Family(("Qwen2ForCausalLM",), _spec)

@@ -1,4 +1,4 @@
-"""The front end's end of a rank's control stream (its other end: engine/shards/line.py).
+"""The front end's end of a rank's control stream (see engine/shards/control_stream.py).
 
 A follower's pod that is to stop asks the leader's to drain first, since the group ends with it. The
 request and its answer pass through the ranks, whose streams are mutually authenticated and end when

@@ -79,7 +79,7 @@ class EngineProcess:
         if options.placement is not None:
             control_end, their_end = socket.socketpair()
             ends.append(their_end)
-            placement = msgspec.structs.replace(options.placement, line=their_end.fileno())
+            placement = msgspec.structs.replace(options.placement, control_fd=their_end.fileno())
             options = msgspec.structs.replace(options, placement=placement)
         # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
         process = subprocess.Popen(  # noqa: ASYNC220

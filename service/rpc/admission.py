@@ -106,7 +106,7 @@ class Admission:
                 f"{requests} requests are running or waiting; this server takes at most"
                 f" {self.max_requests} (--max-concurrent-requests)",
                 limit="max_concurrent_requests",
-                retry_after=RETRY_SECONDS,
+                retry_after=self._come_again(seconds),
             )
         if seconds is not None:
             self._check_time(seconds)
@@ -121,8 +121,13 @@ class Admission:
             f"a call that comes now waits for about {outlook.wait:.1f} s and then runs for about"
             f" {outlook.run:.1f} s; this one's deadline is {seconds:.1f} s away",
             limit="deadline",
-            retry_after=min(max(late, RETRY_SECONDS), MOST_RETRY_SECONDS),
+            retry_after=self._come_again(seconds, late),
         )
+
+    def _come_again(self, seconds: float | None, least: float = 0.0) -> float:
+        """The hint of a call that is refused for want of room."""
+        after = max(self.turnover.come_again(seconds), least, RETRY_SECONDS)
+        return min(after, MOST_RETRY_SECONDS)
 
     def expect(self) -> Lease:
         """Memory for the message of a call that there is room for; raises ResourceExhausted."""

@@ -25,6 +25,7 @@ from tokenpod.service.rpc.interceptors import (
     Context,
     Handler,
     Interceptor,
+    Wrapped,
     behaviour_of,
     unparsed,
 )
@@ -137,17 +138,17 @@ class Intake(Interceptor):
         self._limits = limits
         self._gate = gate
         self._arrival = arrival
-        self._parsers: dict[str, Parser] = {}
+        self._wrapped = Wrapped(self._parsing)
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Read and parse the requests of a method with limits."""
         method = details.method
         if method not in self._limits:
             return handler
-        parser = self._parsers.get(method)
-        if parser is None:
-            parser = Parser.of(handler.request_deserializer, self._limits[method])
-            self._parsers[method] = parser
+        return self._wrapped(handler, method)
+
+    def _parsing(self, handler: Handler, method: str) -> Handler:
+        parser = Parser.of(handler.request_deserializer, self._limits[method])
         if handler.request_streaming:
             return _parsing_all(handler, parser)
         return self._parsing_one(handler, parser, method)

@@ -30,7 +30,7 @@ from tokenpod.service.rpc.interceptors import (
     metadata_of,
     refusing,
 )
-from tokenpod.service.rpc.methods import MethodTable, add_methods
+from tokenpod.service.rpc.methods import Method, MethodTable, add_methods
 from tokenpod.service.serving.backend import Backend
 
 #: Metadata of a relayed call: the secret that the front ends share.
@@ -111,16 +111,17 @@ class Relay(grpc.aio.ServerInterceptor):
 
     def __init__(self, channel: grpc.aio.Channel, table: MethodTable, *, secret: str) -> None:
         self._channel = channel
-        self._table = table
         self._secret = secret
+        self._handlers = {row.name: self._handler(row) for row in table if row.relayed}
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Called by grpc."""
-        row = self._table.get(handler_call_details.method)
-        if row is None or not row.relayed:
-            return await continuation(handler_call_details)
+        relayed = self._handlers.get(handler_call_details.method)
+        return relayed or await continuation(handler_call_details)
+
+    def _handler(self, row: Method) -> Handler:
         if row.streams:
             return grpc.unary_stream_rpc_method_handler(self._stream(row.name))
         return grpc.unary_unary_rpc_method_handler(self._once(row.name))

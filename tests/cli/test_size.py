@@ -220,10 +220,10 @@ def test_where_there_is_no_gpu_the_default_is_this_cpu_and_its_memory():
 
 
 def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["BertLMHeadModel"]}')
     done = size("--gpu", "h200", "--model-id", tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: config.json: architecture GPT2LMHeadModel is not")
+    assert done.stderr.startswith("error: config.json: architecture BertLMHeadModel is not")
 
 
 def test_the_command_itself_does_not_import_torch(big: Path):

@@ -1,4 +1,4 @@
-"""A model divided among ranks says what it says whole: every family, over sockets, in processes."""
+"""A model divided among ranks says what it says whole: over sockets, in processes."""
 
 from __future__ import annotations
 
@@ -14,44 +14,11 @@ from tokenpod.core.messages import EngineOptions, Request, SamplingParams, Stopp
 
 TOLERANCE = 1e-4
 
-#: Which kinds so many ranks share: every family, and whatever is divided in a way of its own. Each
-#: collective of four processes waits for a core, so these are few.
+#: Which kinds so many ranks share: whatever is divided in a way of its own. The arithmetic of all
+#: others is that of test_decoder.py; each collective of four processes waits for a core.
 SHARED = {
-    2: [
-        "llama",
-        "llama-biases",
-        "llama-odd-vocabulary",
-        "mistral-window",
-        "qwen2-window",
-        "qwen3",
-        "mixtral-window",
-        "qwen3-moe",
-        "opt-350m",
-        "gpt-neox",
-        "gemma2",
-        "falcon-7b",
-        "bloom-odd-heads",
-        "phi3",
-        "opt-8-bits",
-    ],
-    4: [
-        "qwen2-8-bits",
-        "llama-grouped-tied",
-        "llama-wide-heads",
-        "llama-odd-vocabulary-tied",
-        "mistral",
-        "qwen2",
-        "qwen3-window",
-        "mixtral",
-        "qwen3-moe-some-dense",
-        "opt",
-        "gpt-neox-sequential",
-        "gemma2-no-caps",
-        "falcon-40b",
-        "falcon-rw",
-        "bloom",
-        "phi3-long",
-    ],
+    2: ["llama-odd-vocabulary", "gemma2", "falcon-7b", "opt-8-bits"],
+    4: ["qwen2-8-bits", "llama-grouped-tied", "mixtral", "opt-350m", "bloom"],
 }
 
 #: Rows and chunks are few, so that sequences wait, prompts are cut up and steps are mixed.

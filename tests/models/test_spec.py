@@ -10,7 +10,7 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.load import read_config
 from tokenpod.models.rope import head_order, pair_frequencies
-from tokenpod.models.spec import SAME, Alibi, Norm, Rope
+from tokenpod.models.spec import SAME, Alibi, Head, Norm, NormOver, Rope
 
 
 @pytest.fixture
@@ -24,7 +24,14 @@ def layer(golden):
         ({"kv_heads": 3}, "attention.heads is 4: they can't share 3"),
         ({"head_dim": 15}, "attention.head_dim is 15"),
         ({"positions": Alibi((1.0,))}, "attention.positions has 1 slopes for 4 heads"),
-        ({"qk_norm": Norm("layer", 1e-5)}, "attention.qk_norm.kind is 'layer'"),
+        (
+            {"qk_norm": Norm("layer", 1e-5), "qk_norm_over": NormOver.ALL},
+            "attention.qk_norm.kind is 'layer'; supported over all heads: rms",
+        ),
+        (
+            {"qk_norm": Norm("layer", 1e-5, bias=True), "qk_norm_over": NormOver.HEADS},
+            "attention.qk_norm over heads has a weight, and no bias",
+        ),
     ],
 )
 def test_attention_that_can_not_be(layer, changes, message):
@@ -37,6 +44,11 @@ def test_an_unknown_norm():
         Norm("batch", 1e-5)
     with pytest.raises(ModelError, match=r"norm\.kind is 'rms': it has a weight, and no bias"):
         Norm("rms", 1e-5, bias=True)
+
+
+def test_a_tied_head_has_no_rows_of_its_own():
+    with pytest.raises(ModelError, match=r"head\.normalised: the head has a weight of its own"):
+        Head(tied=True, normalised=True)
 
 
 def test_norms_that_do_not_go_with_the_join(layer, golden):
@@ -75,3 +87,4 @@ def test_slopes_of_heads_between_powers_of_two_are_those_of_a_finer_series():
     assert alibi_of(2).slopes == (2**-4, 2**-8)
     assert alibi_of(3).slopes == (2**-4, 2**-8, 2**-2)
     assert alibi_of(4, 0.5).slopes == (2**-3, 2**-5, 2**-7, 2**-9)
+    assert alibi_of(2, most=4).slopes == (2**-2, 2**-4)

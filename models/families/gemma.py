@@ -1,0 +1,55 @@
+"""Gemma 1: Llama with norms around one, a scaled embedding, and heads of a size of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from tokenpod.kernels.ops import Activation
+from tokenpod.models.families.family import Family, each_layer, gated_decoder
+from tokenpod.models.fields import Fields
+from tokenpod.models.spec import Embedding, LayerSpec, Mlp, ModelSpec, Norm, Norms
+
+
+def gemma_decoder(
+    fields: Fields, served: int | None, *, norms: Callable[[Norm], Norms], **more: Any
+) -> ModelSpec:
+    """What all Gemmas have: weights of norms count from one, and the embedding is scaled."""
+    fields.only("use_bidirectional_attention", False)
+    bias = fields.flag("attention_bias", False)
+    spec = gated_decoder(
+        fields, served, qkv_bias=bias, output_bias=bias, head_dim=256, tied=True, **more
+    )
+    assert spec.norm is not None
+    norm = replace(spec.norm, offset=1)
+    own = norms(norm)
+
+    def layer(layer: LayerSpec) -> LayerSpec:
+        inner = layer.attention.qk_norm and norm
+        return replace(layer, attention=replace(layer.attention, qk_norm=inner), norms=own)
+
+    embedding = Embedding(scale=spec.hidden_size**0.5)
+    return replace(each_layer(spec, layer), norm=norm, embedding=embedding)
+
+
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    name = fields.first("hidden_activation", "hidden_act")
+    spec = gemma_decoder(
+        fields,
+        served,
+        norms=lambda norm: Norms(attention_in=norm, mlp_in=norm),
+        activation=(name, "gelu_pytorch_tanh"),
+    )
+    return each_layer(spec, _with_the_approximation)
+
+
+def _with_the_approximation(layer: LayerSpec) -> LayerSpec:
+    """The first release says "gelu", and means the approximation that it was trained with."""
+    assert isinstance(layer.mlp, Mlp)
+    if layer.mlp.activation is not Activation.GELU:
+        return layer
+    return replace(layer, mlp=replace(layer.mlp, activation=Activation.GELU_TANH))
+
+
+GEMMA = Family(("GemmaForCausalLM",), _spec)

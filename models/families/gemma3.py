@@ -1,0 +1,50 @@
+"""Gemma 3 (text): Gemma 2 with norms of heads instead of soft caps, and two rotations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenpod.models.families.family import Family, each_layer, windows_but_every, with_attention
+from tokenpod.models.families.gemma import gemma_decoder
+from tokenpod.models.families.gemma2 import NAMES
+from tokenpod.models.fields import Fields
+from tokenpod.models.rope import rope_of
+from tokenpod.models.spec import LayerSpec, ModelSpec, Norms
+
+
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    fields.only("attn_logit_softcapping", None)
+    spec = gemma_decoder(
+        fields,
+        served,
+        norms=lambda norm: Norms(norm, norm, norm, norm),
+        windows=_windows,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        qk_norm=True,
+        theta=1e6,
+        layer_type="full_attention",
+    )
+    near = rope_of(
+        fields,
+        spec.head_dim,
+        spec.max_positions,
+        served=served,
+        theta_name="rope_local_base_freq",
+        layer_type="sliding_attention",
+    )
+
+    def layer(own: LayerSpec) -> LayerSpec:
+        if own.attention.window is None:
+            return own
+        return replace(own, attention=replace(own.attention, positions=near))
+
+    scale = fields.real("query_pre_attn_scalar", 256.0) ** -0.5
+    head = replace(spec.head, softcap=fields.optional_real("final_logit_softcapping", None))
+    return replace(each_layer(with_attention(spec, scale=scale), layer), head=head)
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    return windows_but_every(fields, layers, every=6)
+
+
+GEMMA3 = Family(("Gemma3ForCausalLM",), _spec, NAMES)

@@ -1,0 +1,25 @@
+"""GPT-BigCode (SantaCoder, StarCoder): GPT-2 with one key/value head for all, or one for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenpod.models.families.family import Family, with_attention
+from tokenpod.models.families.gpt2 import NAMES, learned_decoder
+from tokenpod.models.fields import Fields
+from tokenpod.models.names import Fused, Names
+from tokenpod.models.spec import ModelSpec
+
+
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    kv_heads = 1 if fields.flag("multi_query", True) else None
+    spec, scale = learned_decoder(fields, "gelu_pytorch_tanh", kv_heads)
+    return with_attention(spec, scale=scale)
+
+
+def _names(spec: ModelSpec) -> Names:
+    """One head for all: first all queries, then its key and value; else head by head."""
+    return replace(NAMES, qkv=Fused("attn.c_attn", by_heads=spec.kv_heads == spec.heads))
+
+
+GPT_BIGCODE = Family(("GPTBigCodeForCausalLM",), _spec, _names, prefixes=("transformer.", ""))

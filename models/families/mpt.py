@@ -1,0 +1,66 @@
+"""MPT: ALiBi, norms without bias, products kept within bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tokenpod.kernels.ops import Activation
+from tokenpod.models.families.alibi import alibi_of
+from tokenpod.models.families.family import Family, model_spec, plain_mlp, sizes_of
+from tokenpod.models.fields import Fields
+from tokenpod.models.names import Fused, Names
+from tokenpod.models.spec import LayerSpec, ModelSpec, Norm, Norms
+
+
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    fields.only("no_bias", True)
+    fields.only("logit_scale", None)
+    own = fields.fields("attn_config") if "attn_config" in fields else Fields({}, fields.source)
+    own.only("attn_type", "multihead_attention")
+    own.only("alibi", True)
+    own.only("qk_ln", False)
+    own.only("prefix_lm", False)
+    sizes = sizes_of(
+        fields,
+        hidden=fields.first("hidden_size", "d_model"),
+        layers=fields.first("num_hidden_layers", "n_layers"),
+        heads=fields.first("num_attention_heads", "n_heads"),
+    )
+    norm = Norm("layer", fields.real("layer_norm_epsilon", 1e-5))
+    attention = replace(
+        sizes.attention(alibi_of(sizes.heads, most=own.integer("alibi_bias_max", 8)), bias=False),
+        scale=own.optional_real("softmax_scale", None),
+        clip=own.optional_real("clip_qkv", None),
+    )
+    width = fields.integer("expansion_ratio", 4, most=1 << 8) * sizes.hidden
+    layer = LayerSpec(
+        attention,
+        plain_mlp(width, Activation.GELU, bias=False),
+        Norms(attention_in=norm, mlp_in=norm),
+    )
+    return model_spec(
+        fields,
+        sizes,
+        tied=True,
+        max_positions=fields.integer("max_seq_len", 2048),
+        layers=(layer,) * sizes.layers,
+        norm=norm,
+    )
+
+
+MPT = Family(
+    ("MPTForCausalLM", "MptForCausalLM"),
+    _spec,
+    Names(
+        embedding="wte",
+        norm="norm_f",
+        layer="blocks.{i}.",
+        qkv=Fused("attn.Wqkv"),
+        output="attn.out_proj",
+        attention_in="norm_1",
+        mlp_in="norm_2",
+        up=("ffn.up_proj",),
+        down="ffn.down_proj",
+    ),
+    prefixes=("transformer.",),
+)

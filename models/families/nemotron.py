@@ -1,0 +1,26 @@
+"""Nemotron and Minitron: layer norms around one, squared rectifiers, half of each head rotated."""
+
+from __future__ import annotations
+
+from tokenpod.models.families.family import Family, gated_decoder
+from tokenpod.models.fields import Fields
+from tokenpod.models.names import Names
+from tokenpod.models.spec import ModelSpec, Norm
+
+
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    bias = fields.flag("attention_bias", False)
+    return gated_decoder(
+        fields,
+        served,
+        norm=Norm("layer", fields.real("norm_eps", 1e-5), offset=1, bias=True),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=fields.flag("mlp_bias", False),
+        activation=("hidden_act", "relu2"),
+        gated=False,
+        factor=fields.real("rope_percent", 0.5),
+    )
+
+
+NEMOTRON = Family(("NemotronForCausalLM",), _spec, Names(up=("mlp.up_proj",)))

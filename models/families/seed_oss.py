@@ -1,0 +1,21 @@
+"""Seed-OSS: Llama whose queries, keys and values have biases."""
+
+from __future__ import annotations
+
+from tokenpod.models.families.family import Family, gated_decoder
+from tokenpod.models.fields import Fields
+from tokenpod.models.spec import ModelSpec
+
+
+def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    return gated_decoder(
+        fields,
+        served,
+        qkv_bias=fields.flag("attention_bias", True),
+        output_bias=fields.flag("attention_out_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
+        head_dim=128,
+    )
+
+
+SEED_OSS = Family(("SeedOssForCausalLM",), _spec)

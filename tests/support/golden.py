@@ -1,0 +1,77 @@
+"""Golden checkpoints: tiny, random in every number, and what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from golden_kinds import BASES, KINDS, SMALL, Kind
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+#: Wide, so that attention and the order of tokens matter to the result.
+SPREAD = 0.15
+
+
+@dataclass
+class Golden:
+    """A checkpoint and the model that transformers makes of it."""
+
+    folder: Path
+    model: Any
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), vocabulary] float32."""
+        return self.logprobs_of([tokens])[0]
+
+    def logprobs_of(self, texts: list[list[int]]) -> list[torch.Tensor]:
+        """The same of several texts at once: what follows a text does not change it."""
+        longest = max(map(len, texts))
+        padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        with torch.no_grad():
+            logits = self.model(input_ids=padded, use_cache=False).logits
+        logprobs = logits.float().log_softmax(-1)
+        return [logprobs[i, : len(text)] for i, text in enumerate(texts)]
+
+
+def make_golden(
+    name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **more: Any
+) -> Golden:
+    """Save the checkpoint of a kind, with `more` settings, into `folder`."""
+    kind = KINDS[name]
+    named = kind.model if hasattr(transformers, kind.model) else f"{kind.model}ForCausalLM"
+    model_class = getattr(transformers, named)
+    config = model_class.config_class(**{**BASES.get(kind.model, SMALL), **kind.settings, **more})
+    torch.manual_seed(7)
+    model = model_class(config).eval()
+    randomise(model)
+    model.to(dtype).save_pretrained(folder)
+    if kind.disguise is not None:
+        _disguise(kind, folder)
+    if kind.patch is not None:
+        kind.patch(model)
+    return Golden(folder, model)
+
+
+def randomise(model: nn.Module) -> None:
+    """All parameters and saved buffers: zeros and ones would hide what is left out."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in {**dict(model.named_buffers()), **parameters}.items():
+        if name not in model.state_dict() or not tensor.is_floating_point():
+            continue
+        scales = tensor.ndim == 1 and name.endswith("weight")
+        spread = SPREAD if tensor.ndim > 1 else 0.2
+        nn.init.normal_(tensor, mean=float(scales), std=spread)
+
+
+def _disguise(kind: Kind, folder: Path) -> None:
+    assert kind.disguise is not None
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    kind.disguise(config, tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")

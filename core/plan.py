@@ -54,7 +54,7 @@ class Counts(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of all columns."""
+        """Words of all columns together."""
         return (
             6 * self.rows
             + 2 * self.tokens

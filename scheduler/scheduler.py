@@ -172,7 +172,7 @@ class Scheduler:
         return settled
 
     def drain_events(self) -> Settled:
-        """What has happened without a step since the last call."""
+        """Events without a step since the last call."""
         events, self._events = self._events, Settled()
         events.advanced += self._routed.settle(None)
         return events

@@ -14,7 +14,7 @@ from tokenpod.scheduler.table import Table
 
 
 class Owner(Enum):
-    """Who decides when a sequence is stepped."""
+    """The planner that decides when a sequence is stepped."""
 
     #: The batcher: a token in every step.
     BATCHER = auto()

@@ -188,7 +188,7 @@ class Server:
         state.client = ranks.client
         state.admission.closed = None
         state.startup.done()
-        # What is there now stays: to look through it for garbage holds the loop for tens of ms.
+        # These objects stay: looking through them for garbage would block the loop for tens of ms.
         gc.collect()
         gc.freeze()
         await state.board.set_serving(True)
@@ -310,7 +310,7 @@ class Server:
         state.client = None
         if self.settings.world == 1:
             log.error("the engine was lost", extra={"reason": str(lost)})
-            # What is stopped or stuck is killed first: that is how further front ends hear of it.
+            # A stopped or stuck engine is killed first, so that further front ends see its end.
             await ranks.stop()
             # A moment for the answers to be sent.
             await state.listener.stop(1.0, state.stopping.sleep)

@@ -78,7 +78,7 @@ async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
             await closing.stop(server, 0.5)
             return 0
         # Its calls have failed already; a moment for the answers to be sent. If the engine
-        # lives and has only given up on this front end, the first one hears of it by our end.
+        # lives and has only dropped this front end, the first one sees this process end.
         await closing.stop(server, 1.0)
         log.error("the link to the engine was lost", extra={"front_end": config.index})
     return 1

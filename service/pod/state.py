@@ -39,7 +39,7 @@ class Public:
 
 @dataclass(slots=True)
 class Listener:
-    """What listens, and what it can be reached by.
+    """The servers of a pod, and their addresses.
 
     Args:
         public: what listens on the port.
@@ -117,7 +117,7 @@ class Renewal:
 
 @dataclass(slots=True)
 class PodState:
-    """What lasts as long as the pod's process, however often its engines start."""
+    """State that lasts as long as the pod's process, however often its engines start."""
 
     counters: PodCounters
     admission: Admission

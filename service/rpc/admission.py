@@ -91,7 +91,8 @@ class Admission:
 
     def refusal(self) -> Unavailable:
         """The error of calls that come while no new work is admitted."""
-        # What takes longer than expected may go on: clients try a few times only.
+        # If it takes longer than expected, it may take much longer, and clients retry only a few
+        # times.
         left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
         return Unavailable(self.closed or DRAINING, retry_after=min(left, MOST_RETRY_SECONDS))
 

@@ -87,7 +87,7 @@ class AuthInterceptor(Interceptor):
         if details.method in self._exempt:
             return handler
         given = metadata_of(details, "authorization")
-        # Of two, what stands before this server may have looked at the other one.
+        # With two tokens, a proxy before this server may have checked the other one.
         if len(given) == 1 and self._knows(given[0]):
             return handler
         problem = "the call carries a token that is not known" if any(given) else _NO_TOKEN
@@ -163,7 +163,7 @@ class Wrapped:
         self._made: dict[str, tuple[Handler, Handler]] = {}
 
     def __call__(self, handler: Handler, method: str) -> Handler:
-        """What stands for `handler`; made anew only if the method's handler is another one."""
+        """The wrapped `handler`; made again only if the method has another handler now."""
         known = self._made.get(method)
         if known is None or known[0] is not handler:
             known = self._made[method] = (handler, self._wrap(handler, method))

@@ -43,7 +43,7 @@ _FOREVER_SECONDS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What is known once the model is ready."""
+    """Engine, tokenizer and limits, once the model is ready."""
 
     client: EngineClient
     encoder: Encoder

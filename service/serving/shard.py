@@ -288,7 +288,7 @@ class ShardService:
 
     @contextlib.contextmanager
     def _dropped_on_failure(self, batch: list[RoutedSequence]) -> Iterator[None]:
-        """What is out of the table must not get lost. It may grow meanwhile."""
+        """Drop the sequences of `batch`, which may grow meanwhile, if the step fails."""
         try:
             yield
         except BaseException:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 import tokenpod
 from tokenpod.cli.bench.flags import bench
-from tokenpod.cli.connection import Connection, connected
+from tokenpod.cli.connection import Remote, connected
 from tokenpod.cli.request import RequestOptions
 from tokenpod.service.telemetry.logs import print_error
 
@@ -89,7 +89,7 @@ def generate(
     ] = False,
     *,
     options: RequestOptions,
-    connection: Connection,
+    remote: Remote,
 ) -> None:
     """Continue a prompt and print the text as it comes."""
     from tokenpod.cli import commands
@@ -97,11 +97,7 @@ def generate(
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
     request = commands.generate_request(_text(prompt), options.fields, chat=chat, system=system)
-    commands.run(
-        commands.generate(
-            connection.remote, request, json_lines=json_lines, deadline=connection.deadline
-        )
-    )
+    commands.run(commands.generate(remote, request, json_lines=json_lines))
 
 
 app.command("bench")(bench)
@@ -115,14 +111,12 @@ def health(
     ] = "",
     watch: Annotated[bool, typer.Option("--watch", help="Print every change.")] = False,
     *,
-    connection: Connection,
+    remote: Remote,
 ) -> None:
     """Ask for a server's health: exit status 0 if it is SERVING, else 1."""
     from tokenpod.cli import commands
 
-    healthy = commands.run(
-        commands.health(connection.remote, service, watch=watch, deadline=connection.deadline)
-    )
+    healthy = commands.run(commands.health(remote, service, watch=watch))
     raise typer.Exit(0 if healthy else 1)
 
 
@@ -131,14 +125,12 @@ def health(
 def info(
     json_output: Json = False,
     *,
-    connection: Connection,
+    remote: Remote,
 ) -> None:
     """Show what a server runs."""
     from tokenpod.cli import commands
 
-    commands.run(
-        commands.info(connection.remote, json_output=json_output, deadline=connection.deadline)
-    )
+    commands.run(commands.info(remote, json_output=json_output))
 
 
 @app.command()
@@ -152,17 +144,13 @@ def tokens(
     ] = True,
     json_output: Json = False,
     *,
-    connection: Connection,
+    remote: Remote,
 ) -> None:
     """Count the tokens of a text."""
     from tokenpod.cli import commands
 
     request = commands.tokens_request(_text(text), chat=chat, ids=ids, special=special)
-    commands.run(
-        commands.tokens(
-            connection.remote, request, json_output=json_output, deadline=connection.deadline
-        )
-    )
+    commands.run(commands.tokens(remote, request, json_output=json_output))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

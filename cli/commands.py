@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tokenpod.cli.remote import Remote, RemoteError
+from tokenpod.cli.connection import Remote
+from tokenpod.cli.remote import RemoteError, calling
 from tokenpod.cli.terminal import JsonLines, LiveText, Printer, json_line, table
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
@@ -65,49 +66,47 @@ def _fields_of(kind: Any, given: Mapping[str, object]) -> dict[str, Any]:
     return {name: given[name] for name in kind.DESCRIPTOR.fields_by_name if name in given}
 
 
-async def generate(
-    remote: Remote, request: v3.GenerateRequest, *, json_lines: bool, deadline: float | None
-) -> None:
+async def generate(remote: Remote, request: v3.GenerateRequest, *, json_lines: bool) -> None:
     """Stream one request to the terminal. Raises RemoteError; cancelling it cancels the call."""
     several = max(request.sampling.n, 1) > 1
     printer: Printer = JsonLines() if json_lines else LiveText(several=several)
-    async with remote.channel() as channel:
+    async with calling(remote) as channel:
         stub = TextGenerationServiceStub(channel)
-        async for event in stub.Generate(request, timeout=deadline, metadata=remote.metadata):
+        async for event in stub.Generate(request, **_call_options(remote)):
             printer.event(event)
     printer.close()
 
 
-async def health(remote: Remote, service: str, *, watch: bool, deadline: float | None) -> bool:
+async def health(remote: Remote, service: str, *, watch: bool) -> bool:
     """Print the state of one service, or with `watch` each change; whether the last is SERVING."""
     request = health_pb2.HealthCheckRequest(service=service)
     answer = health_pb2.HealthCheckResponse()
-    async with remote.channel() as channel:
+    async with calling(remote) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         if watch:
-            async for answer in stub.Watch(request, timeout=deadline, metadata=remote.metadata):
+            async for answer in stub.Watch(request, **_call_options(remote)):
                 print(_state(answer), flush=True)
         else:
-            timeout = deadline or HEALTH_SECONDS
+            timeout = remote.deadline or HEALTH_SECONDS
             answer = await stub.Check(request, timeout=timeout, metadata=remote.metadata)
             print(_state(answer), flush=True)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def ask_info(remote: Remote, deadline: float | None) -> tuple[str | None, v3.InfoResponse]:
+async def ask_info(remote: Remote) -> tuple[str | None, v3.InfoResponse]:
     """The name of a server's model, and what the server tells of it. Raises RemoteError."""
-    async with remote.channel() as channel:
+    async with calling(remote) as channel:
         stub = TextGenerationServiceStub(channel)
-        call = stub.Info(v3.InfoRequest(), timeout=deadline, metadata=remote.metadata)
+        call = stub.Info(v3.InfoRequest(), **_call_options(remote))
         metadata = await call.initial_metadata()
         answer = await call
     found = metadata.get(MODEL_ID_KEY) if metadata else None
     return None if found is None else str(found), answer
 
 
-async def info(remote: Remote, *, json_output: bool, deadline: float | None) -> None:
+async def info(remote: Remote, *, json_output: bool) -> None:
     """Print what the server tells of its model. Raises RemoteError."""
-    model_id, answer = await ask_info(remote, deadline)
+    model_id, answer = await ask_info(remote)
     if json_output:
         print(json_line(answer, model_id=model_id))
         return
@@ -131,19 +130,21 @@ def tokens_request(text: str, *, chat: bool, ids: bool, special: bool) -> v3.Tok
     return request
 
 
-async def tokens(
-    remote: Remote, request: v3.TokensRequest, *, json_output: bool, deadline: float | None
-) -> None:
+async def tokens(remote: Remote, request: v3.TokensRequest, *, json_output: bool) -> None:
     """Print how many tokens a text has. Raises RemoteError."""
-    async with remote.channel() as channel:
+    async with calling(remote) as channel:
         stub = TextGenerationServiceStub(channel)
-        answer = await stub.Tokens(request, timeout=deadline, metadata=remote.metadata)
+        answer = await stub.Tokens(request, **_call_options(remote))
     if json_output:
         print(json_line(answer))
         return
     print(answer.ntokens)
     if request.return_ids:
         print(*answer.ids)
+
+
+def _call_options(remote: Remote) -> dict[str, Any]:
+    return {"timeout": remote.deadline, "metadata": remote.metadata}
 
 
 def _chat(message: str, system: str | None) -> v3.Chat:

@@ -1,4 +1,4 @@
-"""The options with which every client command says how a server is reached."""
+"""How client commands say which server they call, and how it is reached."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from tokenpod.cli.options import option, parameters, takes
 
-if TYPE_CHECKING:
-    # grpc takes its time to import: help must come at once.
-    from tokenpod.cli.remote import Remote
-
 PANEL = "Connection"
+
+Metadata = tuple[tuple[str, str], ...]
 
 _option = partial(option, panel=PANEL)
 _PEM: dict[str, Any] = {"exists": True, "dir_okay": False}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConnectionOptions:
-    """The options of `connected` commands."""
+@dataclass(frozen=True)
+class Remote:
+    """A server, and what a caller shows it: the options of `connected` commands."""
 
     address: str = _option("The server.", "HOST:PORT|unix:PATH", default="")
     token: str | None = _option(
@@ -42,19 +40,31 @@ class ConnectionOptions:
         "Give up after so long; the server stops working on it too.", "SECONDS", min=0.001
     )
 
+    @property
+    def metadata(self) -> Metadata:
+        """What identifies the caller on every call."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
-@dataclass(frozen=True)
-class Connection:
-    """How to reach a server: the options that every client command has."""
-
-    remote: Remote
-    deadline: float | None
+    def checked(self) -> Remote:
+        """Itself. Raises BadParameter for what can't be an address, a token or a key."""
+        host, _, port = self.address.rpartition(":")
+        is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+        if not self.address.startswith(("unix:", "dns:")) and not (host and is_port):
+            problem = f"is {self.address!r}: write host:port or unix:/path"
+            raise typer.BadParameter(problem, param_hint="--address")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise typer.BadParameter("must be printable ASCII", param_hint="--token")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise typer.BadParameter(
+                "--tls-cert and --tls-key go together", param_hint="--tls-cert"
+            )
+        return self
 
 
 def connected(
     address: str, table: type | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of `Connection`, and their values as the argument `connection`.
+    """Give a command the options of `Remote`, and their values as the argument `remote`.
 
     Args:
         address: where the server is unless the operator says otherwise.
@@ -64,8 +74,8 @@ def connected(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters.values()
         more = parameters(table) if table else []
-        shared = parameters(ConnectionOptions, address=address)
-        first = [each for each in own if each.name not in ("connection", "options")]
+        shared = parameters(Remote, address=address)
+        first = [each for each in own if each.name not in ("remote", "options")]
 
         @takes([*first, *more, *shared])
         @functools.wraps(command)
@@ -73,32 +83,8 @@ def connected(
             if table:
                 given["options"] = table(**{each.name: given.pop(each.name) for each in more})
             values = {each.name: given.pop(each.name) for each in shared}
-            deadline = values.pop("deadline")
-            command(**given, connection=Connection(remote_of(**values), deadline))
+            command(**given, remote=Remote(**values).checked())
 
         return run
 
     return decorate
-
-
-def remote_of(
-    address: str,
-    token: str | None,
-    tls: bool,
-    tls_ca: Path | None,
-    tls_cert: Path | None,
-    tls_key: Path | None,
-) -> Remote:
-    """How to reach a server. Raises BadParameter for what can't be an address."""
-    from tokenpod.cli.remote import Remote
-
-    host, _, port = address.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
-    if not address.startswith(("unix:", "dns:")) and not (host and is_port):
-        problem = f"is {address!r}: write host:port or unix:/path"
-        raise typer.BadParameter(problem, param_hint="--address")
-    if token is not None and not (token.isascii() and token.isprintable()):
-        raise typer.BadParameter("must be printable ASCII", param_hint="--token")
-    if (tls_cert is None) != (tls_key is None):
-        raise typer.BadParameter("--tls-cert and --tls-key go together", param_hint="--tls-cert")
-    return Remote(address, token, tls, tls_ca, tls_cert, tls_key)

@@ -1,17 +1,15 @@
-"""The client side of the command line: a channel to a server, and what its errors mean."""
+"""A channel to a server, and what its errors mean. It imports grpc, which takes its time."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-Metadata = tuple[tuple[str, str], ...]
+from tokenpod.cli.connection import Remote
 
 #: What grpcio says when it has no connection at all, as opposed to a server's own UNAVAILABLE.
 _NO_CONNECTION = ("failed to connect", "DNS resolution failed", "Name resolution failure")
@@ -21,48 +19,24 @@ class RemoteError(Exception):
     """A call failed; the text is for the operator, a line for each fault."""
 
 
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """How to reach a server.
+def open_channel(remote: Remote, *options: tuple[str, object]) -> grpc.aio.Channel:
+    """A channel with these options besides ours. Needs a running event loop."""
+    every = [("grpc.max_receive_message_length", -1), *options]
+    if remote.tls or remote.tls_ca or remote.tls_cert:
+        files = (remote.tls_ca, remote.tls_key, remote.tls_cert)
+        credentials = grpc.ssl_channel_credentials(*(f.read_bytes() if f else None for f in files))
+        return grpc.aio.secure_channel(remote.address, credentials, every)
+    return grpc.aio.insecure_channel(remote.address, every)
 
-    Args:
-        address: `host:port` or `unix:/path`.
-        token: bearer token, or None.
-        tls: encrypt; so do `ca`, `cert` and `key`.
-        ca: authorities to trust (PEM) in place of the system's.
-        cert, key: this client's certificate chain and key (PEM).
-    """
 
-    address: str
-    token: str | None = None
-    tls: bool = False
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-
-    @property
-    def metadata(self) -> Metadata:
-        """What identifies us on every call."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
-
-    def open(self, *options: tuple[str, object]) -> grpc.aio.Channel:
-        """A channel with these options besides ours. Needs a running event loop."""
-        every = [("grpc.max_receive_message_length", -1), *options]
-        if self.tls or self.ca or self.cert:
-            credentials = grpc.ssl_channel_credentials(
-                _pem(self.ca), _pem(self.key), _pem(self.cert)
-            )
-            return grpc.aio.secure_channel(self.address, credentials, every)
-        return grpc.aio.insecure_channel(self.address, every)
-
-    @asynccontextmanager
-    async def channel(self) -> AsyncIterator[grpc.aio.Channel]:
-        """An open channel. What fails within becomes a RemoteError; what runs is cancelled."""
-        async with self.open() as channel:
-            try:
-                yield channel
-            except grpc.aio.AioRpcError as error:
-                raise RemoteError(describe(error, self.address)) from error
+@asynccontextmanager
+async def calling(remote: Remote) -> AsyncIterator[grpc.aio.Channel]:
+    """An open channel. What fails within becomes a RemoteError; what runs is cancelled."""
+    async with open_channel(remote) as channel:
+        try:
+            yield channel
+        except grpc.aio.AioRpcError as error:
+            raise RemoteError(describe(error, remote.address)) from error
 
 
 def describe(error: grpc.aio.AioRpcError, address: str) -> str:
@@ -89,7 +63,3 @@ def _violations(error: grpc.aio.AioRpcError) -> list[error_details_pb2.BadReques
         if detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad)
         for violation in bad.field_violations
     ]
-
-
-def _pem(path: Path | None) -> bytes | None:
-    return path.read_bytes() if path else None

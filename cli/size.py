@@ -12,9 +12,20 @@ from typing import Any
 
 import msgspec
 
-from tokenpod.core.capability import Capability, eight_bits_problem, problem_of
-from tokenpod.core.capacity import GIB, Capacity, Demand, Footprint, capacity, fewest_ranks
+from tokenpod.cli.gpus import Device
+from tokenpod.core.capability import eight_bits_problem, problem_of
+from tokenpod.core.capacity import (
+    GIB,
+    Capacity,
+    Footprint,
+    capacity,
+    dtype_of,
+    fewest_ranks,
+    positions_of,
+)
+from tokenpod.core.messages import EngineOptions
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.pod.placement import lone_options
 
 #: What tells a model's size; its folder is added, and the format of its products if they have
 #: one. It imports torch, so it is a process.
@@ -29,22 +40,11 @@ class SizeError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """What the model is to run on."""
-
-    name: str
-    #: Bytes.
-    memory: int
-    #: None where it is not known.
-    capability: Capability | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """What `tokenpod size` found out."""
 
     model: Footprint
-    demand: Demand
+    options: EngineOptions
     device: Device
     found: Capacity
     #: The least number of shards that fits; None if none does.
@@ -55,26 +55,26 @@ class Report:
     def sequences(self) -> list[tuple[int, int]]:
         """Tokens of a sequence, and how many such sequences run at once."""
         slots = self.found.slots or 0 if self.found.fits else 0
-        rows = self.demand.max_batch_size
+        rows = self.options.max_batch_size
         return [(length, min(slots // length, rows)) for length in self.lengths]
 
     @property
     def obstacle(self) -> str | None:
         """Why it does not fit; None if it does."""
-        found, demand = self.found, self.demand
+        found, options = self.found, self.options
         if found.fits:
             return None
         if found.free <= 0:
             need = gib(found.weights + found.reserved)
             return f"weights and reserve need {need} GiB of {gib(found.memory)}"
         if found.slots is None:
-            need = gib((demand.max_batch_total_tokens or 0) * found.slot_bytes)
-            room = gib(int(found.free * demand.memory_fraction))
+            need = gib((options.max_batch_total_tokens or 0) * found.slot_bytes)
+            room = gib(int(found.free * options.memory_fraction))
             return (
-                f"the KV cache of --max-batch-total-tokens {demand.max_batch_total_tokens:,}"
+                f"the KV cache of --max-batch-total-tokens {options.max_batch_total_tokens:,}"
                 f" needs {need} GiB; there is room for {room}"
             )
-        asked = "--max-total-tokens" if demand.max_total_tokens else "--max-batch-prefill-tokens"
+        asked = "--max-total-tokens" if options.max_total_tokens else "--max-batch-prefill-tokens"
         return (
             f"the KV cache has room for {found.slots:,} tokens; {asked} needs {found.least_slots:,}"
         )
@@ -102,18 +102,9 @@ def report(
     problem = _problem(device, settings)
     if problem is not None:
         raise SizeError(problem)
-    model = footprint(folder, settings.quantize)
-    demand = Demand(
-        device=settings.resolved_device,
-        dtype=settings.resolved_dtype or model.dtype or "float32",
-        kv_cache_dtype=settings.kv_cache_dtype,
-        max_batch_size=settings.resolved_batch_size,
-        max_batch_prefill_tokens=settings.resolved_prefill_tokens,
-        max_total_tokens=settings.max_total_tokens,
-        max_batch_total_tokens=settings.max_batch_total_tokens,
-        memory_fraction=settings.memory_fraction,
-    )
-    fewest = fewest_ranks(model, demand, memory=device.memory)
+    options = lone_options(settings, folder)
+    model = footprint(folder, options.quantize)
+    fewest = fewest_ranks(model, options, memory=device.memory)
     if num_shard is not None and num_shard not in model.portions:
         possible = ", ".join(map(str, sorted(model.portions)))
         raise SizeError(
@@ -122,11 +113,11 @@ def report(
     ranks = num_shard or (fewest.ranks if fewest else 1)
     return Report(
         model=model,
-        demand=demand,
+        options=options,
         device=device,
-        found=capacity(model, demand, memory=device.memory, ranks=ranks),
+        found=capacity(model, options, memory=device.memory, ranks=ranks),
         fewest=fewest.ranks if fewest else None,
-        lengths=lengths or _usual_lengths(demand.positions(model)),
+        lengths=lengths or _usual_lengths(positions_of(model, options)),
     )
 
 
@@ -140,9 +131,9 @@ def _problem(device: Device, settings: ServerSettings) -> str | None:
     return problem
 
 
-def footprint(folder: Path, quantize: str = "none") -> Footprint:
+def footprint(folder: Path, quantize: str | None = None) -> Footprint:
     """What the model in `folder` takes. Raises SizeError with what is wrong with it."""
-    command = [*FOOTPRINT_COMMAND, str(folder), *([] if quantize == "none" else [quantize])]
+    command = [*FOOTPRINT_COMMAND, str(folder), *([quantize] if quantize else [])]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -162,9 +153,9 @@ def as_json(report: Report) -> str:
         "memory_bytes": found.memory,
         "architecture": model.architecture,
         "parameters": model.parameters,
-        "dtype": report.demand.dtype,
+        "dtype": dtype_of(model, report.options),
         "quantize": model.quantize,
-        "kv_cache_dtype": report.demand.kv_cache_dtype,
+        "kv_cache_dtype": report.options.kv_cache_dtype,
         "weight_bytes": found.weights,
         "reserve_bytes": {_key(name): size for name, size in found.reserve.items()},
         "kv_bytes_per_token": found.slot_bytes,
@@ -187,7 +178,9 @@ def _lines(report: Report) -> Iterator[str]:
     model, found = report.model, report.found
     source = "safetensors" if model.from_tensors else "config.json"
     products = model.quantize
-    formats = report.demand.dtype + (f", products as {products}" if products != "none" else "")
+    formats = dtype_of(model, report.options) + (
+        f", products as {products}" if products != "none" else ""
+    )
     parameters = f"{model.parameters:,} parameters as {formats} (from {source})"
     yield f"model    {model.architecture}, {parameters}"
     yield f"device   {report.device.name}, {gib(found.memory)} GiB"

@@ -11,10 +11,11 @@ from typing import Any
 
 import typer
 
-from tokenpod.cli.gpus import GIB, GPUS
+from tokenpod.cli.gpus import GPUS, Device
 from tokenpod.cli.options import option, parameters, takes
 from tokenpod.cli.serve_flags import setting_flag
-from tokenpod.cli.size import Device, Report, SizeError, as_json, as_text, report
+from tokenpod.cli.size import Report, SizeError, as_json, as_text, report
+from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.service.config import ServerSettings, SettingsError, load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
@@ -120,8 +121,7 @@ def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:
         if gpu.lower() not in GPUS:
             problem = f"is {gpu}: it must be one of {_NAMES}, or give --memory-gib"
             raise typer.BadParameter(problem, param_hint="--gpu")
-        known = GPUS[gpu.lower()]
-        return Device(known.name, known.memory, known.capability)
+        return GPUS[gpu.lower()]
     if memory_gib is None and cpu:
         memory, source = _own_memory()
         return Device(f"this CPU, {source}", memory)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class AsyncLink(asyncio.Protocol, ABC, Generic[T]):
-    """Messages both ways over a socket; what lies behind it is the subclass's business.
+    """Sends and receives messages over a socket; subclasses say what a message means.
 
     Args:
         kind: the union of the messages that come.

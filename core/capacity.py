@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -107,30 +107,6 @@ class Footprint(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """How a server is to be run: its settings of the same names, resolved."""
-
-    device: str
-    dtype: str
-    #: `auto` is `dtype`.
-    kv_cache_dtype: str
-    max_batch_size: int
-    max_batch_prefill_tokens: int
-    max_total_tokens: int | None
-    max_batch_total_tokens: int | None
-    memory_fraction: float
-
-    @property
-    def kv_item_bytes(self) -> int:
-        """Of a number in the KV cache."""
-        return ITEM_BYTES[self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype]
-
-    def positions(self, model: Footprint) -> int:
-        """Longest sequence, in tokens."""
-        return min(self.max_total_tokens or model.max_positions, model.max_positions)
-
-
-@dataclass(frozen=True, slots=True)
 class Capacity:
     """What one rank's device holds, in bytes and KV slots."""
 
@@ -166,28 +142,39 @@ class Capacity:
         return (self.slots or 0) * self.slot_bytes
 
 
-def capacity(model: Footprint, demand: Demand, *, memory: int, ranks: int) -> Capacity:
+def dtype_of(model: Footprint, options: EngineOptions) -> str:
+    """What weights and activations are computed in."""
+    return options.dtype or model.dtype or "float32"
+
+
+def positions_of(model: Footprint, options: EngineOptions) -> int:
+    """Longest sequence, in tokens."""
+    return min(options.max_total_tokens or model.max_positions, model.max_positions)
+
+
+def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: int) -> Capacity:
     """What each of `ranks` devices of `memory` bytes holds, a number in `portions`."""
-    item_bytes = ITEM_BYTES[demand.dtype]
-    positions = demand.positions(model)
-    reserve = _reserve(model, demand, item_bytes, ranks)
+    dtype, positions = dtype_of(model, options), positions_of(model, options)
+    item_bytes = ITEM_BYTES[dtype]
+    reserve = _reserve(model, options, item_bytes, ranks)
     weights = model.weight_bytes(ranks, item_bytes)
-    slot_bytes = model.slot_bytes(ranks, demand.kv_item_bytes)
+    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    slot_bytes = model.slot_bytes(ranks, ITEM_BYTES[kv_dtype])
     slots = choose_slots(
         slot_bytes=slot_bytes,
-        wanted=demand.max_batch_total_tokens,
-        most_useful=demand.max_batch_size * positions,
-        fraction=demand.memory_fraction,
+        wanted=options.max_batch_total_tokens,
+        most_useful=options.max_batch_size * positions,
+        fraction=options.memory_fraction,
         free=memory - weights - sum(reserve.values()),
     )
     # Without a limit a sequence may be as long as the pool; a step's prompt must fit all the same.
-    least = demand.max_total_tokens or demand.max_batch_prefill_tokens
+    least = options.max_total_tokens or options.max_batch_prefill_tokens
     return Capacity(ranks, memory, weights, reserve, slot_bytes, slots, min(least, positions))
 
 
-def fewest_ranks(model: Footprint, demand: Demand, *, memory: int) -> Capacity | None:
+def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Capacity | None:
     """The capacity with the least number of ranks that divide the model and fit; None: none do."""
-    each = (capacity(model, demand, memory=memory, ranks=n) for n in sorted(model.portions))
+    each = (capacity(model, options, memory=memory, ranks=n) for n in sorted(model.portions))
     return next((found for found in each if found.fits), None)
 
 
@@ -208,9 +195,11 @@ def largest_step(
     return activations + logits
 
 
-def _reserve(model: Footprint, demand: Demand, item_bytes: int, ranks: int) -> dict[str, int]:
+def _reserve(
+    model: Footprint, options: EngineOptions, item_bytes: int, ranks: int
+) -> dict[str, int]:
     # A row and a prompt more: a liveness probe's.
-    rows, prompt = demand.max_batch_size + 1, demand.max_batch_prefill_tokens + PROBE_TOKENS
+    rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
     step = largest_step(
         rows,
         prompt,
@@ -219,7 +208,7 @@ def _reserve(model: Footprint, demand: Demand, item_bytes: int, ranks: int) -> d
         vocabulary=model.vocab_size,
         item_bytes=item_bytes,
     )
-    if demand.device == "cpu":
+    if options.device == "cpu":
         return {"processes": _CPU_PROCESSES, "largest step": step}
     return {
         "CUDA context": _CUDA_CONTEXT,
@@ -228,5 +217,5 @@ def _reserve(model: Footprint, demand: Demand, item_bytes: int, ranks: int) -> d
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
         "sampler": rows * model.vocab_size * _SAMPLER_BYTES,
-        "row table": (rows + 1) * demand.positions(model) * ITEM_BYTES["float32"],
+        "row table": (rows + 1) * positions_of(model, options) * ITEM_BYTES["float32"],
     }

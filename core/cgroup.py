@@ -43,7 +43,7 @@ def memory_limits(root: Path = _ROOT, own: Path = _OWN) -> list[MemoryLimit]:
     return sorted(found, key=lambda each: each.left)
 
 
-#: The limit, what is used, and in memory.stat the files' pages that nobody has used twice.
+#: The limit, what is used, and in memory.stat the files' pages that were used once.
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),

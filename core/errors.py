@@ -6,4 +6,4 @@ class EngineError(Exception):
 
 
 class RankLost(EngineError):
-    """Another rank is the cause: with fresh processes the group may form again."""
+    """Another rank is the cause: new processes may form a group again."""

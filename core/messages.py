@@ -1,9 +1,8 @@
 """What crosses the boundary between the service and the engine: plain structs, sent as msgpack.
 
-The service turns protobuf into a `Request` and hears of it in `StepOutputs`, one message a step for
-all sequences together. A *sequence* is one sample of a request; the service names sequences with
-ids that it never uses twice. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a
-machine share.
+The service makes a `Request` of each call and receives its tokens in `StepOutputs`, one message per
+step for all sequences. A *sequence* is one sample of a request; its id is never used again. Times
+are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine read.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import msgspec
 
 from tokenpod.core.sampling import SamplingParams
 
-#: KV slots that are kept for liveness probes. Theirs have prompts of up to ten tokens.
+#: KV slots that are reserved for liveness probes, whose prompts have up to ten tokens.
 PROBE_TOKENS = 16
 
 
@@ -23,7 +22,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
-    """When a sequence ends, as far as tokens tell. Stop strings are the detokeniser's business."""
+    """When a sequence ends, as far as tokens show. The service looks for stop sequences."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -37,7 +36,7 @@ class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
-    """What stands in for rows of the embedding's table at some positions of a prompt."""
+    """Embeddings that replace those of the table at some positions of a prompt."""
 
     #: The first of them; each has one vector.
     start: int
@@ -70,13 +69,12 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     begin_by: int | None = None
     #: Requests share cached prefixes only within one salt (adapter, tenant).
     salt: str = ""
-    #: A router's liveness probe: one new token at once, in a row and slots that are kept for it.
-    #: Its prompt has less than PROBE_TOKENS tokens.
+    #: A router's liveness probe: one new token at once, in a row and slots that are reserved for
+    #: it. Its prompt has less than PROBE_TOKENS tokens.
     probe: bool = False
     #: The adapter of its products, from 1; 0: none. Those of one adapter share a salt.
     adapter: int = 0
-    #: Positions whose embeddings are given; their tokens are counted by penalties, no more. Equal
-    #: vectors share cached prefixes.
+    #: Positions whose embeddings are given; penalties alone count their tokens.
     given: list[GivenVectors] = []
 
 
@@ -87,16 +85,15 @@ class Abort(Message, frozen=True, array_like=True, tag=True):
 
 
 class Ask(Message, frozen=True, array_like=True, tag=True):
-    """Answer with `StepOutputs` in this turn, with or without a step: is the engine there?"""
+    """Answer with `StepOutputs` in this turn, with or without a step."""
 
 
 class Advance(Message, frozen=True, array_like=True, tag=True):
     """A router's step: sample one token for each sequence named, then answer with `Advanced`.
 
-    `start` are new requests (one sequence each). Each waits for a row and for its whole bound, in
-    the same line as everybody else's; until then it has no part in steps and is named in the
-    answer. A sequence whose prompt is not complete processes more of it instead, and yields a token
-    only when that ends the prompt.
+    `start` are new requests (one sequence each). Each waits in the queue of all requests for a row
+    and its whole bound; until then it has no part in steps and is named in the answer. A sequence
+    whose prompt is not complete processes more of it, and yields a token when that ends the prompt.
     """
 
     op: int
@@ -249,7 +246,7 @@ class Broken(Message, frozen=True, array_like=True, tag=True):
     """The engine cannot go on; one line for the operator. Its process exits after it."""
 
     message: str
-    #: Another rank is the cause: with fresh processes the group may form again.
+    #: Another rank is the cause: new processes may form a group again.
     peer: bool = False
 
 
@@ -258,7 +255,7 @@ class Pulse(Message, frozen=True, array_like=True, tag=True):
 
 
 class Waiting(Message, frozen=True, array_like=True, tag=True):
-    """What keeps a group from forming; one line for the operator."""
+    """What the start-up of a group waits for; one line for the operator."""
 
     message: str
 
@@ -271,9 +268,9 @@ class Joined(Message, frozen=True, array_like=True, tag=True):
 
 
 class Drain(Message, frozen=True, array_like=True, tag=True):
-    """A follower's pod is to stop and asks the leader's to drain; as the answer: it has drained.
+    """A follower's pod asks the leader's to drain; as the answer: it has drained.
 
-    It goes from one pod's front end to the other's, by way of their ranks.
+    Front ends of different pods send it to each other through their ranks.
     """
 
     #: The follower whose pod asks.
@@ -281,7 +278,7 @@ class Drain(Message, frozen=True, array_like=True, tag=True):
 
 
 class Over(Message, frozen=True, array_like=True, tag=True):
-    """The group is over, for another rank of this pod is lost; one line for the operator."""
+    """The group ends, because another rank of this pod is lost; one line for the operator."""
 
     message: str
 
@@ -316,8 +313,8 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
     tls: ShardTls | None = None
     #: Seconds that ranks wait for each other in a collective.
     timeout: float = 600.0
-    #: Descriptor of the line to the pod's front end.
-    line: int = -1
+    #: Descriptor of the control stream to the pod's front end.
+    control_fd: int = -1
 
 
 class EngineOptions(Message, frozen=True, array_like=True, tag=True):
@@ -350,6 +347,6 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
 
 ToEngine = Request | Abort | Advance | Ask | EngineOptions
 FromEngine = StepOutputs | Loading | Ready | Broken
-#: What travels on a rank's line, besides its link: see engine/shards/line.py.
+#: What travels on a rank's control stream, besides its link: see engine/shards/control_stream.py.
 ToRank = Drain | Over
 FromRank = Pulse | Waiting | Joined | Drain | Broken

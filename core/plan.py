@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +33,8 @@ GIVEN = -2
 UNSAMPLED = -2
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """How long a plan's columns are."""
+class Counts(NamedTuple):
+    """How long a plan's columns are; its header has these numbers in this order."""
 
     rows: int
     tokens: int
@@ -52,23 +51,6 @@ class Counts:
     #: Given embeddings, and how many numbers one has.
     given: int = 0
     width: int = 0
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """All of them, in this order."""
-        return (
-            self.rows,
-            self.tokens,
-            self.scored,
-            self.freed,
-            self.new,
-            self.prefix,
-            self.copies,
-            self.adapters,
-            self.masked,
-            self.given,
-            self.width,
-        )
 
     @property
     def words(self) -> int:
@@ -91,7 +73,7 @@ _NOTHING: Ints = np.empty(0, np.int32)
 _NO_VECTORS: Floats = np.empty((0, 0), np.float32)
 
 #: The buffer begins with the step's number, in two halves, and the counts.
-_HEADER = 2 + 11
+_HEADER = 2 + len(Counts._fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +201,7 @@ class StepPlan:
     def empty(cls, step: int, counts: Counts, asks: Sequence[NewRow] = ()) -> StepPlan:
         """A plan whose columns are yet to be filled."""
         buffer = np.empty(_HEADER + counts.words, np.int32)
-        buffer[:_HEADER] = (step & 0x7FFFFFFF, step >> 31, *counts.numbers)
+        buffer[:_HEADER] = (step & 0x7FFFFFFF, step >> 31, *counts)
         return cls(buffer, asks)
 
     @classmethod

@@ -128,7 +128,7 @@ class RowValues(NamedTuple):
     min_new_tokens: int = 0
     #: How many end tokens there are.
     ends: int = 0
-    #: Whether anybody reads the log probability.
+    #: Whether the log probability is wanted.
     logprobs: int = 0
     #: How many most likely tokens to report.
     top_n: int = 0

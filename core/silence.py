@@ -1,7 +1,7 @@
-"""Who has not been heard for too long: a stopped process, a connection that is only half there.
+"""Finds processes whose heartbeats have stopped: stopped processes, half-open connections.
 
-Silence is counted in the listener's own ticks, not by the clock: a listener that was itself
-stopped, or starved, has not been listening, and blames nobody for that time.
+Missing heartbeats are counted in the listener's own ticks and not by the clock: time in which the
+listener itself was stopped, or had no CPU, does not count.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Silence(Generic[Name]):
-    """Counts ticks without a word. Any thread may call it."""
+    """Counts ticks without a heartbeat, for each name. Any thread may call it."""
 
     def __init__(self) -> None:
         self._ticks: dict[Name, int] = {}
         self._lock = threading.Lock()
 
     def watch(self, name: Name) -> None:
-        """Listen for `name` from now on."""
+        """Expect heartbeats of `name` from now on."""
         with self._lock:
             self._ticks[name] = 0
 
     def heard(self, name: Name) -> None:
-        """A word of `name`; of one who is not watched it means nothing."""
+        """A heartbeat of `name` has come; ignored if it is not watched."""
         with self._lock:
             if name in self._ticks:
                 self._ticks[name] = 0
 
     def forgive(self) -> None:
-        """Count from anew for all: patience is about to end."""
+        """Start counting again for all names."""
         with self._lock:
             self._ticks = dict.fromkeys(self._ticks, 0)
 
     def forget(self, name: Name) -> None:
-        """Listen no more."""
+        """Expect no more heartbeats of `name`."""
         with self._lock:
             self._ticks.pop(name, None)
 
     def tick(self, patience: float) -> list[Name]:
-        """One beat has passed; who has been silent for `patience` seconds."""
+        """Count one tick. Returns the names without a heartbeat for `patience` seconds."""
         most = max(round(patience / BEAT_SECONDS), 1)
         with self._lock:
             for name in self._ticks:

@@ -162,14 +162,14 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return captured
 
     def _forward_decode(self, counts: Counts, integers: Integers) -> torch.Tensor:
-        """What is captured of steps in which every row decodes."""
+        """The captured part of steps in which every row decodes."""
         rows = RaggedRows(list(range(counts.rows + 1)), *_unknown(counts.rows), counts.rows)
         # Every token's logits are wanted: there is nothing to gather.
         batch = replace(self._batch(integers, rows), logit_index=None)
         return self._drawn(self._model.forward(batch, self._pool), batch, integers)
 
     def _forward_mixed(self, counts: Counts, integers: Integers) -> torch.Tensor:
-        """What is captured of mixed steps.
+        """The captured part of mixed steps.
 
         Rows that decode are fewer than `counts.rows`; what their kernel writes beyond them, zeros,
         is overwritten by the one that follows, for rows of several tokens.
@@ -196,7 +196,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return self._words[:words]
 
     def _note_slots(self, plan: StepPlan) -> None:
-        """Note where prompts' tokens go; nobody asks where the KV of rows that decode lies.
+        """Note where prompts' tokens go; where the KV of rows that decode lies is not needed here.
 
         A row that has decoded meanwhile and has several tokens again, as drafts make it, is no
         longer known to the host: the row table has its slots.
@@ -232,5 +232,5 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
 
 def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:
-    """Contexts, runs and rows of a captured step, which the device is told."""
+    """Placeholders for contexts, runs and rows, which a captured step reads on the device."""
     return [0] * rows, [[]] * rows, [0] * rows

@@ -23,12 +23,12 @@ from tokenpod.kernels.triton.peers import BLOCK, SymmetricBuffers
 #: Bytes of the longest sum that goes through the peers' memory, by how many ranks there are: each
 #: sends all of it to every other one, twice the bytes (benchmarks/gpu_shards.py).
 LONGEST_SUM = {2: 4 << 20, 4: 1 << 20, 8: 1 << 19}
-#: Tokens that the leader can tell at once without NCCL.
+#: Tokens that the leader can broadcast at once without NCCL.
 _MOST_BROADCAST = 4 * BLOCK
 
 
 class DeviceGroup:
-    """A `Group` whose tensors are on GPUs, one a rank.
+    """A `Group` whose tensors are on GPUs, one per rank.
 
     Args:
         host: the same ranks on the host.

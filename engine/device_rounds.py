@@ -17,7 +17,7 @@ from tokenpod.kernels.triton.steps import remember
 
 
 class DeviceDrawing(Drawing):
-    """Draws what does not belong to a step's first round, without a word to the host.
+    """Draws what does not belong to a step's first round, without waiting for the host.
 
     Args:
         plan: the step's.

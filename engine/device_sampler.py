@@ -1,4 +1,4 @@
-"""Choosing tokens on a device, without a word to the host.
+"""Choosing tokens on a device, without waiting for the host.
 
 A row's columns go to the device once, when a sequence takes it; a step's sampling is then two to
 seven launches whose shapes depend on nothing but the batch size, so that a CUDA graph can hold

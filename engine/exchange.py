@@ -1,7 +1,7 @@
-"""The engine's end of several links: one a front-end process, as if it were one link.
+"""The engine's end of several links, one per front-end process, used as one link.
 
 Each front end names its sequences by numbers of its own: front end k of n takes those that leave
-k when divided by n. So a step's outputs are told apart by arithmetic, and no table says who is who.
+k when divided by n. So a step's outputs are divided by arithmetic, without a table.
 Router steps come from the first front end alone; what concerns all (progress, readiness, a broken
 engine) goes to all.
 
@@ -25,12 +25,12 @@ from tokenpod.core.link import Link, LinkClosed, PatientLink, take_link
 from tokenpod.core.messages import Abort, Ready, Request, StepOutputs, ToEngine, Top
 
 #: Seconds that a further front end's link may stand still. Longer than heartbeats take to show that
-#: a front end hangs (service/pod/front_ends.py): who only lags is not given up.
+#: a front end hangs (service/pod/front_ends.py), so that one that only lags is kept.
 _PATIENCE_SECONDS = 10.0
 
 
 class Face(Protocol):
-    """What the step loop needs of whoever asks it for tokens."""
+    """What the step loop needs of the front ends."""
 
     def send(self, message: msgspec.Struct) -> None:
         """Send one message; raises LinkClosed."""
@@ -84,7 +84,7 @@ class Exchange:
         self._owned: list[set[int]] = [set() for _ in endpoints]
         #: For front ends that were found gone by sending.
         self._aborts: list[ToEngine] = []
-        #: What a new front end is told first.
+        #: The first message to a new front end.
         self._ready: Ready | None = None
 
     def receive(self, wait: float | None = 0.0) -> list[ToEngine]:
@@ -121,7 +121,7 @@ class Exchange:
     # -- links ---------------------------------------------------------------------------------
 
     def _wait(self, wait: float | None) -> list[int]:
-        """Who has something to read, after at most `wait` seconds; flushes have no time to lose."""
+        """Front ends with something to read, after at most `wait` seconds."""
         watched = {link.fileno(): at for at, link in self._links.items()}
         if self._joins is not None:
             watched[self._joins.fileno()] = _JOINS

@@ -1,6 +1,6 @@
 """What runs step plans: one rank's model, KV pool and sampler.
 
-An executor does as it is told: it owns tensors and no policy. What a step needs of earlier ones
+An executor owns tensors and decides nothing: plans say what runs. What a step needs of earlier ones
 (the last sampled token of each row, penalties' token histories) stays with it, so that a step can
 be launched before anybody has seen the tokens of the one before.
 """
@@ -42,13 +42,13 @@ class CapturableModel(Model, Protocol):
     """What more a model must know so that mixed steps can be captured."""
 
     def prepare_capture(self, rows: int) -> StepTiles:
-        """What captured steps of up to so many rows are told about rows with several tokens."""
+        """How captured steps of up to so many rows describe rows with several tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought, on the host: an entry for each sample of each row, row after row."""
+    """The results of a step, on the host: an entry for each sample of each row, row after row."""
 
     #: -1 where the logits held NaN or Inf; `plan.UNSAMPLED`.
     tokens: list[int]
@@ -107,7 +107,7 @@ class Launcher(Protocol):
 
 
 class Executor(Launcher, Protocol):
-    """One rank's share of every step."""
+    """One rank's part of every step."""
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""

@@ -133,9 +133,9 @@ class HostSampler(Sampler):
         tokens = argmax(logits)
         bad = ~torch.isfinite(logits.gather(1, tokens[:, None]).squeeze(1))
         logprobs = torch.zeros(len(rows), dtype=torch.float32)
-        told = (is_plain & (columns["logprobs"] != 0)).nonzero()[0]
-        if len(told):
-            logprobs[told] = logprobs_of(_some(logits, told), _some(tokens, told))
+        asked = (is_plain & (columns["logprobs"] != 0)).nonzero()[0]
+        if len(asked):
+            logprobs[asked] = logprobs_of(_some(logits, asked), _some(tokens, asked))
         # What rows were drawn from whose top tokens are of that, and where in it they are.
         sources: dict[int, tuple[_Distributions, int]] = {}
         groups = [] if is_plain.all() else self._groups(rows, columns, positions)

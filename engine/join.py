@@ -1,11 +1,11 @@
-"""How a rank gets into its group."""
+"""How a rank joins its group."""
 
 from __future__ import annotations
 
 import torch
 
 from tokenpod.core.errors import EngineError
-from tokenpod.engine.rendezvous import meet
+from tokenpod.engine.rendezvous import open_store
 from tokenpod.kernels.group import Group
 
 
@@ -28,7 +28,7 @@ def join_group(
     """
     if not 0 <= rank < world or world < 2:
         raise EngineError(f"rank {rank} of {world}: a group has ranks 0 to world - 1, two or more")
-    store = meet(rank, world, address, port, timeout=timeout)
+    store = open_store(rank, world, address, port, timeout=timeout)
     from tokenpod.engine.host_group import HostGroup
 
     host = HostGroup(store, rank, world, toward=(address, port), timeout=timeout)

@@ -1,4 +1,4 @@
-"""What the numbers of a pool of 8 bits are multiples of.
+"""Scales of keys and values in a pool of 8 bits.
 
 A checkpoint may say it. Otherwise it is measured: a prompt of random tokens is run over a pool in
 the model's own type, and each head gets a scale by which MARGIN times the largest number seen is

@@ -1,4 +1,4 @@
-"""The step loop: the engine's heart beat.
+"""The step loop.
 
     each turn:
       take messages          requests, aborts, router steps; wait only when there is nothing to do
@@ -67,8 +67,8 @@ class EngineLoop:
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
     _sent_at: int = 0
-    #: What the other side was last told that we hold.
-    _told: Load | None = None
+    #: The load that was last sent.
+    _sent_load: Load | None = None
     #: An `Ask` waits for its answer.
     _asked: bool = False
     _flying: _InFlight | None = None
@@ -83,7 +83,7 @@ class EngineLoop:
 
     @property
     def scores_held(self) -> int:
-        """Prompts under way with log probabilities that have yet to be told."""
+        """Prompts under way whose log probabilities have not been sent yet."""
         return len(self._scored)
 
     def turn(self) -> None:
@@ -154,7 +154,7 @@ class EngineLoop:
     # -- out -----------------------------------------------------------------------------------
 
     def _publish_events(self) -> None:
-        """What happened without a step: refusals, deadlines and time limits in the queue.
+        """Send what happened without a step: refusals, deadlines and time limits in the queue.
 
         A loop whose work waits for a router to let go of memory says now and then that it is there:
         a restart would not help, though the pod makes no progress. And where no step follows that
@@ -164,7 +164,7 @@ class EngineLoop:
         events = self.scheduler.drain_events()
         waits = self._stuck and self.scheduler.busy
         silent = waits and self.clock() - self._sent_at > _PULSE_NS
-        stale = self._asked or (self._flying is None and self.scheduler.load() != self._told)
+        stale = self._asked or (self._flying is None and self.scheduler.load() != self._sent_load)
         if events.sequence_ids or events.failures or events.advanced or silent or stale:
             self._publish(events)
 
@@ -177,7 +177,7 @@ class EngineLoop:
     ) -> None:
         now = self._sent_at = self.clock()
         self._asked = False
-        load = self._told = self.scheduler.load()
+        load = self._sent_load = self.scheduler.load()
         logprobs = [0.0] * len(settled.sequence_ids)
         tops: list[Top] = []
         if step is not None and result is not None:

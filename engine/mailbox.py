@@ -47,11 +47,11 @@ class Mailbox:
         self._began, self._forwarded, self._done = (_Mark(self._on_gpu) for _ in range(3))
 
     def begin(self) -> None:
-        """The step begins with what is queued next."""
+        """Mark the begin of the step, before its work is queued."""
         self._began.record()
 
     def forwarded(self) -> None:
-        """What is queued next is sampling."""
+        """Mark the end of the forward pass, before sampling is queued."""
         self._forwarded.record()
 
     def send(self, drawn: Samples | None, scored: dict[int, torch.Tensor]) -> Posted:

@@ -42,7 +42,7 @@ class FreeMemory:
 
     bytes: int
     source: str
-    #: Who takes more is killed.
+    #: A process that takes more is killed.
     limited: bool = False
 
     def shared(self, ranks: int) -> FreeMemory:

@@ -35,8 +35,8 @@ def main() -> int:
         assert isinstance(options, EngineOptions), "the first message is EngineOptions"
         if options.placement is not None:
             member = Member(options)
-            member.meet()
-        # Only now: it takes seconds to import, and what keeps a group from forming is told at once.
+            member.join()
+        # Imported here, because it takes seconds, and what a group waits for is reported at once.
         from tokenpod.engine.run import run
 
         run(options, link, member)

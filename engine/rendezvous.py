@@ -18,7 +18,7 @@ _RETRY_SECONDS = 0.1
 _ANSWER_SECONDS = 5.0
 
 
-def meet(rank: int, world: int, address: str, port: int, *, timeout: float) -> TCPStore:
+def open_store(rank: int, world: int, address: str, port: int, *, timeout: float) -> TCPStore:
     """Wait until all ranks are there; see `join_group`.
 
     Returns:

@@ -32,7 +32,7 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     """
     assembled, ready, limits = load(options, link, member)
     # What lives now lives for ever: spare the collector the walk. Before anybody knows that we are
-    # ready: it holds up every thread, and with them a rank's heart.
+    # ready: it stops every thread, also the one that sends a rank's heartbeats.
     gc.collect()
     gc.freeze()
     if member is not None:

@@ -240,7 +240,7 @@ class PlanAttention(Protocol):
 
 
 class StepTiles(Protocol):
-    """What captured steps must be told about their rows with several tokens.
+    """How captured steps describe their rows with several tokens.
 
     A captured step replays launches of one shape, so the rows come as numbers of a fixed count, on
     the device, instead of being planned for.

@@ -88,7 +88,7 @@ class Decoder:
         return self._norm(x)
 
     def prepare_capture(self, rows: int) -> StepTiles:
-        """What captured steps of up to so many rows are told about rows with several tokens."""
+        """How captured steps of up to so many rows describe rows with several tokens."""
         assert self._ops.prepare_capture is not None, "these operations are not captured"
         config = self.config
         shape = Heads(config.heads, config.kv_heads, config.head_dim, self._dtype, self._device)

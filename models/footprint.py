@@ -1,4 +1,4 @@
-"""What a model takes, told by a process: `python -m tokenpod.models.footprint FOLDER [FORMAT]`.
+"""The memory that a model takes: `python -m tokenpod.models.footprint FOLDER [FORMAT]` prints it.
 
 The weight tables that load a model also say how large it is, so the two can't disagree. They come
 with torch, which the service and its commands do without: hence the process.

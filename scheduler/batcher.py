@@ -213,7 +213,7 @@ class Batcher:
                 self._lockstep = None
 
     def _make_room(self, slots: int, *, decode: bool) -> int:
-        """Preempt until every row has a slot, or the admission policy names nobody.
+        """Preempt until every row has a slot, or the admission policy names no victim.
 
         Slots of sequences with a step in flight come free too late for this step, but count.
         Returns the slots that may be taken now.

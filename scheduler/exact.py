@@ -42,7 +42,7 @@ class Exact:
         return Forecast(self._table, self._slots, self._quantum)
 
     def victim(self, running: Listing[Sequence]) -> None:
-        """See `Admission`: slots don't run out, and nobody is preempted."""
+        """See `Admission`: slots don't run out, so no sequence is preempted."""
 
     def ended(self, sequence: Sequence) -> None:
         """See `Admission`: bounds are all that counts here."""

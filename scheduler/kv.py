@@ -175,10 +175,6 @@ class KV:
         self._keep(sequence, [])
         self._unlock(sequence)
 
-    def forget_unused(self) -> None:
-        """Evict everything that no sequence uses."""
-        self._evict(self.tree.evictable)
-
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless every slot is in exactly one place."""
         owner = np.zeros(self.total, np.int64)
@@ -224,13 +220,14 @@ class KV:
         wanted = n + min(room, ROOM_TO_EVICT_FOR)
         missing = wanted - self._allocator.unclaimed
         if missing > 0:
-            self._evict(missing)
+            self.evict(missing)
         for _ in range(MOST_EVICTED):
             if self._allocator.longest >= wanted or not self.tree.evictable:
                 break
-            self._evict(wanted)
+            self.evict(wanted)
 
-    def _evict(self, n: int) -> None:
+    def evict(self, n: int) -> None:
+        """Free at least `n` slots of the tree, or all that no sequence uses."""
         for slots in self.tree.evict(n):
             self._free(slots)
 

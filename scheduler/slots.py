@@ -125,7 +125,7 @@ class SlotAllocator:
         self.rooms[at] -= taken
         self.free -= taken
         if taken < n and extent.end in self._length:
-            # The neighbour was set free again meanwhile.
+            # The slots after it have been freed meanwhile.
             length = self._cut(extent.end, n - taken + room)
             more = min(n - taken, length)
             self.used[at] += more

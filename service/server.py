@@ -32,7 +32,7 @@ from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.placement import engine_options
-from tokenpod.service.pod.progress import LoadingBar
+from tokenpod.service.pod.progress import LoadingBar, summary
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod.shutdown import (
     drain,
@@ -44,7 +44,6 @@ from tokenpod.service.pod.shutdown import (
 from tokenpod.service.pod.startup import GroupStartup
 from tokenpod.service.pod.state import CurrentLoad, Listener, PodState, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
-from tokenpod.service.pod.summary import summary
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.health import HealthBoard, serve_health
@@ -55,11 +54,11 @@ from tokenpod.service.rpc.public import public_server
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
-from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
+from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.shard import ShardService
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
-from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.tokenizer import TokenizerError
 
 log = logging.getLogger("tokenpod")
 
@@ -97,12 +96,7 @@ class Server:
         load = CurrentLoad()
         telemetry.watch(load)
         counters = PodCounters.create(settings.resolved_front_ends)
-        admission = Admission(
-            max_requests=settings.resolved_concurrent_requests,
-            max_bytes=settings.resolved_front_end_bytes,
-            max_message_bytes=settings.max_message_bytes,
-            counters=counters,
-        )
+        admission = Admission.of(settings, counters)
         board = HealthBoard(
             follows=not settings.leads,
             stall_timeout=settings.stall_timeout,
@@ -207,7 +201,7 @@ class Server:
         gc.collect()
         gc.freeze()
         await state.board.set_serving(True)
-        log.info("serving", extra=summary(self.settings, ready, state.listener))
+        log.info("serving", extra=summary(self.settings, ready, state.listener.address))
         return await self._serve(state, ranks, drains, others)
 
     async def _start_ranks(
@@ -265,8 +259,7 @@ class Server:
         """
         try:
             async with asyncio.timeout(state.startup.left):
-                tokenizer = await asyncio.to_thread(Tokenizer.load, self.model_folder)
-                encoder = await Encoder.start(tokenizer, self.settings, life)
+                encoder = await Encoder.start(self.model_folder, self.settings, life)
                 ready = await ranks.ready()
                 await others.serving()
                 return encoder, ready
@@ -289,12 +282,8 @@ class Server:
         life: contextlib.AsyncExitStack,
     ) -> None:
         """Give the rpcs their services."""
-        settings = self.settings
-        limits = request_limits(settings, ready)
-        state.admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
-        serving = Serving(ranks.client, encoder, limits, settings.model_id)
-        backend, model_id = state.backend, settings.model_id
-        backend.generate.start(serving)
+        settings, backend, model_id = self.settings, state.backend, self.settings.model_id
+        serving = backend.generate.start(settings, ranks.client, encoder, ready)
         if leader := ranks.leader_address:
             backend.follow(ready, model_id=model_id, leader_address=leader)
         else:

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from tokenpod.cli.bench.report import SCHEMA_VERSION, LevelReport, Report, first
 from tokenpod.cli.bench.screen import print_level, print_sweep, progress
 from tokenpod.cli.bench.setup import make_plan
 from tokenpod.cli.commands import ask_info, remote_errors, run
-from tokenpod.cli.remote import Remote, RemoteError
+from tokenpod.cli.connection import Remote
+from tokenpod.cli.remote import RemoteError
 
 #: Seconds that a server gets to say which model it runs.
 _INFO_SECONDS = 10.0
@@ -86,7 +87,8 @@ def _measure(plan: Plan, screen: Console) -> _Rows:
 
 
 async def _model_ids(remotes: Sequence[Remote]) -> dict[str, str | None]:
-    return {each.address: (await ask_info(each, _INFO_SECONDS))[0] for each in remotes}
+    asked = [replace(each, deadline=_INFO_SECONDS) for each in remotes]
+    return {each.address: (await ask_info(each))[0] for each in asked}
 
 
 def _check_outputs(options: BenchOptions) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from tokenpod.cli.connection import PANEL, ConnectionOptions, remote_of
+from tokenpod.cli.connection import PANEL, Remote
 from tokenpod.cli.options import option, parameters, takes
 
 _load, _prompts = partial(option, panel="Load"), partial(option, panel="Prompts")
@@ -108,14 +108,14 @@ class _Servers:
     )
 
 
-_CONNECTION = [p for p in parameters(ConnectionOptions) if p.name not in ("address", "deadline")]
+_CONNECTION = [p for p in parameters(Remote) if p.name not in ("address", "deadline")]
 
 
 @takes([*parameters(_Servers), *_CONNECTION, *parameters(BenchOptions)])
 def bench(*, address: list[str] | None, **given: Any) -> None:
     """Measure a running server under load: throughput, latencies, goodput."""
     connection = {each.name: given.pop(each.name) for each in _CONNECTION}
-    remotes = [remote_of(one, **connection) for one in address or ["127.0.0.1:50051"]]
+    remotes = [Remote(one, **connection).checked() for one in address or ["127.0.0.1:50051"]]
 
     # Here, not above: numpy and grpc would delay every other command's help.
     from tokenpod.cli.bench import command

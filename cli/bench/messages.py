@@ -15,7 +15,7 @@ import msgspec
 from tokenpod.cli.bench.figures import Record
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.prompts import Prompts
-from tokenpod.cli.remote import Remote
+from tokenpod.cli.connection import Remote
 
 
 class Load(msgspec.Struct, frozen=True):

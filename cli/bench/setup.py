@@ -20,7 +20,7 @@ from tokenpod.cli.bench.files import Case, read_cases, read_texts
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.messages import Level, Load, Plan
 from tokenpod.cli.bench.prompts import Prompts, parse_lengths
-from tokenpod.cli.remote import Remote
+from tokenpod.cli.connection import Remote
 
 Value = TypeVar("Value")
 

@@ -23,7 +23,8 @@ import uvloop
 
 from tokenpod.cli.bench.figures import ARRIVAL, Record
 from tokenpod.cli.bench.messages import Begin, Load, Outcome, Plan, Progress
-from tokenpod.cli.remote import Remote
+from tokenpod.cli.connection import Remote
+from tokenpod.cli.remote import open_channel
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 
@@ -68,7 +69,7 @@ def serve(pipe: Connection) -> None:
 async def _connect(plan: Plan, channels: contextlib.AsyncExitStack) -> Stubs:
     async def stub(remote: Remote) -> TextGenerationServiceStub:
         # Channels to one address would use one connection otherwise.
-        channel = remote.open(("grpc.use_local_subchannel_pool", 1))
+        channel = open_channel(remote, ("grpc.use_local_subchannel_pool", 1))
         return TextGenerationServiceStub(await channels.enter_async_context(channel))
 
     connections = range(plan.options.connections)

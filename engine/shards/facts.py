@@ -32,7 +32,7 @@ def facts_of(options: EngineOptions) -> dict[str, str]:
         "weights": _weights(folder),
         "device": options.device.partition(":")[0],
         **{
-            name: _told(getattr(options, name))
+            name: _text(getattr(options, name))
             for name in options.__struct_fields__
             if name not in _LOCAL
         },
@@ -71,5 +71,5 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_DIGITS]
 
 
-def _told(value: object) -> str:
+def _text(value: object) -> str:
     return "not set" if value is None else str(value)

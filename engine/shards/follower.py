@@ -37,7 +37,8 @@ class PlanStream:
     Args:
         placement: this rank's.
         facts: what the leader must agree on.
-        on_lost: told once, why the group can't go on, and whether it is of no use to try again.
+        on_lost: called once with the reason why the group can't go on, and whether trying again
+            is of no use.
         on_drain: called once the leader's pod has drained, as this one's asked.
     """
 
@@ -64,7 +65,7 @@ class PlanStream:
         self._over = False
         #: Of the attempt under way: what to send, and what has come for the main thread.
         self._outbox: SimpleQueue[pb.FollowRequest | None] = SimpleQueue()
-        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._received: SimpleQueue[Any] = SimpleQueue()
         self._formed = False
         self._begun = 0
 
@@ -74,7 +75,7 @@ class PlanStream:
         """Find the leader, and wait until all ranks have.
 
         Args:
-            on_waiting: hears what there is to wait for.
+            on_waiting: called with what is waited for.
 
         Returns:
             Where clients reach the leader's pod, and the port of the ranks' rendezvous.
@@ -82,31 +83,31 @@ class PlanStream:
         Raises:
             RankLost: this end was closed.
         """
-        told = ""
+        last = ""
         while not self._over:
             outcome = self._attempt()
             if isinstance(outcome, pb.Accepted):
                 on_waiting(f"waiting for the other ranks of {self._placement.world}")
-                told = ""
-                form = self._inbox.get()
+                last = ""
+                form = self._received.get()
                 if isinstance(form, pb.Form):
                     return outcome.leader_address, form.port
                 outcome = str(form)
-            if outcome != told:
-                on_waiting(told := outcome)
+            if outcome != last:
+                on_waiting(last := outcome)
             time.sleep(_RETRY_SECONDS)
         raise RankLost("this rank was told to leave while it waited for the others")
 
     def come_up(self, slots: int) -> None:
         """This rank is warm: wait until all are. Raises RankLost if the stream ends before."""
         self._outbox.put(pb.FollowRequest(ready=pb.Ready(slots=slots)))
-        message = self._inbox.get()
+        message = self._received.get()
         if not isinstance(message, pb.Serving):
             raise RankLost(f"the group did not come up: {message}")
 
     def plans(self) -> Iterator[StepPlan]:
         """Every step's plan, in order. Raises EngineError at a gap, RankLost at the end."""
-        while isinstance(message := self._inbox.get(), pb.Plan):
+        while isinstance(message := self._received.get(), pb.Plan):
             if message.number != self._begun + 1:
                 raise EngineError(f"plan {message.number} came after plan {self._begun}")
             self._begun = message.number
@@ -115,7 +116,7 @@ class PlanStream:
 
     def send_drain(self, drain: Drain) -> None:
         """Ask the leader's front end to drain."""
-        self._outbox.put(pb.FollowRequest(letter=pb.Letter()))
+        self._outbox.put(pb.FollowRequest(drain=pb.Drain()))
 
     def beat(self) -> None:
         """One heartbeat for the leader."""
@@ -145,8 +146,8 @@ class PlanStream:
 
     def _attempt(self) -> pb.Accepted | str:
         """Call the leader: that we are in, or why not."""
-        self._outbox, self._inbox = SimpleQueue(), SimpleQueue()
-        outbox, inbox = self._outbox, self._inbox
+        self._outbox, self._received = SimpleQueue(), SimpleQueue()
+        outbox, received = self._outbox, self._received
         outbox.put(pb.FollowRequest(hello=self._hello))
         link = channel(self._placement.plans, self._placement.tls)
         call = link.stream_stream(
@@ -154,9 +155,11 @@ class PlanStream:
             request_serializer=pb.FollowRequest.SerializeToString,
             response_deserializer=pb.FollowResponse.FromString,
         )(iter(outbox.get, None))
-        threading.Thread(target=self._read, args=(call, inbox), name="plans", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(call, received), name="plans", daemon=True
+        ).start()
         try:
-            first = inbox.get(timeout=_ANSWER_SECONDS)
+            first = received.get(timeout=_ANSWER_SECONDS)
         except Empty:
             first = "it does not answer"
         if isinstance(first, pb.Accepted):
@@ -170,26 +173,26 @@ class PlanStream:
             return f"the leader at {where} refused rank {self._placement.rank}: {first.reason}"
         return f"waiting for the leader at {where}: {first}"
 
-    def _read(self, call: Any, inbox: SimpleQueue[Any]) -> None:
-        """Take what the leader says until the stream ends; then the inbox gets a text: why."""
+    def _read(self, call: Any, received: SimpleQueue[Any]) -> None:
+        """Take what the leader says until the stream ends; then put the reason, a text."""
         reason, farewell = "its connection ended", pb.Farewell()
         try:
             for response in call:
                 self.silence.heard(LEADER)
                 kind = response.WhichOneof("message")
-                if kind == "letter":
+                if kind == "drain":
                     self._on_drain(Drain(self._placement.rank))
                 elif kind == "farewell":
                     farewell = response.farewell
                 elif kind != "heartbeat":
                     self._formed = self._formed or kind == "form"
-                    inbox.put(getattr(response, kind))
+                    received.put(getattr(response, kind))
         except grpc.RpcError as error:
             reason = _reason(error, reason)
         except Exception as error:
             reason = f"it said what this rank can't read: {error}"
         self.silence.forget(LEADER)
-        inbox.put(farewell.reason or reason)
+        received.put(farewell.reason or reason)
         if self._formed:
             self.lose(farewell.reason or f"the leader was lost: {reason}", fault=farewell.fault)
 

@@ -1,7 +1,7 @@
-"""The leader's end of the plan streams: rank 0 gathers the others and tells them every step.
+"""The leader's end of the plan streams: rank 0 gathers the others and sends them every step.
 
-Each follower has a seat: the stream that it opened, and a queue of frames for it. The step loop
-only puts a frame into each queue; gRPC's threads do the rest.
+Each follower has the stream that it opened, and a queue of frames for it. The step loop only puts a
+frame into each queue; gRPC's threads do the rest.
 
     gather -> form -> come_up -> send_plan ...
 
@@ -31,7 +31,7 @@ from tokenpod.engine.shards.rival import find_rival
 from tokenpod.engine.shards.transport import SERVER_OPTIONS, SERVICE, server_credentials
 from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
-#: Threads for streams that are refused, besides one a seat.
+#: Threads for streams that are refused, besides one per follower.
 _SPARE_THREADS = 4
 #: For a rank that has connected to introduce itself.
 _HELLO_SECONDS = 5.0
@@ -40,7 +40,7 @@ _LOOK_SECONDS = 2.0
 
 
 @dataclass(eq=False)
-class _Seat:
+class _Follower:
     """One follower's stream. `outbox` ends with None."""
 
     rank: int
@@ -57,11 +57,12 @@ class PlanServer:
     Args:
         placement: rank 0's.
         facts: what every follower must agree on.
-        on_lost: told once, why the group can't go on, and whether it is of no use to try again.
+        on_lost: called once with the reason why the group can't go on, and whether trying again
+            is of no use.
         on_drain: called when a follower's pod asks to drain.
 
     Raises:
-        EngineError: the address can't be had, or a file of `tls` can't be read.
+        EngineError: the address can't be bound, or a file of `tls` can't be read.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PlanServer:
         self._facts = facts
         self._on_lost = on_lost
         self._on_drain = on_drain
-        self._seats: dict[int, _Seat] = {}
+        self._followers: dict[int, _Follower] = {}
         self._formed = False
         self._over = False
         self._plans = 0
@@ -87,40 +88,44 @@ class PlanServer:
         self._refused: dict[int, str] = {}
         #: Another leader in our place.
         self._rival: str | None = None
-        #: Guards what is above, and tells that it has changed.
+        #: Guards what is above, and is notified when it changes.
         self._changed = threading.Condition()
         self._server = self._listen()
 
     # -- the group's life ----------------------------------------------------------------------
 
     def gather(self, on_waiting: Callable[[str], None]) -> None:
-        """Wait until every follower has a seat; `on_waiting` hears whom it waits for."""
-        told = ""
+        """Wait until every follower is there; `on_waiting` is called with what is missing."""
+        last = ""
         if self._placement.found_at:
             threading.Thread(target=self._look_for_rivals, name="rivals", daemon=True).start()
         with self._changed:
             while text := self._missing():
-                if text != told:
-                    on_waiting(told := text)
+                if text != last:
+                    on_waiting(last := text)
                 self._changed.wait()
 
     def form(self, port: int) -> None:
-        """All meet at `port` of the leader's host; nobody can leave any more."""
+        """All ranks start collectives at `port` of the leader's host; none may leave any more."""
         with self._changed:
             self._formed = True
         self._send(pb.FollowResponse(form=pb.Form(port=port)))
 
     def come_up(self, slots: int) -> None:
-        """Wait until every follower is warm, and tell them all that they may say so.
+        """Wait until every follower is warm, and let all of them report that they serve.
 
         Raises:
             EngineError: their pools have not `slots` KV slots each, as the leader's has.
         """
         with self._changed:
-            self._changed.wait_for(lambda: all(s.slots is not None for s in self._seats.values()))
-            for rank, seat in sorted(self._seats.items()):
-                if seat.slots != slots:
-                    raise EngineError(f"rank {rank} has {seat.slots} KV slots, rank 0 has {slots}")
+            self._changed.wait_for(
+                lambda: all(s.slots is not None for s in self._followers.values())
+            )
+            for rank, follower in sorted(self._followers.items()):
+                if follower.slots != slots:
+                    raise EngineError(
+                        f"rank {rank} has {follower.slots} KV slots, rank 0 has {slots}"
+                    )
         self._send(pb.FollowResponse(serving=pb.Serving()))
 
     def send_plan(self, plan: StepPlan) -> None:
@@ -130,11 +135,11 @@ class PlanServer:
 
     def send_drain(self, drain: Drain) -> None:
         """Tell a follower's front end that this pod has drained; nothing if it has left."""
-        message = pb.FollowResponse(letter=pb.Letter())
+        message = pb.FollowResponse(drain=pb.Drain())
         with self._changed:
-            seat = self._seats.get(drain.rank)
-        if seat is not None:
-            seat.outbox.put(message.SerializeToString())
+            follower = self._followers.get(drain.rank)
+        if follower is not None:
+            follower.outbox.put(message.SerializeToString())
 
     def beat(self) -> None:
         """One heartbeat for every follower."""
@@ -143,14 +148,16 @@ class PlanServer:
     def lag(self) -> int:
         """Plans that the slowest follower has yet to begin."""
         with self._changed:
-            return max((self._plans - seat.begun for seat in self._seats.values()), default=0)
+            return max(
+                (self._plans - follower.begun for follower in self._followers.values()), default=0
+            )
 
     def miss(self, rank: int, seconds: float) -> None:
         """A follower has been silent for so long."""
         with self._changed:
-            seat = self._seats.get(rank)
-        if seat is not None:
-            self._left(seat, f"it has not been heard for {seconds:g} s")
+            follower = self._followers.get(rank)
+        if follower is not None:
+            self._left(follower, f"it has not been heard for {seconds:g} s")
 
     def lose(self, reason: str, *, fault: bool = False) -> None:
         """The group is over; only the first call counts."""
@@ -166,8 +173,8 @@ class PlanServer:
             self._over = True
         self._send(pb.FollowResponse(farewell=pb.Farewell(reason=farewell, fault=fault)))
         with self._changed:
-            for seat in self._seats.values():
-                seat.outbox.put(None)
+            for follower in self._followers.values():
+                follower.outbox.put(None)
         self._server.stop(0.5).wait(1.0)
 
     # -- streams -------------------------------------------------------------------------------
@@ -202,25 +209,25 @@ class PlanServer:
     def _follow(
         self, requests: Iterator[pb.FollowRequest], context: grpc.ServicerContext
     ) -> Iterator[bytes]:
-        # Who says nothing must not keep a thread.
+        # Streams without a first message are closed, because each holds a thread.
         impatience = threading.Timer(_HELLO_SECONDS, context.cancel)
         impatience.start()
         hello = next(requests, pb.FollowRequest()).hello
         impatience.cancel()
-        seat = self._admit(hello)
-        if isinstance(seat, pb.FollowResponse):
-            yield seat.SerializeToString()
+        follower = self._admit(hello)
+        if isinstance(follower, pb.FollowResponse):
+            yield follower.SerializeToString()
             return
         # Called at once if the stream has ended already.
-        if not context.add_callback(lambda: self._left(seat)):
-            self._left(seat)
+        if not context.add_callback(lambda: self._left(follower)):
+            self._left(follower)
             return
-        threading.Thread(target=self._read, args=(seat, requests), daemon=True).start()
-        while (frame := seat.outbox.get()) is not None:
+        threading.Thread(target=self._read, args=(follower, requests), daemon=True).start()
+        while (frame := follower.outbox.get()) is not None:
             yield frame
 
-    def _admit(self, hello: pb.Hello) -> _Seat | pb.FollowResponse:
-        """A seat, or the message that refuses it."""
+    def _admit(self, hello: pb.Hello) -> _Follower | pb.FollowResponse:
+        """The follower, or the message that refuses it."""
         accepted = pb.Accepted(
             generation=self.generation, leader_address=self._placement.leader_address
         )
@@ -230,8 +237,8 @@ class PlanServer:
         with self._changed:
             refusal = self._refusal(hello)
             if refusal is None:
-                seat = self._seats[hello.rank] = _Seat(hello.rank)
-                seat.outbox.put(answer.SerializeToString())
+                follower = self._followers[hello.rank] = _Follower(hello.rank)
+                follower.outbox.put(answer.SerializeToString())
                 self._refused.pop(hello.rank, None)
                 self.silence.watch(hello.rank)
             else:
@@ -239,7 +246,7 @@ class PlanServer:
             self._changed.notify_all()
         if refusal is not None:
             return pb.FollowResponse(refused=pb.Refused(reason=refusal))
-        return seat
+        return follower
 
     def _refusal(self, hello: pb.Hello) -> str | None:
         placement, rank = self._placement, hello.rank
@@ -255,19 +262,19 @@ class PlanServer:
             return f"there is no rank {rank} in a group of {placement.world}"
         if (differs := difference(self._facts, hello.facts, rank)) is not None:
             return differs
-        if rank in self._seats:
+        if rank in self._followers:
             return f"rank {rank} is here already"
         return None
 
-    def _read(self, seat: _Seat, requests: Iterator[pb.FollowRequest]) -> None:
+    def _read(self, follower: _Follower, requests: Iterator[pb.FollowRequest]) -> None:
         try:
             for request in requests:
-                self.silence.heard(seat.rank)
-                self._take(seat, request)
+                self.silence.heard(follower.rank)
+                self._take(follower, request)
         except grpc.RpcError:
-            pass  # its end is told by the stream's callback
+            pass  # the stream's callback reports its end
         except Exception as error:
-            self.lose(f"rank {seat.rank} said what the leader can't read: {error}")
+            self.lose(f"rank {follower.rank} said what the leader can't read: {error}")
 
     def _look_for_rivals(self) -> None:
         place = self._placement
@@ -278,43 +285,43 @@ class PlanServer:
                 self._changed.notify_all()
             time.sleep(_LOOK_SECONDS)
 
-    def _take(self, seat: _Seat, request: Any) -> None:
+    def _take(self, follower: _Follower, request: Any) -> None:
         match request.WhichOneof("message"):
             case "heartbeat":
-                seat.begun = request.heartbeat.plan
+                follower.begun = request.heartbeat.plan
             case "ready":
                 with self._changed:
-                    seat.slots = request.ready.slots
+                    follower.slots = request.ready.slots
                     self._changed.notify_all()
-            case "letter":
-                self._on_drain(Drain(seat.rank))
+            case "drain":
+                self._on_drain(Drain(follower.rank))
             case "farewell":
-                self._left(seat, request.farewell.reason, fault=request.farewell.fault)
+                self._left(follower, request.farewell.reason, fault=request.farewell.fault)
 
     def _left(
-        self, seat: _Seat, reason: str = "its connection ended", *, fault: bool = False
+        self, follower: _Follower, reason: str = "its connection ended", *, fault: bool = False
     ) -> None:
         with self._changed:
-            if self._seats.get(seat.rank) is not seat:
+            if self._followers.get(follower.rank) is not follower:
                 return
-            del self._seats[seat.rank]
-            self.silence.forget(seat.rank)
-            seat.outbox.put(None)
+            del self._followers[follower.rank]
+            self.silence.forget(follower.rank)
+            follower.outbox.put(None)
             formed = self._formed
             self._changed.notify_all()
         if formed:
             verb = "failed" if fault else "was lost"
-            self.lose(f"rank {seat.rank} {verb}: {reason}", fault=fault)
+            self.lose(f"rank {follower.rank} {verb}: {reason}", fault=fault)
 
     def _send(self, message: pb.FollowResponse) -> None:
         frame = message.SerializeToString()
         with self._changed:
-            for seat in self._seats.values():
-                seat.outbox.put(frame)
+            for follower in self._followers.values():
+                follower.outbox.put(frame)
 
     def _missing(self) -> str:
         world = self._placement.world
-        absent = [rank for rank in range(1, world) if rank not in self._seats]
+        absent = [rank for rank in range(1, world) if rank not in self._followers]
         if not absent:
             return ""
         ranks = ", ".join(map(str, absent))

@@ -1,8 +1,8 @@
-"""A rank as a member of its group: its ties to the other ranks and to its pod's front end.
+"""A rank as a member of its group: its connections to the other ranks and to its pod's front end.
 
-Whatever the main thread does (load, wait in a collective), threads of a member's own beat, listen,
-and end the process with one clear line once the group can't go on. A process never survives its
-group: fresh ones form the next.
+Whatever the main thread does (load, wait in a collective), a member's own threads send heartbeats,
+receive, and end the process with one line that says why once the group can't go on. A process never
+outlives its group: new processes form the next one.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from tokenpod.core.silence import (
     LOADING_PATIENCE_SECONDS,
     PATIENCE_SECONDS,
 )
+from tokenpod.engine.shards.control_stream import ControlStream
 from tokenpod.engine.shards.facts import facts_of
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
-from tokenpod.engine.shards.line import Line
 from tokenpod.models.errors import ModelError
 
 if TYPE_CHECKING:
     # It brings torch, whose import takes seconds in which a member is to be heard already.
     from tokenpod.engine.executor import Executor, Launched, Launcher
 
-#: Seconds for last words to leave the process.
-_LAST_WORDS_SECONDS = 0.1
-#: Seconds that the step loop gets to see that its link is closed.
+#: Seconds for the last messages to leave the process.
+_LAST_MESSAGES_SECONDS = 0.1
+#: Seconds that the step loop has to see that its link is closed.
 _LEAVE_SECONDS = 1.0
-#: A rank that dies breaks collectives, whose errors name no culprit. Seconds within which its death
-#: is known, and told better.
+#: A rank that dies breaks collectives, whose errors do not say which rank it was. After so many
+#: seconds its death is known from its stream, whose error does.
 _VERDICT_SECONDS = 1.0
 
 
 class Member:
-    """One rank. Make it before anything that takes long: it beats from then on.
+    """One rank. Make it before anything that takes long: it sends heartbeats from then on.
 
     Args:
         options: with a placement.
 
     Raises:
-        EngineError: the leader's address can't be had, or a TLS file can't be read.
+        EngineError: the leader's address can't be bound, or a TLS file can't be read.
     """
 
     def __init__(self, options: EngineOptions) -> None:
         assert options.placement is not None
         self.placement = placement = options.placement
-        #: Where the ranks meet for collectives, once `meet` knows.
+        #: Port of the rendezvous for collectives, once `join` has returned.
         self.rendezvous_port = 0
         self._serving = False
-        self._line = Line(
-            socket.socket(fileno=placement.line),
+        self._control = ControlStream(
+            socket.socket(fileno=placement.control_fd),
             on_drain=self._send_drain,
             on_over=self._give_up,
             on_closed=self._hung_up,
         )
         self._leader: PlanServer | None = None
         self._follower: PlanStream | None = None
-        facts, carry = facts_of(options), self._line.send
+        facts, carry = facts_of(options), self._control.send
         if placement.rank == 0:
             self._leader = PlanServer(placement, facts, on_lost=self._lost, on_drain=carry)
         else:
             self._follower = PlanStream(placement, facts, on_lost=self._lost, on_drain=carry)
-        self._line.listen()
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        self._control.listen()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     @property
     def leads(self) -> bool:
@@ -81,7 +81,7 @@ class Member:
 
     # -- the main thread's -----------------------------------------------------------------------
 
-    def meet(self) -> None:
+    def join(self) -> None:
         """Wait for the other ranks, without a time limit of its own."""
         if self._leader is not None:
             self._leader.gather(self.wait_for)
@@ -92,11 +92,11 @@ class Member:
         else:
             assert self._follower is not None
             leader_address, self.rendezvous_port = self._follower.join(self.wait_for)
-            self._line.send(Joined(leader_address))
+            self._control.send(Joined(leader_address))
 
     def wait_for(self, reason: str) -> None:
-        """Tell the operator what this rank waits for."""
-        self._line.send(Waiting(reason))
+        """Report to the operator what this rank waits for."""
+        self._control.send(Waiting(reason))
 
     def come_up(self, slots: int) -> None:
         """This rank is warm: wait until all are. Raises EngineError."""
@@ -105,7 +105,7 @@ class Member:
         self._serving = True
 
     def leading(self, executor: Executor) -> Launcher:
-        """The leader's launcher: every step is told to the followers first."""
+        """The leader's launcher: every step is sent to the followers first."""
         assert self._leader is not None
         return _Leading(self._leader, executor)
 
@@ -115,7 +115,7 @@ class Member:
         return self._follower.plans()
 
     def fail(self, error: BaseException, line: str) -> NoReturn:
-        """The main thread can't go on: tell all, unless a lost rank is known; end the process.
+        """The main thread can't go on: report it, unless a lost rank is known; end the process.
 
         Args:
             error: what stopped it.
@@ -126,11 +126,11 @@ class Member:
         if not expected:
             traceback.print_exception(error)
         peer = isinstance(error, RankLost)
-        self._line.send(Broken(line, peer=peer))
+        self._control.send(Broken(line, peer=peer))
         self._end(line, 1, fault=expected and not peer)
 
     def leave(self) -> NoReturn:
-        """The pod stops."""
+        """End the process, because the pod stops."""
         self._end("its pod stops" if self._follower else "the leader stops", 0)
 
     # -- other threads' ----------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Member:
 
     def _beat(self) -> None:
         while True:
-            self._line.send(Pulse())
+            self._control.send(Pulse())
             self._peers.beat()
             patience = PATIENCE_SECONDS if self._serving else LOADING_PATIENCE_SECONDS
             for rank in self._peers.silence.tick(patience):
@@ -157,7 +157,7 @@ class Member:
         self._peers.lose(reason)
 
     def _lost(self, reason: str, fault: bool) -> None:
-        self._line.send(Broken(reason, peer=not fault))
+        self._control.send(Broken(reason, peer=not fault))
         self._end(reason, 1, fault=fault)
 
     def _hung_up(self) -> None:
@@ -166,7 +166,7 @@ class Member:
 
     def _end(self, farewell: str, status: int, *, fault: bool = False) -> NoReturn:
         self._peers.close(farewell, fault=fault)
-        time.sleep(_LAST_WORDS_SECONDS)
+        time.sleep(_LAST_MESSAGES_SECONDS)
         # Not sys.exit: other threads are in collectives that never end.
         os._exit(status)
 
@@ -179,7 +179,7 @@ class _Leading:
         self._local = local
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Tell the followers, then start this rank's share."""
+        """Send it to the followers, then start this rank's part."""
         self._server.send_plan(plan)
         return self._local.launch(plan)
 

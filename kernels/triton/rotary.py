@@ -1,7 +1,7 @@
 """Rotary position embedding, the heads' norms and the write to the pool, in one pass.
 
 Of few tokens, whose steps are short, every program finds the angles of its token itself. Of more,
-that would be most of the work of a layer: a kernel finds them once a step.
+that would be most of the work of a layer: a kernel finds them once per step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drawing a token a row: a few launches, whatever the rows ask, and no word to the host.
+"""Drawing one token per row in a few launches, whatever the rows ask, without the host.
 
     prepare   [splits, n]  each split's best score, and its sums over temperature
     summarise [n]          each row's; greedy rows are done here

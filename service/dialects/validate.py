@@ -88,9 +88,7 @@ def check_tokens(call: TokensCall) -> None:
 
 def check_chat_length(messages: int) -> None:
     """How many messages a chat has; asked before they are converted."""
-    if messages > MOST_CHAT_MESSAGES:
-        problem = f"has {messages} entries; this server allows {MOST_CHAT_MESSAGES}"
-        raise InvalidArgument("chat.messages", problem)
+    _few_entries("chat.messages", messages, MOST_CHAT_MESSAGES)
 
 
 def check_returned_ids(tokens: int) -> None:
@@ -207,21 +205,13 @@ def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
     if stopping.min_new_tokens > most_new:
         _refuse("stopping.min_new_tokens", stopping.min_new_tokens, f"must be at most {most_new}")
     _check_stops("stopping.stop_sequences", stopping.stop_sequences, limits)
-    _check_stop_tokens(stopping, limits)
-
-
-def _check_stop_tokens(stopping: Stopping, limits: RequestLimits) -> None:
     field, ids = "stopping.stop_token_ids", stopping.stop_token_ids
-    if len(ids) > limits.max_logit_bias:
-        problem = f"has {len(ids)} entries; this server allows {limits.max_logit_bias}"
-        raise InvalidArgument(field, f"{problem} (--max-logit-bias)")
+    _few_entries(field, len(ids), limits.max_logit_bias, "--max-logit-bias")
     _check_token_ids(field, ids, limits)
 
 
 def _check_stops(field: str, stops: Sequence[str], limits: RequestLimits) -> None:
-    if len(stops) > limits.max_stop_sequences:
-        problem = f"has {len(stops)} entries; this server allows {limits.max_stop_sequences}"
-        raise InvalidArgument(field, f"{problem} (--max-stop-sequences)")
+    _few_entries(field, len(stops), limits.max_stop_sequences, "--max-stop-sequences")
     for at, stop in enumerate(stops):
         size = len(stop.encode())
         if size == 0:
@@ -268,9 +258,7 @@ def check_shard_request(request: ShardRequest, at: int, limits: RequestLimits) -
         problem = "is 0; at least 1 is needed"
         raise InvalidArgument(f"{field}.stopping_parameters.max_new_tokens", problem)
     stops = f"{field}.stopping_parameters.stop_sequences"
-    if len(request.stop_sequences) > SHARD_STOP_SEQUENCES:
-        problem = f"has {len(request.stop_sequences)} entries; this server allows"
-        raise InvalidArgument(stops, f"{problem} {SHARD_STOP_SEQUENCES}")
+    _few_entries(stops, len(request.stop_sequences), SHARD_STOP_SEQUENCES)
     most_top = min(MOST_TOP_TOKENS, limits.vocab_size)
     _at_most(f"{field}.top_n_tokens", request.top_n_tokens, most_top, None)
     if request.chunk_len == 0:
@@ -292,6 +280,22 @@ def check_shard_length(
             f" {max(limits.max_total_tokens - prompt_tokens, 0)} are possible"
             f" (--max-total-tokens {limits.max_total_tokens})",
         )
+
+
+def check_warmup(
+    max_input_tokens: int | None, max_total_tokens: int | None, limits: RequestLimits
+) -> tuple[int, int]:
+    """A router's limits on prompt and total, or where it names none this server's."""
+    if max_total_tokens is not None and max_total_tokens < 2:
+        problem = f"is {max_total_tokens}; a prompt and its output have at least 2 tokens"
+        raise InvalidArgument("max_total_tokens", problem)
+    total = max_total_tokens or limits.max_total_tokens
+    _at_most("max_total_tokens", total, limits.max_total_tokens, "--max-total-tokens")
+    most_in = max_input_tokens or min(limits.max_input_tokens, total - 1)
+    _at_most("max_input_tokens", most_in, limits.max_input_tokens, "--max-input-tokens")
+    if most_in >= total:
+        _refuse("max_input_tokens", most_in, f"it must be below max_total_tokens, {total}")
+    return most_in, total
 
 
 # -- shared ------------------------------------------------------------------------------------
@@ -316,6 +320,12 @@ def _at_most(field: str, value: int, most: int, flag: str | None) -> None:
     if value > most:
         source = f" ({flag})" if flag else ""
         raise InvalidArgument(field, f"is {value}; this server allows at most {most}{source}")
+
+
+def _few_entries(field: str, count: int, most: int, flag: str | None = None) -> None:
+    if count > most:
+        source = f" ({flag})" if flag else ""
+        raise InvalidArgument(field, f"has {count} entries; this server allows {most}{source}")
 
 
 def _refuse(field: str, value: object, problem: str) -> None:

@@ -1,8 +1,8 @@
-"""The asyncio side of the engine link: who waits for which sequence.
+"""The asyncio side of the engine link: dispatches the engine's outputs to requests.
 
-One message a step arrives for all sequences together; it is taken apart here and handed to a `Sink`
-a request. Nothing waits on a slow client: a sink only notes what has come, and is woken once a
-message.
+One message per step arrives for all sequences. It is taken apart here, and each request's `Sink`
+gets its part. Nothing waits for a slow client: a sink only stores what has come, and is woken once
+per message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _IDS_OF_A_LIFE = 1 << 40
 
 
 class Sink(Protocol):
-    """Who hears of a request's sequences. Called on the event loop; must not block."""
+    """Receives the outputs of a request's sequences. Called on the event loop; must not block."""
 
     def on_started(self, started: Started) -> None:
         """The prompt is complete; the first token follows in the same message."""
@@ -81,7 +81,7 @@ class EngineClient(AsyncLink[FromEngine]):
     """Speaks to one engine process, whose end of the link closes with it.
 
     Args:
-        on_loading: hears of progress while weights are read.
+        on_loading: called with the progress while weights are read.
         index, count: which front end of how many this is. It names sequences by the numbers that
             leave `index` when divided by `count`: the engine knows by them whose they are.
         life: how many front ends have had this index before: none of their ids is used again.
@@ -102,7 +102,7 @@ class EngineClient(AsyncLink[FromEngine]):
         #: Seconds that a step usually takes, and when (CLOCK_MONOTONIC, ns) the last one settled.
         self.usual_step = 0.0
         self.last_step_at = now()
-        #: When the engine was last heard of, be it that it can't step anybody.
+        #: When the engine last sent a message, also one without a step.
         self.heard_at = now()
         #: When the step under way began at the earliest: with the work, or with the last step.
         self._step_began_at = now()
@@ -124,23 +124,23 @@ class EngineClient(AsyncLink[FromEngine]):
 
     @property
     def pending(self) -> bool:
-        """Whether the engine owes somebody a step."""
+        """Whether sequences or router steps wait for the engine."""
         return bool(self._sinks) or bool(self._ops)
 
     def new_sequence_ids(self, n: int) -> list[int]:
-        """Ids that nobody has."""
+        """Ids that were never used before."""
         first = self._next_sequence
         self._next_sequence += n * self._stride
         return list(range(first, self._next_sequence, self._stride))
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; `sink` hears of its sequences until each has finished or failed."""
+        """Queue a request; `sink` gets its outputs until each sequence has finished or failed."""
         self._expect_step()
         self._watch(request.sequence_ids, sink)
         self.send(request)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Stop and forget sequences; their sink hears no more. Unknown ids are fine."""
+        """Stop and forget sequences; their sink gets nothing more. Unknown ids are ignored."""
         ids = list(sequence_ids)
         for sequence_id in ids:
             self._sinks.pop(sequence_id, None)
@@ -148,7 +148,7 @@ class EngineClient(AsyncLink[FromEngine]):
             self.send(Abort(ids))
 
     def ask(self) -> None:
-        """Have the engine say that it is there."""
+        """Request a message, which shows that the engine is alive."""
         self.send(Ask())
 
     async def advance(
@@ -160,7 +160,7 @@ class EngineClient(AsyncLink[FromEngine]):
         waits: bool,
         sink: Sink,
     ) -> Advanced:
-        """One router step (see `Advance`); `sink` hears of its tokens before this returns."""
+        """One router step (see `Advance`); `sink` gets its tokens before this returns."""
         self._expect_step()
         self._next_op += 1
         op = self._next_op

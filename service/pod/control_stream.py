@@ -1,4 +1,4 @@
-"""The front end's end of a rank's control stream (its other end: engine/shards/line.py)."""
+"""The front end's end of a control stream; see engine/shards/control_stream.py."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tokenpod.core.messages import Broken, Drain, FromRank, Joined, Pulse, Waiti
 
 
 class ControlStream(AsyncLink[FromRank]):
-    """Hears one rank, and sends it `ToRank`: to the rank, or through it to another pod.
+    """Receives the messages of one rank, and sends it `ToRank`: for itself, or for another pod.
 
     Args:
-        on_waiting: what keeps the group from forming.
+        on_waiting: called with what the start-up of the group waits for.
         on_drain: called with another pod's request to drain, or its answer.
     """
 

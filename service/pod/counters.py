@@ -21,11 +21,27 @@ _HEAD = 2
 _NUMBER = 8  # bytes
 
 
+class Total:
+    """A number of `PodCounters`: the sum of a column over all processes."""
+
+    def __init__(self, column: int, meaning: str) -> None:
+        self._column = column
+        self.__doc__ = meaning
+
+    def __get__(self, counters: PodCounters, owner: type) -> int:
+        return counters.sum(self._column)
+
+
 class PodCounters:
     """The numbers, seen by process `index` of `count`. Make it with `create` or `join`.
 
     `descriptor` is what the other processes inherit; None where there are none.
     """
+
+    requests = Total(_REQUESTS, "Admitted requests (`Generate` and `Tokens` calls).")
+    waiting = Total(_WAITING, "`Generate` calls that have no token yet.")
+    waiting_tokens = Total(_WAITING_TOKENS, "Prompt tokens that wait for their computation.")
+    call_bytes = Total(_CALL_BYTES, "Bytes that calls hold; see memory_budget.py.")
 
     def __init__(
         self, numbers: memoryview, index: int, count: int, descriptor: int | None = None
@@ -50,34 +66,14 @@ class PodCounters:
         return cls(_mapped(descriptor, count), index, count, descriptor)
 
     @property
-    def requests(self) -> int:
-        """Admitted requests (`Generate` and `Tokens` calls) of all processes."""
-        return self._sum(_REQUESTS)
-
-    @property
-    def waiting(self) -> int:
-        """`Generate` calls that have no token yet."""
-        return self._sum(_WAITING)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens that wait for their computation."""
-        return self._sum(_WAITING_TOKENS)
-
-    @property
-    def call_bytes(self) -> int:
-        """Bytes that calls hold; see memory_budget.py."""
-        return self._sum(_CALL_BYTES)
-
-    @property
     def all_serving(self) -> bool:
         """Whether every process but the first, which needs no telling, serves."""
-        return self._sum(_SERVING) == self.count - 1
+        return self.sum(_SERVING) == self.count - 1
 
     @property
     def pending(self) -> bool:
         """Whether the engine owes a step to any process that has said so."""
-        return bool(self._sum(_PENDING))
+        return bool(self.sum(_PENDING))
 
     @property
     def closed(self) -> bool:
@@ -141,7 +137,8 @@ class PodCounters:
     def _row(self, index: int) -> int:
         return _HEAD + _COLUMNS * index
 
-    def _sum(self, column: int) -> int:
+    def sum(self, column: int) -> int:
+        """What all processes together have in a column."""
         return sum(self._numbers[self._row(index) + column] for index in range(self.count))
 
 

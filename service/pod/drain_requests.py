@@ -1,7 +1,7 @@
-"""A follower's pod that is told to stop asks the leader's to drain first: the group ends with it.
+"""A follower's pod that is to stop asks the leader's to drain first, since the group ends with it.
 
-The request and its answer pass through the ranks, whose streams are there anyway, are mutually
-authenticated, and end when the group does.
+The request and its answer pass through the ranks, whose streams are mutually authenticated and end
+when the group does.
 """
 
 from __future__ import annotations

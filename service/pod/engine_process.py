@@ -61,11 +61,11 @@ class EngineProcess:
         """Start the process and connect; the model is not loaded yet (await `ready`).
 
         Args:
-            options: with a placement, the engine is a rank and has a line.
-            on_loading: hears of progress while weights are read.
+            options: with a placement, the engine is a rank and has a control stream.
+            on_loading: called with the progress while weights are read.
             command: what runs it.
             links: one per front end.
-            on_waiting: hears what keeps the group from forming.
+            on_waiting: called with what the start-up of the group waits for.
             on_drain: called with another pod's request to drain, or its answer.
         """
         pairs = [socket.socketpair() for _ in range(links)]
@@ -79,7 +79,7 @@ class EngineProcess:
         if options.placement is not None:
             control_end, their_end = socket.socketpair()
             ends.append(their_end)
-            placement = msgspec.structs.replace(options.placement, line=their_end.fileno())
+            placement = msgspec.structs.replace(options.placement, control_fd=their_end.fileno())
             options = msgspec.structs.replace(options, placement=placement)
         # Popen, not asyncio's own: the child's death signal hangs on the thread that forks.
         process = subprocess.Popen(  # noqa: ASYNC220
@@ -140,7 +140,7 @@ class EngineProcess:
             return f"{self.name} hung up"
         if status >= 0:
             return f"{self.name} ended with status {status}"
-        # Nobody but the kernel kills it before we have given it up.
+        # Before it is given up here, only the kernel kills it.
         memory = ", out of memory?" if status == -signal.SIGKILL else ""
         return f"{self.name} was killed by {signal.Signals(-status).name}{memory}"
 

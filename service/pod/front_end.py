@@ -1,7 +1,7 @@
 """A further front end as a process of its own: `python -m tokenpod.service.pod.front_end`.
 
 The first one starts it and writes a `FrontEndConfig` to its standard input; it ends when that
-closes. Signals are the first one's business. See front_ends.py for who does what.
+closes. The first one handles signals. front_ends.py says which front end does what.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tokenpod.service.rpc.listen import StartError, bind
 from tokenpod.service.rpc.public import public_server
 from tokenpod.service.rpc.relay import relay_of
 from tokenpod.service.serving.backend import Backend
-from tokenpod.service.serving.generate import GenerateService, Serving, request_limits
+from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.logs import configure_logging
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
-from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
+from tokenpod.service.text.tokenizer import TokenizerError
 
 log = logging.getLogger("tokenpod")
 
@@ -66,12 +66,7 @@ class FrontEnd:
             await client.open(socket.socket(fileno=config.link))
             stack.callback(client.close)
             counters = PodCounters.join(config.counters, config.index, config.count)
-            admission = Admission(
-                max_requests=settings.resolved_concurrent_requests,
-                max_bytes=settings.resolved_front_end_bytes,
-                max_message_bytes=settings.max_message_bytes,
-                counters=counters,
-            )
+            admission = Admission.of(settings, counters)
             generate = GenerateService(admission, telemetry)
             # Whether the pod is healthy is the first one's to say, and is relayed.
             backend = Backend(TABLE, admission, generate, healthy=_never_asked, relays=True)
@@ -80,16 +75,12 @@ class FrontEnd:
             )
             recording = telemetry.interceptors(TABLE.untraced)
             server, closing = public_server(settings, backend, recording, [relay])
-            tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_folder))
-            encoder = await Encoder.start(tokenizer, settings, stack)
+            encoder = await Encoder.start(Path(config.model_folder), settings, stack)
             events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
             await asyncio.wait(events, return_when="FIRST_COMPLETED")
             if hung_up.done() or client.lost.done():
                 return 0
-            ready = client.ready.result()
-            limits = request_limits(settings, ready)
-            admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
-            generate.start(Serving(client, encoder, limits, settings.model_id))
+            generate.start(settings, client, encoder, client.ready.result())
             admission.closed = None
             # As in the first one.
             gc.collect()

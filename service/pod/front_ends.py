@@ -8,13 +8,13 @@ pass on to the first (`relay.py`), which is the one that decides for the pod.
     first        health, a router's batches, drain, the engine's life      + Generate, Tokens
     further      the relay                                                 + Generate, Tokens
 
-A further front end ends when the first hangs up, whatever becomes of the first. If one ends
-unasked, its streams are lost and the engine drops their sequences; the pod drains and ends, to be
-started anew whole.
+A further front end ends when the first one closes its standard input, or dies. If one ends by
+itself, its streams are lost and the engine drops their sequences; the pod drains, and ends to be
+restarted.
 
-One that hangs would go on getting its part of the new connections, for a stopped process keeps its
-place at the port. So each shows four times a second that its event loop turns. After five seconds
-without, it is killed and another takes its place, with a new link to the engine.
+One that hangs would go on getting new connections, because a stopped process still listens on the
+port. So each sends four heartbeats per second while its event loop turns. After five seconds
+without one it is killed and replaced, with a new link to the engine.
 """
 
 from __future__ import annotations

@@ -11,17 +11,9 @@ from tokenpod.core.messages import EngineOptions, Placement, ShardTls
 from tokenpod.service.config import ServerSettings, host_of
 
 
-def engine_options(
-    settings: ServerSettings, model_folder: Path, address: str
-) -> list[EngineOptions]:
-    """The options of each engine of this pod: of one, or of one per rank.
-
-    Args:
-        settings: the operator's.
-        model_folder: where the model lies.
-        address: where clients reach this pod.
-    """
-    alone = EngineOptions(
+def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
+    """The options of an engine without a group, for the model in `model_folder`."""
+    return EngineOptions(
         model_folder=str(model_folder),
         dtype=settings.resolved_dtype,
         device=settings.resolved_device,
@@ -36,6 +28,19 @@ def engine_options(
         max_logit_edits=2 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,
     )
+
+
+def engine_options(
+    settings: ServerSettings, model_folder: Path, address: str
+) -> list[EngineOptions]:
+    """The options of each engine of this pod: of one, or of one per rank.
+
+    Args:
+        settings: the operator's.
+        model_folder: where the model lies.
+        address: where clients reach this pod.
+    """
+    alone = lone_options(settings, model_folder)
     return [
         msgspec.structs.replace(
             alone,
@@ -49,8 +54,8 @@ def engine_options(
 def placements(settings: ServerSettings, address: str) -> list[Placement]:
     """This pod's ranks, the first one first; none if the engine is alone.
 
-    Every life of the group asks anew: within one pod nothing but its own processes can join, by an
-    address and a secret that nobody had before.
+    Each start of a group calls it again: within one pod only its own processes can join, because
+    the address and the secret are new.
 
     Args:
         settings: the operator's.

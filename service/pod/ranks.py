@@ -1,7 +1,7 @@
 """The engine processes of a pod: one, or this pod's ranks of a group.
 
-A group lives and ends as a whole. If one of this pod's ranks is lost, or says that another is, the
-others are told and end too; the server decides what follows.
+A group ends as a whole. If one of this pod's ranks is lost, or reports that another is, the others
+are stopped too; the server decides what follows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tokenpod.service.pod.client import EngineClient, EngineLost
 from tokenpod.service.pod.engine_process import EngineProcess
 
 #: Seconds in which a process that has closed one socket gives the reason on the other.
-_LAST_WORDS_SECONDS = 0.1
+_REASON_SECONDS = 0.1
 #: Seconds in which such a process is gone.
 _END_SECONDS = 0.5
 #: Seconds that an engine gets to end after we hang up: while it serves, and while it loads.
 _LEAVE_SECONDS = 5.0
 _LEAVE_LOADING_SECONDS = 0.5
-#: Seconds that ranks get to tell those of other pods why the group ends.
-_FAREWELL_SECONDS = 0.7
+#: Seconds that ranks get to report to those of other pods why the group ends.
+_REPORT_SECONDS = 0.7
 
 
 class Ranks:
@@ -89,7 +89,7 @@ class Ranks:
         try:
             answers = [await engine.ready() for engine in self._engines]
         except EngineLost:
-            # Whoever is lost first, others may have more to say.
+            # The first loss may not be the cause: `lost` has the best known reason.
             raise await self.lost from None
         self._serving = True
         return answers[0]
@@ -104,7 +104,7 @@ class Ranks:
             watcher.cancel()
         if self.lost.done():
             # What is lost may be stopped, or stuck in a collective.
-            await asyncio.gather(*(engine.end(_FAREWELL_SECONDS) for engine in self._engines))
+            await asyncio.gather(*(engine.end(_REPORT_SECONDS) for engine in self._engines))
         seconds = _LEAVE_SECONDS if self._serving else _LEAVE_LOADING_SECONDS
         await asyncio.gather(*(engine.stop(seconds) for engine in self._engines))
 
@@ -114,7 +114,7 @@ class Ranks:
         words: set[asyncio.Future[Any]] = {ended, control.broken} if control else {ended}
         await asyncio.wait(words, return_when="FIRST_COMPLETED")
         if control is not None:
-            await asyncio.wait({control.broken}, timeout=_LAST_WORDS_SECONDS)
+            await asyncio.wait({control.broken}, timeout=_REASON_SECONDS)
             if control.broken.done():
                 broken = control.broken.result()
                 killed = await self._killed() if broken.peer else None
@@ -128,7 +128,7 @@ class Ranks:
 
     async def _killed(self) -> EngineLost | None:
         """A rank of this pod that the kernel has killed: others only say that it is lost."""
-        end = time.monotonic() + _LAST_WORDS_SECONDS
+        end = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < end:
             for engine in self._engines:
                 if engine.was_killed:

@@ -75,7 +75,7 @@ async def stop_follower(
 def send_away(settings: ServerSettings, state: PodState) -> None:
     """The group is lost, and starts again: refuse new calls, and let clients find another copy."""
     admission, duck = state.admission, settings.lame_duck_seconds
-    # Whoever obeys the hint is not on the way while connections are closed: see `Closing`.
+    # Clients that follow the hint send no call while connections are closed: see `Closing`.
     away = max(state.startup.took, duck + _CLOSING_SECONDS)
     admission.close(FORMING, away)
     state.startup.begin()

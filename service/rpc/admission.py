@@ -1,7 +1,7 @@
-"""The bounded queue: what is taken in, and what is refused at once.
+"""The bounded queue: which calls are admitted, and which are refused at once.
 
-Refusing is cheap and happens before anything is tokenised or sent to the engine, so that ten times
-the load that can be served costs the tenth that is served almost nothing.
+A refusal is cheap: it happens before anything is tokenised or sent to the engine. So at ten times
+the load that can be served, refusals take almost nothing from the calls that are served.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
 from tokenpod.service.rpc.memory_budget import Lease, MemoryBudget
@@ -17,7 +18,7 @@ from tokenpod.service.rpc.turnover import Turnover
 
 #: Seconds after which a refused client should try again.
 RETRY_SECONDS = 1.0
-#: Clients are not sent away for longer, whatever is expected: it may be over sooner.
+#: The longest hint: what is waited for may be over sooner than estimated.
 MOST_RETRY_SECONDS = 30.0
 #: Why new calls are refused while the server stops.
 DRAINING = "the server is draining"
@@ -56,10 +57,20 @@ class Admission:
         self.memory = MemoryBudget(self.counters, max_bytes)
         self.turnover = Turnover(self.counters)
         self._max_message_bytes = max_message_bytes
-        #: Why nothing is taken in: the server is starting or draining.
+        #: Why nothing is admitted: the server is starting or draining.
         self.closed: str | None = "the server is starting: the model is not loaded yet"
         #: When it is expected to be open again, by time.monotonic, and how long that is in all.
         self._opens_at = self._expected = 0.0
+
+    @classmethod
+    def of(cls, settings: ServerSettings, counters: PodCounters) -> Admission:
+        """By the operator's limits, but for that on prompt tokens, which the engine decides."""
+        return cls(
+            max_requests=settings.resolved_concurrent_requests,
+            max_bytes=settings.resolved_front_end_bytes,
+            max_message_bytes=settings.max_message_bytes,
+            counters=counters,
+        )
 
     @property
     def requests(self) -> int:
@@ -72,12 +83,12 @@ class Admission:
         return self.counters.waiting_tokens
 
     def drain(self) -> None:
-        """Take in nothing more, in any process."""
+        """Admit nothing more, in any process."""
         self.close(DRAINING, 0.0)
         self.counters.close()
 
     def close(self, why: str, seconds: float) -> None:
-        """Take in nothing more, for so many seconds as far as is known."""
+        """Admit nothing more, for about so many seconds."""
         self.closed = why
         self._opens_at, self._expected = time.monotonic() + seconds, seconds
 
@@ -105,13 +116,13 @@ class Admission:
                 f"{requests} requests are running or waiting; this server takes at most"
                 f" {self.max_requests} (--max-concurrent-requests)",
                 limit="max_concurrent_requests",
-                retry_after=RETRY_SECONDS,
+                retry_after=self._come_again(seconds),
             )
         if seconds is not None:
             self._check_time(seconds)
 
     def _check_time(self, seconds: float) -> None:
-        """Refuse who would wait for nothing, before it keeps others waiting."""
+        """Refuse a call that would miss its deadline, before it makes others wait."""
         outlook = self.turnover.outlook()
         if outlook.fits(seconds):
             return
@@ -120,8 +131,13 @@ class Admission:
             f"a call that comes now waits for about {outlook.wait:.1f} s and then runs for about"
             f" {outlook.run:.1f} s; this one's deadline is {seconds:.1f} s away",
             limit="deadline",
-            retry_after=min(max(late, RETRY_SECONDS), MOST_RETRY_SECONDS),
+            retry_after=self._come_again(seconds, late),
         )
+
+    def _come_again(self, seconds: float | None, least: float = 0.0) -> float:
+        """The hint of a call that is refused for want of room."""
+        after = max(self.turnover.come_again(seconds), least, RETRY_SECONDS)
+        return min(after, MOST_RETRY_SECONDS)
 
     def expect(self) -> Lease:
         """Memory for the message of a call that there is room for; raises ResourceExhausted."""

@@ -1,10 +1,11 @@
 """Closes a server's connections without cancelling calls that are about to come.
 
-gRPC announces a stop to clients (GOAWAY) and cancels what they send before they have read it:
-CANCELLED, which clients do not retry. But a client that waits for an answer sends no call. So the
-last calls are held until GOAWAY has been sent to all clients, and are then refused with a hint.
+gRPC announces a stop to clients (GOAWAY) and cancels the calls that they send before they have read
+it, with CANCELLED, which clients do not retry. But a client that waits for an answer sends no call.
+So the last calls get no answer until GOAWAY has been sent to all clients; then they are refused,
+with a hint to retry.
 
-    serving -- clients call again, and are held --> stop: GOAWAY --> the held are refused
+    serving -- clients call again, and wait --> stop: GOAWAY --> the waiting calls are refused
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _DRAINING = Unavailable(DRAINING, retry_after=RETRY_SECONDS)
 
 
 class Closing(grpc.aio.ServerInterceptor):
-    """Holds the last calls of a server. It comes after authorisation.
+    """Delays the answers to the last calls of a server. It comes after authorisation.
 
     Args:
-        most: calls that are held at once; more are refused at once.
+        most: calls that wait at the same time; more are refused at once.
         exempt: full names of the methods whose calls pass: probes must not wait.
         now: seconds of a clock that never goes back.
     """
@@ -63,7 +64,7 @@ class Closing(grpc.aio.ServerInterceptor):
             server: what this interceptor is part of.
             grace: seconds that running calls get after that.
             sleep: may return early, if it has become urgent.
-            why: the error of the calls that were held.
+            why: the error of the calls that waited.
         """
         if self._told is not None:
             await server.stop(None)

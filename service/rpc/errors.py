@@ -6,6 +6,7 @@ help, after how long. docs/contract.md lists which code means what.
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from tokenpod.core.messages import Failure, FailureCode
 
@@ -22,6 +23,24 @@ DOMAIN = "tokenpod"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 Metadata = Sequence[tuple[str, str]]
+
+
+def _packed(detail: Message) -> AnyMessage:
+    url = f"type.googleapis.com/{detail.DESCRIPTOR.full_name}"
+    return AnyMessage(type_url=url, value=detail.SerializeToString())
+
+
+# A flood of refusals says the same things again and again.
+@functools.lru_cache
+def _info(reason: str) -> AnyMessage:
+    return _packed(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+
+
+@functools.lru_cache
+def _delay(nanoseconds: int) -> AnyMessage:
+    delay = Duration()
+    delay.FromNanoseconds(nanoseconds)
+    return _packed(error_details_pb2.RetryInfo(retry_delay=delay))
 
 
 class ServiceError(Exception):
@@ -41,13 +60,11 @@ class ServiceError(Exception):
         self.message = message
         self.retry_after = retry_after
 
-    def details(self) -> list[Message]:
+    def details(self) -> list[AnyMessage]:
         """The `google.rpc` messages that say more."""
-        found: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
+        found = [_info(self.reason)]
         if self.retry_after is not None:
-            delay = Duration()
-            delay.FromNanoseconds(int(self.retry_after * 1e9))
-            found.append(error_details_pb2.RetryInfo(retry_delay=delay))
+            found.append(_delay(int(self.retry_after * 1e9)))
         return found
 
     def trailing_metadata(self) -> Metadata:
@@ -58,13 +75,8 @@ class ServiceError(Exception):
 
     def status(self) -> status_pb2.Status:
         """`google.rpc.Status`, what travels in `grpc-status-details-bin`."""
-        packed = []
-        for detail in self.details():
-            message = AnyMessage()
-            message.Pack(detail)
-            packed.append(message)
-        number = getattr(code_pb2, self.code.name)
-        return status_pb2.Status(code=number, message=self.message, details=packed)
+        number: int = self.code.value[0]
+        return status_pb2.Status(code=number, message=self.message, details=self.details())
 
 
 class InvalidArgument(ServiceError):
@@ -78,11 +90,11 @@ class InvalidArgument(ServiceError):
         self.field = field
         self.problem = problem
 
-    def details(self) -> list[Message]:
+    def details(self) -> list[AnyMessage]:
         """The violation first."""
         bad = error_details_pb2.BadRequest()
         bad.field_violations.add(field=self.field, description=self.problem)
-        return [bad, *super().details()]
+        return [_packed(bad), *super().details()]
 
 
 class ResourceExhausted(ServiceError):
@@ -95,11 +107,11 @@ class ResourceExhausted(ServiceError):
         super().__init__(message, retry_after=retry_after)
         self.limit = limit
 
-    def details(self) -> list[Message]:
+    def details(self) -> list[AnyMessage]:
         """The limit first."""
         quota = error_details_pb2.QuotaFailure()
         quota.violations.add(subject=self.limit, description=self.message)
-        return [quota, *super().details()]
+        return [_packed(quota), *super().details()]
 
 
 class Unavailable(ServiceError):
@@ -120,12 +132,12 @@ class NotFound(ServiceError):
         self.kind = kind
         self.name = name
 
-    def details(self) -> list[Message]:
+    def details(self) -> list[AnyMessage]:
         """The resource first."""
         resource = error_details_pb2.ResourceInfo(
             resource_type=self.kind, resource_name=self.name, description=self.message
         )
-        return [resource, *super().details()]
+        return [_packed(resource), *super().details()]
 
 
 class FailedPrecondition(ServiceError):
@@ -154,13 +166,6 @@ class Unauthenticated(ServiceError):
 
     code = grpc.StatusCode.UNAUTHENTICATED
     reason = "BAD_TOKEN"
-
-
-class PermissionDenied(ServiceError):
-    """The caller is known and not allowed."""
-
-    code = grpc.StatusCode.PERMISSION_DENIED
-    reason = "NOT_ALLOWED"
 
 
 class Internal(ServiceError):

@@ -10,12 +10,12 @@ refused. Liveness goes only after max(--stall-timeout, 200 times the usual step)
 said nothing: a full queue, a drain, or rows that a router keeps never restart a good pod. The pod
 then ends by itself, or forms its group again.
 
-Work that clients have given up is no sign of life: until the engine has been heard of again, it
-counts as pending.
+Cancelled work still counts as pending until the engine sends another message: a cancel does not
+show that the engine is alive.
 
-A pod that follows is `startup` as soon as it listens: its group may wait for pods that are yet to
-come. It is `readiness` in a group that serves, so that whoever replaces pods one after the other
-waits for the whole group.
+On a pod that follows, `startup` is SERVING as soon as it listens, because its group may wait for
+pods that are not there yet; `readiness` is SERVING when the group serves, so that a rollout, which
+replaces pods one by one, waits for the whole group.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ METHODS = tuple(
 
 _POLL_SECONDS = 0.25
 
-#: Of the health port's server. Nobody there needs more than a name and a moment.
+#: Of the health port's server, whose clients send a name and wait a moment.
 _HEALTH_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 4096),
@@ -236,8 +236,8 @@ class HealthBoard:
 async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Server, int]:
     """A second server with health alone: plaintext and open, for kubelet's gRPC probes.
 
-    Everybody who reaches it may call, so it takes small messages only. It has no limit on
-    connections: probes must get through.
+    It has no authentication, so it takes small messages only. It has no limit on connections:
+    probes must get through.
 
     Raises RuntimeError if the address is taken.
     """

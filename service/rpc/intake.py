@@ -1,8 +1,8 @@
 """Reads requests: calls that are refused anyway are refused first, then bytes are checked, parsed.
 
-grpcio reads and parses a unary request before it calls anybody. So handlers of one request are
-served as handlers of a stream, which read the one message when they want it: a call that is refused
-costs no message, whatever its client sends.
+grpcio reads and parses a unary request before it calls the handler. So handlers of one request are
+served as handlers of a stream, which read the message when they need it: the message of a call that
+is refused is never read.
 
     token, drain (other interceptors) -> gate -> read -> bytes, fields -> parse -> the handler
 """
@@ -25,14 +25,16 @@ from tokenpod.service.rpc.interceptors import (
     Context,
     Continuation,
     Handler,
+    Wrapped,
     behaviour_of,
     unparsed,
 )
 from tokenpod.service.rpc.memory_budget import Lease
-from tokenpod.service.rpc.methods import Backend, MethodLimits
+from tokenpod.service.rpc.methods import MethodLimits
 from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
+from tokenpod.service.serving.backend import Backend
 
-#: Seconds that a message may take to arrive; a call that never sends one must not stay.
+#: Seconds that a message may take to arrive; a call without one is ended then.
 ARRIVAL_SECONDS = 60.0
 
 #: Messages from this size on are parsed in a turn of their own.
@@ -44,7 +46,7 @@ Check = Callable[[str, float | None], Lease | None]
 
 
 def open_to_all(method: str, seconds: float | None) -> Lease | None:
-    """A gate that refuses nobody."""
+    """A gate that refuses no call."""
     return None
 
 
@@ -136,7 +138,7 @@ class Intake(grpc.aio.ServerInterceptor):
         self._limits = limits
         self._gate = gate
         self._arrival = arrival
-        self._parsers: dict[str, Parser] = {}
+        self._wrapped = Wrapped(self._parsing)
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -146,10 +148,10 @@ class Intake(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or method not in self._limits:
             return handler
-        parser = self._parsers.get(method)
-        if parser is None:
-            parser = Parser.of(handler.request_deserializer, self._limits[method])
-            self._parsers[method] = parser
+        return self._wrapped(handler, method)
+
+    def _parsing(self, handler: Handler, method: str) -> Handler:
+        parser = Parser.of(handler.request_deserializer, self._limits[method])
         if handler.request_streaming:
             return _parsing_all(handler, parser)
         return self._parsing_one(handler, parser, method)

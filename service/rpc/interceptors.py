@@ -40,12 +40,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     a ServiceError is a fault of ours: the client gets an error id, the log the traceback under it.
     """
 
+    def __init__(self) -> None:
+        self._wrapped = Wrapped(_guarded)
+
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Called by grpc."""
         handler = await continuation(handler_call_details)
-        return _guarded(handler, handler_call_details.method) if handler else handler
+        return self._wrapped(handler, handler_call_details.method) if handler else handler
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
@@ -137,6 +140,25 @@ def with_behaviour(handler: Handler, behaviour: Behaviour) -> Handler:
     """`handler` with another function behind it."""
     _, make = _ARITIES[handler.request_streaming, handler.response_streaming]
     return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+class Wrapped:
+    """Handlers with something around them, made once: a method has the same one for every call.
+
+    Args:
+        wrap: (handler, full name of its method) -> what stands for it.
+    """
+
+    def __init__(self, wrap: Callable[[Handler, str], Handler]) -> None:
+        self._wrap = wrap
+        self._made: dict[str, tuple[Handler, Handler]] = {}
+
+    def __call__(self, handler: Handler, method: str) -> Handler:
+        """What stands for `handler`; made anew only if the method's handler is another one."""
+        known = self._made.get(method)
+        if known is None or known[0] is not handler:
+            known = self._made[method] = (handler, self._wrap(handler, method))
+        return known[1]
 
 
 def unparsed(handler: Handler, behaviour: Behaviour) -> Handler:

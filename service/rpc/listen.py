@@ -13,8 +13,8 @@ from tokenpod.service.config import ServerSettings
 #: gRPC's own "never", for times in milliseconds.
 _NEVER_MS = 2**31 - 1
 
-#: How long gRPC waits for a connection's first bytes, TLS included, and for the answer to a ping.
-#: Whoever is silent that long is gone, or keeps a descriptor for nothing.
+#: How long gRPC waits for a connection's first bytes, TLS included, and for the answer to a ping. A
+#: connection that is silent for longer is closed, because it holds a file descriptor.
 CONNECTION_TIMES = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),

@@ -10,8 +10,6 @@ its own bounds allow (a prompt's tokens, a reader that lags); the next call is r
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted
 
@@ -36,14 +34,13 @@ class MemoryBudget:
         """Bytes that are counted now."""
         return self._counters.call_bytes
 
-    def reserve(self, size: int, *, refusable: bool = True) -> Lease:
+    def reserve(self, size: int) -> Lease:
         """Count a call at `size` bytes. Raises ResourceExhausted at once if they are not there.
 
-        Where nothing is counted any size is taken, since waiting would not help. A call that is not
-        `refusable` is a router's, which keeps books of its own: it is counted alone.
+        Where nothing is counted any size is taken, since waiting would not help.
         """
         taken = self.taken
-        if refusable and taken and taken + size > self.most:
+        if taken and taken + size > self.most:
             raise ResourceExhausted(
                 f"calls hold {taken} bytes of memory; with up to {size} of this one they would hold"
                 f" more than {self.most} (--max-front-end-bytes)",
@@ -81,10 +78,5 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -13,15 +13,18 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.rpc.wire import MESSAGE_FIELDS, WHOLE, Size
+
+if TYPE_CHECKING:
+    # It is made of services that know the rows.
+    from tokenpod.service.serving.backend import Backend
 
 #: For messages up to this size the limits on fields and elements hold as they are; larger ones,
 #: which come from routers' sockets alone, may hold more in proportion.
@@ -38,7 +41,7 @@ class Access(enum.Enum):
 
     #: Callers that show a token, where the operator asks for one (--auth-token-file).
     TOKEN = "token"  # noqa: S105 (a kind, not a token)
-    #: Everybody, also while the server closes: probes carry no token and must not wait.
+    #: All callers, also while the server closes: probes carry no token and must not wait.
     HEALTH = "health"
 
 
@@ -209,27 +212,6 @@ class MethodTable:
             return replace(own, size=size)
 
         return {row.name: limits(row.limits) for row in self}
-
-
-class Backend(Protocol):
-    """What answers the rpcs of a table."""
-
-    @property
-    def table(self) -> MethodTable:
-        """The rows."""
-        ...
-
-    def check(self, method: str, remaining: float | None = None) -> Lease | None:
-        """Raise what a call of `method` would be refused with, whatever its message says.
-
-        Args:
-            method: its full name.
-            remaining: seconds until the call's deadline; None: it has none.
-
-        Returns:
-            Memory for its message; None: it needs none to speak of.
-        """
-        ...
 
 
 def add_methods(backend: Backend, server: grpc.aio.Server) -> None:

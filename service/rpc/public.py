@@ -11,8 +11,9 @@ from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
 from tokenpod.service.rpc.listen import channel_options
-from tokenpod.service.rpc.methods import Backend, add_methods
+from tokenpod.service.rpc.methods import add_methods
 from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.serving.backend import Backend
 
 
 def public_server(

@@ -1,11 +1,11 @@
-"""Server reflection, for grpcurl and its kin: the old protocol and the new.
+"""Server reflection, for tools such as grpcurl: the old protocol and the new.
 
 grpcio-reflection serves v1alpha only. v1's messages are the same on the wire under another package
 name, so its service is the same servicer behind a generic handler. v1 has no descriptor here, so it
 is not listed among the services: a list must not name what cannot be described.
 
-One more fault is fixed: protobuf's pool does not find the file of a method by the method's name,
-so that `grpcurl describe pkg.Service.Method` would fail.
+protobuf's pool does not find the file of a method by the method's name, so that `grpcurl describe
+pkg.Service.Method` would fail; that is fixed here.
 """
 
 from __future__ import annotations

@@ -21,8 +21,15 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import Unauthenticated
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.intake import intake_of
-from tokenpod.service.rpc.interceptors import Continuation, ErrorInterceptor, refusing
-from tokenpod.service.rpc.methods import Backend, MethodTable, add_methods
+from tokenpod.service.rpc.interceptors import (
+    Context,
+    Continuation,
+    ErrorInterceptor,
+    Handler,
+    refusing,
+)
+from tokenpod.service.rpc.methods import Method, MethodTable, add_methods
+from tokenpod.service.serving.backend import Backend
 
 #: Metadata of a relayed call: the secret that the front ends share.
 SECRET_KEY = "tokenpod-relay"  # noqa: S105 (a name, not a secret)
@@ -32,10 +39,6 @@ _HOP = frozenset({"user-agent", "te", "content-type", SECRET_KEY})
 _HOP_PREFIXES = ("grpc-", ":")
 #: What the contract promises of an error, though the names begin with grpc-.
 _CONTRACT = frozenset({"grpc-status-details-bin", "grpc-retry-pushback-ms"})
-
-#: grpc.aio.ServicerContext and grpc.RpcMethodHandler, which are generic in their stubs only.
-Context = Any
-Handler = Any
 
 
 async def serve_relay(
@@ -111,16 +114,17 @@ class Relay(grpc.aio.ServerInterceptor):
 
     def __init__(self, channel: grpc.aio.Channel, table: MethodTable, *, secret: str) -> None:
         self._channel = channel
-        self._table = table
         self._secret = secret
+        self._handlers = {row.name: self._handler(row) for row in table if row.relayed}
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
         """Called by grpc."""
-        row = self._table.get(handler_call_details.method)
-        if row is None or not row.relayed:
-            return await continuation(handler_call_details)
+        relayed = self._handlers.get(handler_call_details.method)
+        return relayed or await continuation(handler_call_details)
+
+    def _handler(self, row: Method) -> Handler:
         if row.streams:
             return grpc.unary_stream_rpc_method_handler(self._stream(row.name))
         return grpc.unary_unary_rpc_method_handler(self._once(row.name))

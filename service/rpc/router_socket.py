@@ -20,8 +20,9 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.config_rules import SOCKET_SUFFIX
 from tokenpod.service.rpc.health import HealthBoard
 from tokenpod.service.rpc.listen import StartError, bind
-from tokenpod.service.rpc.methods import Backend, add_methods
+from tokenpod.service.rpc.methods import add_methods
 from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.serving.backend import Backend
 
 
 class RouterSocket:

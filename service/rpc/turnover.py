@@ -1,4 +1,4 @@
-"""What a call that comes now has to expect, by how long calls have run of late.
+"""Estimates how long a new call waits and runs, from how long recent calls have run.
 
 A waiting call begins when a running one has ended. With c calls running, each for s seconds on
 average, a call behind n others begins after n * s / c. s is counted in steps and converted with the
@@ -9,10 +9,16 @@ that is slightly too short makes all of them late; one that is too long refuses 
 have been in time. So a call's run is estimated as the mean plus two mean deviations (as TCP
 estimates its timeout; Jacobson, "Congestion Avoidance and Control", 1988). Without a noticeable
 queue no call is refused.
+
+A refused call gets a hint of when to come again, as if the refused formed a queue of their own that
+moves as fast as calls end. If all of them came again after a second, a pod with ten times the load
+that it can serve would do little but refuse the same calls again.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenpod.service.pod.client import EngineClient
@@ -46,18 +52,22 @@ class Turnover:
 
     Args:
         counters: of the calls of all front ends.
+        now: seconds of a clock that never goes back.
     """
 
-    def __init__(self, counters: PodCounters) -> None:
+    def __init__(self, counters: PodCounters, now: Callable[[], float] = time.monotonic) -> None:
         self._counters = counters
+        self._now = now
         self._engine: EngineClient | None = None
         self._rows = 0
         self._ended = 0
         #: Steps of a call from its first to its last: their mean and mean deviation.
         self._steps = self._deviation = 0.0
+        #: Calls that this process has refused and expects again, at a moment.
+        self._refused = self._refused_at = 0.0
 
     def watch(self, engine: EngineClient, rows: int) -> None:
-        """An engine that runs `rows` sequences at most is there."""
+        """The engine is ready; it runs at most `rows` sequences."""
         self._engine, self._rows = engine, rows
 
     def note(self, seconds: float) -> None:
@@ -86,14 +96,44 @@ class Turnover:
         """Of a call that comes now; nothing at all while too little is known."""
         if self._engine is None or self._ended < _ENOUGH:
             return Outlook()
-        load, step = self._engine.load, self._engine.usual_step
-        # While the engine lets somebody wait, as many run as can; else those rows are free.
-        most = load.running if load.waiting else self._rows
+        running = self._engine.load.running
         # Each of both counts some too many: whose prompt is being computed, whose answer is read.
-        waiting = min(self._counters.waiting, self._counters.requests - load.running)
-        ahead = waiting - (most - load.running)
-        wait = max(ahead, 0) * self._steps * step / max(most, 1)
-        return Outlook(wait, self._most_steps * step)
+        waiting = min(self._counters.waiting, self._counters.requests - running)
+        ahead = waiting - (self._most_running - running)
+        return Outlook(max(ahead, 0) * self._each, self._most_steps * self._engine.usual_step)
+
+    def come_again(self, seconds: float | None) -> float:
+        """Seconds after which the call that is refused now is worth another try.
+
+        Args:
+            seconds: until its deadline; None: it has none. Who has less time than it would have to
+                wait is not expected again.
+        """
+        if self._engine is None or self._ended < _ENOUGH:
+            return 0.0
+        # Every front end sees its share of the refused, and of the ends.
+        each = self._each * self._counters.count
+        now = self._now()
+        gone = (now - self._refused_at) / each if each else self._refused
+        self._refused, self._refused_at = max(self._refused - gone, 0.0), now
+        after = self._refused * each
+        if seconds is None or after < seconds:
+            self._refused += 1
+        return after
+
+    @property
+    def _each(self) -> float:
+        """Seconds from the end of one call to that of the next, while all rows are taken."""
+        assert self._engine is not None
+        return self._steps * self._engine.usual_step / max(self._most_running, 1)
+
+    @property
+    def _most_running(self) -> int:
+        """Calls that can run at once."""
+        assert self._engine is not None
+        # While the engine lets somebody wait, as many run as can; else those rows are free.
+        load = self._engine.load
+        return load.running if load.waiting else self._rows
 
     @property
     def _most_steps(self) -> float:

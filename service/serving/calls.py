@@ -188,19 +188,3 @@ class ShardStep:
     decode_ns: int
     total_ns: int
     concat_ns: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCall:
-    """A router's Prefill."""
-
-    batch: ShardBatch
-    cached_batch_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupCall:
-    """A router's Warmup: only the limits matter."""
-
-    max_input_tokens: int | None
-    max_total_tokens: int | None

@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tokenpod.core.messages import Ready, Request, StoppingParams
 from tokenpod.service.config import ServerSettings
@@ -26,10 +27,13 @@ from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, TokensCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation, Sample
 from tokenpod.service.serving.sampling import sampling_params
-from tokenpod.service.telemetry.recorder import RecordedCall, Telemetry
+from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder, Tokenised
 from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenpod.service.telemetry.tracing import ServerCall
 
 log = logging.getLogger("tokenpod.generate")
 
@@ -82,10 +86,15 @@ class GenerateService:
         self._telemetry = telemetry
         self._serving: Serving | None = None
 
-    def start(self, serving: Serving) -> None:
+    def start(
+        self, settings: ServerSettings, client: EngineClient, encoder: Encoder, ready: Ready
+    ) -> Serving:
         """The model is ready."""
-        self._serving = serving
-        self._admission.turnover.watch(serving.client, serving.limits.rows)
+        limits = request_limits(settings, ready)
+        self._admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
+        self._admission.turnover.watch(client, limits.rows)
+        self._serving = Serving(client, encoder, limits, settings.model_id)
+        return self._serving
 
     @contextlib.contextmanager
     def admit(self, remaining: float | None) -> Iterator[AdmittedCall]:
@@ -210,7 +219,7 @@ class AdmittedCall:
         self._generation, self._request_id = generation, request_id
         return generation
 
-    def end(self, recorded: RecordedCall | None) -> None:
+    def end(self, recorded: ServerCall | None) -> None:
         """Cancel what still runs and report the call; its memory is free.
 
         Args:
@@ -224,7 +233,7 @@ class AdmittedCall:
         if self._lease is not None:
             self._lease.release()
 
-    def _report(self, generation: Generation, recorded: RecordedCall | None) -> None:
+    def _report(self, generation: Generation, recorded: ServerCall | None) -> None:
         # One line for a call; never its text.
         log.info(
             "generate",

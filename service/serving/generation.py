@@ -3,7 +3,7 @@
 A `Generation` is the engine client's sink for a request. It takes tokens as they come (detokenises
 them, looks for stop sequences) and keeps what the stream has not sent yet, so a slow reader costs
 memory in proportion to what it lags behind, and a stop sequence ends a sample at once. A reader
-that lags behind by more than `UNREAD_BYTES` loses its stream: nobody else may pay for it.
+that lags behind by more than `UNREAD_BYTES` loses its stream, so that others keep their memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.service.rpc.errors import ResourceExhausted, ServiceError, engine_failure
 from tokenpod.service.serving.deltas import Delta, Unread
-from tokenpod.service.text.detokenizer import Detokenizer
+from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.stops import StopMatcher
 
 #: Bytes that may wait for a stream's reader. What gRPC holds for it (a message being sent, its

@@ -1,13 +1,19 @@
-"""A sequence of a router's batch: its text by TGI's rules, and how far its prompt has come."""
+"""Sequences of a router's batch: their texts by TGI's rules, and the tokens of a step."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+from collections.abc import Iterable
 
-from tokenpod.core.messages import FinishCode, Request, Started, Top
+from tokenpod.core.messages import Failure, FailureCode, FinishCode, Request, Started, Top
+from tokenpod.service.rpc.errors import ServiceError, engine_failure
 from tokenpod.service.serving.calls import ShardGeneration, ShardRequest, ShardText, TokenList
 from tokenpod.service.text.stops import TailStops
 from tokenpod.service.text.tokenizer import Tokenizer
+
+log = logging.getLogger("tokenpod.shard")
 
 #: TGI's FinishReason.
 _LENGTH, _EOS_TOKEN, _STOP_SEQUENCE = 0, 1, 2
@@ -59,7 +65,7 @@ class RoutedSequence:
     ) -> ShardGeneration:
         """Take this step's token; returns what the answer to the router says of it."""
         self._generated += 1
-        special = self._tokenizer.is_special(token_id)
+        special = token_id in self._tokenizer.special_ids
         if special:
             text = self._tokenizer.token_text(token_id)
         else:
@@ -117,7 +123,51 @@ class RoutedSequence:
 
     def _named(self, ids: list[int], logprobs: list[float]) -> TokenList:
         texts = [self._tokenizer.token_text(token) for token in ids]
-        return TokenList(ids, logprobs, texts, [self._tokenizer.is_special(t) for t in ids])
+        return TokenList(ids, logprobs, texts, [t in self._tokenizer.special_ids for t in ids])
+
+
+class StepSink:
+    """Gathers one step's tokens for the sequences of a batch."""
+
+    def __init__(self, sequences: Iterable[RoutedSequence]) -> None:
+        self.generations: list[ShardGeneration] = []
+        #: The engine is lost.
+        self.failure: ServiceError | None = None
+        self._by_id = {sequence.sequence_id: sequence for sequence in sequences}
+        self._started: dict[int, Started] = {}
+        self._news = asyncio.Event()
+
+    async def over(self) -> None:
+        """Wait until every sequence has stopped, or the engine is lost."""
+        while self.failure is None and not all(s.stopped for s in self._by_id.values()):
+            self._news.clear()
+            await self._news.wait()
+
+    def on_started(self, started: Started) -> None:
+        """A prompt is complete."""
+        self._started[started.sequence_id] = started
+
+    def on_token(
+        self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
+    ) -> None:
+        """The one token of a sequence in this step."""
+        sequence = self._by_id[sequence_id]
+        started = self._started.get(sequence_id)
+        self.generations.append(sequence.push(token_id, logprob, finish, top, started))
+
+    def on_failure(self, failure: Failure) -> None:
+        """A sequence that fails ends alone; without an engine the rpc fails."""
+        if failure.code is FailureCode.UNAVAILABLE:
+            self.failure = engine_failure(failure)
+            return
+        sequence = self._by_id[failure.sequence_id]
+        extra = {"request": sequence.request_id, "reason": failure.message}
+        log.warning("a router's request has failed: it ends with no text", extra=extra)
+        self.generations.append(sequence.give_up())
+
+    def wake(self) -> None:
+        """All of a message has been handed over."""
+        self._news.set()
 
 
 def ended_alone(

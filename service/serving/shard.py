@@ -22,6 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
+from tokenpod.service.dialects.validate import check_warmup
 from tokenpod.service.rpc.admission import DRAINING, RETRY_SECONDS, Admission
 from tokenpod.service.rpc.errors import (
     InvalidArgument,
@@ -33,17 +34,14 @@ from tokenpod.service.rpc.errors import (
 from tokenpod.service.serving.batches import Batches
 from tokenpod.service.serving.calls import (
     CachedBatch,
-    PrefillCall,
+    ShardBatch,
     ShardGeneration,
     ShardRequest,
     ShardStep,
-    WarmupCall,
 )
 from tokenpod.service.serving.generate import Serving
-from tokenpod.service.serving.routed import RoutedSequence
+from tokenpod.service.serving.routed import RoutedSequence, StepSink
 from tokenpod.service.serving.shard_requests import Opened, ShardRequests, is_probe
-from tokenpod.service.serving.step_sink import StepSink
-from tokenpod.service.serving.warmup import agreed_limits
 
 log = logging.getLogger("tokenpod.shard")
 
@@ -82,20 +80,19 @@ class ShardService:
 
     # -- rpcs ----------------------------------------------------------------------------------
 
-    async def prefill(self, call: PrefillCall) -> ShardStep:
-        """Process new prompts, and one step of a cached batch that they join.
+    async def prefill(self, new: ShardBatch, cached: int | None = None) -> ShardStep:
+        """Process new prompts, and one step of the batch `cached` that they join.
 
         If it fails, its batches are gone: routers give up all of their requests and never name them
         again. So while the pod drains, Unavailable is for those that join no batch.
         """
-        if is_probe(call.batch):
-            return await self._probe(call.batch.requests[0])
-        cached = call.cached_batch_id
-        named = [call.batch.id] if cached is None else [cached, call.batch.id]
+        if is_probe(new):
+            return await self._probe(new.requests[0])
+        named = [new.id] if cached is None else [cached, new.id]
         with self._released_on_failure(named):
             if cached is None or cached not in self.batches:
                 self._admission.check_open()
-            return await self._run(self._prefill(call), prefill=True)
+            return await self._run(self._prefill(new, cached), prefill=True)
 
     async def decode(self, batch_ids: Sequence[int]) -> ShardStep:
         """One step for one or several batches, which become one.
@@ -127,9 +124,15 @@ class ShardService:
         for task in self._working:
             task.cancel()
 
-    def warmup(self, call: WarmupCall) -> tuple[int, int, int]:
-        """(tokens that fit in all, max_input_tokens, max_total_tokens); see `agreed_limits`."""
-        return agreed_limits(call, self._serving.limits)
+    def warmup(
+        self, max_input_tokens: int | None, max_total_tokens: int | None
+    ) -> tuple[int, int, int]:
+        """(tokens that fit in all, max_input_tokens, max_total_tokens): what both sides keep to.
+
+        The model is warm already. A router with limits of its own insists on hearing them again.
+        """
+        limits = self._serving.limits
+        return limits.slots, *check_warmup(max_input_tokens, max_total_tokens, limits)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -225,15 +228,14 @@ class ShardService:
             raise sink.failure
         return _unstepped(sink.generations)
 
-    async def _prefill(self, call: PrefillCall) -> ShardStep:
-        cached = call.cached_batch_id
+    async def _prefill(self, new: ShardBatch, cached: int | None) -> ShardStep:
         batch = self.batches.take(cached) if cached is not None else []
         with self._dropped_on_failure(batch):
-            opened = await self._requests.open(call.batch)
-            self._drop(self.batches.discard(call.batch.id))
+            opened = await self._requests.open(new)
+            self._drop(self.batches.discard(new.id))
             if not batch and not opened.sequences:
                 return _unstepped(opened.refused)
-            joined_id = call.batch.id if cached is None else cached
+            joined_id = new.id if cached is None else cached
             concat_ns = 0 if opened.sequences and batch else None
             step = await self._step(joined_id, batch, opened, concat_ns=concat_ns)
             step.generations.extend(opened.refused)
@@ -274,7 +276,7 @@ class ShardService:
         for sequence in batch:
             sequence.behind = advanced.behind.get(sequence.sequence_id, 0)
             sequence.waits = sequence.sequence_id in waiting
-        # A stop sequence is the text's business: the engine has yet to hear of it.
+        # The engine does not see stop sequences: it is asked to end these.
         self._serving.client.abort(s.sequence_id for s in batch if s.stopped_by_text)
         return ShardStep(
             generations=sink.generations,
@@ -318,7 +320,7 @@ class ShardService:
     def _worked(self, task: asyncio.Task[ShardStep]) -> None:
         self._working.discard(task)
         if not task.cancelled():
-            # Nobody else may look: the router may have hung up.
+            # Marks it as retrieved: the router may have hung up.
             task.exception()
 
 

@@ -18,7 +18,7 @@ from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardReq
 from tokenpod.service.serving.generate import Serving
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.sampling import shard_sampling_params
-from tokenpod.service.text.encoder import Text
+from tokenpod.service.text.text_messages import Text
 
 log = logging.getLogger("tokenpod.shard")
 

@@ -6,9 +6,9 @@ named here, with the conventions' buckets as advice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
 from tokenpod.core.messages import Load
 from tokenpod.service.serving.generation import Generation
@@ -27,6 +27,7 @@ _CALL_BUCKETS = [
 ]
 
 Attributes = Mapping[str, str]
+Callback = Callable[[CallbackOptions], Iterable[Observation]]
 
 
 class Instruments:
@@ -34,35 +35,36 @@ class Instruments:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._calls = meter.create_histogram(
-            "rpc.server.call.duration",
-            unit="s",
-            description="Duration of rpcs",
-            explicit_bucket_boundaries_advisory=_CALL_BUCKETS,
-        )
-        self._requests = meter.create_histogram(
+
+        def histogram(name: str, unit: str, meaning: str, buckets: Sequence[float]) -> Histogram:
+            return meter.create_histogram(
+                name, unit, meaning, explicit_bucket_boundaries_advisory=buckets
+            )
+
+        self._calls = histogram("rpc.server.call.duration", "s", "Duration of rpcs", _CALL_BUCKETS)
+        self._requests = histogram(
             "gen_ai.server.request.duration",
-            unit="s",
-            description="Time from a request's arrival to its end",
-            explicit_bucket_boundaries_advisory=_REQUEST_BUCKETS,
+            "s",
+            "Time from a request's arrival to its end",
+            _REQUEST_BUCKETS,
         )
-        self._first_token = meter.create_histogram(
+        self._first_token = histogram(
             "gen_ai.server.time_to_first_token",
-            unit="s",
-            description="Time from a request's arrival to its first token",
-            explicit_bucket_boundaries_advisory=_FIRST_TOKEN_BUCKETS,
+            "s",
+            "Time from a request's arrival to its first token",
+            _FIRST_TOKEN_BUCKETS,
         )
-        self._per_token = meter.create_histogram(
+        self._per_token = histogram(
             "gen_ai.server.time_per_output_token",
-            unit="s",
-            description="Mean time of a successful sample's tokens after the first",
-            explicit_bucket_boundaries_advisory=_TOKEN_BUCKETS,
+            "s",
+            "Mean time of a successful sample's tokens after the first",
+            _TOKEN_BUCKETS,
         )
-        self._tokens = meter.create_histogram(
+        self._tokens = histogram(
             "gen_ai.client.token.usage",
-            unit="{token}",
-            description="Tokens of a request's prompt and of its output",
-            explicit_bucket_boundaries_advisory=_COUNT_BUCKETS,
+            "{token}",
+            "Tokens of a request's prompt and of its output",
+            _COUNT_BUCKETS,
         )
 
     def record_call(self, seconds: float, attributes: Attributes) -> None:
@@ -97,37 +99,31 @@ class Instruments:
     def watch(self, load: Callable[[], Load]) -> None:
         """Observe the engine's load."""
 
-        def gauge(name: str, unit: str, description: str, read: Callable[[Load], float]) -> None:
-            def observe(options: CallbackOptions) -> Iterable[Observation]:
-                return [Observation(read(load()))]
+        def observing(read: Callable[[Load], float]) -> list[Callback]:
+            return [lambda options: [Observation(read(load()))]]
 
-            self._meter.create_observable_gauge(name, [observe], unit, description)
-
+        gauge, counter = self._meter.create_observable_gauge, self._meter.create_observable_counter
         gauge(
             "tokenpod.queue.requests",
+            observing(lambda now: now.waiting),
             "{request}",
             "Requests that wait for their first step",
-            lambda now: now.waiting,
         )
         gauge(
             "tokenpod.requests.running",
+            observing(lambda now: now.running),
             "{request}",
             "Sequences that the engine is working on",
-            lambda now: now.running,
         )
         gauge(
             "tokenpod.kv.utilization",
+            observing(_utilization),
             "1",
             "Share of the KV slots that somebody uses; what is only cached does not count",
-            _utilization,
         )
-
-        def preemptions(options: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(load().preemptions)]
-
-        self._meter.create_observable_counter(
+        counter(
             "tokenpod.preemptions",
-            [preemptions],
+            observing(lambda now: now.preemptions),
             "{preemption}",
             "Running sequences whose memory was taken, to be computed again",
         )

@@ -23,8 +23,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from tokenpod.core.messages import Load
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.telemetry.instruments import Instruments
-from tokenpod.service.telemetry.recorder import RecordedCall, Telemetry
-from tokenpod.service.telemetry.tracing import TracingInterceptor, current_call
+from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.telemetry.tracing import ServerCall, TracingInterceptor, current_call
 
 _SCOPE = "tokenpod"
 _METRICS_EVERY_SECONDS = 15
@@ -66,7 +66,7 @@ class OtlpTelemetry(Telemetry):
         """One, that makes server spans and times calls."""
         return [TracingInterceptor(self._tracer, self._instruments, untraced)]
 
-    def current_call(self) -> RecordedCall | None:
+    def current_call(self) -> ServerCall | None:
         """The rpc that this task serves; None for probes and reflection."""
         return current_call()
 

@@ -10,20 +10,16 @@ Prompts and generated texts never leave through here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 
 from tokenpod.core.messages import Load
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.serving.generation import Generation
 
-
-class RecordedCall(Protocol):
-    """The rpc being served, as telemetry sees it."""
-
-    def generated(self, generation: Generation, *, model_id: str, request_id: str) -> None:
-        """What the call generated; said once, when it is over, however it ended."""
+if TYPE_CHECKING:
+    # What is off is not imported.
+    from tokenpod.service.telemetry.tracing import ServerCall
 
 
 class Telemetry:
@@ -31,7 +27,7 @@ class Telemetry:
 
     @classmethod
     def start(cls, settings: ServerSettings) -> Telemetry:
-        """Connect to the endpoint, if there is one; a collector that is away stops nobody."""
+        """Connect to the endpoint, if there is one; the server starts without its collector."""
         if settings.otlp_endpoint is None:
             return cls()
         # Imported late: what is off costs no start-up time and no memory.
@@ -47,7 +43,7 @@ class Telemetry:
         """
         return []
 
-    def current_call(self) -> RecordedCall | None:
+    def current_call(self) -> ServerCall | None:
         """The rpc that this task serves; None if it is not recorded."""
         return None
 

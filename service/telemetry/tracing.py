@@ -91,7 +91,7 @@ class ServerCall:
         self._slack = None if allowed is None else max(0.05, 0.01 * allowed)
 
     def generated(self, generation: Generation, *, model_id: str, request_id: str) -> None:
-        """Implements RecordedCall."""
+        """What the call generated; said once, when it is over, however it ended."""
         self._generation, self._model_id, self._request_id = generation, model_id, request_id
 
     def end(self, error: BaseException | None) -> None:
@@ -238,7 +238,7 @@ def _peer(peer: str) -> Iterator[tuple[str, str | int]]:
 
 
 def _fault(error: BaseException | None) -> BaseException | None:
-    """The exception that a status stands for; None where somebody chose the status."""
+    """The exception that a status stands for; None where the handler chose the status."""
     if isinstance(error, grpc.aio.AbortError):
         return error.__context__
     return error if isinstance(error, Exception) else None

@@ -14,45 +14,19 @@ from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from tokenpod.service.text.decoding import Decoding, Detokenizer, Pieces
+
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_LONGEST_CHAR = 4  # bytes in UTF-8
 _WINDOW_CONTEXT = 5  # tokens
 _WINDOW_HELD = 16  # tokens
-
-_Piece = TypeVar("_Piece")
-
-
-class Detokenizer(ABC):
-    """The text of one sequence, token by token."""
-
-    @abstractmethod
-    def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes: whole characters only, often none."""
-
-    @abstractmethod
-    def finish(self) -> str:
-        """Return what is held back; an incomplete character becomes U+FFFD. The last call."""
-
-
-class Decoding(ABC):
-    """What the sequences of one tokenizer share: how its ids become text."""
-
-    @abstractmethod
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token alone, special or not; '' outside the vocabulary."""
-
-    @abstractmethod
-    def detokenizer(self, prompt_ids: Sequence[int], *, eager: bool) -> Detokenizer:
-        """Return a detokenizer for what follows `prompt_ids`."""
 
 
 def decoding_of(backend: Backend, special_ids: frozenset[int]) -> Decoding:
@@ -88,30 +62,6 @@ def _is_sentencepiece(steps: list[dict[str, Any]]) -> bool:
     )
 
 
-class _Pieces(dict[int, _Piece]):
-    """What each token contributes, made when an id is first met: nothing to build at start."""
-
-    def __init__(
-        self,
-        backend: Backend,
-        skipped: frozenset[int],
-        empty: _Piece,
-        make: Callable[[str], _Piece],
-    ) -> None:
-        self._backend = backend
-        self._skipped = skipped
-        self._empty = empty
-        self._make = make
-
-    def __missing__(self, token_id: int) -> _Piece:
-        token = None if token_id < 0 else self._backend.id_to_token(token_id)
-        if token is None:
-            return self._empty  # not kept, so that the table can't outgrow the vocabulary
-        piece = self._empty if token_id in self._skipped else self._make(token)
-        self[token_id] = piece
-        return piece
-
-
 # --- byte-level BPE -------------------------------------------------------------------------
 
 
@@ -144,22 +94,19 @@ def _byte_level_piece(token: str) -> str | bytes:
 
 class _ByteLevel(Decoding):
     def __init__(self, backend: Backend, special_ids: frozenset[int]) -> None:
-        self._backend = backend
-        self._special_ids = special_ids
-        self._pieces = _Pieces[str | bytes](backend, special_ids, "", _byte_level_piece)
+        super().__init__(backend, special_ids)
+        self._pieces = Pieces[str | bytes](backend, special_ids, "", _byte_level_piece)
 
-    def token_text(self, token_id: int) -> str:
-        if token_id in self._special_ids:
-            return self._backend.id_to_token(token_id) or ""
+    def _plain_text(self, token_id: int) -> str:
         piece = self._pieces[token_id]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 
-    def detokenizer(self, prompt_ids: Sequence[int], *, eager: bool) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         return _ByteLevelDetokenizer(self._pieces)
 
 
 class _ByteLevelDetokenizer(Detokenizer):
-    def __init__(self, pieces: _Pieces[str | bytes]) -> None:
+    def __init__(self, pieces: Pieces[str | bytes]) -> None:
         self._pieces = pieces
         self._incomplete = b""
 
@@ -198,13 +145,12 @@ class _SentencePiece(Decoding):
         opening: Callable[[str], str | int] | None = None,
         strip: str = "",
     ) -> None:
-        self._backend = backend
-        self._special_ids = special_ids
-        self._pieces = _Pieces[str | int | None](backend, special_ids, None, piece)
+        super().__init__(backend, special_ids)
+        self._pieces = Pieces[str | int | None](backend, special_ids, None, piece)
         self._openings = (
             self._pieces
             if opening is None
-            else _Pieces[str | int | None](backend, special_ids, None, opening)
+            else Pieces[str | int | None](backend, special_ids, None, opening)
         )
         self._strip = strip
 
@@ -243,40 +189,36 @@ class _SentencePiece(Decoding):
         )
         return cls(backend, special_ids, piece=piece, strip=strip)
 
-    def token_text(self, token_id: int) -> str:
-        if token_id in self._special_ids:
-            return self._backend.id_to_token(token_id) or ""
+    def _plain_text(self, token_id: int) -> str:
         piece = self._pieces[token_id]
         if isinstance(piece, int):
             return bytes([piece]).decode(errors="replace")
         return piece or ""
 
-    def detokenizer(self, prompt_ids: Sequence[int], *, eager: bool) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         continues = any(self._pieces[token_id] is not None for token_id in reversed(prompt_ids))
         if continues:
-            return _SentencePieceDetokenizer(self._pieces, self._pieces, "", eager)
-        return _SentencePieceDetokenizer(self._openings, self._pieces, self._strip, eager)
+            return _SentencePieceDetokenizer(self._pieces, self._pieces, "")
+        return _SentencePieceDetokenizer(self._openings, self._pieces, self._strip)
 
 
 class _SentencePieceDetokenizer(Detokenizer):
     """Text as it comes; a run of byte tokens when it ends.
 
     The decoders of tokenizers judge a run of byte tokens as a whole: valid UTF-8, or one U+FFFD
-    for each of its bytes. So a run's text is certain only at its end. `eager` doesn't wait: a
-    run ends wherever its bytes are whole characters.
+    for each of its bytes. So a run's text is certain only at its end: a newline, `<0x0A>`, comes
+    with the token after it.
     """
 
     def __init__(
         self,
-        openings: _Pieces[str | int | None],
-        pieces: _Pieces[str | int | None],
+        openings: Pieces[str | int | None],
+        pieces: Pieces[str | int | None],
         strip: str,
-        eager: bool,
     ) -> None:
         self._current = openings
         self._pieces = pieces
         self._strip = strip
-        self._eager = eager
         self._run = bytearray()
 
     def push(self, token_id: int) -> str:
@@ -286,24 +228,13 @@ class _SentencePieceDetokenizer(Detokenizer):
         self._current = self._pieces
         if isinstance(piece, int):
             self._run.append(piece)
-            return self._whole_characters() if self._eager else ""
+            return ""
         if self._run:
             piece = self._end_run() + piece
         return self._stripped(piece) if self._strip else piece
 
     def finish(self) -> str:
         return self._stripped(self._end_run())
-
-    def _whole_characters(self) -> str:
-        # A longer run began with bytes that no further byte can make valid.
-        if len(self._run) > _LONGEST_CHAR:
-            return ""
-        try:
-            text = self._run.decode()
-        except UnicodeDecodeError:
-            return ""
-        self._run.clear()
-        return self._stripped(text)
 
     def _end_run(self) -> str:
         try:
@@ -327,16 +258,13 @@ class _SentencePieceDetokenizer(Detokenizer):
 
 class _Windowed(Decoding):
     def __init__(self, backend: Backend, special_ids: frozenset[int]) -> None:
-        self._backend = backend
-        self._skipped = special_ids
-        self._known = _Pieces[bool](backend, special_ids, False, lambda token: True)
+        super().__init__(backend, special_ids)
+        self._known = Pieces[bool](backend, special_ids, False, lambda token: True)
 
-    def token_text(self, token_id: int) -> str:
-        if token_id in self._skipped:
-            return self._backend.id_to_token(token_id) or ""
+    def _plain_text(self, token_id: int) -> str:
         return self._backend.decode([token_id]) if self._known[token_id] else ""
 
-    def detokenizer(self, prompt_ids: Sequence[int], *, eager: bool) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         latest = (token_id for token_id in reversed(prompt_ids) if self._known[token_id])
         context = list(islice(latest, _WINDOW_CONTEXT))[::-1]
         return _WindowedDetokenizer(self._backend, self._known, context)
@@ -349,7 +277,7 @@ class _WindowedDetokenizer(Detokenizer):
     U+FFFD may be an incomplete character and waits, but not for ever.
     """
 
-    def __init__(self, backend: Backend, known: _Pieces[bool], context: list[int]) -> None:
+    def __init__(self, backend: Backend, known: Pieces[bool], context: list[int]) -> None:
         self._backend = backend
         self._known = known
         self._window = context

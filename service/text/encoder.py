@@ -1,8 +1,8 @@
 """Prompts to token ids: short texts at once, everything else in a worker process.
 
-A first token must not wait for another process, so a text that costs little is tokenised on the
-event loop. What costs more would hold up all streams; and what a chat costs is for its template to
-say. Both go to the text workers, which can be killed.
+A short text is tokenised on the event loop, so that its first token does not wait for another
+process. A long text would block all streams, and the cost of a chat depends on its template, which
+is a program. Both go to the text workers, which can be killed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import ChatPrompt, Prompt
 from tokenpod.service.text.inline_cost import is_bounded
-from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, unpacked
-from tokenpod.service.text.text_workers import TextLimits, TextWorkers
+from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, Text, unpacked
+from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
 
 #: Bytes of UTF-8 up to which texts are tokenised on the event loop (benchmarks/NOTES.md).
@@ -36,29 +37,6 @@ class Tokenised:
     ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """One text of a batch.
-
-    Args:
-        text: the text.
-        special: whether to add special tokens.
-        keep: how many ids are needed, the last ones.
-    """
-
-    text: str
-    special: bool
-    keep: int
-
-    @property
-    def size(self) -> int:
-        """About what it costs, in bytes."""
-        text = self.text
-        # Counting a long text's bytes would copy it: a character has at most four.
-        size = len(text) if text.isascii() or len(text) > INLINE_BYTES else len(text.encode())
-        return size + _TEXT_BYTES
-
-
 class Encoder:
     """Tokenises prompts.
 
@@ -73,17 +51,14 @@ class Encoder:
         self._inline_bytes = INLINE_BYTES if is_bounded(tokenizer.backend) else 0
 
     @classmethod
-    async def start(
-        cls, tokenizer: Tokenizer, settings: ServerSettings, life: AsyncExitStack
-    ) -> Encoder:
-        """With workers that end with `life`. Raises TokenizerError if they can't be started."""
-        limits = TextLimits(
-            workers=settings.text_workers,
-            seconds=settings.text_timeout,
-            memory_bytes=settings.text_memory_bytes,
-        )
+    async def start(cls, folder: Path, settings: ServerSettings, life: AsyncExitStack) -> Encoder:
+        """Load a model's tokenizer here and in workers that end with `life`.
+
+        Raises TokenizerError.
+        """
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         model = await asyncio.to_thread(tokenizer.text_model)
-        workers = await TextWorkers.start(model, limits)
+        workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)
         return cls(tokenizer, workers)
 
@@ -96,7 +71,7 @@ class Encoder:
             return await self._encode_chat(prompt, keep)
         if isinstance(prompt, str):
             text = Text(prompt, special, keep)
-            if text.size <= self._inline_bytes:
+            if _size(text) <= self._inline_bytes:
                 return self._at_once(text, "text")
             return (await self._in_worker([text], "text"))[0]
         ids = list(prompt or ())
@@ -106,7 +81,7 @@ class Encoder:
         self, texts: Sequence[Text], *, field: str
     ) -> list[Tokenised | InvalidArgument]:
         """The tokens of each text, or what is wrong with it alone, which `field` names."""
-        if sum(text.size for text in texts) <= self._inline_bytes:
+        if sum(map(_size, texts)) <= self._inline_bytes:
             return [self._at_once_or_not(text, field) for text in texts]
         groups = _grouped(texts)
         done = await asyncio.gather(
@@ -144,13 +119,8 @@ class Encoder:
         return [result for text in texts for result in await self._group([text], field)]
 
     async def _in_worker(self, texts: Sequence[Text], field: str) -> list[Tokenised]:
-        job = EncodeTexts(
-            [text.text for text in texts],
-            [text.special for text in texts],
-            [text.keep for text in texts],
-        )
-        size = sum(text.size for text in texts)
-        encoded = await self._workers.run(job, field=field, size=size)
+        size = sum(map(_size, texts))
+        encoded = await self._workers.run(EncodeTexts(list(texts)), field=field, size=size)
         return [
             Tokenised(count, unpacked(ids))
             for count, ids in zip(encoded.counts, encoded.ids, strict=True)
@@ -164,6 +134,13 @@ class Encoder:
         return Tokenised(encoded.counts[0], unpacked(encoded.ids[0]))
 
 
+def _size(text: Text) -> int:
+    """About what a text costs, in bytes."""
+    # Counting a long text's bytes would copy it: a character has at most four.
+    short = len(text.text) <= INLINE_BYTES and not text.text.isascii()
+    return (len(text.text.encode()) if short else len(text.text)) + _TEXT_BYTES
+
+
 def _last(ids: list[int], keep: int) -> list[int]:
     return ids if keep >= len(ids) else ids[len(ids) - keep :]
 
@@ -173,9 +150,10 @@ def _grouped(texts: Sequence[Text]) -> list[list[Text]]:
     groups: list[list[Text]] = []
     room = 0
     for text in texts:
-        if text.size > room:
+        size = _size(text)
+        if size > room:
             groups.append([])
             room = _SHARED_JOB_BYTES
         groups[-1].append(text)
-        room -= text.size
+        room -= size
     return groups

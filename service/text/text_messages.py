@@ -43,15 +43,24 @@ class WorkerOptions(Message, frozen=True, array_like=True, tag=True):
     memory_bytes: int
 
 
-class EncodeTexts(Message, frozen=True, array_like=True, tag=True):
-    """Tokenise texts. Parallel: texts, whether to add special tokens, how many ids to return.
+class Text(msgspec.Struct, frozen=True, array_like=True):
+    """A text to tokenise.
 
-    The last `keep` ids of a text are returned; its number of tokens always is.
+    Args:
+        text: the text.
+        special: whether to add special tokens.
+        keep: how many ids are returned, the last ones; the number of tokens always is.
     """
 
-    texts: list[str]
-    special: list[bool]
-    keep: list[int]
+    text: str
+    special: bool
+    keep: int
+
+
+class EncodeTexts(Message, frozen=True, array_like=True, tag=True):
+    """Tokenise texts."""
+
+    texts: list[Text]
 
 
 class EncodeChat(Message, frozen=True, array_like=True, tag=True):

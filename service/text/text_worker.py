@@ -33,6 +33,7 @@ from tokenpod.service.text.text_messages import (
     Loaded,
     Refusal,
     Refused,
+    Text,
     TextModel,
     ToWorker,
     WorkerOptions,
@@ -71,7 +72,7 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
                 job.messages, add_generation_prompt=job.add_generation_prompt
             )
             # Templates write special tokens: none is added.
-            return _encoded(tokenizer, EncodeTexts([rendered], [False], [job.keep]))
+            return _encoded(tokenizer, EncodeTexts([Text(rendered, False, job.keep)]))
         return _encoded(tokenizer, job)
     except ChatTemplateError as error:
         return Refused(Refusal.TEMPLATE, str(error))
@@ -86,11 +87,11 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
 
 def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:
     counts, parts = [], []
-    for text, special, keep in zip(job.texts, job.special, job.keep, strict=True):
+    for text in job.texts:
         # One by one: what a text took is free again before the next.
-        (ids,) = tokenizer.encode_all([text], add_special_tokens=special)
+        (ids,) = tokenizer.encode_all([text.text], add_special_tokens=text.special)
         counts.append(len(ids))
-        parts.append(packed(ids[max(len(ids) - keep, 0) :]))
+        parts.append(packed(ids[max(len(ids) - text.keep, 0) :]))
     return Encoded(counts, parts)
 
 

@@ -1,6 +1,6 @@
 """The text workers of a front end: processes that tokenise long texts and render chats.
 
-    run(job) -> a free worker, or a place in the line -> answer
+    run(job) -> a free worker, or a place in the queue -> answer
                   | time is over, or the caller has left -> SIGKILL, a new worker takes its place
                   | memory is over -> its allocation fails -> answer, or its end, and a new worker
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument, ServiceError, Unavailable
 from tokenpod.service.text.text_messages import (
     EncodeChat,
@@ -36,7 +37,8 @@ log = logging.getLogger("tokenpod.text")
 
 #: Seconds that an abandoned job gets to end by itself: a new worker costs more CPU than that.
 _ABANDONED_SECONDS = 0.25
-#: Seconds between attempts to start a worker where it fails.
+#: Seconds that a worker may take to start and load, and between attempts where it fails.
+_START_SECONDS = 60.0
 _RESTART_SECONDS = 1.0
 #: Every so many picks the oldest job is next, not the smallest: long ones wait, but not for ever.
 _OLDEST_EVERY = 4
@@ -45,26 +47,9 @@ _OUT_OF_MEMORY = frozenset({-signal.SIGABRT})
 _FAULTS = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL})
 
 
-@dataclass(frozen=True, slots=True)
-class TextLimits:
-    """What tokenising and rendering may take.
-
-    Args:
-        workers: processes.
-        seconds: of one job, without its time in the line.
-        memory_bytes: of one worker, on top of the loaded model.
-        start_seconds: to start and load.
-    """
-
-    workers: int
-    seconds: float
-    memory_bytes: int
-    start_seconds: float = 60.0
-
-
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A job in the line. Its worker is set when it is taken out of it."""
+    """A job in the queue. Its worker is set when it leaves the queue."""
 
     size: int
     worker: asyncio.Future[TextProcess] = field(
@@ -77,26 +62,26 @@ class TextWorkers:
 
     Args:
         model: a file that holds a `TextModel`; closed with the pool.
-        limits: the operator's.
+        settings: how many workers, and what a job may take.
     """
 
-    def __init__(self, model: int, limits: TextLimits) -> None:
-        self.limits = limits
+    def __init__(self, model: int, settings: ServerSettings) -> None:
+        self._settings = settings
         self._model = model
         self._workers: set[TextProcess] = set()
         self._idle: list[TextProcess] = []
-        self._line: list[_Waiting] = []
+        self._queue: list[_Waiting] = []
         self._picks = 0
         #: Starting, replacing and reaping; held so that they are not collected.
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @classmethod
-    async def start(cls, model: TextModel, limits: TextLimits) -> TextWorkers:
+    async def start(cls, model: TextModel, settings: ServerSettings) -> TextWorkers:
         """All workers, loaded. Raises TokenizerError if one can't be."""
-        pool = cls(await asyncio.to_thread(_written, model), limits)
+        pool = cls(await asyncio.to_thread(_written, model), settings)
         try:
-            await asyncio.gather(*(pool._add() for _ in range(limits.workers)))
+            await asyncio.gather(*(pool._add() for _ in range(settings.text_workers)))
         except BaseException:
             await pool.close()
             raise
@@ -115,7 +100,7 @@ class TextWorkers:
         worker = await self._take(size)
         answering = asyncio.ensure_future(worker.ask(job))
         try:
-            done, _ = await asyncio.wait([answering], timeout=self.limits.seconds)
+            done, _ = await asyncio.wait([answering], timeout=self._settings.text_timeout)
             if not done:
                 worker.kill()
                 await asyncio.wait([answering])
@@ -139,31 +124,31 @@ class TextWorkers:
         self._closed = True
         for worker in self._workers:
             worker.kill()
-        for waiting in self._line:
+        for waiting in self._queue:
             if not waiting.worker.done():
                 waiting.worker.set_exception(_stopping())
-        self._line.clear()
+        self._queue.clear()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(worker.ended() for worker in self._workers))
         os.close(self._model)
 
-    # -- who works for whom ----------------------------------------------------------------------
+    # -- jobs and workers ------------------------------------------------------------------------
 
     async def _take(self, size: int) -> TextProcess:
-        """A worker that nobody else has."""
+        """A worker without a job."""
         if self._closed:
             raise _stopping()
         if self._idle:
             return self._idle.pop()
         waiting = _Waiting(size)
-        self._line.append(waiting)
+        self._queue.append(waiting)
         try:
             return await waiting.worker
         except asyncio.CancelledError:
-            if waiting in self._line:
-                self._line.remove(waiting)
+            if waiting in self._queue:
+                self._queue.remove(waiting)
             elif not waiting.worker.cancelled() and waiting.worker.exception() is None:
                 # It came at the same moment as the caller left.
                 self._give(waiting.worker.result())
@@ -174,25 +159,27 @@ class TextWorkers:
         if worker.has_ended:
             self._replace(worker)
             return
-        # Whose caller has left is still in the line until its task has run.
-        line = [waiting for waiting in self._line if not waiting.worker.done()]
-        if not line:
+        # A job whose caller has left stays in the queue until its task has run.
+        queue = [waiting for waiting in self._queue if not waiting.worker.done()]
+        if not queue:
             self._idle.append(worker)
             return
         self._picks += 1
         oldest = self._picks % _OLDEST_EVERY == 0
-        chosen = line[0] if oldest else min(line, key=lambda waiting: waiting.size)
-        self._line.remove(chosen)
+        chosen = queue[0] if oldest else min(queue, key=lambda waiting: waiting.size)
+        self._queue.remove(chosen)
         chosen.worker.set_result(worker)
 
     # -- the life of a worker --------------------------------------------------------------------
 
     async def _add(self) -> None:
         """Start one more worker, and give it away once it is loaded. Raises TokenizerError."""
-        worker = await TextProcess.start(WorkerOptions(self._model, self.limits.memory_bytes))
+        worker = await TextProcess.start(
+            WorkerOptions(self._model, self._settings.text_memory_bytes)
+        )
         self._workers.add(worker)
         try:
-            async with asyncio.timeout(self.limits.start_seconds):
+            async with asyncio.timeout(_START_SECONDS):
                 await worker.loaded()
         except (TimeoutError, WorkerEnded) as error:
             worker.kill()
@@ -226,7 +213,7 @@ class TextWorkers:
         self, worker: TextProcess, answering: asyncio.Future[Encoded | Refused]
     ) -> None:
         """The caller has left. What it asked for ends, by itself or not."""
-        # Nobody else looks at what becomes of it, also where this is cut off by the pool's end.
+        # Marks the outcome as retrieved, also if the end of the pool cancels this task.
         answering.add_done_callback(lambda done: done.cancelled() or done.exception())
         done, _ = await asyncio.wait([answering], timeout=_ABANDONED_SECONDS)
         if not done:
@@ -246,11 +233,12 @@ class TextWorkers:
 
     def _failure(self, job: Job, field: str, status: int | None) -> ServiceError:
         """Why a worker has ended: its exit status; None: its time was over."""
-        limits = self.limits
         if self._closed:
             return _stopping()
         if status is None:
-            problem = f"takes {_work(job)} more than {limits.seconds:g} s (--text-timeout)"
+            problem = (
+                f"takes {_work(job)} more than {self._settings.text_timeout:g} s (--text-timeout)"
+            )
             return InvalidArgument(field, problem)
         if status in _OUT_OF_MEMORY:
             return self._too_much_memory(job, field)
@@ -268,7 +256,7 @@ class TextWorkers:
         return InvalidArgument(field, refused.message)
 
     def _too_much_memory(self, job: Job, field: str) -> ServiceError:
-        most = self.limits.memory_bytes
+        most = self._settings.text_memory_bytes
         problem = f"takes {_work(job)} more than {most} bytes of memory (--text-memory-bytes)"
         return InvalidArgument(field, problem)
 

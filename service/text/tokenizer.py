@@ -12,7 +12,8 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
-from tokenpod.service.text.detokenizer import Detokenizer, decoding_of
+from tokenpod.service.text.decoding import Detokenizer
+from tokenpod.service.text.detokenizer import decoding_of
 from tokenpod.service.text.text_messages import TextModel
 from tokenpod.service.text.tokenizer_errors import TokenizerError, TokenizerPanic, panics_named
 from tokenpod.service.text.tokenizer_files import read_folder
@@ -43,7 +44,6 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = eos_token_ids
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.has_chat_template = chat_template is not None
         self._decoding = decoding_of(backend, self.special_ids)
         self._template_source = chat_template
         self._special_tokens = special_tokens or {}
@@ -121,53 +121,22 @@ class Tokenizer:
             raise ChatTemplateError(str(template))
         return template.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def encode_chat(
-        self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
-    ) -> list[int]:
-        """Return the ids of the rendered chat. Templates write special tokens: none is added.
-
-        ChatTemplateError: as `render_chat`.
-        """
-        prompt = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
-        return self.encode_all([prompt], add_special_tokens=False)[0]
-
     @functools.cached_property
     def _chat_template(self) -> ChatTemplate | ChatTemplateError:
         """Compiled when it is first used: compiling evaluates constants, at whatever cost."""
         return _compiled(self._template_source, self._special_tokens)
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether text never shows this token."""
-        return token_id in self.special_ids
-
     def token_text(self, token_id: int) -> str:
         """Return the text of one token alone: a special token's name, '' outside the vocabulary."""
         return self._decoding.token_text(token_id)
 
-    def decode(
-        self, ids: Sequence[int], *, prompt_tail: Sequence[int] = (), eager: bool = False
-    ) -> str:
-        """Return the text that `ids` add after a prompt that ends with `prompt_tail`.
-
-        It is what `detokenizer` streams, by definition. The tail must hold at least one token
-        that isn't special, if the prompt has one: it decides whether a leading space is text.
-        """
-        detokenizer = self.detokenizer(prompt_tail, eager=eager)
-        text = "".join(map(detokenizer.push, ids))
-        return text + detokenizer.finish()
-
-    def detokenizer(self, prompt_ids: Sequence[int], *, eager: bool = False) -> Detokenizer:
+    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """Return a detokenizer for the sequence that follows `prompt_ids`.
 
-        The prompt is whole text: a character that it leaves incomplete is never completed.
-
-        It matters only for tokenizers with byte fallback (Llama 2, Mistral, Gemma) whether it is
-        `eager`. Such a tokenizer's decoder turns a whole run of byte tokens into U+FFFD if any of
-        it is invalid, so its text is certain only when the run ends: a newline, `<0x0A>`, comes
-        with the token after it. An eager detokenizer gives every whole character at once, as TGI
-        does, and differs from the full decode only in runs with invalid bytes.
+        The prompt is whole text: a character that it leaves incomplete is never completed. Its last
+        token that isn't special decides whether a leading space is text.
         """
-        return self._decoding.detokenizer(prompt_ids, eager=eager)
+        return self._decoding.detokenizer(prompt_ids)
 
 
 def _compiled(

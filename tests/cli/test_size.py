@@ -18,8 +18,9 @@ from harness import serve
 
 import tokenpod.cli.size
 from tokenpod.cli.app import main
-from tokenpod.cli.gpus import GIB, GPUS
+from tokenpod.cli.gpus import GPUS
 from tokenpod.cli.size import footprint
+from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.models.formats import bytes_needed

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from tokenpod.core.capacity import (
     GIB,
     Capacity,
-    Demand,
     Footprint,
     Portion,
     capacity,
     choose_slots,
     fewest_ranks,
 )
-from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.kernels.pool import KVPool
 
 #: Llama 3.1's 8B shape.
@@ -40,8 +39,10 @@ MODEL = Footprint(
 )
 
 
-def demand(**changes: object) -> Demand:
+def options(**changes: object) -> EngineOptions:
     usual = {
+        "model_folder": "",
+        "threads": 0,
         "device": "cuda",
         "dtype": "bfloat16",
         "kv_cache_dtype": "auto",
@@ -51,11 +52,11 @@ def demand(**changes: object) -> Demand:
         "max_batch_total_tokens": None,
         "memory_fraction": 0.9,
     }
-    return Demand(**{**usual, **changes})  # type: ignore[arg-type]
+    return EngineOptions(**{**usual, **changes})  # type: ignore[arg-type]
 
 
 def h200(ranks: int = 1, **changes: object) -> Capacity:
-    return capacity(MODEL, demand(**changes), memory=int(139.8 * GIB), ranks=ranks)
+    return capacity(MODEL, options(**changes), memory=int(139.8 * GIB), ranks=ranks)
 
 
 def test_slots_are_a_share_of_what_is_free():
@@ -97,15 +98,15 @@ def test_a_cache_of_8_bits_holds_twice_the_tokens():
 
 
 def test_a_device_too_small_for_the_weights_does_not_fit():
-    found = capacity(MODEL, demand(), memory=16 * GIB, ranks=1)
+    found = capacity(MODEL, options(), memory=16 * GIB, ranks=1)
     assert found.free < 0
     assert not found.fits
 
 
 def test_a_pool_too_small_for_the_longest_sequence_does_not_fit():
     on_l4 = {"memory": int(22.03 * GIB), "ranks": 1}
-    assert capacity(MODEL, demand(), **on_l4).fits
-    assert not capacity(MODEL, demand(max_total_tokens=65_536), **on_l4).fits
+    assert capacity(MODEL, options(), **on_l4).fits
+    assert not capacity(MODEL, options(max_total_tokens=65_536), **on_l4).fits
 
 
 def test_a_pool_that_was_asked_for_and_does_not_fit_is_told():
@@ -116,10 +117,10 @@ def test_a_pool_that_was_asked_for_and_does_not_fit_is_told():
 
 
 def test_the_fewest_ranks_fit_and_divide_the_model():
-    found = fewest_ranks(MODEL, demand(), memory=int(14.56 * GIB))
+    found = fewest_ranks(MODEL, options(), memory=int(14.56 * GIB))
     assert found is not None
     assert (found.ranks, found.fits) == (2, True)
-    assert fewest_ranks(MODEL, demand(), memory=GIB) is None
+    assert fewest_ranks(MODEL, options(), memory=GIB) is None
 
 
 @given(
@@ -132,7 +133,7 @@ def test_the_fewest_ranks_fit_and_divide_the_model():
 def test_what_fits_never_takes_more_than_there_is(
     memory: int, rows: int, prompt: int, ranks: int, fraction: float
 ):
-    asked = demand(max_batch_size=rows, max_batch_prefill_tokens=prompt, memory_fraction=fraction)
+    asked = options(max_batch_size=rows, max_batch_prefill_tokens=prompt, memory_fraction=fraction)
     found = capacity(MODEL, asked, memory=memory, ranks=ranks)
     if found.fits:
         assert found.weights + found.reserved + found.kv_bytes <= memory
@@ -141,6 +142,8 @@ def test_what_fits_never_takes_more_than_there_is(
 
 @given(ranks=st.sampled_from([1, 2, 4, 8, 16]), memory=st.integers(1, 400))
 def test_twice_the_ranks_never_hold_less(ranks: int, memory: int):
-    one, two = (capacity(MODEL, demand(), memory=memory * GIB, ranks=n) for n in (ranks, 2 * ranks))
+    one, two = (
+        capacity(MODEL, options(), memory=memory * GIB, ranks=n) for n in (ranks, 2 * ranks)
+    )
     assert two.free >= one.free
     assert two.fits or not one.fits

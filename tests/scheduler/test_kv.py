@@ -155,7 +155,7 @@ def test_samples_share_their_own_copy_of_a_prompt_that_another_brought_meanwhile
     # The other's copy may go; theirs stays as long as one of them needs it, and no longer.
     kv.release(other)
     kv.release(first)
-    kv.forget_unused()
+    kv.evict(kv.tree.evictable)
     kv.check([sibling])
     assert kv.free == 40 - 9
     kv.release(sibling)

@@ -31,7 +31,7 @@ def serve(scheduler: Scheduler, chance: random.Random, first_id: int, requests: 
             tokens = [chance.choice((1, 2, 2, -1)) for _ in range(wanted)]
             scheduler.settle(step, tokens, now)
             scheduler.drain_events()
-    scheduler.kv.forget_unused()
+    scheduler.kv.evict(scheduler.kv.tree.evictable)
     scheduler.check()
 
 

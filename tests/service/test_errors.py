@@ -19,7 +19,6 @@ from tokenpod.service.rpc.errors import (
     Internal,
     InvalidArgument,
     NotFound,
-    PermissionDenied,
     ResourceExhausted,
     ServiceError,
     Unauthenticated,
@@ -36,7 +35,6 @@ EVERY = [
     (DeadlineExceeded("the deadline has passed"), "DEADLINE_EXCEEDED"),
     (DataLoss("NaN"), "DATA_LOSS"),
     (Unauthenticated("no token"), "UNAUTHENTICATED"),
-    (PermissionDenied("not you"), "PERMISSION_DENIED"),
     (Internal(), "INTERNAL"),
 ]
 

@@ -13,7 +13,7 @@ from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
 from tokenpod.service.serving.generation import UNREAD_BYTES, Generation, Sample
-from tokenpod.service.text.detokenizer import Detokenizer
+from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.stops import StopMatcher
 
 TOP = Top(0, list(range(20)), [-1.0] * 20)

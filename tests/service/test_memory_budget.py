@@ -50,12 +50,6 @@ def test_where_nothing_is_counted_any_size_is_taken(budget: MemoryBudget) -> Non
     assert budget.reserve(1000).size == 1000
 
 
-def test_a_routers_call_is_counted_but_not_refused(budget: MemoryBudget) -> None:
-    budget.reserve(90)
-    assert budget.reserve(90, refusable=False).size == 90
-    assert budget.taken == 180
-
-
 def test_the_limit_holds_for_all_front_ends_together() -> None:
     first = PodCounters.create(2)
     assert first.descriptor is not None

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 import pytest
 from wirefuzz import GENERATIONS
 
 from tokenpod.service.dialects.tgi.codec import ShardCodec
-from tokenpod.service.dialects.tgi.fields import Fields
 from tokenpod.service.serving.calls import (
     CachedBatch,
     ShardGeneration,
     ShardStep,
     ShardText,
     TokenList,
-    WarmupCall,
 )
 
 CODECS = [ShardCodec(pb) for pb in GENERATIONS.values()]
@@ -62,41 +59,66 @@ def test_a_request_that_ended_alone_has_one_token_and_no_text(codec: ShardCodec)
     assert (message.generated_text.text, message.generated_text.generated_tokens) == ("", 1)
 
 
-#: What TGI's protos say: the fields that came with a generation, or were in the first one alone.
+#: What TGI's protos say: the fields of an answer that came or went with a generation.
 ONLY_IN = {
-    "v1": {"scalar_token", "prompt_tokens"},
-    "v2": {"frequency_penalty", "grammar", "timings"},
-    "v3": {"input_chunks", "add_special_tokens", "adapter_id", "chunk_len"}
-    | {"frequency_penalty", "grammar", "cached_batch", "current_tokens", "timings"},
+    "v1": {"token_id", "token_text", "generated_text.prompt_tokens"},
+    "v2": {"tokens", "forward_ns", "total_ns"},
+    "v3": {"tokens", "forward_ns", "total_ns", "batch.current_tokens"},
 }
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_a_generation_has_the_fields_that_it_has_on_the_wire(generation: str) -> None:
-    fields = asdict(Fields.of(GENERATIONS[generation]))
-    assert {name for name, there in fields.items() if there} == ONLY_IN[generation]
+def test_an_answer_has_the_fields_that_its_generation_has(generation: str) -> None:
+    codec = ShardCodec(GENERATIONS[generation])
+    ended = ShardGeneration(
+        7, TokenList([2], [0.0], ["a"], [True]), text=ShardText("a", 1, 1, None, 5)
+    )
+    answer = codec.step(codec.pb.PrefillResponse(), step(ended))
+    (message,) = answer.generations
+    parts = {"": message, "generated_text.": message.generated_text, "batch.": answer.batch}
+    there = {f"{at}{field.name}" for at, part in parts.items() for field, _ in part.ListFields()}
+    there |= {field.name for field, _ in answer.ListFields()}
+    assert there & set().union(*ONLY_IN.values()) == ONLY_IN[generation]
 
 
 async def test_what_a_generation_lacks_is_neutral() -> None:
     for codec in CODECS:
         asked = codec.pb.Request(id=1, inputs="x", stopping_parameters={"max_new_tokens": 3})
-        call = await codec.prefill(codec.pb.PrefillRequest(batch={"requests": [asked]}))
-        (request,) = call.batch.requests
-        assert (request.inputs, request.max_new_tokens, call.cached_batch_id) == ("x", 3, None)
+        batch, cached = await codec.prefill(codec.pb.PrefillRequest(batch={"requests": [asked]}))
+        (request,) = batch.requests
+        assert (request.inputs, request.max_new_tokens, cached) == ("x", 3, None)
         assert (request.frequency_penalty, request.grammar, request.grammar_type) == (0.0, "", 0)
         assert (request.adapter_id, request.chunk_len) == (None, None)
         # Routers before v3 always want special tokens; v3's say so.
         assert request.add_special_tokens is (codec is not CODECS[2])
 
 
+async def test_a_request_says_what_its_generation_can_say() -> None:
+    third = CODECS[2].pb
+    asked = third.Request(
+        id=1,
+        inputs="x",
+        input_chunks={"chunks": [{"text": "a"}, {"text": "b"}]},
+        adapter_id="acme",
+        chunk_len=4,
+        parameters={"frequency_penalty": 0.5, "grammar": "g", "grammar_type": 1},
+    )
+    joined = third.PrefillRequest(batch={"requests": [asked]}, cached_batch={"id": 9})
+    batch, cached = await CODECS[2].prefill(joined)
+    (request,) = batch.requests
+    assert (request.inputs, request.adapter_id, request.chunk_len) == ("ab", "acme", 4)
+    assert (request.frequency_penalty, request.grammar, request.grammar_type) == (0.5, "g", 1)
+    assert cached == 9
+
+
 def test_a_warmup_says_its_limits_under_each_generations_names() -> None:
     first, second, third = CODECS
-    assert first.warmup(first.pb.WarmupRequest()) == WarmupCall(None, None)
+    assert first.warmup(first.pb.WarmupRequest()) == (None, None)
     limits = second.pb.WarmupRequest(max_input_length=10, max_total_tokens=20)
-    assert second.warmup(limits) == WarmupCall(10, 20)
-    assert second.warmup(second.pb.WarmupRequest()) == WarmupCall(None, None)
+    assert second.warmup(limits) == (10, 20)
+    assert second.warmup(second.pb.WarmupRequest()) == (None, None)
     limits = third.pb.WarmupRequest(max_input_tokens=10, max_total_tokens=0)
-    assert third.warmup(limits) == WarmupCall(10, 0)
+    assert third.warmup(limits) == (10, 0)
     assert [dict(codec.warmup_names) for codec in CODECS] == [
         {},
         {"max_input_tokens": "max_input_length"},

@@ -11,27 +11,30 @@ from pathlib import Path
 import pytest
 from hostile import TEMPLATE
 
+from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument, Unavailable
 from tokenpod.service.text.text_messages import (
     EncodeChat,
     EncodeTexts,
+    Text,
     TextModel,
     packed,
     unpacked,
 )
-from tokenpod.service.text.text_workers import TextLimits, TextWorkers
+from tokenpod.service.text.text_workers import TextWorkers
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
 MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})
 ENDLESS = EncodeChat([("user", "loop")], True, 0)
-SHORT = EncodeTexts(["a fox"], [True], [9])
+SHORT = EncodeTexts([Text("a fox", True, 9)])
 
 
 @asynccontextmanager
 async def pool(seconds: float = 60.0, model: TextModel = MODEL) -> AsyncIterator[TextWorkers]:
     """One worker."""
-    workers = await TextWorkers.start(model, TextLimits(1, seconds, 2**28))
+    settings = ServerSettings(text_workers=1, text_timeout=seconds, text_memory_bytes=2**28)
+    workers = await TextWorkers.start(model, settings)
     try:
         yield workers
     finally:
@@ -42,7 +45,7 @@ async def test_a_worker_encodes_as_the_front_end_does() -> None:
     text = "def f(x):\n    return {'a': x}  # 你好 😀"
     async with pool() as workers:
         encoded = await workers.run(
-            EncodeTexts([text, text], [True, False], [99, 3]), field="text", size=1
+            EncodeTexts([Text(text, True, 99), Text(text, False, 3)]), field="text", size=1
         )
     plain = DEMO.encode(text, add_special_tokens=False)
     assert [unpacked(ids) for ids in encoded.ids] == [DEMO.encode(text), plain[-3:]]

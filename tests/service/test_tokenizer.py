@@ -46,6 +46,11 @@ def write(path: Path, value: object) -> None:
     path.write_text(json.dumps(value))
 
 
+def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    detokenizer = tokenizer.detokenizer([])
+    return "".join(map(detokenizer.push, ids)) + detokenizer.finish()
+
+
 def with_template(folder: Path, template: str) -> Tokenizer:
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer.load(folder)
@@ -57,7 +62,7 @@ def with_template(folder: Path, template: str) -> Tokenizer:
 def test_text_survives_encoding_and_decoding(folder):
     tokenizer = Tokenizer.load(folder)
     text = "naïve 你好 👩‍👩‍👧‍👦\n\tend "
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert decoded(tokenizer, tokenizer.encode(text)) == text
 
 
 def test_many_texts_are_encoded_as_each_alone(folder):
@@ -84,8 +89,8 @@ def test_special_tokens_are_added_only_if_asked_for(folder):
     tokenizer = Tokenizer.load(folder)
     with_bos, without = tokenizer.encode("fox"), tokenizer.encode("fox", add_special_tokens=False)
     assert with_bos == [0, *without]
-    assert tokenizer.is_special(0)
-    assert not any(map(tokenizer.is_special, without))
+    assert 0 in tokenizer.special_ids
+    assert tokenizer.special_ids.isdisjoint(without)
 
 
 def test_the_vocabulary_includes_added_tokens(folder, backends):
@@ -121,17 +126,17 @@ def test_tokens_that_only_the_configuration_knows_are_added(folder):
         size + 2,
         size + 3,
     ]
-    assert tokenizer.decode([size, size + 1, size + 2]) == "<think>"
+    assert decoded(tokenizer, [size, size + 1, size + 2]) == "<think>"
     assert tokenizer.vocab_size == size + 4
 
 
 def test_a_token_that_the_configuration_calls_special_is_skipped(folder):
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     token_id = backend.token_to_id("<tool call>")
-    assert Tokenizer.load(folder).decode([token_id]) == "<tool call>"
+    assert decoded(Tokenizer.load(folder), [token_id]) == "<tool call>"
     listed = {str(token_id): {"content": "<tool call>", "special": True}}
     write(folder / "tokenizer_config.json", {"added_tokens_decoder": listed})
-    assert Tokenizer.load(folder).decode([token_id]) == ""
+    assert decoded(Tokenizer.load(folder), [token_id]) == ""
 
 
 @pytest.mark.parametrize(
@@ -243,8 +248,7 @@ def test_a_sentencepiece_model_is_converted_and_decodes_as_sentencepiece(sentenc
     ordinary = [i for i in range(model.get_piece_size()) if not model.is_byte(i) and i > 2]
     for _ in range(500):
         ids = rng.choices(ordinary, k=6) + model.encode(rng.choice(["好", "👍a", "\n"]))
-        assert tokenizer.decode(ids) == model.decode(ids)
-        assert tokenizer.decode(ids, eager=True) == model.decode(ids)
+        assert decoded(tokenizer, ids) == model.decode(ids)
 
 
 def test_a_broken_sentencepiece_model_is_named_in_one_line(tmp_path):
@@ -261,7 +265,6 @@ def test_a_broken_sentencepiece_model_is_named_in_one_line(tmp_path):
 def test_a_chat_is_rendered_with_the_models_special_tokens(folder):
     tokenizer = Tokenizer.load(folder)
     messages = [("user", "fox?"), ("assistant", "<b>dog</b>")]
-    assert tokenizer.has_chat_template
     expected = "<s><|user|>fox?</s><|user|><b>dog</b></s>"
     assert tokenizer.render_chat(messages) == expected + "assistant:"
     assert tokenizer.render_chat(messages, add_generation_prompt=False) == expected
@@ -269,7 +272,8 @@ def test_a_chat_is_rendered_with_the_models_special_tokens(folder):
 
 def test_an_encoded_chat_has_the_special_tokens_of_the_template_only(folder):
     tokenizer = Tokenizer.load(folder)
-    ids = tokenizer.encode_chat([("user", "fox")], add_generation_prompt=False)
+    prompt = tokenizer.render_chat([("user", "fox")], add_generation_prompt=False)
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
     fox = tokenizer.encode("fox", add_special_tokens=False)
     assert ids == [0, 2, *fox, 1]
 
@@ -288,7 +292,6 @@ def test_the_default_of_named_templates_is_used(folder):
 def test_a_model_without_a_template_says_so(folder):
     write(folder / "tokenizer_config.json", {})
     tokenizer = Tokenizer.load(folder)
-    assert not tokenizer.has_chat_template
     with pytest.raises(ChatTemplateError, match="no chat template"):
         tokenizer.render_chat([("user", "x")])
 
@@ -378,4 +381,4 @@ def test_a_chat_is_what_transformers_makes_of_it(folder):
     rendered = theirs.apply_chat_template(messages, tokenize=False, **arguments)
     ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **arguments)
     assert ours.render_chat(pairs) == rendered
-    assert ours.encode_chat(pairs) == ids
+    assert ours.encode(ours.render_chat(pairs), add_special_tokens=False) == ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class Pod:
     def __init__(self, step_seconds: Callable[[float, int], float], most: int = 4 * ROWS) -> None:
         self.now = 0
         self.counters = PodCounters.create(1)
-        self.turnover = Turnover(self.counters)
+        self.turnover = Turnover(self.counters, lambda: self.now / SECOND)
         self.ends: Counter[str] = Counter()
         #: Tokens of calls that ended well.
         self.good = 0
@@ -174,6 +175,37 @@ def test_beyond_the_load_that_can_be_served_as_much_ends_in_time(
     assert pod.ends["refused"] > 4 * pod.ends["the deadline can't be met any more"]
 
 
+def test_who_is_refused_comes_again_when_there_may_be_room() -> None:
+    """Ten times the callers that can be served, who come again after the hint: few have to."""
+    pod, peak = warm(even, equal)
+    pod.good, began = 0, pod.now
+    chance, due = random.Random(2), began / SECOND
+    again: list[tuple[float, float]] = []
+    arrived = tries = 0
+
+    def call(end: float) -> None:
+        nonlocal tries
+        now = pod.now / SECOND
+        tries += 1
+        if not pod.call(32, end - now):
+            hint = max(pod.turnover.come_again(end - now), 1.0)
+            heapq.heappush(again, (now + hint * chance.uniform(1, 1.5), end))
+
+    while pod.now < began + 20 * SECOND:
+        while due * SECOND <= pod.now:
+            call(due + DEADLINE)
+            arrived += 1
+            due += chance.expovariate(10 * peak / 32)
+        while again and again[0][0] * SECOND <= pod.now:
+            _, end = heapq.heappop(again)
+            if end * SECOND > pod.now:
+                call(end)
+        pod.step()
+    assert pod.good / 20 / peak >= 0.97, pod.ends
+    # After a second each it would be three and a half.
+    assert tries / arrived < 1.1
+
+
 def busy(running: int, waiting: int) -> Turnover:
     """Of 10 rows; 100 calls have run for a second each, and so many are there."""
     counters = PodCounters.create(1)
@@ -216,11 +248,26 @@ def test_calls_that_have_been_served_and_are_still_read_are_not_ahead() -> None:
     assert turnover.outlook().wait == 0.0
 
 
+def test_those_who_are_refused_are_told_to_come_one_after_the_other() -> None:
+    now = 100.0
+    turnover = busy(running=10, waiting=20)
+    turnover._now = lambda: now
+    hints = [turnover.come_again(None) for _ in range(31)]
+    assert (hints[0], hints[30]) == (0.0, pytest.approx(3.0))
+    # Who has no time for that is told so, and keeps nobody waiting.
+    assert turnover.come_again(2.0) == turnover.come_again(None) == pytest.approx(3.1)
+    now += 2.0
+    assert turnover.come_again(None) == pytest.approx(1.2)
+    now += 100.0
+    assert turnover.come_again(None) == 0.0
+
+
 def test_nothing_is_foretold_by_few_calls() -> None:
     counters = PodCounters.create(1)
     turnover = Turnover(counters)
     counters.add(requests=50, waiting=50)
     assert turnover.outlook() == Outlook()
+    assert turnover.come_again(None) == 0.0
     turnover.watch(SimpleNamespace(load=Load(1, 49, 0, 100, 0, 0), usual_step=0.1), 1)
     for _ in range(15):
         turnover.note(60.0)

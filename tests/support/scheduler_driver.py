@@ -315,7 +315,7 @@ class Driver:
         assert not self.scheduler.busy
         kv = self.scheduler.kv
         assert kv.available == kv.total
-        kv.forget_unused()
+        kv.evict(kv.tree.evictable)
         assert kv.free == kv.total
         self.scheduler.check()
         load = self.scheduler.load()

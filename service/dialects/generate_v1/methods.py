@@ -1,19 +1,19 @@
-"""The rpcs of `generate.v1`."""
+"""The rpcs of `generate.v1`: TGI's, and the `Tokens` of a LightLLM fork."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tokenpod.protos.generate.v1 import generate_pb2 as pb
-from tokenpod.service.dialects.generate_v1.codec import tokens_call
 from tokenpod.service.dialects.tgi.methods import service_of, shard_methods
 from tokenpod.service.rpc.methods import PROMPT, Gate, method_of
 from tokenpod.service.serving.backend import Backend
+from tokenpod.service.serving.calls import TokensCall
 
 
 async def tokens(backend: Backend, request: pb.TokensRequest, context: Any) -> pb.TokensResponse:
     """Count a text's tokens."""
-    tokenised = await backend.generate.tokens(tokens_call(request))
+    tokenised = await backend.generate.tokens(TokensCall(prompt=request.text))
     return pb.TokensResponse(ntokens=tokenised.count)
 
 

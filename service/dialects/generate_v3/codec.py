@@ -29,20 +29,13 @@ async def generate_call(request: pb.GenerateRequest) -> GenerateCall:
         prompt=await _prompt(request),
         sampling=Sampling(**_fields(sampling) | {"logit_bias": dict(sampling.logit_bias)}),
         stopping=Stopping(
-            max_new_tokens=stopping.max_new_tokens if stopping.HasField("max_new_tokens") else None,
-            min_new_tokens=stopping.min_new_tokens,
-            stop_sequences=tuple(stopping.stop_sequences),
-            stop_token_ids=tuple(stopping.stop_token_ids),
-            ignore_eos=stopping.ignore_eos,
-            include_stop_sequence=stopping.include_stop_sequence,
-            time_limit_ms=stopping.time_limit_ms,
+            **_fields(stopping)
+            | {
+                "stop_sequences": tuple(stopping.stop_sequences),
+                "stop_token_ids": tuple(stopping.stop_token_ids),
+            }
         ),
-        output=Output(
-            stream=output.stream if output.HasField("stream") else True,
-            logprobs=output.logprobs,
-            top_n_tokens=output.top_n_tokens,
-            prompt_logprobs=output.prompt_logprobs,
-        ),
+        output=Output(**_fields(output) | {"stream": _unless_unset(output, "stream")}),
         truncate=request.truncate,
         request_id=request.request_id,
         priority=request.priority,
@@ -51,7 +44,7 @@ async def generate_call(request: pb.GenerateRequest) -> GenerateCall:
 
 def tokens_call(request: pb.TokensRequest) -> TokensCall:
     """What `request` asks for."""
-    special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+    special = _unless_unset(request, "add_special_tokens")
     prompt = _chat(request.chat) if request.HasField("chat") else request.text
     return TokensCall(prompt, special, request.return_ids)
 
@@ -64,6 +57,11 @@ def _fields(message: Any) -> dict[str, Any]:
         else getattr(message, field.name)
         for field in message.DESCRIPTOR.fields
     }
+
+
+def _unless_unset(message: Any, field: str) -> bool:
+    """A bool that is true unless a client says otherwise."""
+    return getattr(message, field) if message.HasField(field) else True
 
 
 async def _prompt(request: pb.GenerateRequest) -> Prompt:
@@ -89,5 +87,5 @@ async def _copied(ids: Sequence[int]) -> tuple[int, ...]:
 
 def _chat(chat: pb.Chat) -> ChatPrompt:
     validate.check_chat_length(len(chat.messages))
-    generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    generation = _unless_unset(chat, "add_generation_prompt")
     return ChatPrompt([(m.role, m.content) for m in chat.messages], generation)

@@ -10,11 +10,9 @@ from tokenpod.service.dialects.generate_v3.codec import generate_call, tokens_ca
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.dialects.streams import REQUEST_ID_KEY, request_id_of, write_all
 from tokenpod.service.dialects.tgi.methods import service_of, shard_methods
+from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import PROMPT, Gate, method_of
 from tokenpod.service.serving.backend import Backend
-
-#: grpc.aio.ServicerContext, which is generic in its stubs only.
-Context = Any
 
 #: Token ids that are written to a message before others get their turn on the event loop.
 _IDS_AT_ONCE = 16_384

@@ -1,6 +1,7 @@
 """Messages of TGI's shard protocol to plain values and back: the only module that knows both.
 
-Three generations of the protocol are served; `Fields` says in what their messages differ.
+Three generations of the protocol are served. They differ in a few fields, which came or went one by
+one; whether a generation has a field is read off its descriptors.
 """
 
 from __future__ import annotations
@@ -8,19 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.dialects.tgi.fields import Fields, given, known
 from tokenpod.service.serving.calls import (
     CachedBatch,
-    PrefillCall,
     ShardBatch,
     ShardGeneration,
     ShardRequest,
     ShardStep,
     TokenList,
-    WarmupCall,
 )
 
 log = logging.getLogger("tokenpod.shard")
@@ -29,7 +28,7 @@ log = logging.getLogger("tokenpod.shard")
 _SLICE_REQUESTS = 128
 #: TGI's routers read messages of up to 4 MiB; some room is left for framing.
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024 - 4096
-#: What generations before the third call a field of `WarmupCall`.
+#: What generations before the third call a field of `WarmupRequest`.
 _OLD_WARMUP_NAMES = {"max_input_tokens": "max_input_length"}
 
 
@@ -42,8 +41,9 @@ class ShardCodec:
 
     def __init__(self, pb: Any) -> None:
         self.pb = pb
-        self._has = Fields.of(pb)
-        #: What this generation calls the fields of `WarmupCall`, where not by their names.
+        #: Whether a step's token is written as scalars; else as lists of one.
+        self._scalar = "token_id" in pb.Generation.DESCRIPTOR.fields_by_name
+        #: What this generation calls the fields of a third one's `WarmupRequest`.
         self.warmup_names: Mapping[str, str] = (
             _OLD_WARMUP_NAMES
             if "max_input_length" in pb.WarmupRequest.DESCRIPTOR.fields_by_name
@@ -52,38 +52,40 @@ class ShardCodec:
 
     # -- in ------------------------------------------------------------------------------------
 
-    async def prefill(self, request: Any) -> PrefillCall:
-        """A Prefill's batch, and the cached one to join. Others get their turn in a long one."""
+    async def prefill(self, request: Any) -> tuple[ShardBatch, int | None]:
+        """A Prefill's batch, and the id of the cached one that it joins.
+
+        Other tasks get their turn while a long one is converted.
+        """
         requests = []
         for at, each in enumerate(request.batch.requests, start=1):
             requests.append(self._request(each))
             if not at % _SLICE_REQUESTS:
                 await asyncio.sleep(0)
         batch = ShardBatch(request.batch.id, tuple(requests))
-        joins = self._has.cached_batch and request.HasField("cached_batch")
-        return PrefillCall(batch, request.cached_batch.id if joins else None)
+        cached = _given(request, "cached_batch")
+        return batch, cached.id if cached is not None else None
 
-    def warmup(self, request: Any) -> WarmupCall:
-        """A Warmup's limits, of which the first generation has none."""
-        return WarmupCall(
-            given(request, self.warmup_names.get("max_input_tokens", "max_input_tokens")),
-            given(request, "max_total_tokens"),
+    def warmup(self, request: Any) -> tuple[int | None, int | None]:
+        """A Warmup's limits on prompt and total, of which the first generation has none."""
+        return (
+            _given(request, self.warmup_names.get("max_input_tokens", "max_input_tokens")),
+            _given(request, "max_total_tokens"),
         )
 
     def _request(self, request: Any) -> ShardRequest:
         parameters, stopping = request.parameters, request.stopping_parameters
-        has, inputs = self._has, request.inputs
-        if has.input_chunks and request.input_chunks.chunks:
+        inputs, chunked = request.inputs, _given(request, "input_chunks")
+        if chunked is not None and chunked.chunks:
             # Authoritative where present; `inputs` is the same for shards that know no chunks. A
             # model for text skips images.
-            chunks = request.input_chunks.chunks
-            inputs = "".join(c.text for c in chunks if c.WhichOneof("chunk") == "text")
+            inputs = "".join(c.text for c in chunked.chunks if c.WhichOneof("chunk") == "text")
         return ShardRequest(
             id=request.id,
             inputs=inputs,
             truncate=request.truncate,
             # Routers before v3 always want them.
-            add_special_tokens=request.add_special_tokens if has.add_special_tokens else True,
+            add_special_tokens=getattr(request, "add_special_tokens", True),
             prefill_logprobs=request.prefill_logprobs,
             top_n_tokens=request.top_n_tokens,
             max_new_tokens=stopping.max_new_tokens,
@@ -95,17 +97,13 @@ class ShardCodec:
             top_p=parameters.top_p,
             typical_p=parameters.typical_p,
             repetition_penalty=parameters.repetition_penalty,
-            frequency_penalty=parameters.frequency_penalty if has.frequency_penalty else 0.0,
+            frequency_penalty=getattr(parameters, "frequency_penalty", 0.0),
             seed=parameters.seed,
             watermark=parameters.watermark,
-            grammar=parameters.grammar if has.grammar else "",
-            grammar_type=parameters.grammar_type if has.grammar else 0,
-            adapter_id=request.adapter_id
-            if has.adapter_id and request.HasField("adapter_id")
-            else None,
-            chunk_len=request.chunk_len
-            if has.chunk_len and request.HasField("chunk_len")
-            else None,
+            grammar=getattr(parameters, "grammar", ""),
+            grammar_type=getattr(parameters, "grammar_type", 0),
+            adapter_id=_given(request, "adapter_id"),
+            chunk_len=_given(request, "chunk_len"),
         )
 
     # -- out -----------------------------------------------------------------------------------
@@ -113,7 +111,7 @@ class ShardCodec:
     def info(self, ready: Ready) -> Any:
         """`InfoResponse`: what a router must know of the model."""
         # window_size stays unset: keys and values beyond a window are kept, so it saves no budget.
-        return known(
+        return _known(
             self.pb.InfoResponse,
             requires_padding=False,
             dtype=f"torch.{ready.dtype}",
@@ -128,7 +126,7 @@ class ShardCodec:
 
     def warm(self, slots: int, max_input_tokens: int, max_total_tokens: int) -> Any:
         """`WarmupResponse`: tokens that fit in all, and the lengths of one request."""
-        return known(
+        return _known(
             self.pb.WarmupResponse,
             max_supported_total_tokens=slots,
             max_input_tokens=max_input_tokens,
@@ -137,15 +135,14 @@ class ShardCodec:
 
     def cached_batch(self, batch: CachedBatch) -> Any:
         """`CachedBatch`."""
-        message = self.pb.CachedBatch(
+        return _known(
+            self.pb.CachedBatch,
             id=batch.id,
             request_ids=batch.request_ids,
             size=len(batch.request_ids),
             max_tokens=batch.max_tokens,
+            current_tokens=batch.current_tokens,
         )
-        if self._has.current_tokens:
-            message.current_tokens = batch.current_tokens
-        return message
 
     def step(self, response: Any, step: ShardStep) -> Any:
         """Fill a PrefillResponse or DecodeResponse; returns it.
@@ -156,17 +153,15 @@ class ShardCodec:
         _shorten(response)
         if step.batch is not None:
             response.batch.CopyFrom(self.cached_batch(step.batch))
-        if self._has.timings:
-            response.forward_ns = step.forward_ns
-            response.decode_ns = step.decode_ns
-            response.total_ns = step.total_ns
-            if step.concat_ns is not None and "concat_ns" in response.DESCRIPTOR.fields_by_name:
-                response.concat_ns = step.concat_ns
+        for name in ("forward_ns", "decode_ns", "total_ns", "concat_ns"):
+            took = getattr(step, name)
+            if took is not None and name in response.DESCRIPTOR.fields_by_name:
+                setattr(response, name, took)
         return response
 
     def _generation(self, generation: ShardGeneration) -> Any:
         token, text = generation.token, generation.text
-        if self._has.scalar_token:
+        if self._scalar:
             message = self.pb.Generation(
                 request_id=generation.request_id,
                 token_id=token.ids[0],
@@ -179,21 +174,15 @@ class ShardCodec:
                 request_id=generation.request_id, tokens=self._tokens(self.pb.Tokens, token)
             )
         if generation.prefill is not None:
-            kind = self.pb.PrefillTokens if self._has.scalar_token else self.pb.Tokens
+            kind = self.pb.PrefillTokens if self._scalar else self.pb.Tokens
             message.prefill_tokens.CopyFrom(self._tokens(kind, generation.prefill))
         if generation.top is not None:
-            if self._has.scalar_token:
+            if self._scalar:
                 message.top_tokens.CopyFrom(self._tokens(self.pb.TopTokens, generation.top))
             else:
                 message.top_tokens.append(self._tokens(self.pb.Tokens, generation.top))
         if text is not None:
-            message.generated_text.text = text.text
-            message.generated_text.generated_tokens = text.generated_tokens
-            message.generated_text.finish_reason = text.finish_reason
-            if text.seed is not None:
-                message.generated_text.seed = text.seed
-            if self._has.prompt_tokens:
-                message.generated_text.prompt_tokens = text.prompt_tokens
+            message.generated_text.CopyFrom(_known(self.pb.GeneratedText, **asdict(text)))
         return message
 
     @staticmethod
@@ -202,6 +191,24 @@ class ShardCodec:
         if "is_special" in kind.DESCRIPTOR.fields_by_name:
             message.is_special.extend(tokens.special)
         return message
+
+
+def _given(message: Any, field: str) -> Any:
+    """The value of a field; None if its generation has no such field, or nothing is set.
+
+    Where a message can't tell 0 from "not set", 0 is "not set".
+    """
+    found = message.DESCRIPTOR.fields_by_name.get(field)
+    if found is None or (found.has_presence and not message.HasField(field)):
+        return None
+    value = getattr(message, field)
+    return value if found.has_presence else value or None
+
+
+def _known(kind: Any, **values: Any) -> Any:
+    """A message of `kind` with those of `values` for which its generation has a field."""
+    fields = kind.DESCRIPTOR.fields_by_name
+    return kind(**{name: value for name, value in values.items() if name in fields})
 
 
 def _shorten(response: Any) -> None:

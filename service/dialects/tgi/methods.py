@@ -12,13 +12,11 @@ from google.protobuf.descriptor import ServiceDescriptor
 from tokenpod.service.dialects.tgi.codec import ShardCodec
 from tokenpod.service.dialects.validate import field_names
 from tokenpod.service.rpc.errors import ServiceError, Unavailable
+from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import BATCH, NAMES, SMALL, Gate, Method, method_of
 from tokenpod.service.serving.backend import Backend
 
 log = logging.getLogger("tokenpod.shard")
-
-#: grpc.aio.ServicerContext, which is generic in its stubs only.
-Context = Any
 
 #: Initial metadata of Info: the model's name, for which the protocol has no field.
 MODEL_ID_KEY = "tokenpod-model-id"
@@ -93,13 +91,13 @@ class ShardHandlers:
     async def warmup(self, backend: Backend, request: Any, context: Context) -> Any:
         """The true token budget."""
         with _logged("Warmup"), field_names(self._codec.warmup_names):
-            slots, most_in, total = backend.shard.warmup(self._codec.warmup(request))
+            slots, most_in, total = backend.shard.warmup(*self._codec.warmup(request))
         return self._codec.warm(slots, most_in, total)
 
     async def prefill(self, backend: Backend, request: Any, context: Context) -> Any:
         """Process new prompts, and sample a token for each."""
         with _logged("Prefill", request.batch.id):
-            step = await backend.shard.prefill(await self._codec.prefill(request))
+            step = await backend.shard.prefill(*await self._codec.prefill(request))
         return self._codec.step(self._pb.PrefillResponse(), step)
 
     async def decode(self, backend: Backend, request: Any, context: Context) -> Any:

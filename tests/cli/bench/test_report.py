@@ -17,7 +17,7 @@ from tokenpod.cli.bench.messages import Level, Load, Outcome, Plan
 from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
 from tokenpod.cli.bench.report import LevelReport, Report, section
 from tokenpod.cli.bench.screen import print_sweep
-from tokenpod.cli.remote import Remote
+from tokenpod.cli.connection import Remote
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarking.md"
 

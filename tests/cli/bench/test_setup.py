@@ -12,7 +12,7 @@ from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.messages import Level, Load
 from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
 from tokenpod.cli.bench.setup import make_plan
-from tokenpod.cli.remote import Remote
+from tokenpod.cli.connection import Remote
 
 INPUT, OUTPUT = Uniform(128, 128), Uniform(64, 64)
 WORKLOAD = {

@@ -15,7 +15,7 @@ from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.messages import Begin, Level, Load, Plan
 from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
 from tokenpod.cli.bench.worker import LevelRun, make_request
-from tokenpod.cli.remote import Remote
+from tokenpod.cli.connection import Remote
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import (
     TextGenerationServiceServicer,

@@ -1,4 +1,4 @@
-"""A rank's line to its pod's front end, next to its link.
+"""A rank's control stream to its pod's front end, next to its link.
 
 The link belongs to the step loop, which may be stuck in a collective or in a send. Whatever must
 get through then has a socket of its own: heartbeats, what a group waits for, why a rank ends, and
@@ -16,13 +16,13 @@ from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.messages import Drain, FromRank, Over, ToRank
 
 
-class Line:
+class ControlStream:
     """The rank's end. Any thread may send.
 
     Args:
         endpoint: the inherited socket.
         on_drain: called, on a thread of its own, with a request or an answer to carry.
-        on_over: hears, on that thread, why the front end gives the group up.
+        on_over: called on that thread with the reason why the front end gives the group up.
         on_closed: the front end has hung up or is gone.
     """
 
@@ -41,11 +41,11 @@ class Line:
         self._on_closed = on_closed
 
     def listen(self) -> None:
-        """Begin to listen."""
-        threading.Thread(target=self._listen, name="line", daemon=True).start()
+        """Start the thread that receives."""
+        threading.Thread(target=self._listen, name="control", daemon=True).start()
 
     def send(self, message: FromRank) -> None:
-        """Send one message. A front end that is gone is told of by `on_closed` alone."""
+        """Send one message; if the front end is gone, only `on_closed` reports it."""
         with self._lock, contextlib.suppress(LinkClosed):
             self._link.send(message)
 

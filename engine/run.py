@@ -122,6 +122,7 @@ def load(
         warmup_seconds=time.monotonic() - loaded,
         slots_from=assembled.slots_from,
         rope=config.rope_variant,
+        unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
     )
     return assembled, ready, limits
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -34,8 +35,11 @@ class Decoder:
         parameters: int | None = None,
         kv_scales: KVScales | None = None,
         delta: Delta = no_delta,
+        unused: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.config = config
+        #: How many tensors of the checkpoint belong to each part that is not served.
+        self.unused = unused
         held = sum(weight.numel() for weight in weights.values())
         #: Of the whole model.
         self.parameters_count = held if parameters is None else parameters

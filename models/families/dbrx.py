@@ -15,6 +15,7 @@ from tokenpod.models.spec import Experts, LayerSpec, ModelSpec, Norm, Norms
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    fields.only("tie_word_embeddings", False)
     attn, ffn = fields.fields("attn_config"), fields.fields("ffn_config")
     kv_heads = attn.integer("kv_n_heads", 1, most=1 << 14)
     sizes = sizes_of(

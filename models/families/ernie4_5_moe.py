@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tokenpod.kernels.ops import Routing
 from tokenpod.models.families.experts import (
@@ -20,10 +21,9 @@ from tokenpod.models.spec import ModelSpec
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
     bias = fields.flag("use_bias", False)
-    biases = {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
-    rope = {"theta": 500_000.0, "interleaved": True}
-    fields = fields.defaulting(rms_norm_eps=1e-5)
-    spec = gated_decoder(fields, served, tied=True, **biases, **rope)
+    biases: dict[str, Any] = {"qkv_bias": bias, "output_bias": bias, "mlp_bias": bias}
+    fields = fields.defaulting(rms_norm_eps=1e-5, rope_theta=500_000.0)
+    spec = gated_decoder(fields, served, tied=True, interleaved=True, **biases)
     routing = Routing(1, normalised=True, least_sum=fields.real("moe_norm_min", 1e-12))
     experts = experts_of(
         fields, spec, routing, count=("moe_num_experts", "num_experts"), chosen="moe_k"

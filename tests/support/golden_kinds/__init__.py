@@ -1,12 +1,13 @@
 """The golden checkpoints, by name: of every family, with every setting that it reads."""
 
-from golden_kinds import dense, experts, gated, mixtures, plain
+from golden_kinds import dense, experts, gated, images, mixtures, plain
 from golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
 
 KINDS: dict[str, Kind] = {
     **dense.KINDS,
     **gated.KINDS,
     **plain.KINDS,
+    **images.KINDS,
     **experts.KINDS,
     **mixtures.KINDS,
 }

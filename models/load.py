@@ -20,7 +20,7 @@ from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
-from tokenpod.models.names import head_name, scale_names, weights_of
+from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Weight
@@ -64,38 +64,44 @@ def read_layout(
     """
     family, spec = _read_config(folder, max_total_tokens)
     reader = reader_for(spec, quantize)
-    layouts = family.names_of(spec)
-    stored = checkpoint.names if checkpoint else set()
-    there = (p for p in family.prefixes if f"{p}{layouts[0].embedding}.weight" in stored)
+    names = family.names_of(spec)
+    there = (
+        p for p in family.prefixes if checkpoint and f"{p}{names[0].embedding}.weight" in checkpoint
+    )
     prefix = next(there, family.prefixes[0])
-    names, *others = (dataclasses.replace(n, head=head_name(n, prefix)) for n in layouts)
-    if checkpoint is not None and f"{names.head}.weight" not in stored:
+    layouts = [dataclasses.replace(x, head=head_name(x, prefix)) for x in names]
+    head = f"{layouts[0].head}.weight"
+    if checkpoint is not None and head not in checkpoint:
         spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
-    weights = weights_of(spec, names, prefix)
-    for other in others:
-        table = weights_of(spec, other, prefix)
-        if all(name in stored for weight in table for name in weight.tensors):
-            names, weights = other, table
+    chosen, weights = _stored(checkpoint, [(x, weights_of(spec, x, prefix)) for x in layouts])
+    stored = checkpoint.names if checkpoint else set()
     parts = {part: sum(name.startswith(part) for name in stored) for part in family.unused}
     unused = {part.rstrip("."): count for part, count in parts.items() if count}
-    layout = Layout(spec, weights, scale_names(spec, names, prefix), reader, unused)
+    layout = Layout(spec, weights, scale_names(spec, chosen, prefix), reader, unused)
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
-            optional.append(f"{names.head}.weight")
+            optional.append(head)
         check(
             checkpoint,
             layout.weights,
             spec.architecture,
             reader=reader,
             optional=optional,
-            surplus=names.surplus,
-            beyond=(
-                *family.unused,
-                *(prefix + each.format(layers=len(spec.layers)) for each in names.beyond),
-            ),
+            surplus=chosen.surplus,
+            beyond=(*family.unused, *beyond_names(spec, chosen, prefix)),
         )
     return layout
+
+
+def _stored(
+    checkpoint: Checkpoint | None, layouts: list[tuple[Names, list[Weight]]]
+) -> tuple[Names, list[Weight]]:
+    """The layout of which a checkpoint has all tensors; otherwise the first."""
+    for names, weights in layouts:
+        if checkpoint and all(name in checkpoint for weight in weights for name in weight.tensors):
+            return names, weights
+    return layouts[0]
 
 
 def load_model(

@@ -119,6 +119,11 @@ def scale_names(spec: ModelSpec, names: Names, prefix: str) -> list[list[str]]:
     ]
 
 
+def beyond_names(spec: ModelSpec, names: Names, prefix: str) -> tuple[str, ...]:
+    """Beginnings of the names of tensors that a checkpoint has beyond its model's."""
+    return tuple(prefix + name.format(layers=len(spec.layers)) for name in names.beyond)
+
+
 def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
     """What is there once: embedding, positions, projections, norms and head."""
     hidden, width = Axis(spec.hidden_size), Axis(spec.embedding_width)

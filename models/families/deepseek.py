@@ -67,13 +67,14 @@ def _decoder(fields: Fields, served: int | None, *, interleaved: bool) -> ModelS
     fields.only("attention_bias", False)
     rope_dim = fields.integer("qk_rope_head_dim", 64, most=1 << 10)
     heads = fields.values.get("num_attention_heads")
-    own = {"head_dim": rope_dim, "num_key_value_heads": heads}
-    spec = gated_decoder(
-        Fields({**fields.values, **own}, fields.source), served, interleaved=interleaved
-    )
+    same = fields.replacing(head_dim=rope_dim, num_key_value_heads=heads)
+    spec = gated_decoder(same, served, interleaved=interleaved)
     rope = spec.layers[0].attention.positions
     assert isinstance(rope, Rope)
     nope_dim = fields.integer("qk_nope_head_dim", 128, most=1 << 12)
+    # What follows from these two, under names that others write differently.
+    fields.only("qk_head_dim", nope_dim + rope_dim)
+    fields.only("head_dim", rope_dim, nope_dim, nope_dim + rope_dim)
     # Null is a meaning of its own: queries are made of the stream.
     ranked = fields.values.get("q_lora_rank", 1536) is not None
     norm = Norm("rms", _EPSILON)

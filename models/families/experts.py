@@ -73,9 +73,9 @@ def sigmoid_routing(fields: Fields) -> Routing:
     )
 
 
-def shared_of(experts: Experts, width: int) -> Mlp:
+def shared_of(experts: Experts, width: int, *, bias: bool = False) -> Mlp:
     """A block for every token, of the experts' kind."""
-    return Mlp(width, experts.activation, gated=True)
+    return Mlp(width, experts.activation, gated=True, up_bias=bias, down_bias=bias)
 
 
 def every(fields: Fields, layers: int) -> frozenset[int]:
@@ -84,7 +84,12 @@ def every(fields: Fields, layers: int) -> frozenset[int]:
     return frozenset(range(step - 1, layers, step)) - fields.indices("mlp_only_layers")
 
 
-def gate_names(*, shared: str = "shared_experts") -> ExpertNames:
+def gate_names(
+    *,
+    shared: str = "shared_experts",
+    correction: str = "mlp.gate.e_score_correction_bias",
+    correction_rows: bool = False,
+) -> ExpertNames:
     """As Qwen's, with tensors apart."""
     return experts_apart(
         "mlp.gate",
@@ -92,7 +97,8 @@ def gate_names(*, shared: str = "shared_experts") -> ExpertNames:
         "gate_proj",
         "up_proj",
         "down_proj",
-        correction="mlp.gate.e_score_correction_bias",
+        correction=correction,
+        correction_rows=correction_rows,
         shared_up=(f"mlp.{shared}.gate_proj", f"mlp.{shared}.up_proj"),
         shared_down=f"mlp.{shared}.down_proj",
         shared_gate=f"mlp.{shared}_gate",

@@ -24,13 +24,9 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     # Its default is not to rotate as others do: a config that does not say is no whole one.
     fields.fields(fields.first("rope_scaling", "rope_parameters"))
     bias = fields.flag("attention_bias", True)
+    fields = fields.defaulting(rope_theta=150_000.0, rms_norm_eps=1e-5)
     spec = gated_decoder(
-        fields.defaulting(rope_theta=150_000.0, rms_norm_eps=1e-5),
-        served,
-        windows=_windows,
-        qkv_bias=bias,
-        output_bias=bias,
-        head_dim=64,
+        fields, served, windows=_windows, qkv_bias=bias, output_bias=bias, head_dim=64
     )
     experts = experts_of(fields, spec, softmax_routing(normalised=True), width=None)
     experts = replace(experts, activation=Activation.SWIGLU_CLAMPED, router_bias=True, biases=True)
@@ -41,22 +37,16 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return windows_but_every(fields, layers, every=2, default=128)
 
 
-def _tensor(name: str, half: Half | None, *, packed: bool) -> ExpertTensor:
-    """Rows of gates and of what they open alternate."""
-    stored = f"mlp.experts.{name}"
-    bias = f"{stored}_bias"
-    if packed:
-        return ExpertTensor(f"{stored}_blocks", half, scales=f"{stored}_scales", bias=bias)
-    return ExpertTensor(stored, half, transposed=True, bias=bias)
-
-
 def _experts(*, packed: bool) -> ExpertNames:
-    return ExpertNames(
-        "mlp.router",
-        _tensor("gate_up_proj", Half.EVEN, packed=packed),
-        _tensor("gate_up_proj", Half.ODD, packed=packed),
-        _tensor("down_proj", None, packed=packed),
-    )
+    """Rows of gates and of what they open alternate."""
+
+    def tensor(name: str, half: Half | None = None) -> ExpertTensor:
+        at = f"mlp.experts.{name}"
+        stored, scales = (f"{at}_blocks", f"{at}_scales") if packed else (at, "")
+        return ExpertTensor(stored, half, transposed=not packed, scales=scales, bias=f"{at}_bias")
+
+    gate, up = (tensor("gate_up_proj", half) for half in (Half.EVEN, Half.ODD))
+    return ExpertNames("mlp.router", gate, up, tensor("down_proj"))
 
 
 GPT_OSS = Family(

@@ -81,6 +81,13 @@ def unpacked(model: Any) -> None:
 
 
 QWEN_STACKED = stacked("gate_proj", "up_proj", "down_proj")
+#: What any family reads, as its first checkpoint does not have it.
+VARIED = {
+    "hidden_act": "gelu",
+    "rms_norm_eps": 1e-2,
+    "tie_word_embeddings": True,
+    "num_experts_per_tok": 3,
+}
 SIZES = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 QWEN2 = {**SIZES, "num_experts": 6, "shared_expert_intermediate_size": 40}
 GLM = {
@@ -127,14 +134,15 @@ DEEPSEEK = {
     "v_head_dim": 16,
     "rms_norm_eps": 1e-3,
 }
-#: Expanded from 11 tokens on.
+#: Expanded from 13 tokens on.
 KIMI = {
     **DEEPSEEK,
     "num_key_value_heads": 8,
     "num_attention_heads": 8,
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
-    "qk_nope_head_dim": 8,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
     "v_head_dim": 6,
     "n_group": 1,
     "topk_group": 1,
@@ -159,6 +167,7 @@ KINDS: dict[str, Kind] = {
         "Qwen2Moe",
         {
             **QWEN2,
+            **VARIED,
             "mlp_only_layers": [1],
             "use_sliding_window": True,
             "sliding_window": 7,
@@ -169,7 +178,14 @@ KINDS: dict[str, Kind] = {
     "glm4-moe": Kind("Glm4Moe", {**GLM, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}),
     "glm4-moe-stacked": Kind(
         "Glm4Moe",
-        {**SIZES, "n_routed_experts": 4, "norm_topk_prob": False, "first_k_dense_replace": 2},
+        {
+            **SIZES,
+            **VARIED,
+            "n_routed_experts": 4,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 2,
+            "partial_rotary_factor": 0.75,
+        },
         QWEN_STACKED,
     ),
     "ernie4-5-moe": Kind("Ernie4_5_Moe", {**ERNIE, "use_bias": True}),
@@ -177,6 +193,8 @@ KINDS: dict[str, Kind] = {
         "Ernie4_5_Moe",
         {
             **ERNIE,
+            **VARIED,
+            "num_experts_per_tok": 2,
             "tie_word_embeddings": False,
             "moe_num_shared_experts": 0,
             "moe_layer_interval": 2,
@@ -188,13 +206,21 @@ KINDS: dict[str, Kind] = {
     "olmoe": Kind("Olmoe", OLMOE),
     "olmoe-stacked": Kind(
         "Olmoe",
-        {**OLMOE, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 4},
+        {
+            **OLMOE,
+            **VARIED,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+        },
         QWEN_STACKED,
     ),
     "phimoe": Kind("Phimoe", {"num_local_experts": 6, "router_jitter_noise": 0.3}),
     "phimoe-stacked": Kind(
         "Phimoe",
         {
+            **VARIED,
+            "num_experts_per_tok": 2,
             "num_local_experts": 4,
             "router_jitter_noise": 0.5,
             "sliding_window": 17,
@@ -218,7 +244,16 @@ KINDS: dict[str, Kind] = {
     "granite-moe": Kind("GraniteMoe", GRANITE),
     "granite-moe-shared": Kind(
         "GraniteMoeShared",
-        {**GRANITE, "shared_intermediate_size": 40, "attention_bias": True},
+        {
+            **VARIED,
+            "num_local_experts": 6,
+            "shared_intermediate_size": 40,
+            "attention_bias": True,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 0.5,
+            "residual_multiplier": 0.3,
+            "attention_multiplier": 0.2,
+        },
         renamed(
             (r"input_linear\.weight$", "input_linear.weight"),
             (r"block_sparse_moe\.input_linear\.weight", "block_sparse_moe.experts.gate_up_proj"),
@@ -249,12 +284,21 @@ KINDS: dict[str, Kind] = {
     ),
     "deepseek-v2-lite": Kind(
         "DeepseekV2",
-        {**DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy", **YARN},
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "greedy",
+            "v_head_dim": 14,
+            **YARN,
+        },
     ),
     "deepseek-v2-stacked": Kind(
         "DeepseekV2",
         {
             **DEEPSEEK,
+            **VARIED,
+            "qk_rope_head_dim": 12,
             "q_lora_rank": 40,
             "topk_method": "group_limited_greedy",
             "n_group": 4,
@@ -283,7 +327,13 @@ KINDS: dict[str, Kind] = {
     ),
     "kimi-k2-stacked": Kind(
         "DeepseekV3",
-        {**KIMI, "rope_interleave": False, "norm_topk_prob": False},
+        {
+            **KIMI,
+            **VARIED,
+            "routed_scaling_factor": 1.3,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+        },
         QWEN_STACKED,
     ),
     "gpt-oss": Kind("GptOss", GPT_OSS),
@@ -292,6 +342,9 @@ KINDS: dict[str, Kind] = {
         "GptOss",
         {
             **GPT_OSS,
+            "num_experts_per_tok": 3,
+            "rms_norm_eps": 1e-2,
+            "tie_word_embeddings": True,
             "attention_bias": False,
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},

@@ -64,7 +64,8 @@ class Portion(msgspec.Struct, frozen=True):
 
     #: Numbers in its weights.
     numbers: int
-    kv_heads: int
+    #: That a layer has for a token: its keys and values.
+    kv_numbers: int
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
@@ -79,7 +80,6 @@ class Footprint(msgspec.Struct, frozen=True):
     #: Whether its tensors were looked at; else config.json alone was.
     from_tensors: bool
     layers: int
-    head_dim: int
     hidden_size: int
     #: Features of a token between the products of a feed-forward block, over all its experts.
     intermediate_size: int
@@ -103,7 +103,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Of one token's keys and values in all layers, in one rank."""
-        return 2 * self.layers * self.portions[ranks].kv_heads * self.head_dim * item_bytes
+        return self.layers * self.portions[ranks].kv_numbers * item_bytes
 
 
 @dataclass(frozen=True, slots=True)

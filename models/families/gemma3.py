@@ -35,7 +35,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     )
     near = rope_of(
         fields,
-        spec.head_dim,
+        spec.kv.key_dim,
         spec.max_positions,
         served=served,
         theta_name="rope_local_base_freq",

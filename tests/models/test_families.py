@@ -37,6 +37,9 @@ HARMLESS = {
     *("summary_first_dropout", "classifier_dropout", "label2id", "init_device", "attn_impl"),
     # Of training and of routers' losses.
     *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "hidden_dropout_prob"),
+    *("input_jitter_noise", "num_nextn_predict_layers"),
+    # Of how tensors are stored: who opens the checkpoint reads it.
+    "quantization_config",
     # How transformers computes the same.
     *("reorder_and_upcast_attn", "attention_softmax_in_fp32", "attn_implementation"),
     *("scale_attention_softmax_in_fp32", "_sliding_window_pattern", "cache_implementation"),

@@ -44,6 +44,7 @@ SMALL = {
 }
 #: Settings of families that name things otherwise, by model class; others get SMALL.
 BASES: dict[str, dict[str, Any]] = {
+    "Dbrx": {**_TOKENS, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": MAX_POSITIONS},
     "OPT": {**_TOKENS, **_SIZES, "ffn_dim": 112, "max_position_embeddings": MAX_POSITIONS},
     "Falcon": {
         **_TOKENS,

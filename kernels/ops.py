@@ -196,7 +196,7 @@ class LayerNorm(Protocol):
     ) -> torch.Tensor:
         """X [T, n], weight and bias [n] or None -> (x - mean) / sqrt(var + epsilon), as large.
 
-        Then times the weight, plus the bias.
+        Then times the weight, which may be float32, plus the bias.
         """
         ...
 

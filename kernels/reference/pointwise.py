@@ -47,7 +47,12 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
     """See `ops.LayerNorm`."""
-    return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+    if weight is None or weight.dtype == x.dtype:
+        return functional.layer_norm(x, x.shape[-1:], weight, bias, epsilon)
+    wide = None if bias is None else bias.to(weight.dtype)
+    return functional.layer_norm(x.to(weight.dtype), x.shape[-1:], weight, wide, epsilon).to(
+        x.dtype
+    )
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:

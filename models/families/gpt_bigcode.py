@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tokenpod.models.families.family import Family, with_attention
-from tokenpod.models.families.gpt2 import NAMES, learned_decoder
+from tokenpod.models.families.learned import NAMES, learned_decoder
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Fused, Names
 from tokenpod.models.spec import ModelSpec

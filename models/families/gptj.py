@@ -12,15 +12,8 @@ from tokenpod.models.spec import SAME, Join, LayerSpec, ModelSpec, Norm, Norms
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
-    heads = fields.first("num_attention_heads", "n_head")
-    sizes = sizes_of(
-        fields,
-        hidden=fields.first("hidden_size", "n_embd"),
-        layers=fields.first("num_hidden_layers", "n_layer"),
-        heads=heads,
-        kv_heads=fields.integer(heads),
-    )
-    max_positions = fields.integer(fields.first("max_position_embeddings", "n_positions"))
+    sizes = sizes_of(fields, hidden="n_embd", layers="n_layer", heads="n_head")
+    max_positions = fields.integer("n_positions")
     rotated = fields.integer("rotary_dim", 64, most=sizes.head_dim)
     rope = rope_of(
         fields,

@@ -18,15 +18,9 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     fields.only("norm_type", "low_precision_layernorm", "layernorm")
     own = fields.fields("attn_config") if "attn_config" in fields else Fields({}, fields.source)
     own.only("attn_type", "multihead_attention")
-    own.only("alibi", True)
-    own.only("qk_ln", False)
-    own.only("prefix_lm", False)
-    sizes = sizes_of(
-        fields,
-        hidden=fields.first("hidden_size", "d_model"),
-        layers=fields.first("num_hidden_layers", "n_layers"),
-        heads=fields.first("num_attention_heads", "n_heads"),
-    )
+    for name, value in (("alibi", True), ("qk_ln", False), ("prefix_lm", False)):
+        own.only(name, value)
+    sizes = sizes_of(fields, hidden="d_model", layers="n_layers", heads="n_heads")
     norm = Norm("layer", fields.real("layer_norm_epsilon", 1e-5))
     attention = replace(
         sizes.attention(alibi_of(sizes.heads, most=own.integer("alibi_bias_max", 8)), bias=False),
@@ -34,11 +28,8 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
         clip=own.optional_real("clip_qkv", None),
     )
     width = fields.integer("expansion_ratio", 4, most=1 << 8) * sizes.hidden
-    layer = LayerSpec(
-        attention,
-        plain_mlp(width, Activation.GELU, bias=False),
-        Norms(attention_in=norm, mlp_in=norm),
-    )
+    mlp = plain_mlp(width, Activation.GELU, bias=False)
+    layer = LayerSpec(attention, mlp, Norms(attention_in=norm, mlp_in=norm))
     return model_spec(
         fields,
         sizes,

@@ -140,6 +140,13 @@ def test_the_model_says_what_transformers_says(kind, golden, text, monkeypatch):
         "opt",
         "gpt-neox",
         "bloom",
+        "gemma3",
+        "olmo2",
+        "cohere-varied",
+        "granite-varied",
+        "nemotron",
+        "stablelm-varied",
+        "ministral3",
     ],
 )
 def test_half_precision_errs_no_more_than_transformers(

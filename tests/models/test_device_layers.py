@@ -55,7 +55,17 @@ def test_a_prompts_logprobs(name, golden, load_on_device, text):
     agree(load_on_device(reference.folder), reference, text(9))
 
 
-@pytest.mark.parametrize("name", ["opt-350m", "gpt-neox", "gemma2", "bloom-odd-heads"])
+#: Kinds whose layers have what no other's here have: interpreted they take seconds each.
+ON_GPUS = ["olmo2-varied", "nemotron-varied", "granite-varied", "cohere-varied", "gemma3-varied"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("opt-350m", "gpt-neox", "gemma2", "bloom-odd-heads", "stablelm-varied", "ministral3"),
+        *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_GPUS),
+    ],
+)
 def test_layers_of_other_shapes(name, golden, monkeypatch, text):
     """With plain products: interpreted, ours take minutes, and have tests of their own."""
     monkeypatch.setattr(loading, "operations_for", lambda device, dtype: interpreted_operations())

@@ -37,6 +37,15 @@ LARGE = {
     "max_position_embeddings": POSITIONS,
     "initializer_range": 0.04,
 }
+#: DeepSeek's rows and heads.
+LATENT = {
+    "num_key_value_heads": 16,
+    "moe_intermediate_size": 512,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 #: name -> (kind, more settings).
 MODELS = {
     "llama": ("llama", {"head_dim": 128}),
@@ -46,6 +55,15 @@ MODELS = {
     "qwen3": ("qwen3", {"head_dim": 128}),
     "mixtral": ("mixtral", {}),
     "qwen3-moe": ("qwen3-moe", {"moe_intermediate_size": 512}),
+    "qwen2-moe": ("qwen2-moe", {"moe_intermediate_size": 512}),
+    "glm4-moe": ("glm4-moe", {"head_dim": 128, "moe_intermediate_size": 512}),
+    "ernie4-5-moe": ("ernie4-5-moe", {"moe_intermediate_size": 512}),
+    "olmoe": ("olmoe", {"intermediate_size": 512}),
+    "phimoe": ("phimoe", {"intermediate_size": 512}),
+    "granite-moe": ("granite-moe", {"intermediate_size": 512}),
+    "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
+    "deepseek-v2": ("deepseek-v2-lite", LATENT),
+    "deepseek-v3": ("deepseek-v3", {**LATENT, "q_lora_rank": 384}),
 }
 
 

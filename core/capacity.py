@@ -96,13 +96,13 @@ class Footprint(msgspec.Struct, frozen=True):
         return self.portions[1].numbers
 
     def weight_bytes(self, ranks: int, item_bytes: int) -> int:
-        """Of one rank, whose dense numbers take `item_bytes` each."""
+        """Bytes of one rank's weights, whose dense numbers take `item_bytes` each."""
         portion = self.portions[ranks]
         dense = portion.numbers - portion.quantised_numbers
         return dense * item_bytes + portion.quantised_bytes
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
-        """Of one token's keys and values in all layers, in one rank."""
+        """Bytes of one token's keys and values in all layers of one rank."""
         return self.layers * self.portions[ranks].kv_numbers * item_bytes
 
 
@@ -143,7 +143,7 @@ class Capacity:
 
 
 def dtype_of(model: Footprint, options: EngineOptions) -> str:
-    """What weights and activations are computed in."""
+    """The dtype of weights and activations."""
     return options.dtype or model.dtype or "float32"
 
 

@@ -1,7 +1,7 @@
 """The operations for a CPU: few calls, views of contiguous KV runs, products by row count.
 
-In float32, loops that are compiled at run time (`compiled/`) take the place of what costs torch one
-call per row. In other types, which those loops don't read, torch's calls stay.
+In float32 and bfloat16, loops that are compiled at run time (`compiled/`) take the place of what
+costs torch one call per row. In float16, which those loops don't read, torch's calls stay.
 """
 
 import torch
@@ -43,7 +43,7 @@ OPERATIONS = Operations(
 
 def operations_for(dtype: torch.dtype) -> Operations:
     """The fastest operations for weights of `dtype`."""
-    if dtype != torch.float32:
+    if dtype not in (torch.float32, torch.bfloat16):
         return OPERATIONS
     # Not above: the compiler takes its time to load, and its loops are built on this package.
     from tokenpod.kernels.cpu import compiled

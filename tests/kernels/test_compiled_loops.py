@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numba
 import pytest
 import torch
 
 from tokenpod.kernels import reference
 from tokenpod.kernels.cpu import compiled
+from tokenpod.kernels.cpu.compiled.kinds import narrow, tensor
 from tokenpod.kernels.cpu.compiled.loops import END, FIRST, arguments, floats, loop, take
 
 
@@ -67,3 +69,26 @@ def test_numbers_that_are_none_stay_so(row, step_over, draw):
     got = ops.attention(q, keys, values, ops.plan_attention(batch, None))
     assert got[0].isnan().any()
     assert not got[1].isnan().any()
+
+
+@loop
+def _round(address):
+    a = arguments(address)
+    source = floats(a[FIRST], (a[END],))
+    target = tensor(a[FIRST + 1], (a[END],), numba.uint16)
+    i = take(a)
+    while i < a[END]:
+        target[i] = narrow(source[i], numba.uint16)
+        i = take(a)
+
+
+def test_numbers_are_rounded_as_torch_rounds_them():
+    random = torch.randint(-(2**31), 2**31, (20_000,), dtype=torch.int32).view(torch.float32)
+    ties = (torch.arange(0, 2**20, 2**15, dtype=torch.int32) + 0x3F800000).view(torch.float32)
+    edges = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-45])
+    numbers = torch.cat([random, ties, -ties, edges])
+    got = torch.empty(len(numbers), dtype=torch.bfloat16)
+    _round(len(numbers), numbers.data_ptr(), got.data_ptr())
+    expected = numbers.bfloat16()
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(0.0), expected.nan_to_num(0.0))

@@ -18,12 +18,13 @@ TOKENS = [1, 2, 33]
 def cpu_operations(dtype):
     """Those that a CPU has for `dtype`."""
     both = [cpu.OPERATIONS, compiled.OPERATIONS]
-    return both if dtype == torch.float32 else both[:1]
+    return both if dtype != torch.float16 else both[:1]
 
 
 def test_a_cpu_gets_its_own_operations_and_other_devices_the_reference():
     assert operations_for(torch.device("cpu"), torch.float32) is compiled.OPERATIONS
-    assert operations_for(torch.device("cpu"), torch.bfloat16) is cpu.OPERATIONS
+    assert operations_for(torch.device("cpu"), torch.bfloat16) is compiled.OPERATIONS
+    assert operations_for(torch.device("cpu"), torch.float16) is cpu.OPERATIONS
     assert operations_for(torch.device("meta"), torch.float32) is reference.OPERATIONS
 
 
@@ -105,13 +106,22 @@ def test_a_product_of_the_normed_residual(ops, activation, draw):
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_gated_unit(activation, tokens, draw):
-    gate_up = draw(tokens, 2 * 40)
+def test_gated_unit(activation, tokens, dtype, draw):
+    gate_up = draw(tokens, 2 * 40, dtype=dtype)
     expected = reference.act_mul(gate_up.clone(), activation)
-    for ops in cpu_operations(torch.float32):
+    for ops in cpu_operations(dtype):
         torch.testing.assert_close(ops.act_mul(gate_up.clone(), activation), expected)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_norm_is_rounded_before_its_weight_unless_that_is_wider(weight_dtype, draw):
+    x, weight = draw(200, 72, dtype=torch.bfloat16), draw(72, dtype=weight_dtype)
+    expected = reference.rms_norm(x, weight, 1e-5)
+    got = compiled.OPERATIONS.rms_norm(x, weight, 1e-5)
+    assert (got == expected).float().mean() > 0.99
 
 
 def test_the_compiled_gate_at_its_extremes():

@@ -1,4 +1,4 @@
-"""The CPU's operations in float32: loops compiled at run time where torch would need many calls.
+"""The CPU's operations in float32 and bfloat16: compiled loops where torch would need many calls.
 
 Products, prompts' attention and embedding stay torch's: there a call has enough to do.
 """

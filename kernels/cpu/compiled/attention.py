@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from tokenpod.kernels.cpu.attention import (
     visible_runs,
 )
 from tokenpod.kernels.cpu.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.cpu.compiled.kinds import KINDS, tensor, wide
 from tokenpod.kernels.cpu.compiled.loops import (
     END,
     FIRST,
@@ -88,25 +90,29 @@ def attention(
     refuse_scales(scales)
     if not are_fast(options):
         return attend_rows(q, keys, values, plan.batch, plan.window, options)
-    tokens, heads, head_dim = q.shape
+    _, heads, head_dim = q.shape
     slots, kv_heads, _ = keys.shape
-    out = torch.empty((tokens, heads, head_dim))
+    out = torch.empty_like(q)
     rows = plan.single_rows
     if rows:
+        # Sums are float32; where queries are too, they are made in place.
+        queries, sums = q[:rows].float(), out[:rows].float()
         # Few rows are shared out by their heads, so that every thread has something to do.
         parts = 1 if rows >= 2 * torch.get_num_threads() else kv_heads
-        _decode(heads // kv_heads, head_dim, options.scale_of(head_dim))(
+        _decode(heads // kv_heads, head_dim, options.scale_of(head_dim), KINDS[keys.dtype])(
             rows * parts,
-            *(q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+            *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
             *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
             *(rows, slots, kv_heads, parts, len(plan.runs)),
         )
+        if sums.dtype != out.dtype:
+            out[:rows] = sums
     attend_extends(plan.extends, q, keys, values, out, options.scale)
     return out.flatten(1)
 
 
 @functools.cache
-def _decode(group: int, head_dim: int, factor: float) -> Loop:
+def _decode(group: int, head_dim: int, factor: float, kind: Any) -> Loop:
     """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
     scale = _F(factor) * LOG2_E
 
@@ -114,8 +120,8 @@ def _decode(group: int, head_dim: int, factor: float) -> Loop:
         a = arguments(address)
         rows, slots, kv_heads, parts = a[FIRST + 6], a[FIRST + 7], a[FIRST + 8], a[FIRST + 9]
         queries = floats(a[FIRST], (rows, kv_heads, group, head_dim))
-        keys = floats(a[FIRST + 1], (slots, kv_heads, head_dim))
-        values = floats(a[FIRST + 2], (slots, kv_heads, head_dim))
+        keys = tensor(a[FIRST + 1], (slots, kv_heads, head_dim), kind)
+        values = tensor(a[FIRST + 2], (slots, kv_heads, head_dim), kind)
         out = floats(a[FIRST + 3], (rows, kv_heads, group, head_dim))
         runs = integers(a[FIRST + 4], (a[FIRST + 10], 2))
         b_first = integers(a[FIRST + 5], (rows + 1,))
@@ -142,7 +148,7 @@ def _decode(group: int, head_dim: int, factor: float) -> Loop:
                             for g in range(group):
                                 score = _F(0)
                                 for d in range(head_dim):
-                                    score += queries[row, k, g, d] * keys[start + j, k, d]
+                                    score += queries[row, k, g, d] * wide(keys[start + j, k, d])
                                 scores[k * group + g, j] = score * scale
                     for k in range(first_head, end_head):
                         for g in range(group):
@@ -170,17 +176,17 @@ def _decode(group: int, head_dim: int, factor: float) -> Loop:
                                 w2, w3 = scores[h, j + 2], scores[h, j + 3]
                                 for d in range(head_dim):
                                     out[row, k, g, d] += (
-                                        w0 * values[at, k, d]
-                                        + w1 * values[at + 1, k, d]
-                                        + w2 * values[at + 2, k, d]
-                                        + w3 * values[at + 3, k, d]
+                                        w0 * wide(values[at, k, d])
+                                        + w1 * wide(values[at + 1, k, d])
+                                        + w2 * wide(values[at + 2, k, d])
+                                        + w3 * wide(values[at + 3, k, d])
                                     )
                     for j in range(fours, count):
                         for k in range(first_head, end_head):
                             for g in range(group):
                                 weight = scores[k * group + g, j]
                                 for d in range(head_dim):
-                                    out[row, k, g, d] += weight * values[start + j, k, d]
+                                    out[row, k, g, d] += weight * wide(values[start + j, k, d])
             for k in range(first_head, end_head):
                 for g in range(group):
                     whole = _F(1) / total[k * group + g]

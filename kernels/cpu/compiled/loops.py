@@ -65,7 +65,7 @@ def _add_one(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
+def pointer(typing_context: Any, address: Any) -> Any:
     """A number as the address it is."""
 
     def generate(context: Any, builder: Any, signature: Any, operands: Any) -> Any:
@@ -90,19 +90,19 @@ def take(a):
 @inlined()
 def floats(address, shape):
     """The float32 tensor of `shape` at `address`."""
-    return carray(_pointer(address), shape, numba.float32)
+    return carray(pointer(address), shape, numba.float32)
 
 
 @inlined()
 def small_integers(address, shape):
     """The int8 tensor of `shape` at `address`."""
-    return carray(_pointer(address), shape, numba.int8)
+    return carray(pointer(address), shape, numba.int8)
 
 
 @inlined()
 def integers(address, shape):
     """The int64 tensor of `shape` at `address`."""
-    return carray(_pointer(address), shape, numba.int64)
+    return carray(pointer(address), shape, numba.int64)
 
 
 @inlined()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 
 from tokenpod.kernels.cpu import pointwise as cpu
 from tokenpod.kernels.cpu.compiled.arithmetic import LOG2_E, exp2
+from tokenpod.kernels.cpu.compiled.kinds import KINDS, narrow, tensor, wide
 from tokenpod.kernels.cpu.compiled.loops import (
     END,
     FIRST,
+    Loop,
     arguments,
     bits,
-    floats,
     inlined,
     loop,
     real,
@@ -29,7 +33,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     out = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
-    _norm(rows, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, bits(epsilon))
+    _norm(KINDS[x.dtype], KINDS[weight.dtype])(
+        rows, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, bits(epsilon)
+    )
     return out
 
 
@@ -38,8 +44,8 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     if activation is not Activation.SILU:
         return cpu.act_mul(gate_up, activation)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, width))
-    _silu_mul(rows, gate_up.data_ptr(), out.data_ptr(), rows, width)
+    out = torch.empty((rows, width), dtype=gate_up.dtype)
+    _silu_mul(KINDS[gate_up.dtype])(rows, gate_up.data_ptr(), out.data_ptr(), rows, width)
     return out
 
 
@@ -49,33 +55,48 @@ def norm_factor(square_sum, width, epsilon):
     return _F(1) / np.sqrt(square_sum / _F(width) + epsilon)
 
 
-@loop
-def _norm(address):
-    a = arguments(address)
-    rows, width, epsilon = a[FIRST + 3], a[FIRST + 4], real(a, FIRST + 5)
-    x = floats(a[FIRST], (rows, width))
-    weight = floats(a[FIRST + 1], (width,))
-    out = floats(a[FIRST + 2], (rows, width))
-    row = take(a)
-    while row < a[END]:
-        square_sum = _F(0)
-        for i in range(width):
-            square_sum += x[row, i] * x[row, i]
-        factor = norm_factor(square_sum, width, epsilon)
-        for i in range(width):
-            out[row, i] = x[row, i] * factor * weight[i]
+@functools.cache
+def _norm(kind: Any, weight_kind: Any) -> Loop:
+    """The loop for rows of `kind`; see `ops.RmsNorm` for what is rounded when."""
+    rounds = weight_kind is kind
+
+    def body(address):
+        a = arguments(address)
+        rows, width, epsilon = a[FIRST + 3], a[FIRST + 4], real(a, FIRST + 5)
+        x = tensor(a[FIRST], (rows, width), kind)
+        weight = tensor(a[FIRST + 1], (width,), weight_kind)
+        out = tensor(a[FIRST + 2], (rows, width), kind)
         row = take(a)
+        while row < a[END]:
+            square_sum = _F(0)
+            for i in range(width):
+                square_sum += wide(x[row, i]) * wide(x[row, i])
+            factor = norm_factor(square_sum, width, epsilon)
+            for i in range(width):
+                y = wide(x[row, i]) * factor
+                if rounds:
+                    y = wide(narrow(y, kind))
+                out[row, i] = narrow(y * wide(weight[i]), kind)
+            row = take(a)
+
+    return loop(body)
 
 
-@loop
-def _silu_mul(address):
-    a = arguments(address)
-    rows, width = a[FIRST + 2], a[FIRST + 3]
-    gate_up = floats(a[FIRST], (rows, 2, width))
-    out = floats(a[FIRST + 1], (rows, width))
-    row = take(a)
-    while row < a[END]:
-        for i in range(width):
-            gate = gate_up[row, 0, i]
-            out[row, i] = gate / (_F(1) + exp2(-gate * LOG2_E)) * gate_up[row, 1, i]
+@functools.cache
+def _silu_mul(kind: Any) -> Loop:
+    """The loop for numbers of `kind`."""
+
+    def body(address):
+        a = arguments(address)
+        rows, width = a[FIRST + 2], a[FIRST + 3]
+        gate_up = tensor(a[FIRST], (rows, 2, width), kind)
+        out = tensor(a[FIRST + 1], (rows, width), kind)
         row = take(a)
+        while row < a[END]:
+            for i in range(width):
+                gate = wide(gate_up[row, 0, i])
+                active = gate / (_F(1) + exp2(-gate * LOG2_E))
+                out[row, i] = narrow(active * wide(gate_up[row, 1, i]), kind)
+            row = take(a)
+
+    return loop(body)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import numpy as np
 import torch
 
+from tokenpod.kernels.cpu.compiled.kinds import KINDS, narrow, tensor, wide
 from tokenpod.kernels.cpu.compiled.loops import (
     END,
     FIRST,
+    Loop,
     arguments,
     bits,
-    floats,
     integers,
     loop,
     real,
@@ -38,11 +42,13 @@ def store_key_value(
     slots, kv_heads, head_dim = keys.shape
     tokens = len(qkv)
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    q = torch.empty((tokens, heads, head_dim))
-    weights = (0, 0, 0)
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype)
+    kind = KINDS[qkv.dtype]
+    weight_kind, weights = kind, (0, 0, 0)
     if norm is not None:
+        weight_kind = KINDS[norm.query_weight.dtype]
         weights = (norm.query_weight.data_ptr(), norm.key_weight.data_ptr(), bits(norm.epsilon))
-    _store(
+    _store(kind, KINDS[rotation.cos.dtype], weight_kind)(
         tokens,
         *(qkv.data_ptr(), q.data_ptr(), keys.data_ptr(), values.data_ptr(), t_slot.data_ptr()),
         *(rotation.cos.data_ptr(), rotation.sin.data_ptr(), *weights),
@@ -51,39 +57,50 @@ def store_key_value(
     return q
 
 
-@loop
-def _store(address):
-    a = arguments(address)
-    normed, epsilon = a[FIRST + 7] != 0, real(a, FIRST + 9)
-    tokens, heads, kv_heads = a[FIRST + 10], a[FIRST + 11], a[FIRST + 12]
-    head_dim, slots = a[FIRST + 13], a[FIRST + 14]
-    half = head_dim // 2
-    qkv = floats(a[FIRST], (tokens, heads + 2 * kv_heads, head_dim))
-    q = floats(a[FIRST + 1], (tokens, heads, head_dim))
-    keys = floats(a[FIRST + 2], (slots, kv_heads, head_dim))
-    values = floats(a[FIRST + 3], (slots, kv_heads, head_dim))
-    t_slot = integers(a[FIRST + 4], (tokens,))
-    cos, sin = floats(a[FIRST + 5], (tokens, half)), floats(a[FIRST + 6], (tokens, half))
-    token = take(a)
-    while token < a[END]:
-        slot = t_slot[token]
-        for h in range(heads + kv_heads):
-            source = qkv[token, h]
-            target = q[token, h] if h < heads else keys[slot, h - heads]
-            if normed:
-                weight = floats(a[FIRST + 7] if h < heads else a[FIRST + 8], (head_dim,))
-                square_sum = _F(0)
-                for d in range(head_dim):
-                    square_sum += source[d] * source[d]
-                factor = norm_factor(square_sum, head_dim, epsilon)
-                for d in range(head_dim):
-                    source[d] = source[d] * factor * weight[d]
-            for d in range(half):
-                first, second = source[d], source[d + half]
-                c, s = cos[token, d], sin[token, d]
-                target[d] = first * c - second * s
-                target[d + half] = second * c + first * s
-        for h in range(kv_heads):
-            for d in range(head_dim):
-                values[slot, h, d] = qkv[token, heads + kv_heads + h, d]
+@functools.cache
+def _store(kind: Any, angle_kind: Any, weight_kind: Any) -> Loop:
+    """The loop for heads of `kind`."""
+    rounds = weight_kind is kind
+
+    def body(address):
+        a = arguments(address)
+        normed, epsilon = a[FIRST + 7] != 0, real(a, FIRST + 9)
+        tokens, heads, kv_heads = a[FIRST + 10], a[FIRST + 11], a[FIRST + 12]
+        head_dim, slots = a[FIRST + 13], a[FIRST + 14]
+        half = head_dim // 2
+        qkv = tensor(a[FIRST], (tokens, heads + 2 * kv_heads, head_dim), kind)
+        q = tensor(a[FIRST + 1], (tokens, heads, head_dim), kind)
+        keys = tensor(a[FIRST + 2], (slots, kv_heads, head_dim), kind)
+        values = tensor(a[FIRST + 3], (slots, kv_heads, head_dim), kind)
+        t_slot = integers(a[FIRST + 4], (tokens,))
+        cos = tensor(a[FIRST + 5], (tokens, half), angle_kind)
+        sin = tensor(a[FIRST + 6], (tokens, half), angle_kind)
         token = take(a)
+        while token < a[END]:
+            slot = t_slot[token]
+            for h in range(heads + kv_heads):
+                source = qkv[token, h]
+                target = q[token, h] if h < heads else keys[slot, h - heads]
+                if normed:
+                    at = a[FIRST + 7] if h < heads else a[FIRST + 8]
+                    weight = tensor(at, (head_dim,), weight_kind)
+                    square_sum = _F(0)
+                    for d in range(head_dim):
+                        square_sum += wide(source[d]) * wide(source[d])
+                    factor = norm_factor(square_sum, head_dim, epsilon)
+                    for d in range(head_dim):
+                        y = wide(source[d]) * factor
+                        if rounds:
+                            y = wide(narrow(y, kind))
+                        source[d] = narrow(y * wide(weight[d]), kind)
+                for d in range(half):
+                    first, second = wide(source[d]), wide(source[d + half])
+                    c, s = wide(cos[token, d]), wide(sin[token, d])
+                    target[d] = narrow(first * c - second * s, kind)
+                    target[d + half] = narrow(second * c + first * s, kind)
+            for h in range(kv_heads):
+                for d in range(head_dim):
+                    values[slot, h, d] = qkv[token, heads + kv_heads + h, d]
+            token = take(a)
+
+    return loop(body)

@@ -147,7 +147,7 @@ def _ready() -> Ready:
 
 def serve(port: int, health_port: int, engine: Sequence[str], front_ends: int) -> int:
     """Run the real server over `engine`."""
-    from tokenpod.service.run import run
+    from tokenpod.service.server import run
 
     settings = load_settings(
         hostname="127.0.0.1",

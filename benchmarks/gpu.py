@@ -232,12 +232,12 @@ def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
 
 def heads_width(config: ModelSpec) -> int:
     """Numbers of a token's queries."""
-    return config.heads * config.head_dim
+    return config.heads * config.kv.key_dim
 
 
 def keys_width(config: ModelSpec) -> int:
     """Numbers of a token's keys, and of its values."""
-    return config.kv_heads * config.head_dim
+    return config.kv.heads * config.kv.key_dim
 
 
 def decode_bytes(config: ModelSpec, rows: int, context: float) -> float:

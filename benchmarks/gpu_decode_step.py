@@ -49,7 +49,7 @@ from gpu_products import (
 )
 
 from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.kernels.triton import (
     OPERATIONS,
     attention_decode,
@@ -143,8 +143,7 @@ def make_stage() -> Stage:
     pool = KVPool(
         layers=LAYERS,
         slots=SLOTS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        layout=alike(KV_HEADS, HEAD_DIM),
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
     )

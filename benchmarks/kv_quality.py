@@ -66,8 +66,7 @@ def make_pool(model: Decoder, slots: int, scales: KVScales | None = None) -> KVP
     return KVPool(
         layers=len(config.layers),
         slots=slots,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        layout=config.kv,
         dtype=torch.float32 if scales is None else EIGHT_BITS,
         device=CPU,
         scales=scales,

@@ -151,8 +151,7 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
 def cases_of(config: ModelSpec, model: Decoder, options: argparse.Namespace) -> list[Case]:
     slot = KVPool.bytes_per_slot(
         layers=len(config.layers),
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        layout=config.kv,
         dtype=torch.float32,
     )
     weights = model.weight_bytes - config.vocab_size * config.hidden_size * 4
@@ -185,8 +184,7 @@ def main() -> None:
     pool = KVPool(
         layers=len(config.layers),
         slots=max(run[1] for case in cases for runs in case.batch.b_runs for run in runs),
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        layout=config.kv,
         dtype=torch.float32,
         device=CPU,
     )

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.cli.connection import Remote
 from tokenpod.cli.remote import RemoteError, calling
-from tokenpod.cli.terminal import JsonLines, LiveText, Printer, json_line, table
+from tokenpod.cli.terminal import LiveText, json_line, table
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
 from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 
@@ -69,12 +69,16 @@ def _fields_of(kind: Any, given: Mapping[str, object]) -> dict[str, Any]:
 async def generate(remote: Remote, request: v3.GenerateRequest, *, json_lines: bool) -> None:
     """Stream one request to the terminal. Raises RemoteError; cancelling it cancels the call."""
     several = max(request.sampling.n, 1) > 1
-    printer: Printer = JsonLines() if json_lines else LiveText(several=several)
+    live = None if json_lines else LiveText(several=several)
     async with calling(remote) as channel:
         stub = TextGenerationServiceStub(channel)
         async for event in stub.Generate(request, **_call_options(remote)):
-            printer.event(event)
-    printer.close()
+            if live is None:
+                print(json_line(event), flush=True)
+            else:
+                live.event(event)
+    if live is not None:
+        live.close()
 
 
 async def health(remote: Remote, service: str, *, watch: bool) -> bool:

@@ -77,6 +77,6 @@ def _run(flags: dict[str, object]) -> int:
         text = f"{name} is set, but there is no such setting"
         print_error(text, json_output=settings.json_output, kind="warning")
     # Only now: it is most of the start, and wrong flags should be told at once.
-    from tokenpod.service.run import run
+    from tokenpod.service.server import run
 
     return run(settings)

@@ -6,36 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
-
-
-class Printer(Protocol):
-    """Takes the events of one `Generate` stream in order."""
-
-    def event(self, event: v3.GenerateResponse) -> None:
-        """Print one event."""
-
-    def close(self) -> None:
-        """The stream has ended well."""
-
-
-class JsonLines:
-    """Every event as one line of JSON, in protobuf's mapping with the proto's field names."""
-
-    def __init__(self, out: TextIO = sys.stdout) -> None:
-        self._out = out
-
-    def event(self, event: v3.GenerateResponse) -> None:
-        """Print one event, by its name."""
-        print(json_line(event), file=self._out, flush=True)
-
-    def close(self) -> None:
-        """Nothing is left to say."""
 
 
 class LiveText:

@@ -64,7 +64,8 @@ class Portion(msgspec.Struct, frozen=True):
 
     #: Numbers in its weights.
     numbers: int
-    kv_heads: int
+    #: That a layer has for a token: its keys and values.
+    kv_numbers: int
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
@@ -79,7 +80,6 @@ class Footprint(msgspec.Struct, frozen=True):
     #: Whether its tensors were looked at; else config.json alone was.
     from_tensors: bool
     layers: int
-    head_dim: int
     hidden_size: int
     #: Features of a token between the products of a feed-forward block, over all its experts.
     intermediate_size: int
@@ -96,14 +96,14 @@ class Footprint(msgspec.Struct, frozen=True):
         return self.portions[1].numbers
 
     def weight_bytes(self, ranks: int, item_bytes: int) -> int:
-        """Of one rank, whose dense numbers take `item_bytes` each."""
+        """Bytes of one rank's weights, whose dense numbers take `item_bytes` each."""
         portion = self.portions[ranks]
         dense = portion.numbers - portion.quantised_numbers
         return dense * item_bytes + portion.quantised_bytes
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
-        """Of one token's keys and values in all layers, in one rank."""
-        return 2 * self.layers * self.portions[ranks].kv_heads * self.head_dim * item_bytes
+        """Bytes of one token's keys and values in all layers of one rank."""
+        return self.layers * self.portions[ranks].kv_numbers * item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Capacity:
 
 
 def dtype_of(model: Footprint, options: EngineOptions) -> str:
-    """What weights and activations are computed in."""
+    """The dtype of weights and activations."""
     return options.dtype or model.dtype or "float32"
 
 

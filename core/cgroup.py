@@ -51,7 +51,7 @@ _FILES = {
 
 
 def _limits(root: Path, path: Path, version: int) -> Iterator[MemoryLimit]:
-    """Of a hierarchy, from `path` below `root` up to `root`."""
+    """The limits of one hierarchy, from `path` below `root` up to `root`."""
     limit_file, used_file, idle = _FILES[version]
     for folder in (root / path, *(root / above for above in path.parents)):
         try:

@@ -238,6 +238,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     slots_from: str = ""
     #: Which of a checkpoint's factors for long texts are in use; empty if it has none.
     rope: str = ""
+    #: How many of the checkpoint's tensors belong to parts that are not served; empty if none do.
+    unused_tensors: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):

@@ -54,7 +54,7 @@ class Counts(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of all columns."""
+        """Words of all columns together."""
         return (
             6 * self.rows
             + 2 * self.tokens
@@ -119,31 +119,6 @@ class StepPlan:
         buffer: header and columns, int32.
         asks: of each new row; empty on followers.
     """
-
-    __slots__ = (
-        "asks",
-        "buffer",
-        "copy_from",
-        "copy_to",
-        "freed",
-        "given",
-        "n_draws",
-        "n_prefix",
-        "n_row",
-        "prefix_slot",
-        "r_adapter",
-        "r_masked",
-        "r_output",
-        "r_row",
-        "r_samples",
-        "r_scored",
-        "r_start",
-        "r_tokens",
-        "scored_token",
-        "step",
-        "t_slot",
-        "t_token",
-    )
 
     def __init__(self, buffer: Ints, asks: Sequence[NewRow] = ()) -> None:
         self.buffer = buffer

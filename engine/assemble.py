@@ -221,6 +221,11 @@ def _kv_dtype(model: Decoder, options: EngineOptions, device: torch.device) -> t
     problem = eight_bits_problem(gpu)
     if problem is not None:
         raise EngineError(problem)
+    if model.config.latent is not None:
+        raise EngineError(
+            f"kv_cache_dtype is {options.kv_cache_dtype}: {model.config.architecture} has latent "
+            "rows, which are held as they are"
+        )
     return EIGHT_BITS
 
 
@@ -232,8 +237,7 @@ def make_pool(
     return KVPool(
         layers=len(config.layers),
         slots=slots,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        layout=config.kv,
         dtype=model.dtype if scales is None else EIGHT_BITS,
         device=device,
         scales=scales,
@@ -252,8 +256,7 @@ def _slots(
     config = model.config
     slot_bytes = KVPool.bytes_per_slot(
         layers=len(config.layers),
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        layout=config.kv,
         dtype=dtype,
     )
     slots = choose_slots(

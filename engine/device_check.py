@@ -6,6 +6,7 @@ import torch
 
 from tokenpod.core.capability import problem_of
 from tokenpod.engine.assemble import EngineError
+from tokenpod.models.spec import ModelSpec
 
 
 def check_device(device: torch.device) -> None:
@@ -27,8 +28,27 @@ def check_device(device: torch.device) -> None:
         raise EngineError(problem)
 
 
-def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+def check_attention(spec: ModelSpec) -> None:
     """Raise EngineError, in one line, if the GPU's kernels can't handle a model's attention."""
+    if spec.latent is None:
+        check_heads(spec.heads, spec.kv.heads, spec.kv.key_dim)
+    else:
+        check_latent(spec.latent.kv_rank, spec.latent.rope_dim)
+
+
+def check_latent(rank: int, rope: int) -> None:
+    """Raise EngineError if latents are too long for the GPU's kernels, or their keys."""
+    from tokenpod.kernels.triton.latent import LARGEST_RANK, LARGEST_ROPE
+
+    if rank > LARGEST_RANK or rope > LARGEST_ROPE:
+        raise EngineError(
+            f"the model's latent rows have {rank} + {rope} numbers; on a GPU at most "
+            f"{LARGEST_RANK} + {LARGEST_ROPE} are handled"
+        )
+
+
+def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Raise EngineError, in one line, if the GPU's kernels can't handle such heads."""
     from tokenpod.kernels.triton.attention import LARGEST_GROUP, LARGEST_HEAD_DIM
 
     if head_dim > LARGEST_HEAD_DIM:

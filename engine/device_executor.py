@@ -189,7 +189,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _paged(self, integers: Integers) -> PagedRows:
         tiles = self._tiles.by_window(integers.tiles) if len(integers.tiles) else None
-        return PagedRows(integers.b_row, integers.b_start, integers.b_context, tiles)
+        return PagedRows(
+            integers.b_row, integers.b_start, integers.b_context, tiles, integers.t_row
+        )
 
     def _integers(self, mailbox: Mailbox, words: int) -> torch.Tensor:
         self._words[:words].copy_(mailbox.words[:words], non_blocking=True)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tokenpod.core.messages import (
     Abort,
     Advance,
@@ -191,16 +193,14 @@ class EngineLoop:
                 if (at := where.get(sampled[index])) is not None:
                     tops.append(Top(at, ids, top_logprobs))
         finished = [
-            Advanced(
-                op.id,
-                times.forward_ns,
-                times.sample_ns,
-                now - times.began,
-                behind=op.behind,
-                waiting=op.waiting,
+            msgspec.structs.replace(
+                op,
+                forward_ns=times.forward_ns,
+                decode_ns=times.sample_ns,
+                total_ns=now - times.began,
             )
             for op in settled.advanced
-            if (times := self._ops.pop(op.id, None))
+            if (times := self._ops.pop(op.op, None))
         ]
         self.link.send(
             StepOutputs(

@@ -12,7 +12,7 @@ import torch
 
 from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.engine.assemble import Assembled, assemble
-from tokenpod.engine.device_check import check_device, check_heads
+from tokenpod.engine.device_check import check_attention, check_device
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.join import join_group
@@ -71,7 +71,7 @@ def load(
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
         config = read_config(Path(options.model_folder))
-        check_heads(config.heads, config.kv_heads, config.head_dim)
+        check_attention(config)
     group = _join(member, device) if member else None
     shard = Shard(group.rank, group.world) if group else WHOLE
     torch.set_num_threads(options.threads or _own_cores(group.local_ranks if group else 1))
@@ -122,6 +122,7 @@ def load(
         warmup_seconds=time.monotonic() - loaded,
         slots_from=assembled.slots_from,
         rope=config.rope_variant,
+        unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
     )
     return assembled, ready, limits
 

@@ -29,6 +29,8 @@ class PagedRows:
     b_context: torch.Tensor
     #: In a captured step, what its rows with several tokens are, by window: see `ops.StepTiles`.
     tiles: Mapping[int | None, torch.Tensor] | None = None
+    #: [T] int64: each token's row of `row_table`; None where nobody asks by token.
+    t_row: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

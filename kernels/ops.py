@@ -47,12 +47,18 @@ class AddExperts(Protocol):
     """A sparse feed-forward block: reads the residual stream, norms it, adds its result."""
 
     def __call__(self, residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
-        """Residual [T, hidden]; the result is added in place to it, or to `into` instead."""
+        """Residual [T, hidden]; the result is added in place to it, or to `into` instead.
+
+        A block that was made without a norm reads what is normed already.
+        """
         ...
 
 
 #: What `Operations.plan_attention` found out about a step; each implementation has its own.
 AttentionPlan = Any
+
+#: What `Operations.plan_latent` found out about a step; each implementation has its own.
+LatentPlan = Any
 
 #: What `Operations.rotate` found out about a step; each implementation has its own.
 Rotation = Any
@@ -70,6 +76,8 @@ class Activation(Enum):
     RELU = "relu"
     #: relu(x)²
     RELU_SQUARED = "relu_squared"
+    #: gate · sigmoid(1.702 · gate) · (up + 1), gate at most 7, up within ±7 (gpt-oss). Gated only.
+    SWIGLU_CLAMPED = "swiglu_clamped"
 
 
 class KVScales(NamedTuple):
@@ -102,17 +110,40 @@ class HeadNorm(NamedTuple):
     epsilon: float
 
 
+class Score(Enum):
+    """What an expert's logit becomes before experts are chosen and weighed."""
+
+    #: Over all experts. With `Routing.normalised` it is the softmax of the chosen logits alone.
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    #: Two experts, each by the softmax of those that come near it (Liu et al. 2024; PhiMoE).
+    SPARSEMIXER = "sparsemixer"
+
+
 class Routing(NamedTuple):
-    """How a token chooses experts and weighs them: by the softmax of the router's logits over all.
+    """How a token chooses experts and weighs them, by scores that follow from a router's logits.
 
     Logits and what follows from them are float32 whatever the weights are, so that rounding does
     not choose.
     """
 
-    #: The most probable ones; at most all.
+    #: Those of the highest scores; at most all.
     per_token: int
     #: Their weights are divided by their sum.
     normalised: bool
+    score: Score = Score.SOFTMAX
+    #: Experts form so many groups of equal size, in order ...
+    groups: int = 1
+    #: ... of which a token looks at so many, those of the highest ...
+    chosen_groups: int = 1
+    #: ... sum of so many best scores: 1 or 2.
+    group_best: int = 1
+    #: Multiplies all weights.
+    scale: float = 1.0
+    #: What the weights are divided by is at least this.
+    least_sum: float = 0.0
+    #: Of `Score.SPARSEMIXER`: experts further from the best, relative to its logit, have no share.
+    tolerance: float = 0.02
 
 
 class ExpertWeights(NamedTuple):
@@ -124,6 +155,14 @@ class ExpertWeights(NamedTuple):
     gate_up: torch.Tensor
     #: [E, hidden, n]
     down: torch.Tensor
+    #: [E] float32, added to logits.
+    router_bias: torch.Tensor | None = None
+    #: [E] float32, added to scores when experts are chosen, not when they are weighed.
+    correction: torch.Tensor | None = None
+    #: [E, 2n]
+    gate_up_bias: torch.Tensor | None = None
+    #: [E, hidden]
+    down_bias: torch.Tensor | None = None
 
 
 class Embed(Protocol):
@@ -297,6 +336,68 @@ class Attention(Protocol):
         ...
 
 
+class LatentShape(NamedTuple):
+    """Of heads that make their keys and values of one latent row per token (DeepSeek-AI 2024).
+
+    A row is `rank` numbers of latent, then the `rope` rotated numbers of a key that heads share.
+    """
+
+    rank: int
+    rope: int
+    #: Numbers of a query and key that are not rotated: they come before those that are.
+    nope: int
+    #: Numbers of a value.
+    value: int
+
+
+class StoreLatent(Protocol):
+    """From products to queries, and latent rows in the pool."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        row: torch.Tensor,
+        rotation: Rotation,
+        norm: RowNorm,
+        pool: torch.Tensor,
+        t_slot: torch.Tensor,
+    ) -> torch.Tensor:
+        """Q [T, H, nope + rope] and row [T, rank + rope] -> the queries, their ends rotated.
+
+        The row's latent is normed, its key rotated; both go to `pool` [slots + 1, 1, rank + rope]
+        at t_slot. Pairs are (i, i + rope/2). May change `q`.
+        """
+        ...
+
+
+class PlanLatent(Protocol):
+    """What all layers of a step share that have latent rows of one shape."""
+
+    def __call__(self, batch: ForwardBatch, shape: LatentShape) -> LatentPlan:
+        """A token sees all positions up to its own."""
+        ...
+
+
+class AttendLatent(Protocol):
+    """Causal softmax(q · kᵀ · scale) · v, k and v made of the latent rows of each row's runs."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        pool: torch.Tensor,
+        up: torch.Tensor,
+        shape: LatentShape,
+        plan: LatentPlan,
+        scale: float,
+    ) -> torch.Tensor:
+        """Q [T, H, nope + rope], pool [slots + 1, 1, rank + rope] -> [T, H · value].
+
+        `up` [H, nope + value, rank] makes a head's unrotated part of a key, and its value, of a
+        latent; the rotated part is the row's end. The step's own rows are already in the pool.
+        """
+        ...
+
+
 class ActMul(Protocol):
     """The gated unit of the feed-forward block."""
 
@@ -370,14 +471,15 @@ class PrepareExperts(Protocol):
     def __call__(
         self,
         weights: ExpertWeights,
-        norm: RowNorm,
+        norm: RowNorm | None,
         activation: Activation,
         routing: Routing,
     ) -> AddExperts:
         """A function computing residual += Σ p_e · down_e · (activation(gate_e · x) · (up_e · x)).
 
-        x is norm(residual), the sum is over the experts that a token chose, p are their weights. A
-        token's result depends on no other token, and a token that holds NaN gets NaN.
+        Plus the biases that there are. x is norm(residual), the sum is over the experts that a
+        token chose, p are their weights. A token's result depends on no other token, and a token
+        that holds NaN gets NaN.
         """
         ...
 
@@ -393,6 +495,9 @@ class Operations:
     store_key_value: StoreKeyValue
     plan_attention: PlanAttention
     attention: Attention
+    store_latent: StoreLatent
+    plan_latent: PlanLatent
+    attend_latent: AttendLatent
     act_mul: ActMul
     activate: Activate
     prepare_linear: PrepareLinear

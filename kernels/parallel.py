@@ -76,8 +76,10 @@ def _prepare_added(ops: Operations, group: Group) -> PrepareAddLinear:
 
 def _prepare_experts(prepare_experts: PrepareExperts, group: Group) -> PrepareExperts:
     def prepare(
-        weights: ExpertWeights, norm: RowNorm, activation: Activation, routing: Routing
+        weights: ExpertWeights, norm: RowNorm | None, activation: Activation, routing: Routing
     ) -> AddExperts:
+        if group.rank:  # a bias of what ranks sum is added once
+            weights = weights._replace(down_bias=None)
         block = prepare_experts(weights, norm, activation, routing)
 
         def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,8 +11,30 @@ import torch
 from tokenpod.kernels.ops import KVScales
 
 
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What a layer of a pool has for a token."""
+
+    heads: int
+    #: Numbers of a head's key, and of its value.
+    key_dim: int
+    value_dim: int
+    #: A value is the first `value_dim` numbers of its key, and not stored apart.
+    shared: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """That are stored."""
+        return self.heads * (self.key_dim + (0 if self.shared else self.value_dim))
+
+
+def alike(heads: int, head_dim: int) -> KVLayout:
+    """Keys and values of one size."""
+    return KVLayout(heads, head_dim, head_dim)
+
+
 class KVPool:
-    """Keys and values of every layer: per layer `[slots + 1, kv_heads, head_dim]` each.
+    """Keys and values of every layer: per layer `[slots + 1, heads, key_dim or value_dim]`.
 
     Slots are handed out by the scheduler; the last one is the sink that padding writes to.
     Separate tensors a layer: one mutated tensor for all layers costs compilers several times more.
@@ -19,11 +42,10 @@ class KVPool:
     Args:
         layers: of the model.
         slots: tokens that it holds.
-        kv_heads: of this rank.
-        head_dim: numbers of a head.
+        layout: what each layer has for a token, on this rank.
         dtype: of the numbers; float8_e4m3fn with `scales` only.
         device: where it lies.
-        scales: [layers, kv_heads] each: what numbers of 8 bits are multiples of.
+        scales: [layers, heads] each: what numbers of 8 bits are multiples of.
     """
 
     def __init__(
@@ -31,38 +53,44 @@ class KVPool:
         *,
         layers: int,
         slots: int,
-        kv_heads: int,
-        head_dim: int,
+        layout: KVLayout,
         dtype: torch.dtype,
         device: torch.device,
         scales: KVScales | None = None,
     ) -> None:
         self.slots = slots
-        #: A layer's each, [kv_heads]; None where numbers are stored as they are.
+        #: A layer's each, [heads]; None where numbers are stored as they are.
         self.scales: list[KVScales | None] = [None] * layers
         if scales is not None:
             self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
-        shape = (slots + 1, kv_heads, head_dim)
-        self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
-        self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
+        keys, values = (
+            (slots + 1, layout.heads, numbers) for numbers in (layout.key_dim, layout.value_dim)
+        )
+        self.keys = [_zeros(keys, dtype, device) for _ in range(layers)]
+        self._stored = list(self.keys)
+        if layout.shared:
+            self.values = [tensor[..., : layout.value_dim] for tensor in self.keys]
+        else:
+            self.values = [_zeros(values, dtype, device) for _ in range(layers)]
+            self._stored += self.values
 
     def take_pages(self) -> None:
         """Have the system give all memory now; on a CPU it comes when it is first written."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._stored:
             tensor.zero_()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values from slots [n] to others, all at once, in every layer."""
         source, target = source.long(), target.long()
-        for tensor in (*self.keys, *self.values):
+        for tensor in self._stored:
             # As integers: numbers of 8 bits can be moved, but not by that name.
             numbers = tensor.view(torch.uint8)
             numbers[target] = numbers[source]
 
     @staticmethod
-    def bytes_per_slot(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_slot(*, layers: int, layout: KVLayout, dtype: torch.dtype) -> int:
         """Bytes of device memory that one token costs in all layers."""
-        return 2 * layers * kv_heads * head_dim * dtype.itemsize
+        return layers * layout.numbers * dtype.itemsize
 
     @property
     def sink(self) -> int:

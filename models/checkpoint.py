@@ -15,11 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tokenpod.kernels.weight import LinearWeight
+from tokenpod.models import mxfp4
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.linear import Weights
 from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.weights import Source, StoredTensor, Weight
+from tokenpod.models.weights import Source, Stack, StoredTensor, Weight
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -91,16 +92,28 @@ class Checkpoint:
                 f"(supported: {', '.join(declared.kinds)})"
             )
 
-    def read(self, name: str, axis: int | None = None, part: range = range(0)) -> torch.Tensor:
-        """A tensor as stored: all of it, or features `part` along `axis`, 0 or 1."""
-        if axis is None:  # a single number has no axis to slice
+    def read(
+        self,
+        name: str,
+        axis: int | None = None,
+        part: range = range(0),
+        stack: Stack | None = None,
+    ) -> torch.Tensor:
+        """A tensor as stored, or one of a stack: all, or features `part` along `axis`, 0 or 1."""
+        if axis is None and stack is None:  # a single number has no axis to slice
             return self._checked(name, self._where[name].get_tensor(name))
         stored = self._slice(name)
-        if not part:  # the library refuses to read nothing
-            shape = [0 if i == axis else length for i, length in enumerate(stored.get_shape())]
-            return torch.empty(shape)
-        span = slice(part.start, part.stop)
-        return self._checked(name, stored[span] if axis == 0 else stored[:, span])
+        first, length = _within(stored.get_shape(), stack)
+        if axis is not None and not part:  # the library refuses to read nothing
+            return torch.empty([0 if i == axis else n for i, n in enumerate(length)])
+        rows = part if axis == 0 else range(length[0])
+        spans = [slice(first + rows.start, first + rows.stop)]
+        if axis == 1:
+            spans.append(slice(part.start, part.stop))
+        counted = stack is not None and not stack.flat
+        return self._checked(
+            name, stored[(stack.index, *spans) if stack and counted else (*spans,)]
+        )
 
     def _open(self, path: Path) -> None:
         try:
@@ -123,6 +136,16 @@ class Checkpoint:
         if not isinstance(tensor, torch.Tensor):
             raise ModelError(f"{self._name_of_file[name]}: {name} can't be read")
         return tensor
+
+
+def _within(shape: list[int], stack: Stack | None) -> tuple[int, list[int]]:
+    """The row at which a tensor, or one of a stack, begins, and its shape."""
+    if stack is None:
+        return 0, shape
+    if not stack.flat:
+        return 0, shape[1:]
+    rows = shape[0] // stack.count
+    return stack.index * rows, [rows, *shape[1:]]
 
 
 def _problem(path: Path) -> str:
@@ -180,6 +203,7 @@ def check(
     reader: WeightReader | None = None,
     optional: Collection[str] = (),
     surplus: tuple[str, ...] = (),
+    beyond: tuple[str, ...] = (),
 ) -> None:
     """Every declared tensor is there with its shape, and nothing else; else ModelError.
 
@@ -190,6 +214,7 @@ def check(
         reader: of weights that are quantised.
         optional: names that may be there besides.
         surplus: endings of names that may be there besides.
+        beyond: beginnings of such names.
     """
     declared: set[str] = set(optional)
     for weight in weights:
@@ -197,7 +222,11 @@ def check(
         for name, tensor in (quantised or weight.tensors).items():
             declared.add(name)
             checkpoint.check(name, tensor)
-    unknown = {name for name in checkpoint.names - declared if not name.endswith(surplus)}
+    unknown = {
+        name
+        for name in checkpoint.names - declared
+        if not name.endswith(surplus) and not name.startswith(beyond)
+    }
     if unknown:
         raise ModelError(
             f"{architecture} has no tensor {_some(unknown)}: "
@@ -251,7 +280,9 @@ def _stored_bytes(
             for name, tensor in reader.tensors(weight).items()
         )
     return sum(
-        checkpoint.number_bytes(source.name) * math.prod(shard.shape(source))
+        mxfp4.bytes_of(math.prod(shard.shape(source)))
+        if source.scales is not None
+        else checkpoint.number_bytes(source.name) * math.prod(shard.shape(source))
         for source in weight.sources
     )
 
@@ -275,20 +306,25 @@ def read_dense(
         merged[start : start + len(part)].copy_(part)
         merged[start + len(part) : end].zero_()  # beyond the vocabulary's end
         start = end
-    return merged if weight.experts is None else merged.view(weight.experts, -1, merged.shape[1])
+    if weight.experts is None:
+        return merged
+    return merged.view(weight.experts, -1, *merged.shape[1:])
 
 
 def read_source(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
     """A rank's shard of a source, as stored or as its function makes it."""
+    if source.scales is not None:
+        return _read_packed(checkpoint, source, shard)
     axis = source.divided if shard.world > 1 else None
     stored_axis = axis if axis is None or not source.transposed else 1 - axis
     rows = source.stored_rows(shard.part(source.axes[0]))
     if rows is not None:
         tensor = _read_rows(checkpoint, source, rows)
     elif axis is None:
-        tensor = checkpoint.read(source.name)
+        tensor = checkpoint.read(source.name, stack=source.stack)
     else:
-        tensor = checkpoint.read(source.name, stored_axis, shard.part(source.axes[axis]))
+        part = shard.part(source.axes[axis])
+        tensor = checkpoint.read(source.name, stored_axis, part, source.stack)
     if source.transposed:
         tensor = tensor.t()
     return tensor if source.function is None else source.function(tensor)
@@ -299,5 +335,21 @@ def _read_rows(checkpoint: Checkpoint, source: Source, rows: npt.NDArray[np.int6
     first = int(rows.min())
     around = range(first, int(rows.max()) + 1)
     axis = 1 if source.transposed else 0
-    slab = checkpoint.read(source.name, axis, around)
+    slab = checkpoint.read(source.name, axis, around, source.stack)
     return slab.index_select(axis, torch.from_numpy(rows - first))
+
+
+def _read_packed(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
+    """Numbers of 4 bits as float32. Blocks lie along the inputs: ranks read whole rows of them."""
+    assert source.scales is not None
+    part = shard.part(source.axes[0])
+    rows = source.stored_rows(part)
+    rows = np.arange(part.start, part.stop) if rows is None else rows
+    first = int(rows.min())
+    around, own = range(first, int(rows.max()) + 1), torch.from_numpy(rows - first)
+    blocks, scales = (
+        checkpoint.read(name, 0, around, source.stack).index_select(0, own)
+        for name in (source.name, source.scales)
+    )
+    inputs = shard.part(source.axes[1])
+    return mxfp4.dequantised(blocks, scales)[:, inputs.start : inputs.stop]

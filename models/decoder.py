@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Heads, KVScales, Operations, StepTiles
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.latent import shape_of
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.linear import Delta, Product, Products, Weights, no_delta
 from tokenpod.models.rope import pair_frequencies
@@ -33,8 +35,11 @@ class Decoder:
         parameters: int | None = None,
         kv_scales: KVScales | None = None,
         delta: Delta = no_delta,
+        unused: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.config = config
+        #: How many tensors of the checkpoint belong to each part that is not served.
+        self.unused = unused
         held = sum(weight.numel() for weight in weights.values())
         #: Of the whole model.
         self.parameters_count = held if parameters is None else parameters
@@ -67,12 +72,15 @@ class Decoder:
         Returns [T, hidden] after the final norm, an inference tensor.
         """
         ops = self._ops
+        latent = self.config.latent
+        if latent is None:
+            plans = {w: ops.plan_attention(batch, w) for w in set(self.config.windows)}
+        else:
+            plans = {None: ops.plan_latent(batch, shape_of(latent))}
         step = Step(
             batch,
             pool,
-            plans={
-                window: ops.plan_attention(batch, window) for window in set(self.config.windows)
-            },
+            plans=plans,
             rotations=[
                 ops.rotate(batch.t_position, frequencies, scale, self._dtype)
                 for frequencies, scale in self._rotations
@@ -87,8 +95,11 @@ class Decoder:
         """How captured steps of up to so many rows describe rows with several tokens."""
         assert self._ops.prepare_capture is not None, "these operations are not captured"
         config = self.config
-        shape = Heads(config.heads, config.kv_heads, config.head_dim, self._dtype, self._device)
-        windows = sorted(set(config.windows), key=lambda window: window or 0)
+        kv = config.kv
+        shape = Heads(config.heads, kv.heads, kv.key_dim, self._dtype, self._device)
+        # Rows of latents are the same to all of a row's tokens: nobody is told where a row begins.
+        seen = set() if config.latent else set(config.windows)
+        windows = sorted(seen, key=lambda window: window or 0)
         return self._ops.prepare_capture(shape, windows, rows)
 
     @torch.inference_mode()
@@ -108,14 +119,14 @@ def _rotations(
 ) -> tuple[list[tuple[torch.Tensor, float]], list[int]]:
     """The different rotations of layers, as frequencies and a scale, and which one each has."""
     found: dict[Rope | None, int] = {}
+    turned = config.layers[0].attention.turned_dim
     numbers = []
     for layer in config.layers:
         positions = layer.attention.positions
         rope = positions if isinstance(positions, Rope) else None
         numbers.append(found.setdefault(rope, len(found)))
     return [
-        (pair_frequencies(rope, config.head_dim).to(device), rope.scale if rope else 1.0)
-        for rope in found
+        (pair_frequencies(rope, turned).to(device), rope.scale if rope else 1.0) for rope in found
     ], numbers
 
 

@@ -34,6 +34,10 @@ class Fields:
         missing = {name: value for name, value in defaults.items() if name not in self}
         return Fields(ChainMap(missing, cast(Any, self.values)), self.source)
 
+    def replacing(self, **values: Any) -> Fields:
+        """The same with `values` in place of what these fields say."""
+        return Fields(ChainMap(values, cast(Any, self.values)), self.source)
+
     def only(self, name: str, *supported: Any) -> None:
         """Raise ModelError if a field is there and none of the values that are supported."""
         if name in self and self.values[name] not in supported:
@@ -49,6 +53,10 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self._refused(name, value, f"a whole number from 1 to {most:,}")
         return value
+
+    def count(self, name: str, default: int, *, most: int = 1 << 16) -> int:
+        """A whole number from 0 to `most`."""
+        return 0 if self._value(name, default) == 0 else self.integer(name, default, most=most)
 
     def real(self, name: str, default: float | None = None) -> float:
         """A positive, finite number."""

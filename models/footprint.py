@@ -49,7 +49,6 @@ def _footprint(layout: Layout, quantize: str | None, *, tensors: bool) -> Footpr
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
         from_tensors=tensors,
         layers=len(spec.layers),
-        head_dim=spec.head_dim,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.widest,
         vocab_size=spec.vocab_size,
@@ -66,7 +65,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             local = shard.config(layout.spec)
         except ModelError:
             continue
-        portion = Portion(shard.numbers(layout.weights), local.kv_heads)
+        portion = Portion(shard.numbers(layout.weights), local.kv.numbers)
         reader = layout.reader
         if reader is not None:
             quantised = [weight for weight in layout.weights if reader.quantises(weight)]

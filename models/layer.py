@@ -23,8 +23,19 @@ from tokenpod.kernels.ops import (
 )
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.heads import make_heads
+from tokenpod.models.latent import make_latent
 from tokenpod.models.linear import AddProduct, Product, Products
-from tokenpod.models.spec import SAME, Alibi, Attention, Experts, Join, LayerSpec, Mlp, Norm
+from tokenpod.models.spec import (
+    SAME,
+    Alibi,
+    Attention,
+    Experts,
+    Join,
+    Latent,
+    LayerSpec,
+    Mlp,
+    Norm,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +44,7 @@ class Step:
 
     batch: ForwardBatch
     pool: KVPool
-    #: By window.
+    #: By window; of latent rows, which have none, under None.
     plans: Mapping[int | None, AttentionPlan]
     #: By the number of the rotation.
     rotations: list[Rotation]
@@ -172,9 +183,21 @@ def _activated(products: Products, product: Product, mlp: Mlp | None) -> Product
     return lambda x, step: activate(product(x, step), kind)
 
 
-def _read_attention(
-    spec: Attention, products: Products, i: int, rotation: int, norm: Norm | None
+def _read_latent(
+    spec: Latent, products: Products, i: int, rotation: int, norm: Norm | None
 ) -> Read:
+    first = _norm_product(products, f"{i}.latent_in", norm, f"{i}.attention_in")
+    attend = make_latent(spec, products, i, first)
+    return lambda x, step: attend(
+        x, step.batch, step.pool, step.rotations[rotation], step.plans[None]
+    )
+
+
+def _read_attention(
+    spec: Attention | Latent, products: Products, i: int, rotation: int, norm: Norm | None
+) -> Read:
+    if isinstance(spec, Latent):
+        return _read_latent(spec, products, i, rotation, norm)
     ops = products.ops
     qkv = _norm_product(products, f"{i}.qkv", norm, f"{i}.attention_in")
     heads = make_heads(spec, products, i)
@@ -231,21 +254,38 @@ def _experts(
     norm_out: Norm | None,
     scale: float,
 ) -> Branch:
-    """One operation from the stream to the stream."""
+    """One operation from the stream to the stream, or two: that and the shared block."""
     assert norm_in is not None, "a mixture has a norm of its own"
-    row_norm = RowNorm(products.tensor(f"{i}.mlp_in"), norm_in.epsilon)
-    parts = (products.tensor(f"{i}.experts.{part}") for part in ExpertWeights._fields)
-    block = products.ops.prepare_experts(
-        ExpertWeights(*parts), row_norm, spec.activation, spec.routing
-    )
+    fused = norm_in.kind == "rms" and spec.shared is None
+    row_norm = RowNorm(products.tensor(f"{i}.mlp_in"), norm_in.epsilon) if fused else None
+    before = make_norm(None if fused else norm_in, products, f"{i}.mlp_in")
+    parts = (products.optional(f"{i}.experts.{part}") for part in ExpertWeights._fields)
+    weights = ExpertWeights(*parts)  # type: ignore[arg-type]  # the table has what is not optional
+    block = products.ops.prepare_experts(weights, row_norm, spec.activation, spec.routing)
+    shared = None if spec.shared is None else _shared(spec.shared, spec.shared_gate, products, i)
     after = make_norm(norm_out, products, f"{i}.mlp_out")
 
     def write(inner: torch.Tensor, x: torch.Tensor, step: Step) -> None:
-        if norm_out is None and scale == 1.0:
-            block(inner, x)
-            return
-        delta = torch.zeros_like(x)
-        block(inner, delta)
-        x.add_(after(delta), alpha=scale)
+        into = x if norm_out is None and scale == 1.0 else torch.zeros_like(x)
+        block(inner, into)
+        if shared is not None:
+            shared(inner, into, step)
+        if into is not x:
+            x.add_(after(into), alpha=scale)
 
-    return Branch(lambda x, step: x, write)
+    return Branch(lambda x, step: before(x), write)
+
+
+def _shared(spec: Mlp, has_gate: bool, products: Products, i: int) -> Write:
+    """The block that works for every token; its gate, a number per token, acts before its end."""
+    up = _norm_product(products, f"{i}.shared_up", None, "", spec)
+    gate = products.linear(f"{i}.shared_gate") if has_gate else None
+    down = products.add_linear(f"{i}.shared_down")
+
+    def write(normed: torch.Tensor, into: torch.Tensor, step: Step) -> None:
+        inner = up(normed, step.batch)
+        if gate is not None:
+            inner = inner * gate(normed, step.batch).sigmoid()
+        down(inner, into, step.batch)
+
+    return write

@@ -141,6 +141,10 @@ class Products:
         del self.weights[name]
         return weight, self.tensor(f"{name}_bias") if f"{name}_bias" in self.weights else None
 
+    def optional(self, name: str) -> torch.Tensor | None:
+        """A weight that no product is made with, if there is one."""
+        return self.tensor(name) if name in self.weights else None
+
     def tensor(self, name: str) -> torch.Tensor:
         """A weight that no product is made with."""
         found = self.weights.pop(name)

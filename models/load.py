@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
-from tokenpod.models.names import scale_names, weights_of
+from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Weight
@@ -46,6 +47,8 @@ class Layout:
     scales: list[list[str]]
     #: Of weights that are quantised; None: none are.
     reader: WeightReader | None = None
+    #: How many tensors belong to each other part of the checkpoint, which is not served.
+    unused: Mapping[str, int] = field(default_factory=dict)
 
 
 def read_layout(
@@ -61,16 +64,20 @@ def read_layout(
     """
     family, spec = _read_config(folder, max_total_tokens)
     reader = reader_for(spec, quantize)
-    names = family.names(spec) if callable(family.names) else family.names
-    prefix = family.prefixes[0]
-    head = f"{names.head}.weight"
-    if checkpoint is not None:
-        if head not in checkpoint:
-            spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
-        there = (p for p in family.prefixes if f"{p}{names.embedding}.weight" in checkpoint)
-        prefix = next(there, prefix)
-    weights, scales = weights_of(spec, names, prefix), scale_names(spec, names, prefix)
-    layout = Layout(spec, weights, scales, reader)
+    names = family.names_of(spec)
+    there = (
+        p for p in family.prefixes if checkpoint and f"{p}{names[0].embedding}.weight" in checkpoint
+    )
+    prefix = next(there, family.prefixes[0])
+    layouts = [dataclasses.replace(x, head=head_name(x, prefix)) for x in names]
+    head = f"{layouts[0].head}.weight"
+    if checkpoint is not None and head not in checkpoint:
+        spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
+    chosen, weights = _stored(checkpoint, [(x, weights_of(spec, x, prefix)) for x in layouts])
+    stored = checkpoint.names if checkpoint else set()
+    parts = {part: sum(name.startswith(part) for name in stored) for part in family.unused}
+    unused = {part.rstrip("."): count for part, count in parts.items() if count}
+    layout = Layout(spec, weights, scale_names(spec, chosen, prefix), reader, unused)
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
@@ -81,9 +88,20 @@ def read_layout(
             spec.architecture,
             reader=reader,
             optional=optional,
-            surplus=names.surplus,
+            surplus=chosen.surplus,
+            beyond=(*family.unused, *beyond_names(spec, chosen, prefix)),
         )
     return layout
+
+
+def _stored(
+    checkpoint: Checkpoint | None, layouts: list[tuple[Names, list[Weight]]]
+) -> tuple[Names, list[Weight]]:
+    """The layout of which a checkpoint has all tensors; otherwise the first."""
+    for names, weights in layouts:
+        if checkpoint and all(name in checkpoint for weight in weights for name in weight.tensors):
+            return names, weights
+    return layouts[0]
 
 
 def load_model(
@@ -134,7 +152,7 @@ def load_model(
             )
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
-        scales = read_scales(checkpoint, layout.scales, spec.kv_heads, shard, device)
+        scales = read_scales(checkpoint, layout.scales, spec.kv.heads, shard, device)
     ops = operations_for(device, dtype)
     return Decoder(
         shard.config(spec),
@@ -142,14 +160,15 @@ def load_model(
         parallel(ops, group) if group else ops,
         parameters=WHOLE.numbers(weights),
         kv_scales=scales,
+        unused=layout.unused,
     )
 
 
 def _read_config(folder: Path, max_total_tokens: int | None) -> tuple[Family, ModelSpec]:
     fields = read_fields(folder / "config.json")
-    if _quantises_weights(fields):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported")
     family = _family(fields)
+    if _quantises_weights(fields, family.quantised):
+        raise ModelError(f"{folder}: quantised checkpoints are not supported")
     spec = family.spec(fields, max_total_tokens)
     if (folder / "generation_config.json").is_file():
         generation = read_fields(folder / "generation_config.json")
@@ -158,13 +177,17 @@ def _read_config(folder: Path, max_total_tokens: int | None) -> tuple[Family, Mo
     return family, spec
 
 
-def _quantises_weights(fields: Fields) -> bool:
-    """Whether the checkpoint has more than scales of keys and values, which any may have."""
+def _quantises_weights(fields: Fields, known: tuple[str, ...]) -> bool:
+    """Whether the checkpoint has more than scales of keys and values, which any may have.
+
+    And nothing of the `known` kinds.
+    """
     if "quantization_config" not in fields:
         return False
     quantisation = fields.fields("quantization_config")
     of_none = quantisation.values.get("config_groups") == {}
-    return quantisation.text("quant_method", "") != "compressed-tensors" or not of_none
+    kind = quantisation.text("quant_method", "")
+    return kind not in known and (kind != "compressed-tensors" or not of_none)
 
 
 def _family(fields: Fields) -> Family:

@@ -9,10 +9,12 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from tokenpod.models.expert_names import ExpertNames
 from tokenpod.models.rope import head_order
 from tokenpod.models.spec import (
     Attention,
     Experts,
+    Latent,
     LayerSpec,
     Mlp,
     ModelSpec,
@@ -20,7 +22,7 @@ from tokenpod.models.spec import (
     NormOver,
     Same,
 )
-from tokenpod.models.weights import Axis, Division, Segment, Source, Weight
+from tokenpod.models.weights import Axis, Division, Segment, Source, Stack, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,19 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Of a mixture, `{e}` being the expert."""
+class LatentNames:
+    """Of attention over latent rows, as DeepSeek has them."""
 
-    router: str
-    gate: str
-    up: str
-    down: str
+    #: Queries, of the stream.
+    queries: str = "self_attn.q_proj"
+    #: What queries are made of, its norm, and queries made of that.
+    query_latent: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    row: str = "self_attn.kv_a_proj_with_mqa"
+    norm: str = "self_attn.kv_a_layernorm"
+    #: By heads: its part of a key, then its value.
+    up: str = "self_attn.kv_b_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +84,14 @@ class Names:
     #: Weights of products are [in, out].
     transposed: bool = False
     experts: ExpertNames | None = None
+    latent: LatentNames = LatentNames()
     #: Tensors of one number for all heads or one each, which a checkpoint may have.
     key_scale: str = "self_attn.k_scale"
     value_scale: str = "self_attn.v_scale"
     #: Endings of tensors that no model needs: what they hold follows from the config.
     surplus: tuple[str, ...] = field(default=(".rotary_emb.inv_freq",))
+    #: Beginnings of names of such tensors, behind the prefix; `{layers}` is how many there are.
+    beyond: tuple[str, ...] = ()
 
 
 def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:
@@ -93,12 +104,24 @@ def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:
     return table
 
 
+def head_name(names: Names, prefix: str) -> str:
+    """Of the head's tensor, beside the base model: a.model.layers, a.lm_head."""
+    return (
+        f"{prefix.removesuffix('model.')}{names.head}" if prefix.endswith(".model.") else names.head
+    )
+
+
 def scale_names(spec: ModelSpec, names: Names, prefix: str) -> list[list[str]]:
     """Of the tensors with each layer's scales of keys, and of values."""
     return [
         [prefix + names.layer.format(i=i) + name for i in range(len(spec.layers))]
         for name in (names.key_scale, names.value_scale)
     ]
+
+
+def beyond_names(spec: ModelSpec, names: Names, prefix: str) -> tuple[str, ...]:
+    """Beginnings of the names of tensors that a checkpoint has beyond its model's."""
+    return tuple(prefix + name.format(layers=len(spec.layers)) for name in names.beyond)
 
 
 def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
@@ -137,11 +160,17 @@ class _Layer:
         spec, names, hidden = self.spec, self.names, Axis(self.hidden_size)
         norms, at = spec.norms, self.at
         yield from _norm("attention_in", norms.attention_in, at + names.attention_in, hidden)
-        yield from self._attention(spec.attention)
+        if isinstance(spec.attention, Latent):
+            yield from self._latent(spec.attention)
+        else:
+            yield from self._attention(spec.attention)
         yield from _norm("attention_out", norms.attention_out, at + names.attention_out, hidden)
         if not isinstance(norms.mlp_in, Same):
             yield from _norm("mlp_in", norms.mlp_in, at + names.mlp_in, hidden)
-        yield from self._experts(spec.mlp) if isinstance(spec.mlp, Experts) else self._mlp(spec.mlp)
+        if isinstance(spec.mlp, Experts):
+            yield from self._experts(spec.mlp)
+        else:
+            yield from self._mlp(spec.mlp, "", self.names.up, self.names.down)
         yield from _norm("mlp_out", norms.mlp_out, at + names.mlp_out, hidden)
 
     def _attention(self, spec: Attention) -> Iterator[Weight]:
@@ -182,28 +211,83 @@ class _Layer:
             name, tuple(Source(f"{each}.weight", axes, function=reorder) for each in names)
         )
 
-    def _mlp(self, spec: Mlp) -> Iterator[Weight]:
+    def _latent(self, spec: Latent) -> Iterator[Weight]:
+        names, hidden, value = self.names.latent, Axis(self.hidden_size), spec.value_dim
+        query, row = spec.nope_dim + spec.rope_dim, spec.kv_rank + spec.rope_dim
+        # Rotation pairs i with i + D/2 of what it turns: the ends of queries and of rows.
+        turned = head_order(spec.positions, spec.rope_dim)
+
+        def order(before: int) -> tuple[int, ...] | None:
+            return turned and (*range(before), *(before + i for i in turned))
+
+        heads = Axis(spec.heads * query, Division.EVEN, unit=query)
+        if spec.query_rank is None:
+            first = self._source(names.queries, heads, hidden, order(spec.nope_dim))
+        else:
+            first = self._source(names.query_latent, Axis(spec.query_rank), hidden, None)
+        rows = self._source(names.row, Axis(row), hidden, order(spec.kv_rank))
+        yield Weight("latent_in", (first, rows), multiplied=True)
+        if spec.query_rank is not None:
+            rank = Axis(spec.query_rank)
+            yield from _norm("query_norm", spec.query_norm, self.at + names.query_norm, rank)
+            up = self._source(names.query_up, heads, rank, order(spec.nope_dim))
+            yield Weight("q_up", (up,), multiplied=True)
+        rank = Axis(spec.kv_rank)
+        yield from _norm("kv_norm", spec.kv_norm, self.at + names.norm, rank)
+        made = spec.nope_dim + value
+        up = self._source(names.up, Axis(spec.heads * made, Division.EVEN, unit=made), rank, None)
+        yield Weight("kv_up", (up,))
+        values = Axis(spec.heads * value, Division.EVEN, unit=value)
+        yield from self._product("output", self.names.output, hidden, values, False)
+
+    def _source(
+        self, stored: str, rows: Axis, columns: Axis, order: tuple[int, ...] | None
+    ) -> Source:
+        return Source(f"{self.at}{stored}.weight", (rows, columns), order=order)
+
+    def _mlp(
+        self, spec: Mlp, name: str, up: tuple[str, ...] | Fused, down: str
+    ) -> Iterator[Weight]:
         width, hidden = Axis(spec.width, Division.EVEN), Axis(self.hidden_size)
         rows: list[tuple[Axis, tuple[int, ...] | None]] = [(width, None)]
         rows *= 2 if spec.gated else 1
-        yield from self._stacked("up", self.names.up, rows, 1, spec.up_bias)
-        yield from self._product("down", self.names.down, hidden, width, spec.down_bias)
+        yield from self._stacked(f"{name}up", up, rows, 1, spec.up_bias)
+        yield from self._product(f"{name}down", down, hidden, width, spec.down_bias)
 
     def _experts(self, spec: Experts) -> Iterator[Weight]:
-        names, width, hidden = self.names.experts, Axis(spec.width, Division.EVEN), self.hidden_size
+        names, at, count = self.names.experts, self.at, spec.count
         assert names is not None, "a family with experts names them"
+        width, hidden = Axis(spec.width, Division.EVEN), Axis(self.hidden_size)
+        weights = {
+            "gate_up": ((names.gate, names.up), (width, hidden)),
+            "down": ((names.down,), (hidden, width)),
+        }
+        yield _weight("experts.router", at + names.router, Axis(count), hidden)
+        for name, (tensors, axes) in weights.items():
+            each = tuple(t.source(at, e, count, axes) for e in range(count) for t in tensors)
+            yield Weight(f"experts.{name}", each, experts=count)
+            if spec.biases:
+                rows = axes[0]
+                each = tuple(
+                    t.bias_source(at, e, count, rows) for e in range(count) for t in tensors
+                )
+                yield Weight(f"experts.{name}_bias", each, experts=count)
+        yield from self._router_biases(spec, names)
+        if spec.shared is not None:
+            yield from self._mlp(spec.shared, "shared_", names.shared_up, names.shared_down)
+        if spec.shared_gate:
+            yield _weight("shared_gate", at + names.shared_gate, Axis(1), hidden)
 
-        def each(stored: tuple[str, ...], *axes: Axis) -> tuple[Source, ...]:
-            return tuple(
-                Source(self.at + name.format(e=expert) + ".weight", axes)
-                for expert in range(spec.count)
-                for name in stored
-            )
-
-        yield _weight("experts.router", self.at + names.router, Axis(spec.count), Axis(hidden))
-        gate_up = each((names.gate, names.up), width, Axis(hidden))
-        yield Weight("experts.gate_up", gate_up, experts=spec.count)
-        yield Weight("experts.down", each((names.down,), Axis(hidden), width), experts=spec.count)
+    def _router_biases(self, spec: Experts, names: ExpertNames) -> Iterator[Weight]:
+        """In float32: rounding does not choose."""
+        rows = Axis(spec.count)
+        if spec.router_bias:
+            source = Source(f"{self.at}{names.router}.bias", (rows,))
+            yield Weight("experts.router_bias", (source,), dtype=torch.float32)
+        if spec.correction:
+            stack = Stack(0, 1) if names.correction_rows else None
+            source = Source(self.at + names.correction, (rows,), stack=stack)
+            yield Weight("experts.correction", (source,), dtype=torch.float32)
 
     def _stacked(
         self,

@@ -9,6 +9,7 @@ chosen once, by the longest sequence that is served, for the same reason.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -159,7 +160,9 @@ def _longrope(
     factors = torch.tensor(scaling.reals(f"{variant}_factor", len(plain)))
     stretch = scaling.real("factor", max_positions / trained)
     scale = 1.0
-    if "attention_factor" in scaling:
+    if f"{variant}_mscale" in scaling:
+        scale = scaling.real(f"{variant}_mscale")
+    elif "attention_factor" in scaling:
         scale = scaling.real("attention_factor")
     elif stretch > 1 < trained:
         scale = math.sqrt(1 + math.log(stretch) / math.log(trained))
@@ -192,9 +195,19 @@ def _yarn_scale(scaling: Fields, factor: float) -> float:
     if "attention_factor" in scaling:
         return scaling.real("attention_factor")
 
-    def temperature(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
+    temperature = functools.partial(_temperature, factor)
     if "mscale" in scaling and "mscale_all_dim" in scaling:
         return temperature(scaling.real("mscale")) / temperature(scaling.real("mscale_all_dim"))
     return temperature(1.0)
+
+
+def yarn_temperature(config: Fields) -> float:
+    """What DeepSeek multiplies queries and keys by, besides what their rotation does."""
+    scaling = rope_parameters(config)
+    if scaling.values.get("mscale_all_dim") in (None, 0) or "factor" not in scaling:
+        return 1.0
+    return _temperature(scaling.real("factor"), scaling.real("mscale_all_dim"))
+
+
+def _temperature(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tokenpod.models.errors import ModelError
-from tokenpod.models.spec import Alibi, Attention, Experts, LayerSpec, ModelSpec
+from tokenpod.models.spec import Alibi, Attention, Experts, Latent, LayerSpec, ModelSpec
 from tokenpod.models.weights import Axis, Division, Source, Weight
 
 
@@ -73,9 +73,13 @@ class Shard:
 
     def _layer(self, layer: LayerSpec) -> LayerSpec:
         mlp = replace(layer.mlp, width=layer.mlp.width // self.world)
+        if isinstance(mlp, Experts) and mlp.shared is not None:
+            mlp = replace(mlp, shared=replace(mlp.shared, width=mlp.shared.width // self.world))
         return replace(layer, attention=self._attention(layer.attention), mlp=mlp)
 
-    def _attention(self, attention: Attention) -> Attention:
+    def _attention(self, attention: Attention | Latent) -> Attention | Latent:
+        if isinstance(attention, Latent):
+            return replace(attention, heads=attention.heads // self.world)
         heads, positions = attention.heads // self.world, attention.positions
         if isinstance(positions, Alibi):
             positions = Alibi(positions.slopes[self.rank * heads : (self.rank + 1) * heads])
@@ -96,12 +100,15 @@ def _problem(spec: ModelSpec, world: int) -> str | None:
         attention, mlp = layer.attention, layer.mlp
         block = "an expert" if isinstance(mlp, Experts) else "a feed-forward block"
         divided = [(attention.heads, "query heads"), (mlp.width, f"features of {block}")]
+        if isinstance(mlp, Experts) and mlp.shared is not None:
+            divided.append((mlp.shared.width, "features of the shared experts"))
         for count, what in divided:
             if count % world:
                 return f"{count} {what} can't be divided among {world} ranks"
-        if attention.kv_heads % world and world % attention.kv_heads:
+        kv_heads = attention.kv.heads
+        if kv_heads % world and world % kv_heads:
             return (
-                f"{attention.kv_heads} key/value heads can't be divided among {world} ranks, "
+                f"{kv_heads} key/value heads can't be divided among {world} ranks, "
                 f"nor {world} ranks among them"
             )
     return None

@@ -9,7 +9,8 @@ from typing import Final
 
 import torch
 
-from tokenpod.kernels.ops import Activation, Routing
+from tokenpod.kernels.ops import Activation, Routing, Score
+from tokenpod.kernels.pool import KVLayout, alike
 from tokenpod.models.errors import ModelError
 
 
@@ -138,6 +139,67 @@ class Attention:
                 f"attention.qk_norm.kind is {norm.kind!r}; supported over all heads: rms"
             )
 
+    @property
+    def kv(self) -> KVLayout:
+        """What the pool has for a token."""
+        return alike(self.kv_heads, self.head_dim)
+
+    @property
+    def turned_dim(self) -> int:
+        """Numbers of what is rotated, in part or as a whole."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Attention over one row per token, of which every head makes a key and a value of its own.
+
+    A row is a normed latent of `kv_rank` numbers and a rotated key of `rope_dim` numbers, which
+    all heads share (DeepSeek-AI 2024). Ranks divide heads; each has all rows.
+    """
+
+    heads: int
+    kv_rank: int
+    #: Numbers of queries and keys that are not rotated, and that are.
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    #: Of latents.
+    kv_norm: Norm
+    positions: Rope
+    #: Of products of queries and keys.
+    scale: float
+    #: Queries are made of a normed vector of so many numbers; None: of the stream.
+    query_rank: int | None = None
+    query_norm: Norm | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for norms and rotations that can't be."""
+        for norm in (self.kv_norm, self.query_norm):
+            if norm is not None and norm.kind != "rms":
+                raise ModelError(f"attention: a latent's norm is {norm.kind!r}; supported: rms")
+        if (self.query_rank is None) != (self.query_norm is None):
+            raise ModelError("attention.query_rank and query_norm go together")
+        if self.positions.rotated != self.rope_dim:
+            raise ModelError(
+                f"attention.positions rotates {self.positions.rotated} of {self.rope_dim} numbers"
+            )
+
+    @property
+    def window(self) -> None:
+        """A token sees everything before it."""
+        return None
+
+    @property
+    def kv(self) -> KVLayout:
+        """What the pool has for a token: the latent is the value, too."""
+        return KVLayout(1, self.kv_rank + self.rope_dim, self.kv_rank, shared=True)
+
+    @property
+    def turned_dim(self) -> int:
+        """Numbers of what is rotated."""
+        return self.rope_dim
+
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
@@ -158,6 +220,35 @@ class Experts:
     width: int
     activation: Activation
     routing: Routing
+    #: Of the router's product.
+    router_bias: bool = False
+    #: A number per expert, added to its score when experts are chosen, not when they are weighed.
+    correction: bool = False
+    #: In both products of each expert.
+    biases: bool = False
+    #: A block that works for every token, and is added to what the chosen ones say.
+    shared: Mlp | None = None
+    #: What it says is multiplied by the sigmoid of a product with one output.
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for a choice that can't be made."""
+        routing = self.routing
+        size = self.count // routing.groups
+        if self.count % routing.groups or not 1 <= routing.chosen_groups <= routing.groups:
+            raise ModelError(
+                f"{self.count} experts in {routing.groups} groups, {routing.chosen_groups} of them "
+                "chosen: groups are of equal size, and at most all are chosen"
+            )
+        if not routing.per_token <= size * routing.chosen_groups or routing.group_best > size:
+            raise ModelError(
+                f"{routing.per_token} experts per token: {routing.chosen_groups} groups of {size} "
+                "have too few"
+            )
+        if routing.score is Score.SPARSEMIXER and routing.per_token != 2:
+            raise ModelError(f"{routing.per_token} experts per token: sparsemixer chooses 2")
+        if self.shared_gate and (self.shared is None or self.shared.down_bias):
+            raise ModelError("experts.shared_gate needs a shared block without a bias at its end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +279,7 @@ class Join(Enum):
 class LayerSpec:
     """One layer."""
 
-    attention: Attention
+    attention: Attention | Latent
     mlp: Mlp | Experts
     norms: Norms
     join: Join = Join.SEQUENTIAL
@@ -201,9 +292,8 @@ class LayerSpec:
             raise ModelError(
                 f"norms.mlp_in is SAME, and join {self.join.value}: it is not parallel"
             )
-        own = self.norms.mlp_in
-        if isinstance(self.mlp, Experts) and not (isinstance(own, Norm) and own.kind == "rms"):
-            raise ModelError("norms.mlp_in: a mixture of experts has an rms norm of its own")
+        if isinstance(self.mlp, Experts) and not isinstance(self.norms.mlp_in, Norm):
+            raise ModelError("norms.mlp_in: a mixture of experts has a norm of its own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +356,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         """Raise ModelError if layers need pools of different shapes."""
-        shapes = {(x.attention.kv_heads, x.attention.head_dim) for x in self.layers}
+        shapes = {layer.attention.kv for layer in self.layers}
         if len(shapes) != 1:
             raise ModelError(f"layers have key/value heads of {len(shapes)} shapes; 1 is supported")
 
@@ -276,14 +366,15 @@ class ModelSpec:
         return self.layers[0].attention.heads
 
     @property
-    def kv_heads(self) -> int:
-        """Key/value heads, of each layer."""
-        return self.layers[0].attention.kv_heads
+    def kv(self) -> KVLayout:
+        """What each layer's pool has for a token."""
+        return self.layers[0].attention.kv
 
     @property
-    def head_dim(self) -> int:
-        """Numbers of a head."""
-        return self.layers[0].attention.head_dim
+    def latent(self) -> Latent | None:
+        """The attention over latent rows, if layers have that."""
+        attention = self.layers[0].attention
+        return attention if isinstance(attention, Latent) else None
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
@@ -305,7 +396,7 @@ class ModelSpec:
     def widest(self) -> int:
         """Features that one token has within a feed-forward block, at most."""
         return max(
-            mlp.width if isinstance(mlp, Mlp) else mlp.width * mlp.routing.per_token
+            mlp.width if isinstance(mlp, Mlp) else mlp.width * mlp.routing.per_token + _width(mlp)
             for mlp in (layer.mlp for layer in self.layers)
         )
 
@@ -314,3 +405,8 @@ class ModelSpec:
         """Which factors rotation uses where the checkpoint has several; empty if it has not."""
         positions = self.layers[0].attention.positions
         return positions.variant if isinstance(positions, Rope) else ""
+
+
+def _width(experts: Experts) -> int:
+    """Features of the shared block."""
+    return 0 if experts.shared is None else experts.shared.width

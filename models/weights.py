@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.models import mxfp4
+
 
 class Division(Enum):
     """How parallel ranks divide an axis."""
@@ -62,6 +64,20 @@ class StoredTensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """Which of the equal weights that lie in one tensor."""
+
+    index: int
+    count: int
+    #: Their rows follow each other; otherwise the tensor's first axis counts them.
+    flat: bool = False
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the tensor that holds so many of `shape`."""
+        return (self.count * shape[0], *shape[1:]) if self.flat else (self.count, *shape)
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A tensor of the checkpoint, or rows of one, and how it becomes (a part of) a weight."""
 
@@ -76,6 +92,10 @@ class Source:
     transposed: bool = False
     #: Applied to what was read.
     function: Callable[[torch.Tensor], torch.Tensor] | None = None
+    #: None: the tensor has one weight only.
+    stack: Stack | None = None
+    #: The tensor with its scales, if it is of numbers of 4 bits in blocks (`models.mxfp4`).
+    scales: str | None = None
 
     @property
     def divided(self) -> int | None:
@@ -89,7 +109,21 @@ class Source:
         shape = [axis.length for axis in self.axes]
         if self.segment is not None:
             shape[0] = sum(self.segment.sizes) * self.segment.groups
-        return tuple(reversed(shape) if self.transposed else shape)
+        stored = tuple(reversed(shape) if self.transposed else shape)
+        if self.scales is not None:
+            stored = mxfp4.shape(stored)
+        return stored if self.stack is None else self.stack.shape(stored)
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Of the checkpoint, by name."""
+        if self.scales is None:
+            return {self.name: StoredTensor(self.stored_shape)}
+        shape = self.stored_shape
+        return {
+            self.name: StoredTensor(shape, ("U8",)),
+            self.scales: StoredTensor(shape[:-1], ("U8",)),
+        }
 
     def stored_rows(self, part: range) -> npt.NDArray[np.int64] | None:
         """Which rows of the checkpoint's tensor are our rows `part`; None: the same."""
@@ -120,7 +154,7 @@ class Weight:
     @property
     def tensors(self) -> dict[str, StoredTensor]:
         """The checkpoint's tensors that it is made of, by name."""
-        return {source.name: StoredTensor(source.stored_shape) for source in self.sources}
+        return {name: x for source in self.sources for name, x in source.tensors.items()}
 
     @property
     def shape(self) -> tuple[int, ...]:

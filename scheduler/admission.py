@@ -1,8 +1,8 @@
 """How memory is promised to requests: the protocol that every admission policy implements.
 
 A policy is one module with a class of its own and one for its ledgers (see exact.py). The queue
-asks whether requests may join, the planners say what theirs need, and the batcher asks who gives
-way when slots run out. None of them knows which policy it talks to.
+asks whether requests may join, the planners say what theirs need, and the batcher asks which
+sequence to preempt when slots run out. None of them knows which policy it talks to.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ledger(Protocol):
 
 
 class Admission(Protocol):
-    """Decides which requests join, and which running one gives way when slots run out."""
+    """Decides which requests join, and which sequence is preempted when slots run out."""
 
     def ledger(self) -> Ledger:
         """An empty ledger."""

@@ -6,9 +6,9 @@
       |                                                              |
       +------- preempted: no row, no slots; computed again <---------+
 
-Siblings wait for the prompt of the first sample; `ready` ones compute its last token only. What a
-step holds is the batching policy's decision, and who gives way when slots run out the admission
-policy's.
+Siblings wait for the prompt of the first sample; `ready` ones compute its last token only. The
+batching policy decides what a step holds, the admission policy which sequence is preempted when
+slots run out.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class Batcher:
     """Plans the sequences of `Generate`.
 
     Args:
-        kv: the slots.
-        rows: the executor's rows.
-        admission: decides who gives way.
+        admission: decides which sequence is preempted.
         batching: decides what a step holds.
         requeue: takes samples that were admitted and have to begin anew.
     """

@@ -1,9 +1,9 @@
-"""How fast steps have been at best: what a prompt will take at the least.
+"""A lower bound of the time that a prompt takes, from the fastest recent steps.
 
-A prediction that drops requests must err on one side only. So it is built from the fastest steps
-of late, it takes a larger step to last no less than a smaller one did, it counts the prompt's own
-steps alone (not the queue before it, whose sequences may end early), and it halves the sum. What
-has not been measured often enough counts nothing.
+Requests are dropped by it, so it must never be too high. It uses the fastest recent steps, takes a
+larger step to last at least as long as a smaller one did, counts the prompt's own steps alone (not
+the queue before it, whose sequences may end early), and halves the sum. Sizes of steps that have
+not been measured often enough count as 0.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Queue:
         return len(self._waiting) if beyond is None else self._waiting.index(beyond)
 
     def _at_least(self, least: int, fitting: int) -> int:
-        """Of the first entries, which have begun: all, or those before the batcher's first one."""
+        """How many of the begun entries stay: all, or those before the batcher's first."""
         begun = self._waiting[:fitting]
         ours = [at for at, entry in enumerate(begun) if entry[-1][0].owner is Owner.BATCHER]
         if not ours or len(ours) >= least:

@@ -34,13 +34,7 @@ def never_fits(request: Request, limits: Limits) -> str:
 
 
 def malformed(op: Advance, sequences: Mapping[int, Sequence], limits: Limits) -> Failure | None:
-    """What is wrong with a router's step, whatever the load.
-
-    Args:
-        op: the step.
-        sequences: all that exist, by id.
-        limits: the engine's resources.
-    """
+    """What is wrong with a router's step, whatever the load; `sequences` are all that exist."""
     invalid = FailureCode.INVALID_ARGUMENT
     if len(op.start_chunks) != len(op.start):
         problem = f"{len(op.start)} sequences with {len(op.start_chunks)} pieces of prompts"
@@ -65,13 +59,7 @@ def malformed(op: Advance, sequences: Mapping[int, Sequence], limits: Limits) ->
 
 
 def too_much(op: Advance, waiting_tokens: int, limits: Limits) -> Failure | None:
-    """Why a router can't have promised so much to its clients.
-
-    Args:
-        op: the step.
-        waiting_tokens: slots that the router's waiting sequences may come to need.
-        limits: the engine's resources.
-    """
+    """Why a router's step needs too much, with what its waiting sequences may need already."""
     need, slots = sum(map(_bound, op.start)), limits.slots
     if need > slots or waiting_tokens + need > _MOST_WAITING * slots:
         problem = (

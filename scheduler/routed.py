@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenpod.core.messages import Advance
+from tokenpod.core.messages import Advance, Advanced
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
-from tokenpod.scheduler.work import Advanced
 
 
 @dataclass(slots=True)
@@ -183,4 +182,5 @@ def _promised(sequence: Sequence, chunk: int) -> int:
 def _answer(op: _Op) -> Advanced:
     members = op.members.values()
     behind = {s.id: s.to_compute for s in members if s.prefilling}
-    return Advanced(op.id, behind, [i for i in op.waiting if i in op.members])
+    waiting = [i for i in op.waiting if i in op.members]
+    return Advanced(op.id, behind=behind, waiting=waiting)

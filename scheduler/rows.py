@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tokenpod.scheduler.sequence import Sequence
 
 
@@ -24,21 +26,6 @@ class Rows:
     def free(self) -> int:
         """Rows that no sequence has or was promised."""
         return len(self._free) - self._promised
-
-    @property
-    def probing(self) -> bool:
-        """Whether a probe has the row that is reserved for it."""
-        return self._probing
-
-    @property
-    def promised(self) -> int:
-        """Rows that are promised to sequences that can't begin yet."""
-        return self._promised
-
-    @property
-    def in_use(self) -> int:
-        """Rows that sequences have."""
-        return self._total - len(self._free) + self._probing
 
     def promise(self, n: int) -> None:
         """Promise `n` free rows; a negative `n` withdraws promises."""
@@ -79,3 +66,9 @@ class Rows:
         """Rows that were given back since the last call."""
         freed, self._freed = self._freed, []
         return freed
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless every row is free or has one of these sequences."""
+        taken = self._total - len(self._free) + self._probing
+        assert taken == sum(sequence.row >= 0 for sequence in sequences), taken
+        assert self._promised <= len(self._free), (self._promised, len(self._free))

@@ -7,7 +7,7 @@ n: a plan needs the lengths of sequences, not their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 
 from tokenpod.core.messages import (
@@ -22,7 +22,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
-from tokenpod.scheduler.batching import Batching, Joining, Mixed
+from tokenpod.scheduler.batching import Batching, Mixed
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.given import VectorIds
@@ -70,7 +70,13 @@ class Scheduler:
             Owner.BATCHER: self._batcher,
             Owner.ROUTER: self._routed,
         }
-        self._queue = Queue(self.kv, self._rows, planners, self._ledger, self._joining)
+        self._queue = Queue(
+            self.kv,
+            self._rows,
+            planners,
+            ledger=self._ledger,
+            joining=lambda waiting: self._batching.joining(self._batcher.running, waiting),
+        )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
         #: Requests that came since `_drop_hopeless` last looked.
@@ -166,17 +172,12 @@ class Scheduler:
         return settled
 
     def drain_events(self) -> Settled:
-        """What has happened without a step since the last call."""
+        """Events without a step since the last call."""
         events, self._events = self._events, Settled()
         events.advanced += self._routed.settle(None)
         return events
 
     # -- state ---------------------------------------------------------------------------------
-
-    @property
-    def waiting(self) -> bool:
-        """Whether requests are queued."""
-        return len(self._queue) > 0
 
     @property
     def busy(self) -> bool:
@@ -205,9 +206,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless every slot and row is in exactly one place."""
         self.kv.check(self._sequences.values())
-        assert self._rows.in_use == sum(s.row >= 0 for s in self._sequences.values())
-        rows = self._rows.in_use + self._rows.promised + self._rows.free
-        assert rows - self._rows.probing == self.limits.max_rows, (rows, self.limits.max_rows)
+        self._rows.check(self._sequences.values())
         promised = sum(s.bound - s.computed for s in self._routed.sequences)
         assert promised == self._routed.reserved, (promised, self._routed.reserved)
 
@@ -230,9 +229,6 @@ class Scheduler:
         self._batcher.add_to(ledger)
         self._routed.add_to(ledger)
         return ledger
-
-    def _joining(self, waiting: Iterator[int]) -> Joining:
-        return self._batching.joining(self._batcher.running, waiting)
 
     def _requeue(self, samples: list[Sequence]) -> None:
         self._queue.add_again(samples)

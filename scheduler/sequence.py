@@ -14,7 +14,7 @@ from tokenpod.scheduler.table import Table
 
 
 class Owner(Enum):
-    """Who decides when a sequence is stepped."""
+    """The planner that decides when a sequence is stepped."""
 
     #: The batcher: a token in every step.
     BATCHER = auto()
@@ -55,26 +55,6 @@ class Sequence:
         table: has the columns, at `place`, until `leave`.
         owner: decides when it is stepped.
     """
-
-    __slots__ = (
-        "arrival",
-        "began_at",
-        "cached",
-        "dead",
-        "extents",
-        "finish",
-        "id",
-        "inputs",
-        "keep",
-        "node",
-        "outputs",
-        "owner",
-        "place",
-        "proven",
-        "request",
-        "stream",
-        "table",
-    )
 
     def __init__(
         self,

@@ -17,20 +17,6 @@ _FIRST_PLACES = 64
 class Table:
     """Columns of int64, by place."""
 
-    __slots__ = (
-        "_columns",
-        "_free",
-        "adapted",
-        "bound",
-        "computed",
-        "in_flight",
-        "launched",
-        "needed",
-        "row",
-        "shared",
-        "tail",
-    )
-
     #: Positions whose keys and values are written, or being written.
     computed: Ints
     #: Of these, the first ones that are in the tree.
@@ -49,7 +35,7 @@ class Table:
     tail: Ints
 
     def __init__(self) -> None:
-        self._columns = np.zeros((8, _FIRST_PLACES), np.int64)
+        self._columns = np.zeros((len(_NAMES), _FIRST_PLACES), np.int64)
         self._free = list(range(_FIRST_PLACES - 1, 0, -1))
         #: Sequences that have an adapter.
         self.adapted = 0
@@ -72,13 +58,9 @@ class Table:
         self._free.append(place)
 
     def _name_columns(self) -> None:
-        (
-            self.computed,
-            self.shared,
-            self.needed,
-            self.bound,
-            self.launched,
-            self.in_flight,
-            self.row,
-            self.tail,
-        ) = self._columns
+        for name, column in zip(_NAMES, self._columns, strict=True):
+            setattr(self, name, column)
+
+
+#: In the order of the columns.
+_NAMES = tuple(Table.__annotations__)

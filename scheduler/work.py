@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenpod.core.messages import Failure, FinishCode, Started
+from tokenpod.core.messages import Advanced, Failure, FinishCode, Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +21,6 @@ class Limits:
     prefill_tokens: int
     #: Keep keys and values for later prompts with the same prefix.
     prefix_caching: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Advanced:
-    """A router's step is complete."""
-
-    id: int
-    #: Prompt tokens that its sequences have yet to compute, by sequence id.
-    behind: dict[int, int]
-    #: Sequences that did not get all that was asked for: no row, or not enough of the budget.
-    waiting: list[int]
 
 
 @dataclass(slots=True)

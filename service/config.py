@@ -134,7 +134,7 @@ class ServerSettings(Settings):
 
     @property
     def resolved_front_end_bytes(self) -> int:
-        """What calls may hold of the front ends' memory."""
+        """Bytes of the front ends' memory that calls may hold together."""
         messages = self.resolved_concurrent_requests * self.max_message_bytes
         return self.max_front_end_bytes or max(messages, _LEAST_FRONT_END_BYTES)
 

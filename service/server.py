@@ -23,14 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.client import EngineLost
+from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.counters import PodCounters
-from tokenpod.service.pod.drain_requests import DrainRequests
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
+from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar, summary
 from tokenpod.service.pod.ranks import Ranks
@@ -42,20 +45,20 @@ from tokenpod.service.pod.shutdown import (
     stop_follower,
 )
 from tokenpod.service.pod.startup import GroupStartup
-from tokenpod.service.pod.state import CurrentLoad, Listener, PodState, Public, Renewal
+from tokenpod.service.pod.state import Listener, PodState, Public, Renewal
 from tokenpod.service.pod.stopping import Stopping
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind, check_port, reason
-from tokenpod.service.rpc.public import public_server
+from tokenpod.service.rpc.listen import StartError, bind, check_port, public_server
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.serving.shard import ShardService
+from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import TokenizerError
@@ -65,13 +68,7 @@ log = logging.getLogger("tokenpod")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A pod's front end.
-
-    Args:
-        settings: the operator's.
-        model_folder: where the model lies.
-        engine_command: what runs the engine.
-    """
+    """A pod's first front end; `engine_command` is what runs the engine."""
 
     settings: ServerSettings
     model_folder: Path
@@ -93,8 +90,6 @@ class Server:
         settings = self.settings
         telemetry = Telemetry.start(settings)
         stack.callback(telemetry.shutdown)
-        load = CurrentLoad()
-        telemetry.watch(load)
         counters = PodCounters.create(settings.resolved_front_ends)
         admission = Admission.of(settings, counters)
         board = HealthBoard(
@@ -109,7 +104,7 @@ class Server:
         listener = await self._listen(backend, telemetry, board, stack)
         # Whatever the way out, also while a group forms.
         stack.push_async_callback(listener.stop, 0.5, stopping.sleep)
-        return PodState(
+        state = PodState(
             counters=counters,
             admission=admission,
             board=board,
@@ -117,9 +112,10 @@ class Server:
             listener=listener,
             stopping=stopping,
             startup=GroupStartup(settings.start_timeout),
-            load=load,
             renewal=Renewal(),
         )
+        telemetry.watch(state.load)
+        return state
 
     async def _public(
         self, backend: Backend, telemetry: Telemetry, board: HealthBoard, address: str
@@ -154,12 +150,7 @@ class Server:
             stack.push_async_callback(socket.stop, None)
             shard_url = f"unix://{path}"
         if (health_address := settings.health_address) is not None:
-            try:
-                health, _ = await serve_health(health_address, board)
-            except (OSError, RuntimeError) as error:
-                raise StartError(
-                    f"cannot listen on {health_address}: {reason(health_address, error)}"
-                ) from error
+            health, _ = await serve_health(health_address, board)
             stack.push_async_callback(health.stop, None)
         return Listener(public, make, address, shard_url, socket)
 
@@ -194,10 +185,10 @@ class Server:
         state.board.watch(ranks.client)
         stalled = asyncio.create_task(end_stalled(self.settings, state.board, ranks))
         life.callback(stalled.cancel)
-        state.load.client = ranks.client
+        state.client = ranks.client
         state.admission.closed = None
         state.startup.done()
-        # What is there now stays: to look through it for garbage holds the loop for tens of ms.
+        # These objects stay: looking through them for garbage would block the loop for tens of ms.
         gc.collect()
         gc.freeze()
         await state.board.set_serving(True)
@@ -316,10 +307,10 @@ class Server:
         lost = ranks.lost.result()
         await state.board.set_serving(False)
         await state.board.unwatch()
-        state.load.client = None
+        state.client = None
         if self.settings.world == 1:
             log.error("the engine was lost", extra={"reason": str(lost)})
-            # What is stopped or stuck is killed first: that is how further front ends hear of it.
+            # A stopped or stuck engine is killed first, so that further front ends see its end.
             await ranks.stop()
             # A moment for the answers to be sent.
             await state.listener.stop(1.0, state.stopping.sleep)
@@ -327,3 +318,14 @@ class Server:
         log.error("a rank was lost; the group forms again", extra={"reason": str(lost)})
         send_away(self.settings, state)
         return None
+
+
+def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND) -> int:
+    """Run a server in this process; its exit status. One line on standard error if it can't."""
+    configure_logging(level=settings.log_level, json_output=settings.json_output)
+    try:
+        folder = resolve_model(settings.model_id, settings.revision)
+        return uvloop.run(Server(settings, folder, engine_command).run())
+    except (StartError, ModelNotFound) as error:
+        print_error(str(error), json_output=settings.json_output)
+        return 1

@@ -86,7 +86,7 @@ class Record:
 
     @property
     def tpot(self) -> Floats:
-        """Of each sample: from its first message to its last, over the tokens after the first."""
+        """For each sample: time from first to last message, over the tokens after the first."""
         after_first = [(own, int(own["tokens"][1:].sum())) for own in self._samples]
         return np.array([np.ptp(own["time"]) / tokens for own, tokens in after_first if tokens])
 

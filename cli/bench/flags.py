@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from tokenpod.cli.connection import PANEL, Remote
-from tokenpod.cli.options import option, parameters, takes
+from tokenpod.cli.options import keyword, option, parameters, takes
 
 _load, _prompts = partial(option, panel="Load"), partial(option, panel="Prompts")
 _FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
@@ -99,19 +99,21 @@ class BenchOptions:
     )
 
 
-@dataclass(frozen=True)
-class _Servers:
-    address: list[str] | None = option(
-        "A server; requests take turns. Repeatable. Default: 127.0.0.1:50051.",
-        "HOST:PORT|unix:PATH",
-        panel=PANEL,
-    )
-
-
+_ADDRESS = typer.Option(
+    metavar="HOST:PORT|unix:PATH",
+    help="A server; requests take turns. Repeatable. Default: 127.0.0.1:50051.",
+    rich_help_panel=PANEL,
+)
 _CONNECTION = [p for p in parameters(Remote) if p.name not in ("address", "deadline")]
 
 
-@takes([*parameters(_Servers), *_CONNECTION, *parameters(BenchOptions)])
+@takes(
+    [
+        keyword("address", Annotated[list[str] | None, _ADDRESS]),
+        *_CONNECTION,
+        *parameters(BenchOptions),
+    ]
+)
 def bench(*, address: list[str] | None, **given: Any) -> None:
     """Measure a running server under load: throughput, latencies, goodput."""
     connection = {each.name: given.pop(each.name) for each in _CONNECTION}

@@ -13,7 +13,11 @@ from tokenpod.kernels.cpu.pointwise import act_mul, activate, embed, layer_norm,
 from tokenpod.kernels.cpu.product import prepare_int8_linear, prepare_linear
 from tokenpod.kernels.cpu.rotary import rotate, store_key_value
 from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.reference.latent import store_latent
+
+plan_latent, attend_latent = latent_of(plan_attention, attention)
 
 #: For weights of any float type.
 OPERATIONS = Operations(
@@ -24,6 +28,9 @@ OPERATIONS = Operations(
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
+    store_latent=store_latent,
+    plan_latent=plan_latent,
+    attend_latent=attend_latent,
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,

@@ -10,6 +10,7 @@ from tokenpod.kernels.ops import (
     ActMul,
     AddExperts,
     ExpertWeights,
+    Linear,
     PrepareExperts,
     PrepareLinear,
     RmsNorm,
@@ -23,15 +24,16 @@ def experts_of(prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul
     """Made of these operations."""
 
     def prepare(
-        weights: ExpertWeights, norm: RowNorm, activation: Activation, routing: Routing
+        weights: ExpertWeights, norm: RowNorm | None, activation: Activation, routing: Routing
     ) -> AddExperts:
-        router = weights.router.float()
-        gate_ups = [prepare_linear(weight, None) for weight in weights.gate_up]
-        downs = [prepare_linear(weight, None) for weight in weights.down]
+        router, router_bias = weights.router.float(), weights.router_bias
+        gate_ups = _products(prepare_linear, weights.gate_up, weights.gate_up_bias)
+        downs = _products(prepare_linear, weights.down, weights.down_bias)
 
         def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
-            x = rms_norm(residual, norm.weight, norm.epsilon)
-            scale, chosen = choose(functional.linear(x.float(), router), routing)
+            x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
+            logits = functional.linear(x.float(), router, router_bias)
+            scale, chosen = choose(logits, routing, weights.correction)
             scale, chosen = scale.flatten(), chosen.flatten()
             total = torch.zeros(x.shape)
             for picks in _by_expert(chosen, len(gate_ups)):
@@ -46,6 +48,16 @@ def experts_of(prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul
         return add_experts
 
     return prepare
+
+
+def _products(
+    prepare_linear: PrepareLinear, weights: torch.Tensor, biases: torch.Tensor | None
+) -> list[Linear]:
+    """One for each expert."""
+    return [
+        prepare_linear(weight, None if biases is None else biases[expert])
+        for expert, weight in enumerate(weights)
+    ]
 
 
 def _by_expert(chosen: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -26,5 +26,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See `ops.ActMul`."""
+    if activation not in ACTIVATIONS:
+        return reference.act_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)

@@ -1,12 +1,16 @@
 """The operations as plainly as possible, for any device: the specification of all others."""
 
 from tokenpod.kernels.compose import add_linear_of, norm_linear_of
+from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.reference.attention import attention, plan_attention
 from tokenpod.kernels.reference.experts import prepare_experts
+from tokenpod.kernels.reference.latent import store_latent
 from tokenpod.kernels.reference.pointwise import act_mul, activate, embed, layer_norm, rms_norm
 from tokenpod.kernels.reference.product import prepare_linear
 from tokenpod.kernels.reference.rotary import rotate, store_key_value
+
+plan_latent, attend_latent = latent_of(plan_attention, attention)
 
 OPERATIONS = Operations(
     embed=embed,
@@ -16,6 +20,9 @@ OPERATIONS = Operations(
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
+    store_latent=store_latent,
+    plan_latent=plan_latent,
+    attend_latent=attend_latent,
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,

@@ -8,16 +8,48 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.ops import Activation, AddExperts, ExpertWeights, Routing, RowNorm
+from tokenpod.kernels.ops import Activation, AddExperts, ExpertWeights, Routing, RowNorm, Score
 from tokenpod.kernels.reference.pointwise import act_mul, rms_norm
 
 
-def choose(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(
+    logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [T, E] -> the weights of a token's experts and the experts, both [T, per_token]."""
-    weights, experts = logits.softmax(-1).topk(routing.per_token, dim=-1)
+    if routing.score is Score.SPARSEMIXER:
+        weights, experts = _sparsemixer(logits, routing.tolerance)
+    else:
+        is_softmax = routing.score is Score.SOFTMAX
+        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+        ranking = scores if correction is None else scores + correction
+        if routing.groups > 1:
+            ranking = _of_best_groups(ranking, routing)
+        experts = ranking.topk(routing.per_token, dim=-1).indices
+        weights = scores.gather(-1, experts)
     if routing.normalised:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, experts
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=routing.least_sum)
+    return weights * routing.scale, experts
+
+
+def _of_best_groups(ranking: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Ranking [T, E], with minus infinity for experts of groups that a token does not look at."""
+    grouped = ranking.view(len(ranking), routing.groups, -1)
+    score = grouped.topk(routing.group_best, dim=-1).values.sum(-1)
+    best = score.topk(routing.chosen_groups, dim=-1).indices
+    hidden = torch.ones_like(score, dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(hidden[..., None], float("-inf")).flatten(-2)
+
+
+def _sparsemixer(logits: torch.Tensor, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two highest logits; each is weighed among those that are not far below it."""
+    left, weights, experts = logits, [], []
+    for _ in range(2):
+        best, expert = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().maximum(best) > tolerance
+        weights.append(left.masked_fill(far, float("-inf")).softmax(-1).gather(-1, expert))
+        experts.append(expert)
+        left = left.scatter(-1, expert, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(experts, -1)
 
 
 def mixture(
@@ -25,23 +57,31 @@ def mixture(
 ) -> torch.Tensor:
     """The block's output for its normed input [T, hidden]: [T, hidden] in float32 or float64."""
     exact = torch.promote_types(weights.router.dtype, torch.float32)
-    x = x.to(exact)
-    scale, chosen = choose(functional.linear(x, weights.router.to(exact)), routing)
+    x, bias = x.to(exact), weights.router_bias
+    logits = functional.linear(
+        x, weights.router.to(exact), None if bias is None else bias.to(exact)
+    )
+    scale, chosen = choose(logits, routing, weights.correction)
     total = torch.zeros_like(x)
     for expert, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
         token, place = torch.nonzero(chosen == expert, as_tuple=True)
-        inner = act_mul(functional.linear(x[token], gate_up.to(exact)), activation)
-        total[token] += scale[token, place, None] * functional.linear(inner, down.to(exact))
+        up_bias, down_bias = (
+            None if biases is None else biases[expert].to(exact)
+            for biases in (weights.gate_up_bias, weights.down_bias)
+        )
+        inner = act_mul(functional.linear(x[token], gate_up.to(exact), up_bias), activation)
+        outer = functional.linear(inner, down.to(exact), down_bias)
+        total[token] += scale[token, place, None] * outer
     return total
 
 
 def prepare_experts(
-    weights: ExpertWeights, norm: RowNorm, activation: Activation, routing: Routing
+    weights: ExpertWeights, norm: RowNorm | None, activation: Activation, routing: Routing
 ) -> AddExperts:
     """See `ops.PrepareExperts`."""
 
     def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
-        x = rms_norm(residual, norm.weight, norm.epsilon)
+        x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
         target = residual if into is None else into
         target += mixture(x, weights, activation, routing)
 

@@ -26,6 +26,9 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.RELU_SQUARED: _relu_squared,
 }
 
+#: Of `Activation.SWIGLU_CLAMPED`.
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+
 
 def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
     """See `ops.Embed`."""
@@ -55,4 +58,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See `ops.ActMul`."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if activation is Activation.SWIGLU_CLAMPED:
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
     return ACTIVATIONS[activation](gate) * up

@@ -1,10 +1,12 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
 from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.triton.attention import attention, plan_attention, prepare_capture
 from tokenpod.kernels.triton.experts import prepare_experts
 from tokenpod.kernels.triton.int8 import prepare_int8_linear
+from tokenpod.kernels.triton.latent import absorbed, plan_tokens, store_latent
 from tokenpod.kernels.triton.pointwise import act_mul, activate, embed, layer_norm, rms_norm
 from tokenpod.kernels.triton.product import (
     prepare_add_linear,
@@ -14,6 +16,8 @@ from tokenpod.kernels.triton.product import (
 )
 from tokenpod.kernels.triton.rotary import rotate, store_key_value
 
+plan_latent, attend_latent = latent_of(plan_attention, attention, plan_tokens, absorbed)
+
 OPERATIONS = Operations(
     embed=embed,
     rms_norm=rms_norm,
@@ -22,6 +26,9 @@ OPERATIONS = Operations(
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
+    store_latent=store_latent,
+    plan_latent=plan_latent,
+    attend_latent=attend_latent,
     act_mul=act_mul,
     activate=activate,
     prepare_linear=prepare_linear,

@@ -118,7 +118,7 @@ class CapturedTiles:
 def prepare_capture(heads: Heads, windows: Sequence[int | None], rows: int) -> CapturedTiles:
     """See `ops.PrepareCapture`."""
     group = heads.heads // heads.kv_heads
-    capability = _describe(heads.device).capability
+    capability = describe_device(heads.device).capability
     tile = extend_tile_for(heads.head_dim, heads.dtype, capability, group)
     queries = queries_per_tile(heads.heads, heads.kv_heads, tile)
     return CapturedTiles(tuple(windows), queries, min(rows, MOST_CAPTURED_EXTENDS))
@@ -140,7 +140,7 @@ def attention(
     tokens, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
     _check_heads(heads, kv_heads, head_dim)
-    device, group = _describe(q.device), heads // kv_heads
+    device, group = describe_device(q.device), heads // kv_heads
     batch = plan.batch
     out = torch.empty((tokens, heads * head_dim), dtype=q.dtype, device=q.device)
     if batch.single_rows:
@@ -189,7 +189,8 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
         )
 
 
-def _describe(device: torch.device) -> Device:
+def describe_device(device: torch.device) -> Device:
+    """Of a GPU, or of what stands in for one where kernels are interpreted."""
     if device.type == "cpu":
         return INTERPRETED
     found = torch.cuda.get_device_properties(device)

@@ -116,18 +116,29 @@ def decode(
         **launched,
     )
     if split:
-        _merge[(heads, rows)](
-            parts,
-            log_sums,
-            out,
-            out.stride(0),
-            splits,
-            HEAD_DIM=head_dim,
-            DIM=triton.next_power_of_2(head_dim),
-            BLOCK=MERGE_BLOCK,
-            num_warps=4,
-            **launched,
-        )
+        merge_splits(parts, log_sums, out, MERGE_BLOCK)
+
+
+def merge_splits(
+    parts: torch.Tensor, log_sums: torch.Tensor, out: torch.Tensor, block: int
+) -> None:
+    """Weigh parts [rows, H, splits, D] by exp2 of log_sums [rows, H, splits], into out [rows, ...].
+
+    Both float32; an empty split has zeros and minus infinity. `block` splits are read at a time.
+    """
+    rows, heads, splits, head_dim = parts.shape
+    _merge[(heads, rows)](
+        parts,
+        log_sums,
+        out,
+        out.stride(0),
+        splits,
+        HEAD_DIM=head_dim,
+        DIM=triton.next_power_of_2(head_dim),
+        BLOCK=block,
+        num_warps=4,
+        **launch_options(out.device),
+    )
 
 
 @triton.jit(do_not_specialize=["window", "splits"])

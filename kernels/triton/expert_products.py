@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.triton.launch import await_inputs
-from tokenpod.kernels.triton.pointwise import activated
+from tokenpod.kernels.triton.pointwise import gated_unit
 
 #: Outputs of the sum that one program makes.
 SUM_BLOCK = 1024
@@ -29,6 +29,7 @@ def most_blocks(assignments: int, experts: int, block_t: int) -> int:
 def product(
     x,
     weight,
+    bias,
     y,
     order,
     start,
@@ -51,7 +52,8 @@ def product(
     """With ACTIVATION from tokens to the table's order, else from there to assignments' own order.
 
     Gated: x [T, k], weight [E, 2n, k], gates first, y [T · K, n]. Else x [T · K, k], weight
-    [E, n, k], y [T · K, n]. The weight is the left factor: its rows are many.
+    [E, n, k], y [T · K, n]. The weight is the left factor: its rows are many. The bias, if there is
+    one, has the weight's rows.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     block, row_block = _swizzled(tl.program_id(0), blocks, tl.cdiv(n, BLOCK_N), GROUP)
@@ -79,8 +81,13 @@ def product(
             if GATED:
                 up = load_tile(at_up[:, None] + i[None, :], i[None, :] < k, EVEN)
                 up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
+        if bias is not None:
+            of_bias = bias + expert.to(tl.int64) * n * (2 if GATED else 1) + own
+            sums += tl.load(of_bias).to(tl.float32)[:, None]
+            if GATED:
+                up_sums += tl.load(of_bias + n).to(tl.float32)[:, None]
         if GATED:
-            sums = activated(sums, ACTIVATION) * up_sums
+            sums = gated_unit(sums, up_sums, ACTIVATION)
         target = position if GATED else assignment
         at_y = y + target.to(tl.int64)[None, :] * n + row[:, None]
         tl.store(at_y, sums.to(y.dtype.element_ty), mask=is_own[None, :] & (row[:, None] < n))

@@ -4,7 +4,7 @@ An assignment is a token and one of its K experts: number token · K + place, pl
 experts. Three steps make the table of assignments by expert that the products read (`Assignments`):
 
     scores   partial logits, cut along the hidden size so that few tokens fill the device too
-    choose   their sum, softmax, the K best; counts per block of tokens
+    choose   their sum, softmax or sigmoid, the K best; counts per block of tokens
     place    where each assignment goes: after lower experts', and after lower tokens' of its own
 
 Where one program can hold the choice of all tokens, `choose` places as well. Everything is counted,
@@ -30,6 +30,8 @@ CHOICE_MOST = 64 * 128
 SCORE_STEP = 128
 #: Elements that it reads at least.
 SCORE_LEAST = 256
+#: Below any score, above what is not to be chosen.
+LOWEST: tl.constexpr = tl.constexpr(-1e30)
 #: Programs of `scores` that are enough.
 SCORE_PROGRAMS = 128
 
@@ -47,12 +49,24 @@ class Assignments(NamedTuple):
     chosen: torch.Tensor
 
 
-def assign(x: torch.Tensor, router: torch.Tensor, routing: Routing) -> Assignments:
+class Biases(NamedTuple):
+    """Of a router; see `ops.ExpertWeights`."""
+
+    logits: torch.Tensor | None = None
+    choice: torch.Tensor | None = None
+
+
+NO_BIASES = Biases()
+
+
+def assign(
+    x: torch.Tensor, router: torch.Tensor, routing: Routing, biases: Biases = NO_BIASES
+) -> Assignments:
     """The experts of x [T, hidden], by a router [E, hidden]."""
-    return table_of(_scores(x, router), routing)
+    return table_of(_scores(x, router), routing, biases)
 
 
-def table_of(partial: torch.Tensor, routing: Routing) -> Assignments:
+def table_of(partial: torch.Tensor, routing: Routing, biases: Biases = NO_BIASES) -> Assignments:
     """The experts of T tokens, by logits that are the sum of partial [splits, T, E] float32."""
     splits, tokens, experts = partial.shape
     per_token, device = routing.per_token, partial.device
@@ -73,6 +87,8 @@ def table_of(partial: torch.Tensor, routing: Routing) -> Assignments:
     }
     choose[(blocks,)](
         partial,
+        biases.logits,
+        biases.choice,
         chosen,
         scale,
         counts,
@@ -81,7 +97,14 @@ def table_of(partial: torch.Tensor, routing: Routing) -> Assignments:
         tokens,
         experts,
         splits,
+        routing.scale,
+        routing.least_sum,
+        routing.tolerance,
         NORMALISED=routing.normalised,
+        SCORE=routing.score.value,
+        GROUPS=routing.groups,
+        CHOSEN_GROUPS=routing.chosen_groups,
+        GROUP_BEST=routing.group_best,
         ALONE=blocks == 1,
         **common,
     )
@@ -158,6 +181,8 @@ def scores(
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def choose(
     partial,
+    bias,
+    correction,
     chosen,
     scale,
     counts,
@@ -166,10 +191,17 @@ def choose(
     tokens,
     experts,
     splits,
+    factor,
+    least_sum,
+    tolerance,
     PER_TOKEN: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     NORMALISED: tl.constexpr,
+    SCORE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     ALONE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -184,18 +216,37 @@ def choose(
     for split in range(splits):
         at = partial + (split * tokens + token).to(tl.int64) * experts + expert
         logits += tl.load(at, mask=inside, other=0.0)
+    if bias is not None:
+        logits += tl.load(bias + expert, mask=expert < experts, other=0.0)
     logits = tl.where(expert < experts, logits, float("-inf"))
-    weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    weights /= tl.sum(weights, axis=1)[:, None]
-
+    if SCORE == "sigmoid":
+        weights = tl.sigmoid(logits)
+    else:
+        weights = _softmax(logits)
+    key = logits if SCORE == "sparsemixer" else weights
+    if correction is not None:
+        key += tl.load(correction + expert, mask=expert < experts, other=0.0)
     # A token of NaN has experts too, the first ones: its result is NaN by its input.
-    key = tl.where(weights == weights, weights, -1.0)
-    key = tl.where(expert < experts, key, -3.0)
+    key = tl.where(key == key, key, LOWEST)
+    key = tl.where(expert < experts, key, float("-inf"))
+    if GROUPS > 1:
+        key = _of_best_groups(key, expert, experts // GROUPS, GROUPS, CHOSEN_GROUPS, GROUP_BEST)
+    picked = tl.zeros((BLOCK_T, EXPERTS), tl.int32)
     for _ in range(PER_TOKEN):
-        key = tl.where(expert == tl.argmax(key, axis=1)[:, None], -2.0, key)
+        if SCORE == "sparsemixer":
+            best = tl.max(key, axis=1)[:, None]
+            far = (best - logits) / tl.maximum(tl.abs(logits), best) > tolerance
+            shares = _softmax(tl.where(far | (picked > 0), float("-inf"), logits))
+        is_best = expert == tl.argmax(key, axis=1)[:, None]
+        if SCORE == "sparsemixer":
+            weights = tl.where(is_best, shares, weights)
+        picked = tl.where(is_best, 1, picked)
+        key = tl.where(is_best, float("-inf"), key)
     if NORMALISED:
-        weights /= tl.sum(tl.where(key == -2.0, weights, 0.0), axis=1)[:, None]
-    picked = ((key == -2.0) & inside).to(tl.int32)
+        total = tl.sum(tl.where(picked > 0, weights, 0.0), axis=1)
+        weights /= tl.where(total < least_sum, least_sum, total)[:, None]
+    weights *= factor
+    picked = tl.where(inside, picked, 0)
 
     at = token * PER_TOKEN + tl.cumsum(picked, axis=1) - 1
     tl.store(scale + at, weights, mask=picked > 0)
@@ -207,6 +258,40 @@ def choose(
     else:
         own = tl.arange(0, EXPERTS)
         tl.store(counts + block * experts + own, tl.sum(picked, axis=0), mask=own < experts)
+
+
+@triton.jit
+def _softmax(logits):
+    """Over experts, of which one at least is not minus infinity."""
+    weights = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    return weights / tl.sum(weights, axis=1)[:, None]
+
+
+@triton.jit
+def _of_best_groups(
+    key,
+    expert,
+    size,
+    GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+):
+    """Key [tokens, experts], minus infinity where a token does not look at an expert's group."""
+    group = expert // size
+    score = tl.full(key.shape, float("-inf"), tl.float32)
+    for one in range(GROUPS):
+        own = tl.where(group == one, key, float("-inf"))
+        best = tl.max(own, axis=1)
+        if GROUP_BEST == 2:
+            other = tl.where(expert == tl.argmax(own, axis=1)[:, None], float("-inf"), own)
+            best += tl.max(other, axis=1)
+        score = tl.where(group == one, best[:, None], score)
+    left = key
+    for _ in range(CHOSEN_GROUPS):
+        chosen = tl.argmax(score, axis=1)[:, None] // size
+        left = tl.where(group == chosen, float("-inf"), left)
+        score = tl.where(group == chosen, float("-inf"), score)
+    return tl.where(left == float("-inf"), key, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["tokens"])

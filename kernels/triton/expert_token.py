@@ -12,10 +12,10 @@ import triton.language as tl
 
 from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm
 from tokenpod.kernels.triton.expert_products import load_tile
-from tokenpod.kernels.triton.expert_routing import Assignments, table_of
+from tokenpod.kernels.triton.expert_routing import NO_BIASES, Assignments, Biases, table_of
 from tokenpod.kernels.triton.expert_tiles import ProductTile, TokenTile
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
-from tokenpod.kernels.triton.pointwise import activated
+from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product import multiply
 from tokenpod.kernels.triton.tiles import Kind, Tile
 
@@ -29,33 +29,41 @@ def add_for_one(
     residual: torch.Tensor,
     into: torch.Tensor,
     weights: ExpertWeights,
-    norm: RowNorm,
+    norm: RowNorm | None,
     activation: Activation,
     routing: Routing,
     tile: TokenTile,
 ) -> None:
     """Into [1, hidden] += the block's output for `residual`."""
-    table = choose_for_one(residual, weights.router, norm, routing)
-    inner = gate_up_for_one(residual, weights.gate_up, norm, activation, table, tile.gate_up)
-    down_for_one(inner, weights.down, table, into, tile.down)
+    biases = Biases(weights.router_bias, weights.correction)
+    table = choose_for_one(residual, weights.router, norm, routing, biases)
+    inner = gate_up_for_one(
+        residual, weights.gate_up, norm, activation, table, tile.gate_up, weights.gate_up_bias
+    )
+    down_for_one(inner, weights.down, table, into, tile.down, weights.down_bias)
 
 
 def choose_for_one(
-    residual: torch.Tensor, router: torch.Tensor, norm: RowNorm, routing: Routing
+    residual: torch.Tensor,
+    router: torch.Tensor,
+    norm: RowNorm | None,
+    routing: Routing,
+    biases: Biases = NO_BIASES,
 ) -> Assignments:
     """The experts of the token, by a router [E, hidden]."""
     logits = torch.empty((1, len(router)), dtype=torch.float32, device=residual.device)
     multiply(residual, router, None, logits, ROUTER_TILE, norm=norm)
-    return table_of(logits[None], routing)
+    return table_of(logits[None], routing, biases)
 
 
 def gate_up_for_one(
     residual: torch.Tensor,
     weight: torch.Tensor,
-    norm: RowNorm,
+    norm: RowNorm | None,
     activation: Activation,
     table: Assignments,
     tile: ProductTile,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gated units [K, n] of the token's experts, by their weights [E, 2n, hidden]."""
     places, n, k = table.chosen.shape[1], weight.shape[1] // 2, weight.shape[2]
@@ -63,13 +71,14 @@ def gate_up_for_one(
     block_n, block_k = max(1, tile.block_n // 2), _step(k, tile.block_k)
     gated[(triton.cdiv(n, block_n), places)](
         residual,
-        norm.weight,
+        norm.weight if norm else None,
         weight,
+        bias,
         table.chosen,
         y,
         n,
         k,
-        norm.epsilon,
+        norm.epsilon if norm else 0.0,
         ACTIVATION=activation.value,
         EVEN=k % block_k == 0,
         BLOCK_N=block_n,
@@ -87,6 +96,7 @@ def down_for_one(
     table: Assignments,
     residual: torch.Tensor,
     tile: ProductTile,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Residual [1, hidden] += the weighted sum of x [K, n] through weights [E, hidden, n]."""
     n, k = weight.shape[1:]
@@ -94,6 +104,7 @@ def down_for_one(
     added[(triton.cdiv(n, tile.block_n),)](
         x,
         weight,
+        bias,
         table.chosen,
         table.scale,
         residual,
@@ -121,6 +132,7 @@ def gated(
     x,
     norm_weight,
     weight,
+    bias,
     chosen,
     y,
     n,
@@ -133,7 +145,7 @@ def gated(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Y [K, n] from x [k], normed, and weight [E, 2n, k], gates first."""
+    """Y [K, n] from x [k], normed, and weight [E, 2n, k], gates first, with a bias [E, 2n]."""
     place = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = tl.minimum(row, n - 1)[:, None]
@@ -149,12 +161,20 @@ def gated(
         gate = load_tile(at_gate + i, i < k, EVEN).to(tl.float32)
         up = load_tile(at_up + i, i < k, EVEN).to(tl.float32)
         v = load_tile(x + i, i < k, EVEN).to(tl.float32)
-        squares += v * v
-        v *= load_tile(norm_weight + i, i < k, EVEN).to(tl.float32)
+        if norm_weight is not None:
+            squares += v * v
+            v *= load_tile(norm_weight + i, i < k, EVEN).to(tl.float32)
         gates += v * gate
         ups += v * up
-    factor = tl.rsqrt(tl.sum(squares) / k + epsilon)
-    out = activated(tl.sum(gates, axis=1) * factor, ACTIVATION) * (tl.sum(ups, axis=1) * factor)
+    gate_sum, up_sum = tl.sum(gates, axis=1), tl.sum(ups, axis=1)
+    if norm_weight is not None:
+        factor = tl.rsqrt(tl.sum(squares) / k + epsilon)
+        gate_sum, up_sum = gate_sum * factor, up_sum * factor
+    if bias is not None:
+        of_bias = bias + first + tl.minimum(row, n - 1)
+        gate_sum += tl.load(of_bias).to(tl.float32)
+        up_sum += tl.load(of_bias + n).to(tl.float32)
+    out = gated_unit(gate_sum, up_sum, ACTIVATION)
     tl.store(y + place * n + row, out.to(y.dtype.element_ty), mask=row < n)
 
 
@@ -162,6 +182,7 @@ def gated(
 def added(
     x,
     weight,
+    bias,
     chosen,
     scale,
     residual,
@@ -190,4 +211,8 @@ def added(
         sums += tl.load(scale + place) * v * w
     at = residual + row
     out = tl.sum(sums, axis=1) + tl.load(at, mask=row < n, other=0.0).to(tl.float32)
+    if bias is not None:
+        for place in range(PER_TOKEN):
+            of_bias = bias + tl.load(chosen + place).to(tl.int64) * n + tl.minimum(row, n - 1)
+            out += tl.load(scale + place) * tl.load(of_bias).to(tl.float32)
     tl.store(at, out.to(residual.dtype.element_ty), mask=row < n)

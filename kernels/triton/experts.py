@@ -16,7 +16,7 @@ from tokenpod.kernels.triton.expert_products import (
     product,
     weighted_sum,
 )
-from tokenpod.kernels.triton.expert_routing import Assignments, assign
+from tokenpod.kernels.triton.expert_routing import Assignments, Biases, assign
 from tokenpod.kernels.triton.expert_tiles import (
     TOKEN_TILE,
     ProductTile,
@@ -34,14 +34,14 @@ GROUP = 8
 
 def prepare_experts(
     weights: ExpertWeights,
-    norm: RowNorm,
+    norm: RowNorm | None,
     activation: Activation,
     routing: Routing,
     tiles: Table | None = None,
 ) -> AddExperts:
     """See `ops.PrepareExperts`; `tiles` None means those of expert_tiles."""
     for name, weight in weights._asdict().items():
-        if not weight.is_contiguous():
+        if weight is not None and not weight.is_contiguous():
             raise ValueError(f"the experts' {name} {list(weight.shape)} is not contiguous")
     router = weights.router
     table = tiles or table_for(router.element_size(), capability(router.device))
@@ -60,21 +60,24 @@ def add_for_many(
     residual: torch.Tensor,
     into: torch.Tensor,
     weights: ExpertWeights,
-    norm: RowNorm,
+    norm: RowNorm | None,
     activation: Activation,
     routing: Routing,
     tiles: Table,
 ) -> None:
     """Into [T, hidden] += the block's output for `residual`, on the matrix unit."""
-    x = rms_norm(residual, norm.weight, norm.epsilon)
-    assignments = assign(x, weights.router, routing)
+    x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
+    biases = Biases(weights.router_bias, weights.correction)
+    assignments = assign(x, weights.router, routing, biases)
     count = assignments.order.numel()
     experts, hidden, width = weights.down.shape
     tile = choose_tile(tiles, count, experts)
     inner = torch.empty((count, width), dtype=x.dtype, device=x.device)
-    multiply(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation)
+    bias = weights.gate_up_bias
+    multiply(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation, bias)
     outer = torch.empty((count, hidden), dtype=x.dtype, device=x.device)
-    multiply(inner, weights.down, outer, assignments, tile.block_t, tile.down, None)
+    bias = weights.down_bias
+    multiply(inner, weights.down, outer, assignments, tile.block_t, tile.down, None, bias)
     _add_sum(outer, assignments.scale, into)
 
 
@@ -86,6 +89,7 @@ def multiply(
     block_t: int,
     tile: ProductTile,
     activation: Activation | None,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Launch `expert_products.product`: gated and gathered if there is an `activation`."""
     count, n = y.shape
@@ -95,6 +99,7 @@ def multiply(
     product[(blocks * triton.cdiv(n, block_n),)](
         x,
         weight,
+        bias,
         y,
         assignments.order,
         assignments.start,

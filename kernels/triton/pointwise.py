@@ -7,10 +7,15 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.reference import pointwise as reference
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
 
 #: Outputs of the gated unit that one program makes.
 GATE_BLOCK = 1024
+
+#: Of `Activation.SWIGLU_CLAMPED`.
+SWIGLU_ALPHA: tl.constexpr = tl.constexpr(reference.SWIGLU_ALPHA)
+SWIGLU_LIMIT: tl.constexpr = tl.constexpr(reference.SWIGLU_LIMIT)
 
 
 def embed(table: torch.Tensor, t_token: torch.Tensor) -> torch.Tensor:
@@ -160,8 +165,22 @@ def _act_mul(
     await_inputs(OVERLAP)
     gate = tl.load(gate_up + row * stride + i, mask=i < n, other=0.0)
     up = tl.load(gate_up + row * stride + n + i, mask=i < n, other=0.0)
-    gated = activated(gate.to(tl.float32), ACTIVATION) * up.to(tl.float32)
+    gated = gated_unit(gate.to(tl.float32), up.to(tl.float32), ACTIVATION)
     tl.store(out + row * n + i, gated.to(gate.dtype), mask=i < n)
+
+
+@triton.jit
+def gated_unit(gate, up, ACTIVATION: tl.constexpr):
+    """See `ops.ActMul`; gates and what they open float32."""
+    if ACTIVATION == "swiglu_clamped":
+        # Not minima: NaN must stay NaN.
+        gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
+        up = tl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, up)
+        up = tl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up)
+        y = gate * tl.sigmoid(gate * SWIGLU_ALPHA) * (up + 1.0)
+    else:
+        y = activated(gate, ACTIVATION) * up
+    return y
 
 
 @triton.jit

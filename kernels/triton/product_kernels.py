@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.triton.launch import ask_lines, await_inputs
-from tokenpod.kernels.triton.pointwise import activated
+from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product_sums import add_ranks, number_launch
 
 
@@ -123,7 +123,7 @@ def multiply_add(
             up_out *= factor
         if BIAS:
             up_out += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[None, :]
-        out = activated(out, ACTIVATION) * up_out
+        out = gated_unit(out, up_out, ACTIVATION)
     if WORLD > 1:
         tl.static_assert(not GATED)
         add_ranks(ranks, out, launch, tokens, n, KIND, RANK, WORLD, BLOCK_T, BLOCK_N, COPIES)
@@ -209,7 +209,7 @@ def matrix(
         tl.static_assert(SPLITS == 1)
         if BIAS:
             up_sums += tl.load(bias + n + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-        out = activated(out, ACTIVATION) * up_sums
+        out = gated_unit(out, up_sums, ACTIVATION)
     if WORLD > 1:
         tl.static_assert(SPLITS == 1 and not GATED)
         out = tl.trans(out)

@@ -120,14 +120,14 @@ def _rotate(
 ):
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK_HALF)
-    c, s = _angles(t_position + token, inverse_frequencies, scale, i, HALF)
+    c, s = angles_of(t_position + token, inverse_frequencies, scale, i, HALF)
     await_inputs(OVERLAP)
     tl.store(cos + token * HALF + i, c, mask=i < HALF)
     tl.store(sin + token * HALF + i, s, mask=i < HALF)
 
 
 @triton.jit
-def _angles(position, inverse_frequencies, scale, i, HALF: tl.constexpr):
+def angles_of(position, inverse_frequencies, scale, i, HALF: tl.constexpr):
     """Scaled cosine and sine of pairs i, float32."""
     frequency = tl.load(inverse_frequencies + i, mask=i < HALF, other=0.0)
     angle = tl.load(position).to(tl.float32) * frequency
@@ -174,7 +174,7 @@ def _store_key_value(
     inside = (head < heads + 2 * kv_heads) & (i < HALF)
     if cos is None:
         # The product before is under way: this costs no time.
-        c, s = _angles(t_position + token, inverse_frequencies, scale, i, HALF)
+        c, s = angles_of(t_position + token, inverse_frequencies, scale, i, HALF)
     slot = tl.load(t_slot + token)
     await_inputs(OVERLAP)
     if cos is not None:

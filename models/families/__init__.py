@@ -4,7 +4,10 @@ from tokenpod.models.families.arcee import ARCEE
 from tokenpod.models.families.baichuan import BAICHUAN
 from tokenpod.models.families.bloom import BLOOM
 from tokenpod.models.families.cohere import COHERE, COHERE2
+from tokenpod.models.families.dbrx import DBRX
+from tokenpod.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tokenpod.models.families.ernie4_5 import ERNIE4_5
+from tokenpod.models.families.ernie4_5_moe import ERNIE4_5_MOE
 from tokenpod.models.families.exaone import EXAONE3, EXAONE4
 from tokenpod.models.families.falcon import FALCON
 from tokenpod.models.families.family import Family
@@ -12,11 +15,14 @@ from tokenpod.models.families.gemma import GEMMA
 from tokenpod.models.families.gemma2 import GEMMA2
 from tokenpod.models.families.gemma3 import GEMMA3
 from tokenpod.models.families.glm import GLM, GLM4
+from tokenpod.models.families.glm4_moe import GLM4_MOE
 from tokenpod.models.families.gpt2 import GPT2
 from tokenpod.models.families.gpt_bigcode import GPT_BIGCODE
 from tokenpod.models.families.gpt_neox import GPT_NEOX
+from tokenpod.models.families.gpt_oss import GPT_OSS
 from tokenpod.models.families.gptj import GPTJ
 from tokenpod.models.families.granite import GRANITE
+from tokenpod.models.families.granite_moe import GRANITE_MOE
 from tokenpod.models.families.internlm import INTERNLM2, INTERNLM3
 from tokenpod.models.families.llama import LLAMA
 from tokenpod.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -25,16 +31,20 @@ from tokenpod.models.families.mpt import MPT
 from tokenpod.models.families.nemotron import NEMOTRON
 from tokenpod.models.families.olmo import OLMO
 from tokenpod.models.families.olmo2 import OLMO2, OLMO3
+from tokenpod.models.families.olmoe import OLMOE
 from tokenpod.models.families.opt import OPT
 from tokenpod.models.families.phi import PHI
 from tokenpod.models.families.phi3 import PHI3
+from tokenpod.models.families.phimoe import PHIMOE
 from tokenpod.models.families.qwen2 import QWEN2
+from tokenpod.models.families.qwen2_moe import QWEN2_MOE
 from tokenpod.models.families.qwen3 import QWEN3
 from tokenpod.models.families.qwen3_moe import QWEN3_MOE
 from tokenpod.models.families.seed_oss import SEED_OSS
 from tokenpod.models.families.smollm3 import SMOLLM3
 from tokenpod.models.families.stablelm import STABLELM
 from tokenpod.models.families.starcoder2 import STARCODER2
+from tokenpod.models.families.text_of import GEMMA3_TEXT, MISTRAL3_TEXT
 
 FAMILIES: tuple[Family, ...] = (
     ARCEE,
@@ -42,7 +52,11 @@ FAMILIES: tuple[Family, ...] = (
     BLOOM,
     COHERE,
     COHERE2,
+    DBRX,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     ERNIE4_5,
+    ERNIE4_5_MOE,
     EXAONE3,
     EXAONE4,
     FALCON,
@@ -51,11 +65,14 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA3,
     GLM,
     GLM4,
+    GLM4_MOE,
     GPT2,
+    GPTJ,
     GPT_BIGCODE,
     GPT_NEOX,
-    GPTJ,
+    GPT_OSS,
     GRANITE,
+    GRANITE_MOE,
     INTERNLM2,
     INTERNLM3,
     LLAMA,
@@ -68,16 +85,21 @@ FAMILIES: tuple[Family, ...] = (
     OLMO,
     OLMO2,
     OLMO3,
+    OLMOE,
     OPT,
     PHI,
     PHI3,
+    PHIMOE,
     QWEN2,
+    QWEN2_MOE,
     QWEN3,
     QWEN3_MOE,
     SEED_OSS,
     SMOLLM3,
     STABLELM,
     STARCODER2,
+    GEMMA3_TEXT,
+    MISTRAL3_TEXT,
 )
 
 __all__ = ["FAMILIES", "Family"]

@@ -50,6 +50,6 @@ EXAONE3 = Family(
         down="mlp.c_proj",
         surplus=(".rotary.inv_freq",),
     ),
-    prefixes=("transformer.",),
+    prefixes=("transformer.", ""),
 )
 EXAONE4 = Family(("Exaone4ForCausalLM",), _exaone4, NAMES_BEHIND)

@@ -82,4 +82,4 @@ def _names(spec: ModelSpec) -> Names:
     )
 
 
-FALCON = Family(("FalconForCausalLM",), _spec, _names, prefixes=("transformer.",))
+FALCON = Family(("FalconForCausalLM",), _spec, _names, prefixes=("transformer.", ""))

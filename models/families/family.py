@@ -53,7 +53,19 @@ class Family:
     #: Where its checkpoints have the weights; of some families it depends on the model.
     names: Names | Callable[[ModelSpec], Names] = LLAMA_NAMES
     #: What names of tensors begin with: the first, or whichever a checkpoint has.
-    prefixes: tuple[str, ...] = ("model.",)
+    prefixes: tuple[str, ...] = ("model.", "")
+    #: What names of tensors begin with that belong to other parts of a checkpoint than its text
+    #: model: the start names them, and they are not read.
+    unused: tuple[str, ...] = ()
+    #: Other layouts that checkpoints are published in.
+    layouts: tuple[Callable[[Names], Names], ...] = ()
+    #: Kinds of `quantization_config` whose tensors a layout names.
+    quantised: tuple[str, ...] = ()
+
+    def names_of(self, spec: ModelSpec) -> tuple[Names, ...]:
+        """Of a model, by layout."""
+        names = self.names(spec) if callable(self.names) else self.names
+        return (names, *(layout(names) for layout in self.layouts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +205,12 @@ def each_layer(spec: ModelSpec, change: Callable[[LayerSpec], LayerSpec]) -> Mod
 
 def with_attention(spec: ModelSpec, **changes: Any) -> ModelSpec:
     """The same with other fields of every layer's attention."""
-    return each_layer(
-        spec, lambda layer: replace(layer, attention=replace(layer.attention, **changes))
-    )
+    return each_layer(spec, lambda layer: changed(layer, **changes))
+
+
+def changed(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    """The same with other fields of its attention."""
+    return replace(layer, attention=replace(layer.attention, **changes))
 
 
 def norms_behind(spec: ModelSpec) -> ModelSpec:
@@ -206,10 +221,10 @@ def norms_behind(spec: ModelSpec) -> ModelSpec:
 
 def without_rope(spec: ModelSpec, layers: Iterable[int]) -> ModelSpec:
     """The same with no positions in these layers."""
-    changed = list(spec.layers)
+    own = list(spec.layers)
     for i in layers:
-        changed[i] = replace(changed[i], attention=replace(changed[i].attention, positions=None))
-    return replace(spec, layers=tuple(changed))
+        own[i] = changed(own[i], positions=None)
+    return replace(spec, layers=tuple(own))
 
 
 #: Names of the norms that `norms_behind` leaves.

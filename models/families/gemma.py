@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from tokenpod.kernels.ops import Activation
-from tokenpod.models.families.family import Family, each_layer, gated_decoder
+from tokenpod.models.families.family import Family, changed, each_layer, gated_decoder
 from tokenpod.models.fields import Fields
-from tokenpod.models.spec import Embedding, LayerSpec, Mlp, ModelSpec, Norm, Norms
+from tokenpod.models.spec import Attention, Embedding, LayerSpec, Mlp, ModelSpec, Norm, Norms
 
 
 def gemma_decoder(
@@ -26,8 +26,8 @@ def gemma_decoder(
     own = norms(norm)
 
     def layer(layer: LayerSpec) -> LayerSpec:
-        inner = layer.attention.qk_norm and norm
-        return replace(layer, attention=replace(layer.attention, qk_norm=inner), norms=own)
+        assert isinstance(layer.attention, Attention)
+        return replace(changed(layer, qk_norm=layer.attention.qk_norm and norm), norms=own)
 
     embedding = Embedding(scale=spec.hidden_size**0.5)
     return replace(each_layer(spec, layer), norm=norm, embedding=embedding)

@@ -11,8 +11,17 @@ from tokenpod.models.fields import Fields
 from tokenpod.models.rope import rope_of
 from tokenpod.models.spec import LayerSpec, ModelSpec, Norms
 
+#: What the configs of checkpoints with images leave out.
+DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
+    fields = fields.defaulting(**DEFAULTS)
     fields.only("attn_logit_softcapping", None)
     spec = gemma_decoder(
         fields,
@@ -26,7 +35,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     )
     near = rope_of(
         fields,
-        spec.head_dim,
+        spec.kv.key_dim,
         spec.max_positions,
         served=served,
         theta_name="rope_local_base_freq",

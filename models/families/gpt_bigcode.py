@@ -19,7 +19,7 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
 
 def _names(spec: ModelSpec) -> Names:
     """One head for all: first all queries, then its key and value; else head by head."""
-    return replace(NAMES, qkv=Fused("attn.c_attn", by_heads=spec.kv_heads == spec.heads))
+    return replace(NAMES, qkv=Fused("attn.c_attn", by_heads=spec.kv.heads == spec.heads))
 
 
 GPT_BIGCODE = Family(("GPTBigCodeForCausalLM",), _spec, _names, prefixes=("transformer.", ""))

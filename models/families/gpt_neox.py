@@ -48,5 +48,5 @@ GPT_NEOX = Family(
         down="mlp.dense_4h_to_h",
         surplus=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     ),
-    prefixes=("gpt_neox.",),
+    prefixes=("gpt_neox.", ""),
 )

@@ -62,5 +62,5 @@ GPTJ = Family(
         down="mlp.fc_out",
         surplus=(".attn.bias", ".attn.masked_bias"),
     ),
-    prefixes=("transformer.",),
+    prefixes=("transformer.", ""),
 )

@@ -9,7 +9,8 @@ from tokenpod.models.fields import Fields
 from tokenpod.models.spec import Embedding, ModelSpec
 
 
-def _spec(fields: Fields, served: int | None) -> ModelSpec:
+def granite_spec(fields: Fields, served: int | None) -> ModelSpec:
+    """Llama's decoder with Granite's multipliers."""
     bias = fields.flag("attention_bias", False)
     spec = gated_decoder(
         fields,
@@ -32,4 +33,4 @@ def with_multipliers(spec: ModelSpec, fields: Fields) -> ModelSpec:
     )
 
 
-GRANITE = Family(("GraniteForCausalLM",), _spec)
+GRANITE = Family(("GraniteForCausalLM",), granite_spec)

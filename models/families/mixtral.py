@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from tokenpod.models.families.experts import with_experts
+from tokenpod.models.expert_names import experts_apart
+from tokenpod.models.families.experts import (
+    experts_of,
+    softmax_routing,
+    stacked,
+    with_experts,
+)
 from tokenpod.models.families.family import Family, gated_decoder, some_window
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import ExpertNames, Names
+from tokenpod.models.names import Names
 from tokenpod.models.spec import ModelSpec
-
-_EXPERT = "block_sparse_moe.experts.{e}"
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
     """Unlike Mistral's, a window that is absent means none."""
     spec = gated_decoder(fields, served, windows=some_window)
-    return with_experts(spec, fields, width=None, normalised=True)
+    routing = softmax_routing(normalised=True)
+    return with_experts(spec, experts_of(fields, spec, routing, width=None))
 
 
 MIXTRAL = Family(
     ("MixtralForCausalLM",),
     _spec,
     Names(
-        experts=ExpertNames(
-            "block_sparse_moe.gate", f"{_EXPERT}.w1", up=f"{_EXPERT}.w3", down=f"{_EXPERT}.w2"
+        experts=experts_apart(
+            "block_sparse_moe.gate", "block_sparse_moe.experts.{e}", "w1", "w3", "w2"
         )
     ),
+    layouts=(stacked(router="mlp.gate"),),
 )

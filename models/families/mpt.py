@@ -15,6 +15,7 @@ from tokenpod.models.spec import LayerSpec, ModelSpec, Norm, Norms
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
     fields.only("no_bias", True)
     fields.only("logit_scale", None)
+    fields.only("norm_type", "low_precision_layernorm", "layernorm")
     own = fields.fields("attn_config") if "attn_config" in fields else Fields({}, fields.source)
     own.only("attn_type", "multihead_attention")
     own.only("alibi", True)
@@ -62,5 +63,5 @@ MPT = Family(
         up=("ffn.up_proj",),
         down="ffn.down_proj",
     ),
-    prefixes=("transformer.",),
+    prefixes=("transformer.", ""),
 )

@@ -30,7 +30,7 @@ def _olmo3(fields: Fields, served: int | None) -> ModelSpec:
     kinds = ("full_attention", "sliding_attention")
     spec = _olmo2(fields, served, windows=_windows, theta=5e5, layer_type=kinds[0])
     near = rope_of(
-        fields, spec.head_dim, spec.max_positions, served=served, theta=5e5, layer_type=kinds[1]
+        fields, spec.kv.key_dim, spec.max_positions, served=served, theta=5e5, layer_type=kinds[1]
     )
 
     def layer(own: LayerSpec) -> LayerSpec:

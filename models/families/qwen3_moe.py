@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from tokenpod.models.families.experts import with_experts
+from tokenpod.models.families.experts import (
+    every,
+    experts_of,
+    gate_names,
+    softmax_routing,
+    stacked,
+    with_experts,
+)
 from tokenpod.models.families.family import Family, gated_decoder
 from tokenpod.models.fields import Fields
-from tokenpod.models.names import ExpertNames, Names
+from tokenpod.models.names import Names
 from tokenpod.models.spec import ModelSpec
-
-_EXPERT = "mlp.experts.{e}"
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
@@ -16,13 +21,9 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     spec = gated_decoder(
         fields, served, windows=_windows, qkv_bias=bias, output_bias=bias, qk_norm=True
     )
-    return with_experts(
-        spec,
-        fields,
-        width=fields.integer("moe_intermediate_size", most=1 << 24),
-        normalised=fields.flag("norm_topk_prob", False),
-        layers=_sparse_layers(fields, len(spec.layers)),
-    )
+    routing = softmax_routing(normalised=fields.flag("norm_topk_prob", False))
+    experts = experts_of(fields, spec, routing)
+    return with_experts(spec, experts, every(fields, len(spec.layers)))
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
@@ -31,21 +32,6 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return (fields.integer("sliding_window", 4096) if used else None,) * layers
 
 
-def _sparse_layers(fields: Fields, layers: int) -> frozenset[int]:
-    """Every so many-th layer, but for those that are said to be dense."""
-    step = fields.integer("decoder_sparse_step", 1)
-    return frozenset(range(step - 1, layers, step)) - fields.indices("mlp_only_layers")
-
-
 QWEN3_MOE = Family(
-    ("Qwen3MoeForCausalLM",),
-    _spec,
-    Names(
-        experts=ExpertNames(
-            "mlp.gate",
-            f"{_EXPERT}.gate_proj",
-            up=f"{_EXPERT}.up_proj",
-            down=f"{_EXPERT}.down_proj",
-        )
-    ),
+    ("Qwen3MoeForCausalLM",), _spec, Names(experts=gate_names()), layouts=(stacked(),)
 )

@@ -1,4 +1,4 @@
-"""What protocols share that stream text: who names a request, and how events are written."""
+"""For protocols that stream text: the name of a request, and the loop that writes its events."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class PodCounters:
         return _HEAD + _COLUMNS * index
 
     def sum(self, column: int) -> int:
-        """What all processes together have in a column."""
+        """The sum of a column over all processes."""
         return sum(self._numbers[self._row(index) + column] for index in range(self.count))
 
 

@@ -13,7 +13,6 @@ import logging
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.front_ends import FrontEndConfig
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
-from tokenpod.service.rpc.listen import StartError, bind
-from tokenpod.service.rpc.public import public_server
+from tokenpod.service.rpc.listen import StartError, bind, public_server
 from tokenpod.service.rpc.relay import relay_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
@@ -43,60 +41,47 @@ log = logging.getLogger("tokenpod")
 _TELL_SECONDS = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class FrontEnd:
-    """One further front end.
-
-    Args:
-        config: from the first.
-        settings: the operator's.
-    """
-
-    config: FrontEndConfig
-    settings: ServerSettings
-
-    async def run(self) -> int:
-        """Serve until the first front end hangs up; the exit status. Raises StartError."""
-        settings, config = self.settings, self.config
-        hung_up = asyncio.create_task(_end_of_input())
-        telemetry = Telemetry.start(settings)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.callback(telemetry.shutdown)
-            client = EngineClient(index=config.index, count=config.count, life=config.life)
-            await client.open(socket.socket(fileno=config.link))
-            stack.callback(client.close)
-            counters = PodCounters.join(config.counters, config.index, config.count)
-            admission = Admission.of(settings, counters)
-            generate = GenerateService(admission, telemetry)
-            # Whether the pod is healthy is the first one's to say, and is relayed.
-            backend = Backend(TABLE, admission, generate, healthy=_never_asked, relays=True)
-            relay = await stack.enter_async_context(
-                relay_of(config.relay_address, config.relay_secret, TABLE)
-            )
-            recording = telemetry.interceptors(TABLE.untraced)
-            server, closing = public_server(settings, backend, recording, [relay])
-            encoder = await Encoder.start(Path(config.model_folder), settings, stack)
-            events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
-            await asyncio.wait(events, return_when="FIRST_COMPLETED")
-            if hung_up.done() or client.lost.done():
-                return 0
-            generate.start(settings, client, encoder, client.ready.result())
-            admission.closed = None
-            # As in the first one.
-            gc.collect()
-            gc.freeze()
-            bind(server, config.address, credentials(settings))
-            await server.start()
-            counters.set_serving()
-            await _keep_in_touch(client, counters, hung_up)
-            if not client.lost.done():
-                await closing.stop(server, 0.5)
-                return 0
-            # Its calls have failed already; a moment for the answers to be sent. If the engine
-            # lives and has only given up on this front end, the first one hears of it by our end.
-            await closing.stop(server, 1.0)
-            log.error("the link to the engine was lost", extra={"front_end": config.index})
-        return 1
+async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
+    """Serve until the first front end hangs up; the exit status. Raises StartError."""
+    hung_up = asyncio.create_task(_end_of_input())
+    telemetry = Telemetry.start(settings)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(telemetry.shutdown)
+        client = EngineClient(index=config.index, count=config.count, life=config.life)
+        await client.open(socket.socket(fileno=config.link))
+        stack.callback(client.close)
+        counters = PodCounters.join(config.counters, config.index, config.count)
+        admission = Admission.of(settings, counters)
+        generate = GenerateService(admission, telemetry)
+        # Whether the pod is healthy is the first one's to say, and is relayed.
+        backend = Backend(TABLE, admission, generate, healthy=_never_asked, relays=True)
+        relay = await stack.enter_async_context(
+            relay_of(config.relay_address, config.relay_secret, TABLE)
+        )
+        recording = telemetry.interceptors(TABLE.untraced)
+        server, closing = public_server(settings, backend, recording, [relay])
+        encoder = await Encoder.start(Path(config.model_folder), settings, stack)
+        events: set[asyncio.Future[Any]] = {client.ready, client.lost, hung_up}
+        await asyncio.wait(events, return_when="FIRST_COMPLETED")
+        if hung_up.done() or client.lost.done():
+            return 0
+        generate.start(settings, client, encoder, client.ready.result())
+        admission.closed = None
+        # As in the first one.
+        gc.collect()
+        gc.freeze()
+        bind(server, config.address, credentials(settings))
+        await server.start()
+        counters.set_serving()
+        await _keep_in_touch(client, counters, hung_up)
+        if not client.lost.done():
+            await closing.stop(server, 0.5)
+            return 0
+        # Its calls have failed already; a moment for the answers to be sent. If the engine
+        # lives and has only dropped this front end, the first one sees this process end.
+        await closing.stop(server, 1.0)
+        log.error("the link to the engine was lost", extra={"front_end": config.index})
+    return 1
 
 
 def main() -> int:
@@ -109,7 +94,7 @@ def main() -> int:
     settings = ServerSettings.model_validate(config.settings)
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
-        return uvloop.run(FrontEnd(config, settings).run())
+        return uvloop.run(run(config, settings))
     except (StartError, TokenizerError, EngineLost) as error:
         log.error("a front end cannot start", extra={"reason": str(error)})
         return 1

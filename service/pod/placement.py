@@ -33,13 +33,7 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
 def engine_options(
     settings: ServerSettings, model_folder: Path, address: str
 ) -> list[EngineOptions]:
-    """The options of each engine of this pod: of one, or of one per rank.
-
-    Args:
-        settings: the operator's.
-        model_folder: where the model lies.
-        address: where clients reach this pod.
-    """
+    """The options of each engine of this pod, which clients reach at `address`: one per rank."""
     alone = lone_options(settings, model_folder)
     return [
         msgspec.structs.replace(
@@ -55,11 +49,7 @@ def placements(settings: ServerSettings, address: str) -> list[Placement]:
     """This pod's ranks, the first one first; none if the engine is alone.
 
     Each start of a group calls it again: within one pod only its own processes can join, because
-    the address and the secret are new.
-
-    Args:
-        settings: the operator's.
-        address: where clients reach this pod.
+    the address and the secret are new. Clients reach this pod at `address`.
     """
     if settings.world == 1:
         return []

@@ -80,6 +80,7 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
         "kv_cache_dtype": ready.kv_cache_dtype,
         "quantize": settings.quantize,
         "rope": ready.rope,
+        "unused_tensors": ready.unused_tensors,
         "device": ready.device_type,
         "front_ends": settings.resolved_front_ends,
         "max_connections": settings.resolved_max_connections,

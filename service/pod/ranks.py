@@ -103,7 +103,7 @@ class Ranks:
         for watcher in self._watchers:
             watcher.cancel()
         if self.lost.done():
-            # What is lost may be stopped, or stuck in a collective.
+            # A lost engine may be stopped, or stuck in a collective.
             await asyncio.gather(*(engine.end(_REPORT_SECONDS) for engine in self._engines))
         seconds = _LEAVE_SECONDS if self._serving else _LEAVE_LOADING_SECONDS
         await asyncio.gather(*(engine.stop(seconds) for engine in self._engines))

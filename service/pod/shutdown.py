@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from tokenpod.service.config import ServerSettings
-from tokenpod.service.pod.drain_requests import DrainRequests
+from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.front_ends import FrontEnds
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod.state import PodState
@@ -36,7 +36,7 @@ async def drain(settings: ServerSettings, state: PodState, others: FrontEnds) ->
     admission.drain()
     await _quiet(settings, state)
     cut_off = {
-        "cut_off": admission.requests,
+        "cut_off": admission.counters.requests,
         "cut_off_batches": await state.backend.shard.end(stopping.sleep),
     }
     grace, patience = (_HASTE_SECONDS, 2 * _HASTE_SECONDS) if stopping.urgent else (0.5, None)
@@ -101,7 +101,7 @@ async def _quiet(settings: ServerSettings, state: PodState) -> None:
     admission, shard = state.admission, state.backend.shard
     began = time.monotonic()
     deadline = began + settings.graceful_termination_timeout
-    while (admission.requests or shard.awaited(began)) and time.monotonic() < deadline:
+    while (admission.counters.requests or shard.awaited(began)) and time.monotonic() < deadline:
         if state.stopping.urgent:
             return
         await state.stopping.sleep(0.05)

@@ -39,7 +39,7 @@ class Public:
 
 @dataclass(slots=True)
 class Listener:
-    """What listens, and what it can be reached by.
+    """The servers of a pod, and their addresses.
 
     Args:
         public: what listens on the port.
@@ -88,10 +88,10 @@ class Listener:
 
 
 class Renewal:
-    """Closes the connections of a copy that has lost a rank: clients may reach another one.
+    """Closes the connections of a replica that has lost a rank: clients may reach another one.
 
-    Connections are closed once the copy has been NOT_SERVING for some time: before, clients would
-    come straight back.
+    Connections are closed once the replica has been NOT_SERVING for some time. Before that, clients
+    would connect to it again.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Renewal:
         self._waiting = asyncio.create_task(wait())
 
     async def end(self) -> None:
-        """The copy is about to serve. What has begun is waited for; raises what it raises."""
+        """The replica is about to serve: wait for a renewal that has begun, or raise its error."""
         if self._waiting is not None:
             self._waiting.cancel()
         if self._renewing is not None:
@@ -116,19 +116,8 @@ class Renewal:
 
 
 @dataclass(slots=True)
-class CurrentLoad:
-    """The load of the engine that serves, whichever it is."""
-
-    client: EngineClient | None = None
-
-    def __call__(self) -> Load:
-        """The load; of no engine, none."""
-        return self.client.load if self.client else NO_LOAD
-
-
-@dataclass(frozen=True, slots=True)
 class PodState:
-    """What lasts as long as the pod's process, however often its engines start."""
+    """State that lasts as long as the pod's process, however often its engines start."""
 
     counters: PodCounters
     admission: Admission
@@ -137,5 +126,10 @@ class PodState:
     listener: Listener
     stopping: Stopping
     startup: GroupStartup
-    load: CurrentLoad
     renewal: Renewal
+    #: The engine that serves now.
+    client: EngineClient | None = None
+
+    def load(self) -> Load:
+        """Its load; without an engine, none."""
+        return self.client.load if self.client else NO_LOAD

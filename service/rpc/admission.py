@@ -72,16 +72,6 @@ class Admission:
             counters=counters,
         )
 
-    @property
-    def requests(self) -> int:
-        """Calls that hold a place: running and waiting, in all processes of the pod."""
-        return self.counters.requests
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Prompt tokens of the calls that have not started."""
-        return self.counters.waiting_tokens
-
     def drain(self) -> None:
         """Admit nothing more, in any process."""
         self.close(DRAINING, 0.0)
@@ -101,7 +91,8 @@ class Admission:
 
     def refusal(self) -> Unavailable:
         """The error of calls that come while no new work is admitted."""
-        # What takes longer than expected may go on: clients try a few times only.
+        # If it takes longer than expected, it may take much longer, and clients retry only a few
+        # times.
         left = max(self._opens_at - time.monotonic(), self._expected / 3, RETRY_SECONDS)
         return Unavailable(self.closed or DRAINING, retry_after=min(left, MOST_RETRY_SECONDS))
 
@@ -111,7 +102,7 @@ class Admission:
         if self.counters.stalled:
             # A router's steps are let through: the error of one would end all that it runs.
             raise Unavailable(STALLED, retry_after=STALLED_RETRY_SECONDS)
-        if (requests := self.requests) >= self.max_requests:
+        if (requests := self.counters.requests) >= self.max_requests:
             raise ResourceExhausted(
                 f"{requests} requests are running or waiting; this server takes at most"
                 f" {self.max_requests} (--max-concurrent-requests)",
@@ -178,7 +169,7 @@ class Place:
 
         An empty queue takes any prompt that the other limits allow.
         """
-        waiting, most = self._admission.waiting_tokens, self._admission.max_queue_tokens
+        waiting, most = self._admission.counters.waiting_tokens, self._admission.max_queue_tokens
         if waiting and waiting + prompt_tokens > most:
             raise ResourceExhausted(
                 f"{waiting} prompt tokens are waiting; with the {prompt_tokens} of this request"

@@ -33,7 +33,7 @@ class Certificates:
         self.first = self._load()
 
     def renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What to serve from now on; None: what is served already."""
+        """The certificate to serve from now on; None: the current one."""
         try:
             state = self._state()
             if state == self._seen:
@@ -50,7 +50,7 @@ class Certificates:
         return fresh
 
     def _state(self) -> tuple[tuple[int, int, int], ...]:
-        """What differs once a file has been replaced or written."""
+        """Numbers that change when a file is replaced or written."""
         there = [path for path in (self._cert, self._key, self._client_ca) if path is not None]
         stats = [path.stat() for path in there]
         return tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in stats)

@@ -18,14 +18,14 @@ import grpc
 
 from tokenpod.service.rpc.admission import DRAINING, RETRY_SECONDS
 from tokenpod.service.rpc.errors import ServiceError, Unavailable
-from tokenpod.service.rpc.interceptors import Continuation, Handler, refusing
+from tokenpod.service.rpc.interceptors import Handler, Interceptor, refusing
 
 #: Seconds in which a client that retries calls again: the hint of a refusal is a little shorter.
 AGAIN_SECONDS = 1.25 * RETRY_SECONDS
 _DRAINING = Unavailable(DRAINING, retry_after=RETRY_SECONDS)
 
 
-class Closing(grpc.aio.ServerInterceptor):
+class Closing(Interceptor):
     """Delays the answers to the last calls of a server. It comes after authorisation.
 
     Args:
@@ -78,12 +78,9 @@ class Closing(grpc.aio.ServerInterceptor):
         self._told.set()
         await stopping
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Called by grpc."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method in self._exempt:
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """While the server closes, let the call wait and refuse it."""
+        if details.method in self._exempt:
             return handler
         self._called_at = self._now()
         if self._told is None:

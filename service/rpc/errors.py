@@ -179,14 +179,8 @@ class Internal(ServiceError):
         super().__init__(f"internal error {self.error_id}; the server's log has the details")
 
 
-_FAILURES: dict[FailureCode, type[ServiceError]] = {
-    FailureCode.DEADLINE_EXCEEDED: DeadlineExceeded,
-    FailureCode.DATA_LOSS: DataLoss,
-}
-
-
 def engine_failure(failure: Failure) -> ServiceError:
-    """The engine's word as the client's."""
+    """A failure of the engine as the client's error."""
     match failure.code:
         case FailureCode.RESOURCE_EXHAUSTED:
             limit = "max_batch_total_tokens"
@@ -195,4 +189,7 @@ def engine_failure(failure: Failure) -> ServiceError:
             return Unavailable(failure.message, retry_after=1.0)
         case FailureCode.INVALID_ARGUMENT:
             return InvalidArgument("request", failure.message)
-    return _FAILURES[failure.code](failure.message)
+        case FailureCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(failure.message)
+        case FailureCode.DATA_LOSS:
+            return DataLoss(failure.message)

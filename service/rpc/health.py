@@ -34,7 +34,7 @@ from tokenpod.service.rpc.admission import RETRY_SECONDS
 from tokenpod.service.rpc.errors import ResourceExhausted
 from tokenpod.service.rpc.intake import Intake
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.listen import CONNECTION_TIMES
+from tokenpod.service.rpc.listen import CONNECTION_TIMES, bind
 from tokenpod.service.rpc.methods import SMALL, Access, MethodTable, method_of
 from tokenpod.service.rpc.reflection import METHODS as REFLECTION
 from tokenpod.service.rpc.reflection import enable_reflection
@@ -239,7 +239,7 @@ async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Serve
     It has no authentication, so it takes small messages only. It has no limit on connections:
     probes must get through.
 
-    Raises RuntimeError if the address is taken.
+    Raises StartError if the address is taken.
     """
     table = MethodTable([*METHODS, *REFLECTION])
     server = grpc.aio.server(
@@ -247,6 +247,6 @@ async def serve_health(address: str, board: HealthBoard) -> tuple[grpc.aio.Serve
     )
     await board.add_to(server, ())
     enable_reflection(table, server, files=[health_pb2.DESCRIPTOR])
-    port = server.add_insecure_port(address)
+    port = bind(server, address, None)
     await server.start()
     return server, port

@@ -23,8 +23,8 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import DeadlineExceeded, InvalidArgument
 from tokenpod.service.rpc.interceptors import (
     Context,
-    Continuation,
     Handler,
+    Interceptor,
     Wrapped,
     behaviour_of,
     unparsed,
@@ -118,7 +118,7 @@ async def _fault(kind: Descriptor, data: bytes) -> InvalidArgument:
         await asyncio.sleep(0)
 
 
-class Intake(grpc.aio.ServerInterceptor):
+class Intake(Interceptor):
     """Reads and parses every request. Within it are only handlers that serve.
 
     Args:
@@ -140,13 +140,10 @@ class Intake(grpc.aio.ServerInterceptor):
         self._arrival = arrival
         self._wrapped = Wrapped(self._parsing)
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Called by grpc."""
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method not in self._limits:
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Read and parse the requests of a method with limits."""
+        method = details.method
+        if method not in self._limits:
             return handler
         return self._wrapped(handler, method)
 

@@ -12,6 +12,7 @@ import contextlib
 import hmac
 import inspect
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,22 @@ Behaviour = Callable[[Any, Context], Awaitable[Any]]
 _NO_TOKEN = "the call has no token"  # noqa: S105 (a text, not a token)
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
+class Interceptor(grpc.aio.ServerInterceptor, ABC):
+    """Wraps the handlers of a server."""
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler:
+        """Called by grpc."""
+        handler = await continuation(handler_call_details)
+        return handler and self.wrap(handler, handler_call_details)
+
+    @abstractmethod
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """The handler of this call, or another one in its place."""
+
+
+class ErrorInterceptor(Interceptor):
     """Turns what a handler raises into a status with details.
 
     `context.abort` and cancellations pass untouched: they are answers already. Anything that is not
@@ -43,15 +59,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self._wrapped = Wrapped(_guarded)
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Called by grpc."""
-        handler = await continuation(handler_call_details)
-        return self._wrapped(handler, handler_call_details.method) if handler else handler
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Guard every call."""
+        return self._wrapped(handler, details.method)
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor):
+class AuthInterceptor(Interceptor):
     """Lets a call pass only with `authorization: Bearer TOKEN`.
 
     A missing or unknown token is UNAUTHENTICATED, as gRPC has it: the caller can fix it with a
@@ -69,16 +82,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         self._read_at: tuple[int, int] | None = None
         self._tokens: list[bytes] = []
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Called by grpc."""
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method in self._exempt:
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Refuse calls without a known token."""
+        if details.method in self._exempt:
             return handler
-        metadata = handler_call_details.invocation_metadata or ()
-        given = [str(value) for key, value in metadata if key == "authorization"]
-        # Of two, what stands before this server may have looked at the other one.
+        given = metadata_of(details, "authorization")
+        # With two tokens, a proxy before this server may have checked the other one.
         if len(given) == 1 and self._knows(given[0]):
             return handler
         problem = "the call carries a token that is not known" if any(given) else _NO_TOKEN
@@ -154,7 +163,7 @@ class Wrapped:
         self._made: dict[str, tuple[Handler, Handler]] = {}
 
     def __call__(self, handler: Handler, method: str) -> Handler:
-        """What stands for `handler`; made anew only if the method's handler is another one."""
+        """The wrapped `handler`; made again only if the method has another handler now."""
         known = self._made.get(method)
         if known is None or known[0] is not handler:
             known = self._made[method] = (handler, self._wrap(handler, method))
@@ -168,6 +177,11 @@ def unparsed(handler: Handler, behaviour: Behaviour) -> Handler:
     """
     _, make = _ARITIES[True, handler.response_streaming]
     return make(behaviour, None, handler.response_serializer)
+
+
+def metadata_of(details: grpc.HandlerCallDetails, key: str) -> list[str]:
+    """The values that a call carries under this key."""
+    return [str(value) for name, value in details.invocation_metadata or () if name == key]
 
 
 async def _at_once() -> None:

@@ -1,14 +1,21 @@
-"""What a front end listens on, and what of that can go wrong at start."""
+"""The server on the public port: interceptors in their order, options, and how binding fails."""
 
 from __future__ import annotations
 
 import errno
 import os
 import socket
+from collections.abc import Sequence
 
 import grpc
 
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.rpc.closing import Closing
+from tokenpod.service.rpc.intake import intake_of
+from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
+from tokenpod.service.rpc.methods import add_methods
+from tokenpod.service.rpc.reflection import enable_reflection
+from tokenpod.service.serving.backend import Backend
 
 #: gRPC's own "never", for times in milliseconds.
 _NEVER_MS = 2**31 - 1
@@ -59,6 +66,32 @@ def channel_options(settings: ServerSettings, *, shared_port: bool) -> list[tupl
         ("grpc.max_connection_age_ms", int(age * 1000) if age else _NEVER_MS),
         ("grpc.max_connection_age_grace_ms", 600_000),
     ]
+
+
+def public_server(
+    settings: ServerSettings,
+    backend: Backend,
+    recording: Sequence[grpc.aio.ServerInterceptor],
+    relay: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> tuple[grpc.aio.Server, Closing]:
+    """A server that does not listen yet, with all but health; and what closes it.
+
+    Args:
+        recording: interceptors of telemetry; outermost.
+        relay: interceptor of a further front end; innermost.
+    """
+    table = backend.table
+    closing = Closing(settings.resolved_concurrent_requests, table.open)
+    token = settings.auth_token_file
+    authorising = [AuthInterceptor(token, table.open)] if token is not None else []
+    inner = [closing, intake_of(settings, backend), *relay]
+    server = grpc.aio.server(
+        interceptors=[*recording, ErrorInterceptor(), *authorising, *inner],
+        options=channel_options(settings, shared_port=settings.resolved_front_ends > 1),
+    )
+    add_methods(backend, server)
+    enable_reflection(table, server)
+    return server, closing
 
 
 def bind(server: grpc.aio.Server, address: str, with_tls: grpc.ServerCredentials | None) -> int:

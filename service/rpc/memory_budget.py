@@ -1,4 +1,4 @@
-"""What calls take of the front ends' memory: messages, prompts, answers that were not sent yet.
+"""Counts the memory of calls in the front ends: messages, prompts, answers not yet sent.
 
     reserve(limit)      before the message is read: it may be as large as its method allows
     resize(size)        once it has arrived, and as texts and answers grow or are sent

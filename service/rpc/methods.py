@@ -46,7 +46,7 @@ class Access(enum.Enum):
 
 
 class Gate(enum.Enum):
-    """What is asked before a call's message is read."""
+    """What is checked before a call's message is read."""
 
     #: Nothing.
     NONE = "none"
@@ -111,7 +111,7 @@ class Method:
         name: `/package.Service/Method`.
         limits: of its messages.
         access: who may call it.
-        gate: what is asked before its message is read.
+        gate: what is checked before its message is read.
         streams: it answers with a stream.
         relayed: a further front end passes it on to the first one; else it serves it itself.
         on_followers: a pod that follows answers it; others are refused with the leader's address.

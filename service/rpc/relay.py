@@ -26,6 +26,8 @@ from tokenpod.service.rpc.interceptors import (
     Continuation,
     ErrorInterceptor,
     Handler,
+    Interceptor,
+    metadata_of,
     refusing,
 )
 from tokenpod.service.rpc.methods import Method, MethodTable, add_methods
@@ -80,7 +82,7 @@ async def relay_of(address: str, secret: str, table: MethodTable) -> AsyncIterat
         yield Relay(channel, table, secret=secret)
 
 
-class RelayGuard(grpc.aio.ServerInterceptor):
+class RelayGuard(Interceptor):
     """Refuses calls that were not relayed.
 
     Args:
@@ -90,15 +92,10 @@ class RelayGuard(grpc.aio.ServerInterceptor):
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler:
-        """Called by grpc."""
-        handler = await continuation(handler_call_details)
-        metadata = handler_call_details.invocation_metadata or ()
-        given = [str(value) for key, value in metadata if key == SECRET_KEY]
-        known = len(given) == 1 and hmac.compare_digest(given[0].encode(), self._secret)
-        if handler is None or known:
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """Refuse calls without the secret."""
+        given = metadata_of(details, SECRET_KEY)
+        if len(given) == 1 and hmac.compare_digest(given[0].encode(), self._secret):
             return handler
         return refusing(handler, Unauthenticated("only this pod's own front ends may call here"))
 

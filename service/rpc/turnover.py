@@ -93,11 +93,11 @@ class Turnover:
         return max(seconds - run / _USABLE, _HARMLESS * seconds)
 
     def outlook(self) -> Outlook:
-        """Of a call that comes now; nothing at all while too little is known."""
+        """The estimate for a call that comes now; zeros while too little is known."""
         if self._engine is None or self._ended < _ENOUGH:
             return Outlook()
         running = self._engine.load.running
-        # Each of both counts some too many: whose prompt is being computed, whose answer is read.
+        # Each count includes too many: calls in prefill, and calls whose answer is being read.
         waiting = min(self._counters.waiting, self._counters.requests - running)
         ahead = waiting - (self._most_running - running)
         return Outlook(max(ahead, 0) * self._each, self._most_steps * self._engine.usual_step)
@@ -131,7 +131,7 @@ class Turnover:
     def _most_running(self) -> int:
         """Calls that can run at once."""
         assert self._engine is not None
-        # While the engine lets somebody wait, as many run as can; else those rows are free.
+        # While sequences wait in the engine, as many run as can; else the other rows are free.
         load = self._engine.load
         return load.running if load.waiting else self._rows
 

@@ -95,7 +95,7 @@ class Batches:
         return leased.sequences if leased else []
 
     def discard_all(self) -> list[RoutedSequence]:
-        """What all batches held."""
+        """Forget all batches; returns their sequences."""
         return [sequence for batch_id in list(self._leased) for sequence in self.discard(batch_id)]
 
     def put(self, batch_id: int, batch: list[RoutedSequence]) -> None:

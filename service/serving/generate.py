@@ -43,7 +43,7 @@ _FOREVER_SECONDS = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What is known once the model is ready."""
+    """Engine, tokenizer and limits, once the model is ready."""
 
     client: EngineClient
     encoder: Encoder
@@ -74,12 +74,7 @@ def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLi
 
 
 class GenerateService:
-    """Admits calls that generate text, and tokenises.
-
-    Args:
-        admission: the bounded queue.
-        telemetry: where spans and metrics go.
-    """
+    """Admits calls that generate text, and tokenises."""
 
     def __init__(self, admission: Admission, telemetry: Telemetry) -> None:
         self._admission = admission

@@ -273,7 +273,7 @@ class Generation:
 
     def wake(self) -> None:
         """All of a message of the engine has been handed over: wake the reader."""
-        # What came before has not even been looked at: only then may there be much of it.
+        # The reader has not yet taken what came before: only then can much be unread.
         if self._fresh and self._streamed and self.unread_bytes > UNREAD_BYTES:
             self._give_up_reader()
         self._wakes += 1

@@ -48,5 +48,5 @@ def shard_sampling_params(request: ShardRequest) -> SamplingParams:
 
 
 def _divisor(value: float | None) -> float:
-    """What logits are divided by; None and 0 are neutral."""
+    """A divisor of logits; None and 0 are neutral."""
     return min(max(value, _LEAST_DIVISOR), _MOST_DIVISOR) if value else 1.0

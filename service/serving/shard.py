@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from tokenpod.service.dialects.validate import check_warmup
@@ -106,9 +106,8 @@ class ShardService:
                 raise InvalidArgument("batches", "names the same batch twice")
             return await self._run(self._decode(batch_ids))
 
-    async def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch | None:
+    async def filter(self, batch_id: int, keep: Set[int]) -> CachedBatch | None:
         """Keep only these requests of a batch; None: there are none of them, or no such batch."""
-        keep = set(request_ids)
         with self.batches.call():
             batch = self.batches.discard(batch_id)
             self._drop(sequence for sequence in batch if sequence.request_id not in keep)
@@ -289,7 +288,7 @@ class ShardService:
 
     @contextlib.contextmanager
     def _dropped_on_failure(self, batch: list[RoutedSequence]) -> Iterator[None]:
-        """What is out of the table must not get lost. It may grow meanwhile."""
+        """Drop the sequences of `batch`, which may grow meanwhile, if the step fails."""
         try:
             yield
         except BaseException:

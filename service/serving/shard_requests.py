@@ -56,11 +56,7 @@ async def _turn(at: int) -> None:
 
 
 class ShardRequests:
-    """Opens what routers send.
-
-    Args:
-        serving: engine, tokenizer and limits.
-    """
+    """Checks and tokenises what routers send."""
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving

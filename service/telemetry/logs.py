@@ -52,7 +52,7 @@ class JsonFormatter(TextFormatter):
 
 
 def print_error(text: str, *, json_output: bool, kind: str = "error") -> None:
-    """What ends a start, on standard error: `error: text` for people, or JSON as log lines are.
+    """Print why a start fails, on standard error: `error: text`, or JSON as log lines are.
 
     Args:
         text: one line.

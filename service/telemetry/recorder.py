@@ -18,12 +18,12 @@ from tokenpod.core.messages import Load
 from tokenpod.service.config import ServerSettings
 
 if TYPE_CHECKING:
-    # What is off is not imported.
+    # Not imported while telemetry is off.
     from tokenpod.service.telemetry.tracing import ServerCall
 
 
 class Telemetry:
-    """What records calls: this one nothing. Make it with `start`."""
+    """Records calls; this class records nothing. Make it with `start`."""
 
     @classmethod
     def start(cls, settings: ServerSettings) -> Telemetry:
@@ -36,7 +36,7 @@ class Telemetry:
         return OtlpTelemetry(settings)
 
     def interceptors(self, untraced: Collection[str] = ()) -> list[grpc.aio.ServerInterceptor]:
-        """What to put around rpcs: outermost, so that what other interceptors do is seen.
+        """The interceptors that record rpcs; outermost, so that they see what the others do.
 
         Args:
             untraced: full names of the methods that are not recorded.

@@ -110,7 +110,7 @@ class ServerCall:
             self._end_generation(self._generation, seconds, code)
         if self._span.is_recording():
             self._span.set_attributes(attributes)
-            # What dashboards of the years before know.
+            # The older attribute, which existing dashboards read.
             self._span.set_attribute("rpc.grpc.status_code", code.value[0])
             if code in _ERRORS:
                 self._span.set_status(Status(StatusCode.ERROR, self._context.details() or None))

@@ -1,4 +1,4 @@
-"""What every way to decode has in common: a detokenizer per sequence, and a table of pieces."""
+"""The interface of all decodings, a detokenizer per sequence, and their table of pieces."""
 
 from __future__ import annotations
 

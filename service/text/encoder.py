@@ -38,12 +38,7 @@ class Tokenised:
 
 
 class Encoder:
-    """Tokenises prompts.
-
-    Args:
-        tokenizer: the model's.
-        workers: for what is long, or a chat.
-    """
+    """Tokenises prompts: short texts itself, long ones and chats in `workers`."""
 
     def __init__(self, tokenizer: Tokenizer, workers: TextWorkers) -> None:
         self.tokenizer = tokenizer

@@ -76,7 +76,7 @@ class Loaded(Message, frozen=True, array_like=True, tag=True):
 
 
 class Encoded(Message, frozen=True, array_like=True, tag=True):
-    """Of each text: how many tokens it has, and the last of them as packed ids."""
+    """The number of tokens of each text, and the last of them as packed ids."""
 
     counts: list[int]
     ids: list[bytes]

@@ -15,8 +15,12 @@ from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
 from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.detokenizer import decoding_of
 from tokenpod.service.text.text_messages import TextModel
-from tokenpod.service.text.tokenizer_errors import TokenizerError, TokenizerPanic, panics_named
-from tokenpod.service.text.tokenizer_files import read_folder
+from tokenpod.service.text.tokenizer_files import (
+    TokenizerError,
+    TokenizerPanic,
+    panics_named,
+    read_folder,
+)
 
 __all__ = ["Tokenizer", "TokenizerError", "TokenizerPanic"]
 

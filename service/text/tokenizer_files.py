@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -12,8 +13,6 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-
-from tokenpod.service.text.tokenizer_errors import TokenizerError, one_line, panics_named
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -29,6 +28,31 @@ _SPECIAL_TOKEN_NAMES = (
 #: Bytes of a vocabulary's file (the largest in use have 40 MB), and of any other that is read.
 _MOST_VOCABULARY_BYTES = 256 * 2**20
 _MOST_CONFIG_BYTES = 16 * 2**20
+
+
+class TokenizerError(Exception):
+    """A folder's tokenizer can't be used; one line that names the file."""
+
+
+class TokenizerPanic(Exception):
+    """The tokenizer's library has panicked on a text; the text says where."""
+
+
+@contextlib.contextmanager
+def panics_named() -> Iterator[None]:
+    """A panic of the library becomes a TokenizerPanic: it is a BaseException, and would pass by
+    all that answers calls."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise TokenizerPanic(one_line(error)) from error
+
+
+def one_line(error: BaseException) -> str:
+    """What `error` says, or else its kind."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)

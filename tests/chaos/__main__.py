@@ -17,7 +17,7 @@ from chaos.campaign import HEAD, Row, campaign, table
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="of order, moments and bytes")
-    parser.add_argument("--short", action="store_true", help="less of it, and fewer restarts")
+    parser.add_argument("--short", action="store_true", help="less of it, and no restart")
     arguments = parser.parse_args()
     began = time.monotonic()
 

@@ -32,7 +32,7 @@ from chaos.waiting import wait_for
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
 _CONNECTIONS = 8
-_CALL_SECONDS = 60.0
+_CALL_SECONDS = 300.0
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
 _OK = "OK"
 
@@ -264,7 +264,7 @@ def lose_rank(pod: Pod, draw: random.Random, amount: int) -> str:
         number = draw.choice([signal.SIGKILL, signal.SIGSTOP])
         os.kill(draw.choice(before), number)
         wait_for(lambda: pod.server.health() != SERVING, "a lost rank was not seen")
-        wait_for(lambda: pod.server.health() == SERVING, "the group did not form again", 120)
+        wait_for(lambda: pod.server.health() == SERVING, "the group did not form again")
         wait_for(lambda then=before: all(gone(pid) for pid in then), "a rank is left over")
     return f"{amount} lost"
 
@@ -280,8 +280,8 @@ ATTACKS = (
     Attack("floods", flood, 5, 1),
     Attack("SIGSTOP, engine, 1 s", stop_engine, 3, 1),
     Attack("SIGSTOP, first front end, 1 s", stop_first, 3, 1),
-    Attack("SIGSTOP, further front end", hang_front_end, 2, 1),
-    Attack("kill -9, engine", kill_engine, 2, 1, ends=True),
+    Attack("SIGSTOP, further front end", hang_front_end, 2, 0),
+    Attack("kill -9, engine", kill_engine, 2, 0, ends=True),
     Attack("kill -9, further front end", kill_front_end, 2, 0, ends=True),
     Attack("kill -9, first front end", kill_first, 2, 0, ends=True),
     Attack("SIGTERM under load", terminate, 2, 0, ends=True),

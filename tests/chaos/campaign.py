@@ -90,6 +90,8 @@ def campaign(
             pod = Pod(attackers, *flags)
             scene = _Scene(pod, Bystanders(pod, _CLIENTS, seed), RoutedBystander(pod.socket))
             try:
+                wait_for(scene.served, "bystanders are not served before any attack")
+                scene.look()
                 for attack in chosen:
                     rows.append(_one(scene, attack, draw, short=short))
                     tell(rows[-1])
@@ -123,8 +125,6 @@ class _Scene:
 
 def _one(scene: _Scene, attack: Attack, draw: random.Random, *, short: bool) -> Row:
     pod = scene.pod
-    wait_for(scene.served, "bystanders are not served before the attack")
-    scene.look()
     before, began = pod.memory(), time.monotonic()
     attacker, fault = "", ""
     try:

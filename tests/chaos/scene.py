@@ -19,13 +19,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import SERVING, ServerProcess, free_port, serve, text_request
 
-from chaos.waiting import wait_for
+from chaos.waiting import PATIENCE_SECONDS, wait_for
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 
-#: What innocent clients ask, and how long they try again: longer than a pod takes to start.
+#: What innocent clients ask.
 INNOCENT = text_request("def fibonacci(n):\n", stopping={"max_new_tokens": 24, "ignore_eos": True})
-PATIENCE_SECONDS = 120.0
-CALL_SECONDS = 60.0
+CALL_SECONDS = 300.0
 #: Codes after which the contract lets clients try again.
 AGAIN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 #: A connection of its own that comes back soon after a restart.
@@ -79,7 +78,7 @@ class Pod:
 
     def await_end(self, status: int, processes: list[int]) -> None:
         """Wait for the end; AssertionError unless it is this one, and nothing is left."""
-        got = self.server.process.wait(60)
+        got = self.server.process.wait(PATIENCE_SECONDS)
         assert got == status, f"exit status {got}, not {status}"
         wait_for(lambda: all(gone(pid) for pid in processes), "a process is left over")
         assert not self.socket.exists() or status < 0, "the unix socket is left over"
@@ -116,7 +115,7 @@ class Pod:
         self.server = self._life.enter_context(serve(*self._flags, wait=False))
         self.server.port, self.server.health_port = self.port, self.health_port
         self.server.uds = str(self.socket)
-        self.server.wait_until_serving()
+        self.server.wait_until_serving(PATIENCE_SECONDS)
 
 
 @dataclass
@@ -231,7 +230,8 @@ class Bystanders:
 def answer(address: str) -> str:
     """What the pod says to the innocent, on a new connection. Raises grpc.RpcError."""
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        return text_of(rpc.TextGenerationServiceStub(channel).Generate(INNOCENT, timeout=60))
+        stub = rpc.TextGenerationServiceStub(channel)
+        return text_of(stub.Generate(INNOCENT, timeout=CALL_SECONDS))
 
 
 def text_of(events: Iterator[Any]) -> str:

@@ -15,7 +15,7 @@ from tokenpod.core.capacity import (
     fewest_ranks,
 )
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.pool import KVPool, alike
 
 #: Llama 3.1's 8B shape.
 MODEL = Footprint(
@@ -23,18 +23,17 @@ MODEL = Footprint(
     dtype="bfloat16",
     from_tensors=False,
     layers=32,
-    head_dim=128,
     hidden_size=4096,
     intermediate_size=14_336,
     vocab_size=128_256,
     max_positions=131_072,
     portions={
-        1: Portion(8_030_261_248, 8),
-        2: Portion(4_015_263_744, 4),
-        4: Portion(2_007_764_992, 2),
-        8: Portion(1_004_015_616, 1),
-        16: Portion(518_918_144, 1),
-        32: Portion(276_369_408, 1),
+        1: Portion(8_030_261_248, 8 * 256),
+        2: Portion(4_015_263_744, 4 * 256),
+        4: Portion(2_007_764_992, 2 * 256),
+        8: Portion(1_004_015_616, 1 * 256),
+        16: Portion(518_918_144, 1 * 256),
+        32: Portion(276_369_408, 1 * 256),
     },
 )
 
@@ -81,7 +80,7 @@ def test_the_forecast_for_an_8b_model_on_an_h200_is_what_was_measured():
 
 
 def test_a_slot_takes_what_the_pool_says():
-    pool = KVPool.bytes_per_slot(layers=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    pool = KVPool.bytes_per_slot(layers=32, layout=alike(8, 128), dtype=torch.bfloat16)
     assert MODEL.slot_bytes(1, 2) == pool
 
 

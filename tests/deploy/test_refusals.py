@@ -22,6 +22,12 @@ def refused(helm: Helm, values: Object, kubernetes: str = "1.34", *, as_set: boo
     return str(caught.value)
 
 
+def rollout(*, mode: str = "pod", tensor: int = 1, pods: int = 1, **update: int | str) -> Object:
+    """Values in which a LeaderWorkerSet is to be rolled out this way."""
+    lws = {"rolloutStrategy": {"rollingUpdateConfiguration": update}}
+    return {"parallelism": {"mode": mode, "tensor": tensor, "pods": pods, "lws": lws}}
+
+
 #: --set gives whole numbers another type than a file does.
 both_ways = pytest.mark.parametrize("as_set", [False, True], ids=["file", "set"])
 
@@ -51,6 +57,11 @@ both_ways = pytest.mark.parametrize("as_set", [False, True], ids=["file", "set"]
         ({"model": {"source": "s3"}}, "source"),
         ({"podDisruptionBudget": {"minAvailable": "half"}}, "minAvailable"),
         ({"podLabels": {"a": 1}}, "podLabels"),
+        ({"fullnameOverride": "1abc"}, "fullnameOverride"),
+        ({"parallelism": {"lws": {"rolloutStrategy": {"type": "OnDelete"}}}}, "type"),
+        (rollout(maxSurg=1), "maxSurg"),
+        (rollout(maxUnavailable=-1), "maxUnavailable"),
+        (rollout(maxUnavailable="lots"), "maxUnavailable"),
     ],
 )
 @both_ways
@@ -64,6 +75,8 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str, as_s
     ("values", "said"),
     [
         ({"parallelism": {"tensor": 3, "mode": "lws", "pods": 2}}, "same number of ranks"),
+        (rollout(mode="lws", tensor=2, pods=2, maxUnavailable=0), "one of them must be above 0"),
+        (rollout(mode="lws", tensor=2, pods=2, maxUnavailable="0%"), "must be above 0"),
         ({"parallelism": {"tensor": 4, "pods": 2}}, "need mode statefulset or lws"),
         ({"parallelism": {"mode": "statefulset", "tensor": 4}}, "take mode pod"),
         ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "set gpu.enabled"),

@@ -7,7 +7,7 @@ import torch
 
 from tokenpod.core.capability import problem_of
 from tokenpod.engine.assemble import EngineError
-from tokenpod.engine.device_check import check_device, check_heads
+from tokenpod.engine.device_check import check_device, check_heads, check_latent
 
 
 def test_a_cpu_will_do():
@@ -36,6 +36,12 @@ def test_heads_that_kernels_handle_pass(heads):
 def test_heads_that_they_do_not_are_named(heads, named):
     with pytest.raises(EngineError, match=named):
         check_heads(*heads)
+
+
+def test_latent_rows_that_they_do_not_handle_are_named():
+    check_latent(512, 64)
+    with pytest.raises(EngineError, match=r"latent rows have 1024 \+ 64 numbers"):
+        check_latent(1024, 64)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -27,7 +27,7 @@ from tokenpod.engine.integers import Counts, fill, pad, views
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels import cpu, reference, triton
 from tokenpod.kernels.ops import KVScales
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.fields import Fields
@@ -120,8 +120,7 @@ def pool(device, scales=None):
     return KVPool(
         layers=2,
         slots=SLOTS,
-        kv_heads=2,
-        head_dim=16,
+        layout=alike(2, 16),
         dtype=dtype,
         device=device,
         scales=scales and KVScales(*(x.to(device) for x in scales)),

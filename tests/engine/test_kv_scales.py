@@ -11,7 +11,7 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.assemble import EngineError, assemble
 from tokenpod.engine.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
 from tokenpod.kernels.ops import KVScales
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.kernels.reference.rotary import quantise
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ LARGEST = torch.finfo(EIGHT_BITS).max
 
 
 def make_pool(dtype=torch.bfloat16, scales=None):
-    return KVPool(layers=2, slots=9, kv_heads=3, head_dim=8, dtype=dtype, device=CPU, scales=scales)
+    return KVPool(layers=2, slots=9, layout=alike(3, 8), dtype=dtype, device=CPU, scales=scales)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_pool_of_8_bits_takes_half_of_one_of_16():
     assert [layer.dtype for layer in pool.keys + pool.values] == [EIGHT_BITS] * 4
     assert sum(layer.nbytes for layer in wide.keys) == 2 * sum(layer.nbytes for layer in pool.keys)
     assert [layer.values.tolist() for layer in pool.scales] == [[2.0] * 3] * 2
-    shape = {"layers": 2, "kv_heads": 3, "head_dim": 8}
+    shape = {"layers": 2, "layout": alike(3, 8)}
     assert KVPool.bytes_per_slot(**shape, dtype=EIGHT_BITS) == 2 * 2 * 3 * 8
 
 

@@ -34,7 +34,7 @@ from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_sampler import HostSampler, counters, tempered
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.rng import vocabulary_noise
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.models import load as loading
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
@@ -80,7 +80,7 @@ def fast():
 
 
 def pool(slots):
-    return KVPool(layers=8, slots=slots, kv_heads=2, head_dim=64, dtype=torch.float32, device=CPU)
+    return KVPool(layers=8, slots=slots, layout=alike(2, 64), dtype=torch.float32, device=CPU)
 
 
 class Recorder:

@@ -98,7 +98,7 @@ def check_against_reference(case: dict) -> None:
     )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases())
 def test_any_parameters_on_small_vocabularies_equal_the_reference(case):
     check_against_reference(case)

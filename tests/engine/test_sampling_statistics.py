@@ -14,7 +14,7 @@ from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.host_sampler import HostSampler
 from tokenpod.engine.rng import vocabulary_noise
 
-DRAWS = 4096
+DRAWS = 2048
 VOCAB = 12
 LOGITS = torch.linspace(1.5, -1.5, VOCAB)
 PROMPT, OUTPUTS = [0, 3], [1, 1, 2]

@@ -5,7 +5,9 @@ The executors of a GPU are captured, and interpreted where there is none. Ranks 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +18,18 @@ from interpreted import DEVICE
 from ranks import CPU
 from step_scenes import SCENES, Scene, Told
 
-KINDS = ["fast", "cpu", "device", pytest.param("reference", marks=pytest.mark.slow)]
+#: Those that are run where kernels are interpreted, and take seconds there.
+INTERPRETED_SCENES = ("overlapped_drafts", "masks", "copies")
+
+
+def cases() -> Iterator[Any]:
+    """Every executor with every scene."""
+    for kind in ("fast", "cpu", "device", "reference"):
+        for name in SCENES:
+            marks: list[Any] = [pytest.mark.slow] if kind == "reference" else []
+            if kind == "device" and name not in INTERPRETED_SCENES:
+                marks = [pytest.mark.gpu]
+            yield pytest.param(kind, name, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +52,7 @@ def adapted(on_host) -> Told:
     return Told.by(step_scenes.adapter(on_host))
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def scene(request, folder, expected) -> Scene:
     executor = step_scenes.make(request.param, folder, DEVICE)
     tops = DEVICE.type == "cuda" or request.param in ("fast", "cpu")
@@ -73,7 +86,7 @@ def check(name: str, told: Told, wanted: Told) -> None:
         assert got == pytest.approx(logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize(("scene", "name"), cases(), indirect=["scene"])
 def test_an_executor_comes_to_the_tokens_of_plain_steps(name, scene, wanted):
     check(name, Told.by(SCENES[name](scene)), wanted[name])
 

@@ -213,7 +213,7 @@ def test_a_row_that_holds_nan_or_inf_has_none(steps_of, poison):
 
 @both
 def test_asking_for_them_changes_neither_tokens_nor_other_rows(steps_of):
-    some = (0, 1, 30, 12) if INTERPRETED and steps_of is device_steps else range(len(ALONE))
+    some = (1, 30) if INTERPRETED and steps_of is device_steps else range(len(ALONE))
     raw = [(ALONE[i][0], {**ALONE[i][1], "top_n": 4}) for i in some]
     mixed = [of_processed(row) if at % 2 else row for at, row in enumerate(raw)]
     steps = [halves(len(raw), 97, seed=t) for t in range(2)]

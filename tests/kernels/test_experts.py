@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm
-from tokenpod.kernels.reference.experts import mixture
+from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm, Score
+from tokenpod.kernels.reference.experts import choose, mixture
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUTINGS = [Routing(1, False), Routing(2, True), Routing(3, False), Routing(5, True)]
@@ -26,11 +26,11 @@ def cpu_operations(dtype):
 def case(draw):
     """A residual stream, experts and a norm."""
 
-    def make(tokens, dtype=torch.float32):
+    def make(tokens, dtype=torch.float32, count=COUNT):
         weights = ExpertWeights(
-            router=draw(COUNT, HIDDEN, dtype=dtype),
-            gate_up=draw(COUNT, 2 * WIDTH, HIDDEN, dtype=dtype) * HIDDEN**-0.5,
-            down=draw(COUNT, HIDDEN, WIDTH, dtype=dtype) * WIDTH**-0.5,
+            router=draw(count, HIDDEN, dtype=dtype),
+            gate_up=draw(count, 2 * WIDTH, HIDDEN, dtype=dtype) * HIDDEN**-0.5,
+            down=draw(count, HIDDEN, WIDTH, dtype=dtype) * WIDTH**-0.5,
         )
         return draw(tokens, HIDDEN, dtype=dtype), weights, RowNorm(draw(HIDDEN, dtype=dtype), 1e-6)
 
@@ -46,7 +46,7 @@ def added(ops, residual, weights, norm, routing, activation=Activation.SILU):
 
 def truth_of(residual, weights, norm, routing):
     """What is added, in float64 but for the norm: rounding may not choose experts."""
-    wide = ExpertWeights(*(weight.double() for weight in weights))
+    wide = ExpertWeights(*(weight if weight is None else weight.double() for weight in weights))
     return mixture(cpu.rms_norm(residual, *norm).double(), wide, Activation.SILU, routing)
 
 
@@ -76,6 +76,73 @@ def test_a_cpus_experts(tokens, routing, dtype, case):
         assert got.dtype == dtype
         error = ((got.double() - truth).norm() / truth.norm()).item()
         assert error < 8 * torch.finfo(dtype).eps
+
+
+ROUTERS = {
+    "sigmoid": Routing(2, True, Score.SIGMOID, scale=2.5),
+    "one-of-three-groups": Routing(2, False, groups=3, chosen_groups=1),
+    "two-of-three-groups": Routing(
+        3, True, Score.SIGMOID, groups=3, chosen_groups=2, group_best=2, least_sum=1e-20
+    ),
+    "sparsemixer": Routing(2, False, Score.SPARSEMIXER, tolerance=0.6),
+    "least-sum": Routing(2, True, least_sum=1.5),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_every_kind_of_router(tokens, routing, case, draw):
+    """With all biases, and what is normed already."""
+    residual, weights, _ = case(tokens, count=6)
+    weights = weights._replace(
+        router_bias=draw(6),
+        correction=None if routing.score is Score.SPARSEMIXER else draw(6),
+        gate_up_bias=draw(*weights.gate_up.shape[:2]),
+        down_bias=draw(*weights.down.shape[:2]),
+    )
+    wide = ExpertWeights(*(None if weight is None else weight.double() for weight in weights))
+    truth = mixture(residual.double(), wide, Activation.SWIGLU_CLAMPED, routing)
+    for ops in cpu_operations(torch.float32):
+        got = residual.clone()
+        block = ops.prepare_experts(weights, None, Activation.SWIGLU_CLAMPED, routing)
+        block(residual, got)
+        torch.testing.assert_close((got - residual).double(), truth, rtol=1e-4, atol=1e-5)
+
+
+def by_hand(logits, correction, routing):
+    """A token's experts and their weights, one after the other."""
+    scores = {
+        Score.SOFTMAX: lambda: logits.softmax(0),
+        Score.SIGMOID: lambda: 1 / (1 + (-logits).exp()),
+    }[routing.score]()
+    ranks = (scores + correction).tolist()
+    size = len(ranks) // routing.groups
+    groups = [range(first, first + size) for first in range(0, len(ranks), size)]
+    best = [sorted((ranks[e] for e in group), reverse=True) for group in groups]
+    groups.sort(key=lambda group: -sum(best[group[0] // size][: routing.group_best]))
+    seen = [expert for group in groups[: routing.chosen_groups] for expert in group]
+    chosen = sorted(seen, key=lambda e: -ranks[e])[: routing.per_token]
+    total = max(sum(scores[e] for e in chosen), routing.least_sum) if routing.normalised else 1
+    return {expert: float(scores[expert] / total * routing.scale) for expert in chosen}
+
+
+@pytest.mark.parametrize("name", [name for name in ROUTERS if name != "sparsemixer"])
+def test_a_choice_is_what_one_makes_by_hand(name, draw):
+    logits, correction = draw(20, 6), draw(6)
+    weights, experts = choose(logits, ROUTERS[name], correction)
+    for row, (shares, chosen) in enumerate(zip(weights.tolist(), experts.tolist(), strict=True)):
+        expected = by_hand(logits[row], correction, ROUTERS[name])
+        assert dict(zip(chosen, shares, strict=True)) == pytest.approx(expected, rel=1e-4)
+
+
+def test_sparsemixer_weighs_each_among_those_near_it():
+    logits = torch.tensor([[4.0, 3.0, 1.0, 2.9], [-1.0, -1.5, -9.0, -8.0]])
+    weights, experts = choose(logits, Routing(2, False, Score.SPARSEMIXER, tolerance=0.3))
+    assert experts.tolist() == [[0, 1], [0, 1]]
+    first = torch.tensor([4.0, 3.0, 2.9]).softmax(0)[0]
+    second = torch.tensor([3.0, 2.9]).softmax(0)[0]
+    assert weights[0].tolist() == pytest.approx([float(first), float(second)])
+    assert weights[1].tolist() == pytest.approx([1.0, 1.0])
 
 
 @pytest.mark.parametrize("activation", Activation)

@@ -13,6 +13,7 @@ from golden_kinds import KINDS, MAX_POSITIONS, VOCABULARY
 from hand_scheduler import HandScheduler
 
 from tokenpod.models.decoder import Decoder
+from tokenpod.models.families import baichuan
 from tokenpod.models.load import load_model
 
 
@@ -39,6 +40,15 @@ def load(folder: Path, dtype: torch.dtype | None = None) -> Decoder:
         progress=lambda done, total: None,
         max_total_tokens=MAX_POSITIONS,
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_baichuan():
+    """Its second vocabulary, by which its head is known, would take most of the tests' time."""
+    assert baichuan.SECOND_VOCABULARY == 125_696
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(baichuan, "SECOND_VOCABULARY", VOCABULARY + 1)
+        yield
 
 
 @pytest.fixture

@@ -75,8 +75,7 @@ def agree(model, reference, tokens):
     pool = KVPool(
         layers=len(config.layers),
         slots=64,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        layout=config.kv,
         dtype=model.dtype,
         device=DEVICE,
     )

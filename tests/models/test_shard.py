@@ -57,14 +57,14 @@ def test_heads_and_features_are_divided_evenly(config):
     assert parts(KEYS, 2) == [range(16), range(16, 32)]
     assert parts(Axis(112), 2) == [range(112), range(112)]
     local = Shard(1, 2).config(config)
-    assert (local.heads, local.kv_heads, local.widest) == (6, 2, 56)
+    assert (local.heads, local.kv.heads, local.widest) == (6, 2, 56)
     assert local.vocab_size == config.vocab_size
 
 
 def test_ranks_have_the_key_head_that_their_query_heads_read(config):
     few = Axis(16, Division.KEY, unit=8)
     assert parts(few, 4) == [range(8), range(8), range(8, 16), range(8, 16)]
-    assert Shard(3, 4).config(changed(config, kv_heads=2)).kv_heads == 1
+    assert Shard(3, 4).config(changed(config, kv_heads=2)).kv.heads == 1
 
 
 def test_ranks_have_the_slopes_of_their_heads(config):

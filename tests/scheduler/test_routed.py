@@ -211,7 +211,7 @@ def test_what_a_router_holds_is_not_given_away(driver):
     driver.run()
     driver.submit(request(2, [2] * 20, max_new_tokens=30))
     driver.run()
-    assert driver.scheduler.waiting
+    assert driver.scheduler.load().waiting
     driver.abort(1)
     driver.run()
     assert len(driver.outputs(2)) == 30

@@ -21,61 +21,61 @@ def test_nothing_is_taken_in_before_the_model_is_loaded() -> None:
     with pytest.raises(Unavailable, match="starting") as refused, starting.enter():
         pass
     assert refused.value.retry_after
-    assert starting.requests == 0
+    assert starting.counters.requests == 0
 
 
 def test_one_request_too_many_is_refused_and_names_the_limit() -> None:
-    house = admission(max_requests=2)
-    with house.enter(), house.enter():
-        with pytest.raises(ResourceExhausted, match="at most 2") as refused, house.enter():
+    pod = admission(max_requests=2)
+    with pod.enter(), pod.enter():
+        with pytest.raises(ResourceExhausted, match="at most 2") as refused, pod.enter():
             pass
         assert refused.value.limit == "max_concurrent_requests"
         assert refused.value.retry_after
-        assert house.requests == 2
-    with house.enter():
-        assert house.requests == 1
+        assert pod.counters.requests == 2
+    with pod.enter():
+        assert pod.counters.requests == 1
 
 
 def test_a_queue_full_to_its_limit_takes_no_token_more() -> None:
-    house = admission(max_queue_tokens=100)
-    with house.enter() as first, house.enter() as second:
+    pod = admission(max_queue_tokens=100)
+    with pod.enter() as first, pod.enter() as second:
         first.queue(60)
         with pytest.raises(ResourceExhausted, match="exceed 100") as refused:
             second.queue(41)
         assert refused.value.limit == "max_queue_tokens"
         second.queue(40)
-        assert house.waiting_tokens == 100
+        assert pod.counters.waiting_tokens == 100
 
 
 def test_an_empty_queue_takes_a_prompt_longer_than_the_queue() -> None:
-    house = admission(max_queue_tokens=100)
-    with house.enter() as place:
+    pod = admission(max_queue_tokens=100)
+    with pod.enter() as place:
         place.queue(500)
-        assert house.waiting_tokens == 500
+        assert pod.counters.waiting_tokens == 500
 
 
 def test_a_computed_prompt_leaves_the_queue_once() -> None:
-    house = admission()
-    with house.enter() as place:
+    pod = admission()
+    with pod.enter() as place:
         place.queue(60)
         place.leave_queue()
         place.leave_queue()
-        assert house.waiting_tokens == 0
-        assert house.requests == 1
-    assert (house.requests, house.waiting_tokens) == (0, 0)
+        assert pod.counters.waiting_tokens == 0
+        assert pod.counters.requests == 1
+    assert (pod.counters.requests, pod.counters.waiting_tokens) == (0, 0)
 
 
 def test_a_call_that_fails_gives_its_place_and_tokens_back() -> None:
-    house = admission()
+    pod = admission()
 
     def fail() -> None:
-        with house.enter() as place:
+        with pod.enter() as place:
             place.queue(60)
             raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
         fail()
-    assert (house.requests, house.waiting_tokens) == (0, 0)
+    assert (pod.counters.requests, pod.counters.waiting_tokens) == (0, 0)
 
 
 def test_who_comes_while_it_is_closed_for_a_time_is_told_how_long(
@@ -83,21 +83,21 @@ def test_who_comes_while_it_is_closed_for_a_time_is_told_how_long(
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: clock.seconds, seconds=1000.0)
     monkeypatch.setattr("tokenpod.service.rpc.admission.time", clock)
-    house = admission()
-    house.close("the group is forming", 9.0)
-    assert retry_after(house) == 9.0
+    pod = admission()
+    pod.close("the group is forming", 9.0)
+    assert retry_after(pod) == 9.0
     clock.seconds += 5.0
-    assert retry_after(house) == 4.0
+    assert retry_after(pod) == 4.0
     # It takes longer than was expected.
     clock.seconds += 5.0
-    assert retry_after(house) == 3.0
-    house.close("the group is forming", 900.0)
-    assert retry_after(house) == 30.0
-    house.drain()
-    assert retry_after(house) == 1.0
+    assert retry_after(pod) == 3.0
+    pod.close("the group is forming", 900.0)
+    assert retry_after(pod) == 30.0
+    pod.drain()
+    assert retry_after(pod) == 1.0
 
 
-def retry_after(house: Admission) -> float | None:
+def retry_after(pod: Admission) -> float | None:
     with pytest.raises(Unavailable) as refused:
-        house.check_open()
+        pod.check_open()
     return refused.value.retry_after

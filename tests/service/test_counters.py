@@ -97,7 +97,7 @@ def test_limits_are_the_pods_whichever_front_end_a_request_reaches() -> None:
             for full in (one, two):
                 with pytest.raises(ResourceExhausted, match="2 requests"), full.enter():
                     pass
-    assert (one.requests, two.waiting_tokens) == (0, 0)
+    assert (one.counters.requests, two.counters.waiting_tokens) == (0, 0)
 
 
 def test_a_drain_closes_every_front_end() -> None:

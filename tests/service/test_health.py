@@ -17,6 +17,7 @@ from rpcs import serving
 
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.health import HealthBoard, serve_health
+from tokenpod.service.rpc.listen import StartError
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -287,7 +288,7 @@ async def test_the_health_port_tells_the_same_board(probe: Probe) -> None:
 async def test_a_taken_health_port_is_refused(probe: Probe) -> None:
     server, port = await serve_health("127.0.0.1:0", probe.board)
     try:
-        with pytest.raises(RuntimeError):
+        with pytest.raises(StartError, match="the address is in use"):
             await serve_health(f"127.0.0.1:{port}", HealthBoard())
     finally:
         await server.stop(None)

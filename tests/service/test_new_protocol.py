@@ -18,8 +18,8 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.listen import public_server
 from tokenpod.service.rpc.methods import SMALL, Gate, MethodTable, method_of
-from tokenpod.service.rpc.public import public_server
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.recorder import Telemetry

@@ -77,7 +77,10 @@ def lay_out(specs: list[Spec], device: torch.device) -> Step:
         single_rows=sum(spec.tokens == 1 for spec in specs),
         logit_index=torch.tensor([0], device=device),
         paged=PagedRows(
-            *(torch.tensor(x, dtype=torch.int32, device=device) for x in (b_row, starts, contexts))
+            *(torch.tensor(x, dtype=torch.int32, device=device) for x in (b_row, starts, contexts)),
+            t_row=torch.tensor(b_row, device=device).repeat_interleave(
+                torch.tensor([spec.tokens for spec in specs], device=device)
+            ),
         ),
     )
     return Step(batch, cursor + 1)

@@ -43,9 +43,8 @@ def make_golden(
 ) -> Golden:
     """Save the checkpoint of a kind, with `more` settings, into `folder`."""
     kind = KINDS[name]
-    named = kind.model if hasattr(transformers, kind.model) else f"{kind.model}ForCausalLM"
-    model_class = getattr(transformers, named)
-    config = model_class.config_class(**{**BASES.get(kind.model, SMALL), **kind.settings, **more})
+    config = _config(kind, more)
+    model_class = getattr(transformers, _class_name(kind))
     torch.manual_seed(7)
     model = model_class(config).eval()
     randomise(model)
@@ -55,6 +54,25 @@ def make_golden(
     if kind.patch is not None:
         kind.patch(model)
     return Golden(folder, model)
+
+
+def golden_config(name: str) -> dict[str, Any]:
+    """What the config.json of a kind's checkpoint has, without making the checkpoint."""
+    kind = KINDS[name]
+    config = json.loads(_config(kind, {}).to_json_string())
+    config["architectures"] = [_class_name(kind)]
+    if kind.disguise is not None:
+        kind.disguise(config, {})
+    return config
+
+
+def _class_name(kind: Kind) -> str:
+    return kind.model if hasattr(transformers, kind.model) else f"{kind.model}ForCausalLM"
+
+
+def _config(kind: Kind, more: dict[str, Any]) -> Any:
+    config_class = getattr(transformers, _class_name(kind)).config_class
+    return config_class(**{**BASES.get(kind.model, SMALL), **kind.settings, **more})
 
 
 def randomise(model: nn.Module) -> None:

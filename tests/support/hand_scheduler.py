@@ -43,8 +43,7 @@ class HandScheduler:
         self.pool = KVPool(
             layers=len(config.layers),
             slots=slots,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            layout=config.kv,
             dtype=model.dtype,
             device=CPU,
         )

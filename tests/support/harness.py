@@ -74,8 +74,8 @@ class ServerProcess:
             request = health_pb2.HealthCheckRequest(service=service)
             return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status)
 
-    def wait_until_serving(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
+    def wait_until_serving(self, seconds: float = START_SECONDS) -> None:
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise AssertionError(f"the server ended:\n{self.log.read_text()}")
@@ -83,7 +83,7 @@ class ServerProcess:
                 if self.health() == SERVING:
                     return
             time.sleep(0.05)
-        raise AssertionError(f"not SERVING within {START_SECONDS} s:\n{self.log.read_text()}")
+        raise AssertionError(f"not SERVING within {seconds} s:\n{self.log.read_text()}")
 
     def children(self) -> list[int]:
         """Process ids of the server's children."""

@@ -15,6 +15,7 @@ from itertools import islice
 from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
+    Advanced,
     Failure,
     FailureCode,
     FinishCode,
@@ -25,7 +26,6 @@ from tokenpod.core.messages import (
 from tokenpod.core.plan import LAST, NewRow, StepPlan
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.work import Advanced
 
 SECOND = 1_000_000_000
 
@@ -363,14 +363,14 @@ class Driver:
             assert not owed.ended, f"{owed.ended}, then {failure}"
             owed.ended = f"failure {failure.code.name}"
         for advanced in settled.advanced:
-            self.ops_done.append(advanced.id)
-            self.waiting[advanced.id] = advanced.waiting
+            self.ops_done.append(advanced.op)
+            self.waiting[advanced.op] = advanced.waiting
             self._check_answer(advanced)
         assert len(set(self.ops_done)) == len(self.ops_done), "a router step completed twice"
 
     def _check_answer(self, advanced: Advanced) -> None:
         """Each sequence of a router's step waits, is behind, has ended, or has got a token."""
-        op = self.ops[advanced.id]
+        op = self.ops[advanced.op]
         named = {i for r in op.start for i in r.sequence_ids} | set(op.resume)
         for sequence_id in named:
             if self.sequences[sequence_id].ended:

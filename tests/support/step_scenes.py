@@ -293,8 +293,7 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
     pool = KVPool(
         layers=len(config.layers),
         slots=SLOTS,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        layout=config.kv,
         dtype=model.dtype,
         device=device,
     )

@@ -12,6 +12,9 @@ from tokenpod.kernels.cpu.compiled.pointwise import act_mul, rms_norm
 from tokenpod.kernels.cpu.compiled.rotary import store_key_value
 from tokenpod.kernels.cpu.experts import experts_of
 from tokenpod.kernels.cpu.product import prepare_linear
+from tokenpod.kernels.latent import latent_of
+
+plan_latent, attend_latent = latent_of(plan_attention, attention)
 
 OPERATIONS = replace(
     cpu.OPERATIONS,
@@ -19,6 +22,8 @@ OPERATIONS = replace(
     store_key_value=store_key_value,
     plan_attention=plan_attention,
     attention=attention,
+    plan_latent=plan_latent,
+    attend_latent=attend_latent,
     act_mul=act_mul,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -20,6 +21,8 @@ log = logging.getLogger("tokenpod.shard")
 
 #: Initial metadata of Info: the model's name, for which the protocol has no field.
 MODEL_ID_KEY = "tokenpod-model-id"
+#: Numbers of requests that are read in one turn.
+_SLICE = 16_384
 
 
 def service_of(pb: Any) -> ServiceDescriptor:
@@ -84,7 +87,8 @@ class ShardHandlers:
     async def filter_batch(self, backend: Backend, request: Any, context: Context) -> Any:
         """Drop the requests that are not named; without a batch in the answer none is left."""
         with _logged("FilterBatch", request.batch_id):
-            batch = await backend.shard.filter(request.batch_id, list(request.request_ids))
+            keep = await _names(request.request_ids)
+            batch = await backend.shard.filter(request.batch_id, keep)
         kept = self._codec.cached_batch(batch) if batch else None
         return self._pb.FilterBatchResponse(batch=kept)
 
@@ -106,6 +110,16 @@ class ShardHandlers:
         with _logged("Decode", *batch_ids):
             step = await backend.shard.decode(batch_ids)
         return self._codec.step(self._pb.DecodeResponse(), step)
+
+
+async def _names(request_ids: Sequence[int]) -> set[int]:
+    """As a set. Other tasks get their turn while a long list is read."""
+    names: set[int] = set()
+    for at in range(0, len(request_ids), _SLICE):
+        if at:
+            await asyncio.sleep(0)
+        names.update(request_ids[at : at + _SLICE])
+    return names
 
 
 @contextlib.contextmanager

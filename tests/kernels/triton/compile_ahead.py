@@ -28,10 +28,13 @@ from tokenpod.kernels.ops import (
     ExpertWeights,
     HeadNorm,
     KVScales,
+    LatentShape,
     Routing,
     RowNorm,
+    Score,
 )
 from tokenpod.kernels.triton import (
+    OPERATIONS,
     attention_extend,
     experts,
     int8,
@@ -82,7 +85,9 @@ def compile_launches(capability: tuple[int, int]) -> None:
     JITFunction.run = run
     launch.capability = product.capability = experts.capability = lambda device: capability
     attention.INTERPRETED = attention.Device(processors=132, capability=capability)
-    attention_extend._can_describe = lambda pool: capability >= (9, 0)
+    attention_extend._can_describe = lambda pool: (
+        capability >= (9, 0) and pool.shape[2].bit_count() == 1
+    )
 
 
 def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -187,6 +192,30 @@ def experts_block() -> None:
         add(draw(tokens, HIDDEN))
 
 
+def experts_with_everything() -> None:
+    """Routers by groups, and as PhiMoE's; biases, and what is normed already."""
+    biases = (torch.zeros(8), torch.zeros(8), draw(8, 512), draw(8, HIDDEN))
+    weights = ExpertWeights(draw(8, HIDDEN), draw(8, 512, HIDDEN), draw(8, HIDDEN, 256), *biases)
+    groups = Routing(3, True, Score.SIGMOID, 4, 2, 2, scale=2.5, least_sum=1e-20)
+    for routing in (groups, Routing(2, False, Score.SPARSEMIXER)):
+        add = experts.prepare_experts(weights, None, Activation.SWIGLU_CLAMPED, routing)
+        for tokens in (1, 40):
+            add(draw(tokens, HIDDEN))
+
+
+def latents() -> None:
+    """Few heads and many, in splits and in one piece; rows are expanded, and asked themselves."""
+    shape, norm = LatentShape(rank=512, rope=64, nope=128, value=128), RowNorm(draw(512), 1e-6)
+    for heads, specs in ((16, [Spec(1, 40), Spec(200, 300)]), (128, [Spec(1, 40)] * 300)):
+        step = lay_out(specs, CPU)
+        batch, pool = step.batch, draw(step.slots, 1, 576)
+        q, row = draw(batch.tokens, heads, 192), draw(batch.tokens, 700)[:, 124:]
+        angles = rotary.rotate(batch.t_position, torch.ones(32), 1.0, BF16)
+        OPERATIONS.store_latent(q, row, angles, norm, pool, batch.t_slot)
+        plan = OPERATIONS.plan_latent(batch, shape)
+        OPERATIONS.attend_latent(q, pool, draw(heads, 256, 512), shape, plan, 0.1)
+
+
 def others() -> None:
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN), 1e-6)
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN, dtype=torch.float32), 1e-6)
@@ -232,6 +261,8 @@ FAMILIES: dict[str, Callable[[], None]] = {
         multiply_8_bits,
         sum_over_ranks,
         experts_block,
+        experts_with_everything,
+        latents,
         others,
         sample,
         sample_under_masks,

@@ -20,7 +20,7 @@ ROOT = HERE.parents[2]
 LAUNCH = re.compile(r"^ +(?:\w+\.)?(\w+)\[.*\]\($", re.MULTILINE)
 
 #: What an older GPU gets otherwise than Hopper's: other tiles, no overlap, no tensor memory engine.
-DIFFERENT = ["attend_plainly", "store", "multiply"]
+DIFFERENT = ["attend_plainly", "store", "multiply", "latents"]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_all_that_is_launched_compiles_for_hopper(compiled):
 @pytest.mark.parametrize(
     ("capability", "kernels"),
     [
-        ((8, 0), {"_attend", "_merge", "_store_key_value", "_rotate", "multiply_add", "matrix"}),
+        ((8, 0), {"_attend", "_merge", "_store_key_value", "_rotate", "matrix", "_attend_latent"}),
         ((8, 9), {"_attend", "_merge"}),
     ],
     ids=["8.0", "8.9"],

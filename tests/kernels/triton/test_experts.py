@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels import reference
-from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm
+from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm, Score
 from tokenpod.kernels.reference.experts import choose, mixture
 from tokenpod.kernels.triton import experts, pointwise
 from tokenpod.kernels.triton.expert_products import most_blocks
@@ -30,7 +30,7 @@ def case(draw, device):
             gate_up=draw(count, 2 * width, hidden) * hidden**-0.5,
             down=draw(count, hidden, width) * width**-0.5,
         )
-        weights = ExpertWeights(*(weight.to(dtype).to(device) for weight in weights))
+        weights = ExpertWeights(*(weight.to(dtype).to(device) for weight in weights[:3]))
         norm = RowNorm(draw(hidden, dtype=dtype).abs().to(device), 1e-6)
         return draw(tokens, hidden, dtype=dtype).to(device), weights, norm
 
@@ -46,8 +46,10 @@ def truth_of(residual, weights, norm, routing, activation=Activation.SILU):
 
     The norm of one token is not rounded.
     """
-    wide = ExpertWeights(*(weight.double() for weight in weights))
-    if len(residual) == 1:
+    wide = ExpertWeights(*(weight if weight is None else weight.double() for weight in weights))
+    if norm is None:
+        normed = residual
+    elif len(residual) == 1:
         normed = reference.rms_norm(residual.double(), norm.weight.double(), norm.epsilon)
     else:
         normed = pointwise.rms_norm(residual, norm.weight, norm.epsilon)
@@ -70,6 +72,32 @@ def check(residual, weights, norm, routing, activation=Activation.SILU, tiles=SM
 @pytest.mark.parametrize("tokens", [1, 3, 17])
 def test_a_block(tokens, routing, dtype, case):
     check(*case(tokens, dtype=dtype), routing)
+
+
+ROUTERS = {
+    "sigmoid": Routing(2, True, Score.SIGMOID, scale=2.5),
+    "one-of-three-groups": Routing(2, False, groups=3, chosen_groups=1),
+    "two-of-three-groups": Routing(
+        3, True, Score.SIGMOID, groups=3, chosen_groups=2, group_best=2, least_sum=1e-20
+    ),
+    "sparsemixer": Routing(2, False, Score.SPARSEMIXER, tolerance=0.6),
+    "least-sum": Routing(2, True, least_sum=1.5),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("normed", [False, True])
+def test_every_kind_of_router(normed, tokens, routing, case, draw, device):
+    """With all biases, and what is normed already."""
+    residual, weights, norm = case(tokens, count=6)
+    weights = weights._replace(
+        router_bias=draw(6).to(device),
+        correction=None if routing.score is Score.SPARSEMIXER else draw(6).to(device),
+        gate_up_bias=draw(*weights.gate_up.shape[:2]).to(device),
+        down_bias=draw(*weights.down.shape[:2]).to(device),
+    )
+    check(residual, weights, norm if normed else None, routing, Activation.SWIGLU_CLAMPED)
 
 
 @pytest.mark.parametrize("count", [1, 8, 33])
@@ -210,7 +238,7 @@ def test_tiles_fit_the_memory_of_their_devices(number_bytes, capability):
             assert stage * part.stages <= kilobytes << 10
 
 
-@pytest.mark.parametrize("part", ExpertWeights._fields)
+@pytest.mark.parametrize("part", ["router", "gate_up", "down"])
 def test_weights_whose_rows_are_not_one_after_another_are_refused(part, case):
     _, weights, norm = case(1)
     apart = getattr(weights, part).transpose(-1, -2).contiguous().transpose(-1, -2)

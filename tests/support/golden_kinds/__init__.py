@@ -1,13 +1,15 @@
 """The golden checkpoints, by name: of every family, with every setting that it reads."""
 
-from golden_kinds import dense, experts, gated, plain
+from golden_kinds import dense, experts, gated, images, mixtures, plain
 from golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
 
 KINDS: dict[str, Kind] = {
     **dense.KINDS,
     **gated.KINDS,
     **plain.KINDS,
+    **images.KINDS,
     **experts.KINDS,
+    **mixtures.KINDS,
 }
 
 __all__ = ["BASES", "KINDS", "MAX_POSITIONS", "SMALL", "VOCABULARY", "Kind"]

@@ -44,6 +44,7 @@ SMALL = {
 }
 #: Settings of families that name things otherwise, by model class; others get SMALL.
 BASES: dict[str, dict[str, Any]] = {
+    "Dbrx": {**_TOKENS, "d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": MAX_POSITIONS},
     "OPT": {**_TOKENS, **_SIZES, "ffn_dim": 112, "max_position_embeddings": MAX_POSITIONS},
     "Falcon": {
         **_TOKENS,
@@ -53,8 +54,13 @@ BASES: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("GPT2LMHeadModel", "GPTBigCode", "GPTJ"), _GPT),
     "Mpt": {**_TOKENS, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": MAX_POSITIONS},
+    "Gemma3ForConditionalGeneration": {},
+    "Mistral3ForConditionalGeneration": {},
     "Bloom": {**_TOKENS, "hidden_size": 64, "n_layer": 3, "n_head": 4},
 }
+
+#: Of fields that many families read, values that are nobody's default.
+VARIED = {"rms_norm_eps": 1e-2, "hidden_act": "gelu", "tie_word_embeddings": True}
 
 #: The two parts of a config whose types of layers rotate differently.
 NEAR_AND_FAR = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from golden_kinds.base import FACTORS, MAX_POSITIONS, VOCABULARY, Kind, rope
+from golden_kinds.base import FACTORS, MAX_POSITIONS, VARIED, VOCABULARY, Kind, rope
 
 KINDS: dict[str, Kind] = {
     "llama": Kind("Llama", {"num_key_value_heads": 4}),
@@ -13,7 +13,7 @@ KINDS: dict[str, Kind] = {
         {"vocab_size": VOCABULARY + 1, "tie_word_embeddings": True},
     ),
     "llama-biases": Kind("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-gelu": Kind("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-gelu": Kind("Llama", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-2}),
     "llama-relu": Kind("Llama", {"hidden_act": "relu"}),
     "llama-wide-heads": Kind("Llama", {"head_dim": 24}),
     "llama-linear": Kind("Llama", rope("linear", factor=4.0)),
@@ -46,16 +46,28 @@ KINDS: dict[str, Kind] = {
         ),
     ),
     "mistral": Kind("Mistral", {"sliding_window": None}),
-    "mistral-window": Kind("Mistral", {"sliding_window": 7}),
+    "mistral-window": Kind(
+        "Mistral", {**VARIED, "sliding_window": 7, **rope("linear", factor=3.0)}
+    ),
     "qwen2": Kind("Qwen2", {"tie_word_embeddings": True}),
     "qwen2-window": Kind(
         "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        {
+            **VARIED,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+            **rope("linear", factor=3.0),
+        },
     ),
     "qwen3": Kind("Qwen3", {"head_dim": 32}),
     "qwen3-window": Kind(
         "Qwen3",
         {
+            **VARIED,
+            **rope("linear", factor=3.0),
+            "attention_bias": True,
             "head_dim": 16,
             "use_sliding_window": True,
             "sliding_window": 5,
@@ -64,13 +76,23 @@ KINDS: dict[str, Kind] = {
     ),
     "opt": Kind("OPT", {}),
     "opt-350m": Kind("OPT", {"do_layer_norm_before": False, "word_embed_proj_dim": 48}),
-    "opt-plain": Kind("OPT", {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "opt-plain": Kind(
+        "OPT",
+        {
+            "enable_bias": False,
+            "layer_norm_elementwise_affine": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt-neox": Kind("GPTNeoX", {"num_key_value_heads": 4}),
     "gpt-neox-sequential": Kind(
         "GPTNeoX",
         {
             "num_key_value_heads": 4,
             "use_parallel_residual": False,
+            "hidden_act": "relu",
+            "layer_norm_eps": 1e-2,
+            "tie_word_embeddings": True,
             "attention_bias": False,
             **rope("default", partial_rotary_factor=0.5),
         },
@@ -82,11 +104,26 @@ KINDS: dict[str, Kind] = {
             "head_dim": 32,
             "num_key_value_heads": 1,
             "attn_logit_softcapping": None,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "hidden_activation": "gelu",
+            "tie_word_embeddings": False,
+            **rope("linear", factor=3.0),
             "final_logit_softcapping": None,
         },
     ),
     "falcon-7b": Kind("Falcon", {}),
-    "falcon-40b": Kind("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-40b": Kind(
+        "Falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "layer_norm_epsilon": 1e-2,
+            "tie_word_embeddings": False,
+            "activation": "relu",
+            **rope("linear", factor=3.0),
+        },
+    ),
     "falcon-11b": Kind(
         "Falcon",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
@@ -96,8 +133,11 @@ KINDS: dict[str, Kind] = {
         {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
     ),
     "bloom": Kind("Bloom", {}),
-    "bloom-odd-heads": Kind("Bloom", {"hidden_size": 48, "n_head": 6}),
-    "phi3": Kind("Phi3", {"sliding_window": 19}),
+    "bloom-odd-heads": Kind(
+        "Bloom",
+        {"hidden_size": 48, "n_head": 6, "layer_norm_epsilon": 1e-2, "tie_word_embeddings": False},
+    ),
+    "phi3": Kind("Phi3", {**VARIED, "sliding_window": 19}),
     "phi3-short": Kind(
         "Phi3",
         {

@@ -31,6 +31,7 @@ def _fuse(tensors: Tensors, layer: str, name: str, groups: int) -> None:
 def internlm2(config: Config, tensors: Tensors) -> None:
     config["architectures"] = ["InternLM2ForCausalLM"]
     config["bias"] = config.pop("attention_bias")
+    del config["mlp_bias"]
     for i in range(config["num_hidden_layers"]):
         _fuse(tensors, f"model.layers.{i}.", "attention.wqkv", config["num_key_value_heads"])
     names = {
@@ -54,6 +55,7 @@ def internlm3(config: Config, tensors: Tensors) -> None:
 
 def exaone3(config: Config, tensors: Tensors) -> None:
     config["architectures"] = ["ExaoneForCausalLM"]
+    del config["attention_bias"], config["mlp_bias"]
     new = {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon"}
     for old, other in {**new, "hidden_act": "activation_function"}.items():
         config[other] = config.pop(old)
@@ -74,6 +76,7 @@ def exaone3(config: Config, tensors: Tensors) -> None:
 
 def baichuan(config: Config, tensors: Tensors) -> None:
     config["architectures"] = ["BaichuanForCausalLM"]
+    del config["attention_bias"], config["mlp_bias"]
     config["model_max_length"] = config["max_position_embeddings"]
     for i in range(config["num_hidden_layers"]):
         _fuse(tensors, f"model.layers.{i}.", "self_attn.W_pack", 1)

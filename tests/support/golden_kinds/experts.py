@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from golden_kinds.base import Kind
+from golden_kinds.base import VARIED, Kind, rope
 
 KINDS: dict[str, Kind] = {
     "mixtral": Kind("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-window": Kind(
         "Mixtral",
-        {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 9},
+        {
+            **VARIED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "sliding_window": 9,
+            **rope("linear", factor=3.0),
+        },
     ),
     "qwen3-moe": Kind(
         "Qwen3Moe",
@@ -22,6 +28,9 @@ KINDS: dict[str, Kind] = {
     "qwen3-moe-some-dense": Kind(
         "Qwen3Moe",
         {
+            **VARIED,
+            **rope("linear", factor=3.0),
+            "attention_bias": True,
             "num_hidden_layers": 5,
             "num_experts": 6,
             "num_experts_per_tok": 2,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from golden_kinds import disguises
-from golden_kinds.base import NEAR_AND_FAR, Kind, rope
+from golden_kinds.base import NEAR_AND_FAR, VARIED, Kind, rope
 
 WINDOWS = {
     "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-#: Of fields that many families read, values that are nobody's default.
-VARIED = {"rms_norm_eps": 1e-2, "hidden_act": "gelu", "tie_word_embeddings": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 KINDS: dict[str, Kind] = {
@@ -129,13 +127,13 @@ KINDS: dict[str, Kind] = {
     "baichuan-7b": Kind("Llama", {"num_key_value_heads": 4}, disguise=disguises.baichuan),
     "baichuan-13b": Kind(
         "Llama",
-        {**VARIED, "tie_word_embeddings": False, "num_key_value_heads": 4},
+        {**VARIED, "num_key_value_heads": 4},
         disguise=disguises.baichuan_sloped,
         patch=disguises.sloped,
     ),
     "baichuan2": Kind(
         "Llama",
-        {"num_key_value_heads": 4, "vocab_size": 125_696, "num_hidden_layers": 1},
+        {"num_key_value_heads": 4, "vocab_size": 97, **rope("linear", factor=3.0)},
         disguise=disguises.baichuan,
         patch=disguises.with_rows_of_length_one,
     ),

@@ -18,6 +18,7 @@ KINDS: dict[str, Kind] = {
         {
             **VARIED,
             "qk_layernorm": True,
+            "tie_word_embeddings": True,
             **rope("linear", factor=3.0, partial_rotary_factor=0.75),
         },
     ),
@@ -51,6 +52,7 @@ KINDS: dict[str, Kind] = {
         {
             "n_inner": 112,
             "rotary_dim": 16,
+            "tie_word_embeddings": True,
             "layer_norm_epsilon": 1e-2,
             "activation_function": "relu",
         },

@@ -20,6 +20,11 @@
 {{- if and (ne .mode "pod") (eq (int .pods) 1) -}}
 {{- fail (printf "parallelism.pods is 1 with parallelism.mode %s: one pod holds the whole model, so take mode pod" .mode) -}}
 {{- end -}}
+{{- $rollout := .lws.rolloutStrategy.rollingUpdateConfiguration -}}
+{{- $moves := without (list (toString $rollout.maxUnavailable) (toString $rollout.maxSurge)) "0" "0%" -}}
+{{- if and (eq .mode "lws") (not $moves) -}}
+{{- fail (printf "parallelism.lws.rolloutStrategy.rollingUpdateConfiguration has maxUnavailable %v and maxSurge %v: one of them must be above 0, or no copy can be replaced" $rollout.maxUnavailable $rollout.maxSurge) -}}
+{{- end -}}
 {{- end -}}
 {{- range $kind := list "limits" "requests" -}}
 {{- if hasKey (dig $kind dict $.Values.resources) $.Values.gpu.resourceName -}}

@@ -1,0 +1,58 @@
+"""A model of latent rows through the whole engine: prefixes, chunks, copies, preemption."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import ranks
+import torch
+
+from tokenpod.core.messages import EngineOptions, Request, SamplingParams, StoppingParams
+from tokenpod.engine.assemble import EngineError, assemble
+
+#: Rows and chunks are few, so that sequences wait, prompts are cut up and steps are mixed.
+OPTIONS = EngineOptions(
+    model_folder="",
+    dtype=None,
+    device="cpu",
+    threads=1,
+    max_batch_size=3,
+    max_batch_prefill_tokens=24,
+    max_total_tokens=80,
+)
+
+
+def requests(new_tokens: int) -> list[Request]:
+    """The second shares most of its prompt with the first; the third has two samples."""
+    prompt = [(11 * i) % 96 for i in range(37)]
+    ends = StoppingParams(max_new_tokens=new_tokens)
+    return [
+        Request([1], prompt, SamplingParams(), ends, logprobs=True, prompt_logprobs=True),
+        Request([2], [*prompt[:30], 5, 6], SamplingParams(), ends, logprobs=True),
+        Request([3, 4], prompt[:20], SamplingParams(), ends, logprobs=True),
+    ]
+
+
+def check(said, reference, asked) -> None:
+    assert said.failures == []
+    for request in asked:
+        for sequence in request.sequence_ids:
+            tokens = said.tokens[sequence]
+            logprobs = reference.logprobs([*request.prompt, *tokens])[len(request.prompt) - 1 : -1]
+            assert tokens == logprobs.argmax(-1).tolist()
+            chosen = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+            assert said.logprobs[sequence] == pytest.approx(chosen, abs=1e-4)
+
+
+@pytest.mark.parametrize("preempt", [0.0, 0.2])
+def test_on_a_cpu(preempt, golden):
+    reference, asked = golden("deepseek-v3"), requests(9)
+    check(ranks.answer(reference.folder, asked, OPTIONS, preempt=preempt), reference, asked)
+
+
+def test_a_cache_of_8_bits_is_refused(golden, load_folder, monkeypatch):
+    monkeypatch.setattr("tokenpod.engine.assemble.eight_bits_problem", lambda gpu: None)
+    model = load_folder(golden("deepseek-v3").folder)
+    options = msgspec.structs.replace(OPTIONS, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(EngineError, match="DeepseekV3ForCausalLM has latent rows"):
+        assemble(model, options, positions=80, device=torch.device("cpu"))

@@ -79,7 +79,7 @@ class Clock:
         timed = {
             field.name: self._timed(field.name, getattr(ops, field.name))
             for field in fields(ops)
-            if getattr(ops, field.name) is not None
+            if callable(getattr(ops, field.name))
         }
 
         def prepare_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

@@ -12,7 +12,7 @@ from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, Model
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers
-from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
 from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_of, unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.engine.step_executor import StepExecutor
@@ -21,6 +21,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
 
 _CPU = torch.device("cpu")
+_NOTHING = Samples.nothing(0, 0)
 
 
 class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
@@ -47,7 +48,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         self._known = np.zeros(rows, np.int32)
 
     def _free_mailbox(self, plan: StepPlan) -> Mailbox:
-        return Mailbox(int(plan.r_samples.sum()), Counts.of(plan).words, _CPU)
+        return HostMailbox(Counts.of(plan).words)
 
     def _take_rows(self, plan: StepPlan) -> None:
         super()._take_rows(plan)
@@ -79,7 +80,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         return mailbox.words[:words]
 
     def _resolve(self, integers: Integers) -> torch.Tensor:
-        resumed = (integers.t_token == LAST).nonzero().flatten()
+        resumed = torch.from_numpy(np.flatnonzero(integers.t_token.numpy() == LAST))
         if len(resumed):
             last = self._last_token[integers.t_row[resumed]]
             integers.t_token.index_copy_(0, resumed, last)
@@ -104,7 +105,7 @@ class _HostDrawing(Drawing):
         sampler: HostSampler | LeaderTokens,
         last_token: torch.Tensor,
     ) -> None:
-        super().__init__(plan, logits, Samples.nothing(len(logits), MOST_TOP_TOKENS))
+        super().__init__(plan, logits, _NOTHING)
         self._sampler, self._last_token = sampler, last_token
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
@@ -127,6 +128,8 @@ class _HostDrawing(Drawing):
             if len(at) == len(self.logits):
                 self.drawn = samples
             else:
+                if self.drawn is _NOTHING:
+                    self.drawn = Samples.nothing(len(self.logits), MOST_TOP_TOKENS)
                 self._put(samples, torch.from_numpy(at))
             # A bad row's token is never used; that it stays is good for one that was not sampled.
             drew = samples.tokens >= 0

@@ -79,11 +79,11 @@ class Mailbox:
     def receive(self, posted: Posted) -> StepResult:
         """Wait for the copies; samples as they were drawn, round after round."""
         self._done.wait()
-        samples = posted.samples
+        drawn = self._samples(posted.samples)
         return StepResult(
-            tokens=self._tokens[:samples].tolist(),
-            logprobs=self._logprobs[:samples].tolist(),
-            tops=self._samples(samples).tops if posted.tops else [],
+            tokens=drawn.tokens.tolist(),
+            logprobs=drawn.logprobs.tolist(),
+            tops=drawn.tops if posted.tops else [],
             prompt_logprobs={at: scores.tolist() for at, scores in posted.scored.items()},
             forward_ns=self._began.nanoseconds_to(self._forwarded),
             sample_ns=self._forwarded.nanoseconds_to(self._done),
@@ -96,6 +96,31 @@ class Mailbox:
 
     def _pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
+
+
+class HostMailbox(Mailbox):
+    """Of one step on a CPU, where results stay where they were drawn.
+
+    Args:
+        words: int64 words of integers of the step.
+    """
+
+    def __init__(self, words: int) -> None:
+        self._on_gpu = False
+        self.words = torch.empty(words, dtype=torch.int64)
+        self.host_words = self.words.numpy()
+        self._began, self._forwarded, self._done = (_Mark(False) for _ in range(3))
+        self._drawn: Samples | None = None
+
+    def send(self, drawn: Samples | None, scored: dict[int, torch.Tensor]) -> Posted:
+        """Keep the results."""
+        self._drawn = drawn
+        self._done.record()
+        samples, tops = (0, 0) if drawn is None else drawn.top_ids.shape
+        return Posted(samples, tops > 0, scored)
+
+    def _samples(self, n: int) -> Samples:
+        return Samples.nothing(0, 0) if self._drawn is None else self._drawn
 
 
 @dataclass(slots=True)

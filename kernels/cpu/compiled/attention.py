@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,25 +95,27 @@ def attention(
     rows = plan.single_rows
     if rows:
         # Sums are float32; where queries are too, they are made in place.
-        queries, sums = q[:rows].float(), out[:rows].float()
+        queries, sums = q, out
+        if q.dtype != torch.float32:
+            queries, sums = q[:rows].float(), torch.empty(rows, heads, head_dim)
         # Few rows are shared out by their heads, so that every thread has something to do.
         parts = 1 if rows >= 2 * torch.get_num_threads() else kv_heads
-        _decode(heads // kv_heads, head_dim, options.scale_of(head_dim), KINDS[keys.dtype])(
+        _decode(heads // kv_heads, head_dim, options.scale_of(head_dim), keys.dtype)(
             rows * parts,
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
             *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
             *(rows, slots, kv_heads, parts, len(plan.runs)),
         )
-        if sums.dtype != out.dtype:
+        if sums is not out:
             out[:rows] = sums
     attend_extends(plan.extends, q, keys, values, out, options.scale)
     return out.flatten(1)
 
 
 @functools.cache
-def _decode(group: int, head_dim: int, factor: float, kind: Any) -> Loop:
+def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loop:
     """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
-    scale = _F(factor) * LOG2_E
+    scale, kind = _F(factor) * LOG2_E, KINDS[dtype]
 
     def body(address):
         a = arguments(address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     out = torch.empty_like(x)
     width = x.shape[-1]
     rows = x.numel() // width
-    _norm(KINDS[x.dtype], KINDS[weight.dtype])(
+    _norm(x.dtype, weight.dtype)(
         rows, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, bits(epsilon)
     )
     return out
@@ -45,7 +44,7 @@ def act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return cpu.act_mul(gate_up, activation)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype)
-    _silu_mul(KINDS[gate_up.dtype])(rows, gate_up.data_ptr(), out.data_ptr(), rows, width)
+    _silu_mul(gate_up.dtype)(rows, gate_up.data_ptr(), out.data_ptr(), rows, width)
     return out
 
 
@@ -56,9 +55,9 @@ def norm_factor(square_sum, width, epsilon):
 
 
 @functools.cache
-def _norm(kind: Any, weight_kind: Any) -> Loop:
-    """The loop for rows of `kind`; see `ops.RmsNorm` for what is rounded when."""
-    rounds = weight_kind is kind
+def _norm(dtype: torch.dtype, weight_dtype: torch.dtype) -> Loop:
+    """The loop for rows of `dtype`; see `ops.RmsNorm` for what is rounded when."""
+    kind, weight_kind, rounds = KINDS[dtype], KINDS[weight_dtype], weight_dtype == dtype
 
     def body(address):
         a = arguments(address)
@@ -83,8 +82,9 @@ def _norm(kind: Any, weight_kind: Any) -> Loop:
 
 
 @functools.cache
-def _silu_mul(kind: Any) -> Loop:
-    """The loop for numbers of `kind`."""
+def _silu_mul(dtype: torch.dtype) -> Loop:
+    """The loop for numbers of `dtype`."""
+    kind = KINDS[dtype]
 
     def body(address):
         a = arguments(address)

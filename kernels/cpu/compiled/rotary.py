@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,12 +42,11 @@ def store_key_value(
     tokens = len(qkv)
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype)
-    kind = KINDS[qkv.dtype]
-    weight_kind, weights = kind, (0, 0, 0)
+    weight_dtype, weights = qkv.dtype, (0, 0, 0)
     if norm is not None:
-        weight_kind = KINDS[norm.query_weight.dtype]
+        weight_dtype = norm.query_weight.dtype
         weights = (norm.query_weight.data_ptr(), norm.key_weight.data_ptr(), bits(norm.epsilon))
-    _store(kind, KINDS[rotation.cos.dtype], weight_kind)(
+    _store(qkv.dtype, rotation.cos.dtype, weight_dtype)(
         tokens,
         *(qkv.data_ptr(), q.data_ptr(), keys.data_ptr(), values.data_ptr(), t_slot.data_ptr()),
         *(rotation.cos.data_ptr(), rotation.sin.data_ptr(), *weights),
@@ -58,9 +56,10 @@ def store_key_value(
 
 
 @functools.cache
-def _store(kind: Any, angle_kind: Any, weight_kind: Any) -> Loop:
-    """The loop for heads of `kind`."""
-    rounds = weight_kind is kind
+def _store(dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype) -> Loop:
+    """The loop for heads of `dtype`."""
+    kind, angle_kind, weight_kind = KINDS[dtype], KINDS[angle_dtype], KINDS[weight_dtype]
+    rounds = weight_dtype == dtype
 
     def body(address):
         a = arguments(address)

@@ -117,6 +117,8 @@ class CapturedTiles:
 
 def prepare_capture(heads: Heads, windows: Sequence[int | None], rows: int) -> CapturedTiles:
     """See `ops.PrepareCapture`."""
+    if not windows:
+        return CapturedTiles((), queries=0, rows=0)
     group = heads.heads // heads.kv_heads
     capability = describe_device(heads.device).capability
     tile = extend_tile_for(heads.head_dim, heads.dtype, capability, group)

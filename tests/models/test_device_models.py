@@ -159,7 +159,9 @@ def logprobs_by(model, tokens):
 class Comparison:
     """With the same weights in float32, by transformers."""
 
-    #: Root mean square errors of log probabilities: the engine's, transformers' in bfloat16.
+    #: Root mean square errors of log probabilities: the engine's, transformers' in bfloat16. Without
+    #: the largest tenth of each: where rounding chooses other experts, at tokens of its own, errors
+    #: are a hundred times as large.
     error: float
     peer_error: float
     #: The largest that transformers' is, of any token of the vocabulary.
@@ -184,7 +186,10 @@ def compare(served, folder) -> Comparison:
         theirs.append(peers.gather(1, following)[:, 0] - said)
         largest.append((peers - expected).abs().max())
         lost.append((expected.max(-1).values - said)[len(prompt) - 1 :].max())
-    error, peer_error = (torch.cat(all_).square().mean().sqrt().item() for all_ in (ours, theirs))
+    error, peer_error = (
+        torch.cat(all_).square().sort().values[: -sum(map(len, all_)) // 10].mean().sqrt().item()
+        for all_ in (ours, theirs)
+    )
     return Comparison(error, peer_error, max(largest).item(), max(lost).item())
 
 

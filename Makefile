@@ -43,8 +43,9 @@ stubs: ## Make the protobuf stubs again
 demo: setup ## Start the server on the embedded model and stream a completion
 	@$(PY) tools/demo.py
 
-test: setup ## The whole test suite, in two processes (make test ARGS='tests/scheduler -x' for a part, in one)
-	@$(PY) -m pytest $(or $(ARGS),-n 2)
+# Three, since tests of servers often wait.
+test: setup ## The whole test suite, in three processes (make test ARGS='tests/scheduler -x' for a part, in one)
+	@$(PY) -m pytest $(or $(ARGS),-n 3)
 
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
 	@PYTHONPATH=tests:tests/support $(PY) -m chaos $(ARGS)

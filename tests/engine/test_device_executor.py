@@ -262,6 +262,7 @@ def test_a_row_of_nan_fails_alone_and_leaves_nothing_behind():
     assert all(got.tokens[i] == expected.tokens[i] for i in (0, 1, 30))
 
 
+@pytest.mark.gpu
 def test_keys_and_values_of_8_bits():
     scales = KVScales(torch.tensor([[0.03, 0.07]] * 2), torch.tensor([[0.1, 0.02]] * 2))
     definition = replace(

@@ -57,6 +57,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.gpu
 def test_ranks_together_say_what_the_host_says(folder):
     port = free_port()
     jobs = [

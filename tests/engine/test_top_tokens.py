@@ -292,7 +292,11 @@ def test_every_processor_alone_and_all_together_report_the_same(make: Callable, 
     check_beside_the_cpu(rows, [make(len(rows), 97, seed=0)])
 
 
-@pytest.mark.parametrize("tiles", [SMALL, Tiles(split=128, groups=8)], ids=["64", "128"])
+@pytest.mark.parametrize(
+    "tiles",
+    [SMALL, pytest.param(Tiles(split=128, groups=8), marks=pytest.mark.gpu)],
+    ids=["64", "128"],
+)
 def test_mixtures_of_parameters_report_the_same(tiles: Tiles):
     n = 3 if INTERPRETED else 60
     rows = some_of_processed(mixtures(n, 130, seed=7))

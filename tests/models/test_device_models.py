@@ -159,9 +159,9 @@ def logprobs_by(model, tokens):
 class Comparison:
     """With the same weights in float32, by transformers."""
 
-    #: Root mean square errors of log probabilities: the engine's, transformers' in bfloat16. Without
-    #: the largest tenth of each: where rounding chooses other experts, at tokens of its own, errors
-    #: are a hundred times as large.
+    #: Root mean square errors of log probabilities: the engine's, transformers' in bfloat16.
+    #: Without the largest tenth of each: where rounding chooses other experts, at tokens of its
+    #: own, errors are a hundred times as large.
     error: float
     peer_error: float
     #: The largest that transformers' is, of any token of the vocabulary.

@@ -116,6 +116,7 @@ def test_a_cut_connection_is_seen_at_both_ends(two_pods: tuple[Group, Wire]) -> 
     wait_for(lambda: group.pods[1].health("") == SERVING)
 
 
+@pytest.mark.slow
 def test_a_connection_that_only_seems_open_is_seen_at_both_ends(
     two_pods: tuple[Group, Wire],
 ) -> None:

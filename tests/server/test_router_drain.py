@@ -151,8 +151,9 @@ async def test_a_drain_ends_in_time_though_a_router_goes_on() -> None:
 
 @pytest.mark.parametrize(
     "stopped",
-    [pytest.param(1, id="follower"), pytest.param(0, id="leader", marks=pytest.mark.slow)],
+    [pytest.param(1, id="follower"), pytest.param(0, id="leader")],
 )
+@pytest.mark.slow
 async def test_a_groups_router_is_waited_for_whichever_pod_stops(stopped: int) -> None:
     with pods(2) as group:
         async with router_of(group.leader.uds) as router:

@@ -28,7 +28,7 @@ def test_every_head_size_and_type_of_queries(head_dim, dtype, device):
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (14, 2), (16, 1)], ids=str)
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.gpu), 20])
 def test_with_every_option_and_grouping_of_heads(heads, window, device):
     generator = torch.Generator(device).manual_seed(4)
     options = AttentionOptions(

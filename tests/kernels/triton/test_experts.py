@@ -106,7 +106,11 @@ def test_any_number_of_experts(tokens, count, case):
     check(*case(tokens, count=count), Routing(min(count, 3), True))
 
 
-@pytest.mark.parametrize("shape", [(16, 16), (33, 7), (100, 130), (512, 48)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 16), (33, 7), (100, 130), pytest.param((512, 48), marks=pytest.mark.gpu)],
+    ids=str,
+)
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_any_shape_of_experts(tokens, shape, case):
     check(*case(tokens, hidden=shape[0], width=shape[1]), Routing(2, True))

@@ -77,7 +77,7 @@ def assert_same(ranks: Ranks, each: Sum, tile: Tile, on: list[int]) -> None:
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("tokens", [1, 3, 17])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.gpu)])
 def test_the_sum_is_that_of_products_and_sums_apart(world, tokens, tile):
     each = Sum.draw(world, tokens, N, bias=tokens != 3)
     assert_same(Ranks(world), each, tile, on=[0, world - 1])

@@ -50,6 +50,8 @@ class Sample:
         stops: fresh, with the request's stop sequences.
         min_new_tokens: stop sequences count from this many tokens on.
         streamed: hand out what comes in pages; else the whole output as one.
+        offsets: note where each token's text begins.
+        keep_text: the whole text is wanted at the end.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class Sample:
         stops: StopMatcher,
         min_new_tokens: int,
         streamed: bool,
+        offsets: bool = False,
+        keep_text: bool = True,
     ) -> None:
         self.index = index
         self.sequence_id = sequence_id
@@ -72,12 +76,15 @@ class Sample:
         self._detokenizer = detokenizer
         self._stops = stops
         self._min_new_tokens = min_new_tokens
+        #: Code points that the detokenizer has brought; None: nobody asks for them.
+        self._written = 0 if offsets else None
+        self._keep_text = keep_text
         self._text = bytearray()
         self._unread = Unread(paged=streamed)
 
     @property
     def text(self) -> str:
-        """All text that is safe to send."""
+        """All text that is safe to send; empty if it is not kept."""
         return self._text.decode()
 
     @property
@@ -91,8 +98,7 @@ class Sample:
         """Take one token, or none (-1). Sets `ending` when the sample is over."""
         if not finish:
             self._note(token_id, logprob, top, at)
-            active = self.generated >= self._min_new_tokens
-            self._emit(self._stops.push(self._detokenizer.push(token_id), active=active))
+            self._read(token_id)
             if self._stops.matched is not None:
                 self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched)
             return
@@ -127,8 +133,7 @@ class Sample:
         if token_id >= 0:
             self._note(token_id, logprob, top, at)
         if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
-            active = self.generated >= self._min_new_tokens
-            self._emit(self._stops.push(self._detokenizer.push(token_id), active=active))
+            self._read(token_id)
         if self._stops.matched is None:
             self._emit(self._stops.push(self._detokenizer.finish()))
         if self._stops.matched is not None:
@@ -138,17 +143,26 @@ class Sample:
             stop_token = token_id if finish is FinishCode.STOP_TOKEN else None
             self.ending = Ending(finish, stop_token_id=stop_token)
 
+    def _read(self, token_id: int) -> None:
+        """Emit what a token brings of the text."""
+        text = self._detokenizer.push(token_id)
+        if self._written is not None:
+            self._written += len(text)
+        active = self.generated >= self._min_new_tokens
+        self._emit(self._stops.push(text, active=active))
+
     def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
         self.generated += 1
         self.cumulative_logprob += logprob
         self.first_token_at = self.first_token_at or at
         self.last_token_at = at
-        self._unread.add_token(token_id, logprob, top)
+        self._unread.add_token(token_id, logprob, top, self._written)
 
     def _emit(self, text: str) -> None:
         if text:
             encoded = text.encode()
-            self._text += encoded
+            if self._keep_text:
+                self._text += encoded
             self._unread.add_text(encoded)
 
 

@@ -22,6 +22,8 @@ CODES = {
     #: Decode and FilterBatch of a batch that is not there.
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
+    #: Fields of tokenpod.v1 that this server does not do yet.
+    grpc.StatusCode.UNIMPLEMENTED,
 }
 #: Fields that may be as large as their type allows: ids, hints of routers that the server does
 #: without, bounds that mean "all" where they exceed what there is.

@@ -237,7 +237,7 @@ def test_special_tokens_are_shown_if_asked_for(api: Any) -> None:
 
 def test_a_salt_keeps_prefixes_apart(api: Any) -> None:
     def cached(salt: str) -> int:
-        request = ask(text="# salted\n" + PROMPT * 3, cache_salt=salt, stopping=SHORT)
+        request = ask(text="zq9 salted\n" + PROMPT * 3, cache_salt=salt, stopping=SHORT)
         return once(api, request).started.cached_token_count
 
     assert cached("a") == 0

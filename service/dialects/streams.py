@@ -47,6 +47,7 @@ class SampleWriter(ABC):
         """The next message; None: nothing yet, or nothing more.
 
         One at a time, and made when it can be sent: what waits for a slow reader stays packed.
+        Raises what a sample has failed with, once the others have ended.
         """
         generation = self.generation
         if not self._opened and (generation.started or generation.finished):
@@ -72,7 +73,11 @@ class SampleWriter(ABC):
             if sample.ending is not None:
                 self._closed.add(index)
                 return self.finished(sample, index)
+            if sample.failed:
+                self._closed.add(index)
         if len(self._closed) == count and not self._completed:
+            if (failure := self.generation.late_failure) is not None:
+                raise failure
             self._completed = True
             return self.completed()
         return None

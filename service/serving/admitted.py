@@ -113,6 +113,7 @@ class AdmittedCall:
             request,
             _samples(serving.tokenizer, call, request),
             streamed=call.output.stream,
+            failures_last=call.failures_last,
             step_at=lambda: serving.client.step_at,
             abort=serving.client.abort,
             on_begin=self._place.leave_queue,
@@ -148,7 +149,7 @@ class AdmittedCall:
                 "prompt_tokens": len(generation.request.prompt),
                 "cached_tokens": generation.cached_tokens,
                 "generated_tokens": generation.generated_tokens,
-                "finished": generation.finished,
+                "finished": generation.finished and generation.late_failure is None,
                 **({"labels": self._labels} if self._labels else {}),
             },
         )

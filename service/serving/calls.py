@@ -94,6 +94,8 @@ class GenerateCall:
     truncate: int = 0
     request_id: str = ""
     priority: int = 0
+    #: A sample that fails ends the call after the other samples, not at once.
+    failures_last: bool = False
     #: For the log.
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Prompts share cached prefixes within one salt alone.

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tokenpod.core.messages import (
     Failure,
+    FailureCode,
     FinishCode,
     Request,
     Started,
@@ -71,6 +72,8 @@ class Sample:
         self.generated = 0
         self.cumulative_logprob = 0.0
         self.ending: Ending | None = None
+        #: It has no ending: the model failed.
+        self.failed = False
         self.first_token_at = 0
         self.last_token_at = 0
         self._detokenizer = detokenizer
@@ -173,6 +176,7 @@ class Generation:
         request: what the engine was asked.
         samples: one per sequence id of the request, in order.
         streamed: the reader is to keep up, or loses its stream.
+        failures_last: a sample that fails ends the call after the other samples.
         step_at: CLOCK_MONOTONIC nanoseconds at which the step being handed over settled.
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
@@ -185,6 +189,7 @@ class Generation:
         samples: Sequence[Sample],
         *,
         streamed: bool,
+        failures_last: bool = False,
         step_at: Callable[[], int],
         abort: Callable[[list[int]], None],
         on_begin: Callable[[], None],
@@ -194,6 +199,9 @@ class Generation:
         self.samples = samples
         self.started: Started | None = None
         self.failure: ServiceError | None = None
+        #: What the call ends with once its other samples have ended.
+        self.late_failure: ServiceError | None = None
+        self._failures_last = failures_last
         self._streamed = streamed
         self._step_at = step_at
         self._abort = abort
@@ -207,8 +215,8 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(sample.ending for sample in self.samples)
+        """Whether every sample has ended, or failed while others went on."""
+        return all(sample.ending or sample.failed for sample in self.samples)
 
     @property
     def ran_seconds(self) -> float | None:
@@ -257,7 +265,7 @@ class Generation:
 
     def cancel(self) -> None:
         """Stop what still runs."""
-        running = [sample.sequence_id for sample in self.samples if sample.ending is None]
+        running = [s.sequence_id for s in self.samples if s.ending is None and not s.failed]
         if running:
             self._abort(running)
 
@@ -282,8 +290,17 @@ class Generation:
             self._abort([sequence_id])
 
     def on_failure(self, failure: Failure) -> None:
-        """A failure of one sample is the call's: there is no partial answer to a request."""
-        self.failure = engine_failure(failure)
+        """A failure of one sample is the call's: there is no partial answer to a request.
+
+        Where the call is to go on with the others, it does unless none of them is left.
+        """
+        error = engine_failure(failure)
+        if self._failures_last and failure.code is FailureCode.DATA_LOSS:
+            self._by_id[failure.sequence_id].failed = True
+            if not all(sample.failed for sample in self.samples):
+                self.late_failure = error
+                return
+        self.failure = error
 
     def wake(self) -> None:
         """All of a message of the engine has been handed over: wake the reader."""

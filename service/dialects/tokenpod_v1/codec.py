@@ -66,6 +66,7 @@ async def generate_call(
         truncate=request.truncate,
         request_id=request.request_id,
         priority=request.priority,
+        failures_last=True,
         labels=_labels(request.labels),
         # Two callers that choose the same salt share nothing.
         salt=f"{caller} {request.cache_salt}" if request.cache_salt else "",

@@ -41,6 +41,8 @@ async def generate_once(
             writer = await _submitted(backend, admitted, request.request, context, stream=False)
         while not writer.generation.finished:
             await writer.generation.news()
+        if (failure := writer.generation.late_failure) is not None:
+            raise failure
         return writer.whole()
 
 

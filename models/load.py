@@ -23,6 +23,7 @@ from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.verify import verified
 from tokenpod.models.weights import Weight
 
 __all__ = ["ModelError", "load_model", "read_config", "read_layout"]
@@ -114,6 +115,7 @@ def load_model(
     group: Group | None = None,
     max_total_tokens: int | None = None,
     quantize: str | None = None,
+    require_manifest: bool = False,
 ) -> Decoder:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -126,6 +128,7 @@ def load_model(
         group: the ranks of that shard; None if it is all of the model.
         max_total_tokens: the longest sequence that will be served; None: what the model can.
         quantize: the format that products' weights are made into; None: `dtype`.
+        require_manifest: refuse a folder without a manifest; one that is there is always checked.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -134,12 +137,17 @@ def load_model(
     assert shard == (Shard(group.rank, group.world) if group else WHOLE)
     spec = read_config(folder, max_total_tokens)
     shard.check(spec)
-    with Checkpoint(folder) as checkpoint:
+    local = group.local_ranks if group else 1
+    share = (shard.rank % local, local)
+    with (
+        Checkpoint(folder) as checkpoint,
+        verified(folder, checkpoint.files, required=require_manifest, share=share),
+    ):
         layout = read_layout(folder, checkpoint, max_total_tokens, quantize)
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
-        _check_memory(needed, dtype, device, group.local_ranks if group else 1)
+        _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(
                 checkpoint,

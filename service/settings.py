@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     looked up in the local Hugging Face cache. Nothing is downloaded."""
     revision: str | None = _model(derived="main", min_length=1)
     """Branch, tag or commit of a model in the cache."""
+    chat_template: str | None = _model(derived="the model's default", min_length=1)
+    """Chat template: the name of another one of the model's, such as tool_use, or a file."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model("auto")
     """Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the
     checkpoint's on a GPU, float32 on a CPU."""

@@ -141,6 +141,8 @@ def test_every_fault_is_told_on_a_line_of_its_own():
             {"kv_cache_dtype": "fp8_e4m3", "device": "cpu"},
             "--kv-cache-dtype is fp8_e4m3: it needs a GPU",
         ),
+        ({"config_override": "[1"}, "--config-override is [1: it is not JSON"),
+        ({"config_override": "[1]"}, "--config-override is [1]: it must be a JSON object"),
         ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),
         ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 101"),
         ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),

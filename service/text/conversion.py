@@ -104,13 +104,14 @@ def _of_tiktoken(data: bytes, config: dict[str, Any]) -> Backend:
         raise ValueError("how it divides text is code that came with the model, which is not run")
     ranks = _ranks(data)
 
-    class Converter(TikTokenConverter):  # type: ignore[misc]  # untyped
+    class Converter(TikTokenConverter):
         @staticmethod
         def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:
             return ranks
 
     further = _further_tokens(config, len(ranks))
-    backend: Backend = Converter(vocab_file="", extra_special_tokens=further).converted()
+    converter: Any = Converter
+    backend: Backend = converter(vocab_file="", extra_special_tokens=further).converted()
     return backend
 
 

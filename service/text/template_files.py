@@ -71,9 +71,10 @@ def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     value = config.get("chat_template")
     if isinstance(value, str):
         yield DEFAULT, value
-    entries = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
         entries = [(x.get("name"), x.get("template")) for x in value if isinstance(x, dict)]
+    else:
+        entries = list(value.items()) if isinstance(value, dict) else []
     for name, source in entries:
         if isinstance(name, str) and isinstance(source, str):
             yield name, source

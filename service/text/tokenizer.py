@@ -18,6 +18,7 @@ from tokenpod.service.text.text_messages import TextModel
 from tokenpod.service.text.tokenizer_files import (
     TokenizerError,
     TokenizerPanic,
+    check_vocabulary,
     panics_named,
     read_folder,
 )
@@ -53,16 +54,18 @@ class Tokenizer:
         self._special_tokens = special_tokens or {}
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
         """Load from a model's folder.
 
-        `tokenizer.json` is read, or else a SentencePiece `tokenizer.model` is converted; beside
-        it `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
-        `generation_config.json` and `config.json`, where they exist.
+        `tokenizer.json` is read, or else a vocabulary of another format is converted (see
+        conversion.py); beside it `tokenizer_config.json`, `special_tokens_map.json`, chat templates
+        (see template_files.py), `generation_config.json` and `config.json`, where they exist.
 
-        TokenizerError: a file is missing or broken.
+        `chat_template` is the name of one of the model's templates, or a file; None: the default.
+
+        TokenizerError: a file is missing or broken, or it is another model's.
         """
-        files = read_folder(folder)
+        files = read_folder(folder, chat_template)
         return cls(
             files.backend,
             eos_token_ids=files.eos_token_ids,
@@ -84,6 +87,10 @@ class Tokenizer:
         return TextModel(
             self._backend.to_str().encode(), self._template_source, self._special_tokens
         )
+
+    def check(self, size: int) -> None:
+        """Raise TokenizerError if this is not the tokenizer of a model with so many rows."""
+        check_vocabulary(self.vocab_size, self.vocab_size, size, "the model's folder")
 
     @property
     def backend(self) -> Backend:
@@ -113,6 +120,17 @@ class Tokenizer:
             )
             return [encoding.ids for encoding in encodings]
 
+    def encode_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return ids as `encode_all` does, and where each begins and ends in `text`, in turn.
+
+        Offsets are in code points. TokenizerPanic: as `encode`.
+        """
+        with panics_named():
+            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return found.ids, [end for pair in found.offsets for end in pair]
+
     def render_chat(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
@@ -133,17 +151,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token alone: a special token's name, '' outside the vocabulary."""
         return self._decoding.token_text(token_id)
-
-    def encode_offsets(
-        self, text: str, *, add_special_tokens: bool = True
-    ) -> tuple[list[int], list[int]]:
-        """Return ids as `encode_all` does, and where each begins and ends in `text`, in turn.
-
-        Offsets are in code points. TokenizerPanic: as `encode`.
-        """
-        with panics_named():
-            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            return found.ids, [end for pair in found.offsets for end in pair]
 
     @property
     def template_source(self) -> str | None:

@@ -65,7 +65,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             local = shard.config(layout.spec)
         except ModelError:
             continue
-        portion = Portion(shard.numbers(layout.weights), local.kv.numbers)
+        portion = Portion(shard.numbers(layout.weights), sum(kv.numbers for kv in local.kv_layouts))
         reader = layout.reader
         if reader is not None:
             quantised = [weight for weight in layout.weights if reader.quantises(weight)]

@@ -63,7 +63,7 @@ def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
                 shard=shard,
             )
         assert portion.numbers == sum(tensor.numel() for tensor in tensors.values())
-        assert portion.kv_numbers == shard.config(config).kv.numbers
+        assert portion.kv_numbers == sum(kv.numbers for kv in shard.config(config).kv_layouts)
 
 
 def divides_badly(config: ModelSpec, world: int) -> bool:

@@ -23,6 +23,11 @@ class Reach:
     #: Those with the same position // chunk.
     chunk: int | None = None
 
+    def __getitem__(self, part: object) -> Reach:
+        """Of some of the tokens: models cut masks, and what is said here holds for each token."""
+        del part
+        return self
+
 
 def describe_mask(
     *, mask_function: Visible, local_size: int | None = None, **unused: Any

@@ -5,15 +5,13 @@ from __future__ import annotations
 from golden_kinds.base import Kind
 
 _GEMMA4 = {
-    "head_dim": 16,
-    "global_head_dim": 32,
+    # Attention without a scale: with wide heads rounding would decide.
+    "head_dim": 8,
+    "global_head_dim": 16,
     "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_hidden_layers": 4,
     "vocab_size_per_layer_input": 96,
-    "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0,
-    "final_logit_softcapping": 3.0,
+    "hidden_size_per_layer_input": 16,
+    "final_logit_softcapping": 2.0,
 }
 _LLAMA4 = {
     "intermediate_size_mlp": 96,
@@ -31,10 +29,23 @@ _LLAMA4 = {
 
 TIER_KINDS: dict[str, Kind] = {
     "apertus": Kind("Apertus", {}),
-    "helium": Kind("Helium", {"head_dim": 16}),
-    "gemma4": Kind("Gemma4", _GEMMA4),
-    # The last two layers read what the two before them have stored.
-    "gemma4-shared": Kind("Gemma4", {**_GEMMA4, "num_kv_shared_layers": 2}),
+    "gemma4": Kind(
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_kv_shared_layers": 0,
+        },
+    ),
+    # The last layer reads what the one before it has stored.
+    "gemma4-shared": Kind(
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+        },
+    ),
     "llama4": Kind("Llama4", _LLAMA4),
     # Values are shorter than keys, which are turned in part.
     "minicpm3": Kind(
@@ -46,14 +57,6 @@ TIER_KINDS: dict[str, Kind] = {
             "qk_nope_head_dim": 16,
             "v_head_dim": 12,
             "num_key_value_heads": 4,
-        },
-    ),
-    "cwm": Kind(
-        "Cwm",
-        {
-            "head_dim": 16,
-            "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
     "jetmoe": Kind(

@@ -42,8 +42,10 @@ class Checkpoint:
         self._files = ExitStack()
         self._where: dict[str, Any] = {}
         self._name_of_file: dict[str, str] = {}
+        #: The files that it is made of.
+        self.files = list(_shards(folder))
         try:
-            for path in _shards(folder):
+            for path in self.files:
                 self._open(path)
         except BaseException:
             self._files.close()

@@ -26,6 +26,7 @@ from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.verify import verified
 from tokenpod.models.weights import Weight
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ def load_model(
     group: Group | None = None,
     max_total_tokens: int | None = None,
     quantize: str | None = None,
+    require_manifest: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -163,23 +165,34 @@ def load_model(
         group: the ranks of that shard; None if it is all of the model.
         max_total_tokens: the longest sequence that will be served; None: what the model can.
         quantize: the format that products' weights are made into; None: `dtype`.
+        require_manifest: refuse a folder without a manifest; one that is there is always checked.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
             model, and if the weights don't fit into memory.
     """
     assert shard == (Shard(group.rank, group.world) if group else WHOLE)
+    local = group.local_ranks if group else 1
+    share = (shard.rank % local, local)
     if not is_native(folder):
         tier = tier_of(folder, max_total_tokens)
-        return _load_tier(tier, folder, dtype, device, progress, shard, quantize)
+        _check_alone(tier.spec, shard, quantize)
+        with (
+            Checkpoint(folder) as checkpoint,
+            verified(folder, checkpoint.files, required=require_manifest, share=share),
+        ):
+            return _load_tier(tier, checkpoint, dtype=dtype, device=device, progress=progress)
     spec = _read_config(folder, max_total_tokens)[1]
     shard.check(spec)
-    with Checkpoint(folder) as checkpoint:
+    with (
+        Checkpoint(folder) as checkpoint,
+        verified(folder, checkpoint.files, required=require_manifest, share=share),
+    ):
         layout = read_layout(folder, checkpoint, max_total_tokens, quantize)
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
-        _check_memory(needed, dtype, device, group.local_ranks if group else 1)
+        _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(
                 checkpoint,
@@ -204,42 +217,39 @@ def load_model(
     )
 
 
-def _load_tier(
-    tier: TierLoader,
-    folder: Path,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    progress: Progress,
-    shard: Shard,
-    quantize: str | None,
-) -> LoadedModel:
-    """The model of another family. See `load_model`."""
-    from tokenpod.models.tier.errors import NotServed
-
-    name, spec = tier.spec.architecture, tier.spec
+def _check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
+    """Raise ModelError for what only families of ours can do."""
+    name = facts.architecture
     if shard.world > 1:
         raise ModelError(
-            f"{name} is computed by transformers: it runs on 1 rank, not {shard.world}"
+            f"{name} is computed by transformers: it runs on 1 rank, and there are {shard.world}"
         )
     if quantize is not None:
         raise ModelError(
             f"quantize is {quantize}: {name} is computed by transformers, with weights as they are"
         )
-    dtype = dtype or spec.dtype or torch.float32
-    with Checkpoint(folder) as checkpoint:
-        _check_memory(tier.numbers * dtype.itemsize, dtype, device, 1)
-        try:
-            return tier.load(
-                checkpoint,
-                dtype=dtype,
-                device=device,
-                ops=operations_for(device, dtype),
-                progress=progress,
-            )
-        except NotServed as reason:
-            raise _unsupported(read_fields(folder / "config.json"), reason) from None
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
+
+
+def _load_tier(
+    tier: TierLoader,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    progress: Progress,
+) -> LoadedModel:
+    """The model of another family. See `load_model`."""
+    from tokenpod.models.tier.errors import NotServed
+
+    dtype = dtype or tier.spec.dtype or torch.float32
+    _check_memory(tier.numbers * dtype.itemsize, dtype, device, 1)
+    try:
+        ops = operations_for(device, dtype)
+        return tier.load(checkpoint, dtype=dtype, device=device, ops=ops, progress=progress)
+    except NotServed as reason:
+        raise _unsupported(tier.fields, reason) from None
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelError(f"not enough memory for the weights ({error})") from None
 
 
 def _read_config(folder: Path, max_total_tokens: int | None) -> tuple[Family, ModelSpec]:

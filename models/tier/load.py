@@ -42,6 +42,7 @@ class TierLoader:
         eos_token_ids: frozenset[int],
         served: int | None,
     ) -> None:
+        self.fields = fields
         self._class = model_class(architecture)
         self._config = config_of(self._class, fields)
         positions = max_positions(self._config, served)

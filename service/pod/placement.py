@@ -27,6 +27,7 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         quantize=None if settings.quantize == "none" else settings.quantize,
         max_logit_edits=2 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,
+        require_manifest=settings.require_manifest,
     )
 
 

@@ -79,7 +79,6 @@ class Footprint(msgspec.Struct, frozen=True):
     dtype: str | None
     #: Whether its tensors were looked at; else config.json alone was.
     from_tensors: bool
-    layers: int
     hidden_size: int
     #: Features of a token between the products of a feed-forward block, over all its experts.
     intermediate_size: int

@@ -176,7 +176,7 @@ def load_model(
     share = (shard.rank % local, local)
     if not is_native(folder):
         tier = tier_of(folder, max_total_tokens)
-        _check_alone(tier.spec, shard, quantize)
+        check_alone(tier.spec, shard, quantize)
         with (
             Checkpoint(folder) as checkpoint,
             verified(folder, checkpoint.files, required=require_manifest, share=share),
@@ -217,7 +217,7 @@ def load_model(
     )
 
 
-def _check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
+def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
     """Raise ModelError for what only families of ours can do."""
     name = facts.architecture
     if shard.world > 1:

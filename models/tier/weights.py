@@ -36,6 +36,7 @@ def load_weights(
             config=config,
             state_dict={name: _Stored(counted, name) for name in checkpoint.names},
             dtype=dtype,
+            ignore_mismatched_sizes=True,  # told by us
             output_loading_info=True,
         )
     except RuntimeError as error:

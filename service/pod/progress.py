@@ -81,6 +81,7 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
         "quantize": settings.quantize,
         "rope": ready.rope,
         "unused_tensors": ready.unused_tensors,
+        "runs_on": ready.runs_on,
         "device": ready.device_type,
         "front_ends": settings.resolved_front_ends,
         "max_connections": settings.resolved_max_connections,

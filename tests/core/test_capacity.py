@@ -22,7 +22,6 @@ MODEL = Footprint(
     architecture="LlamaForCausalLM",
     dtype="bfloat16",
     from_tensors=False,
-    layers=32,
     hidden_size=4096,
     intermediate_size=14_336,
     vocab_size=128_256,

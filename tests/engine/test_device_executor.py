@@ -61,7 +61,7 @@ CONFIG = QWEN2.spec(
 )
 
 
-#: Interpreted, products, rotation and writes to the pool take minutes; they have tests of their own.
+#: Interpreted, products, rotation and writes to the pool take minutes; they have their own tests.
 OPERATIONS = triton.OPERATIONS
 if DEVICE.type == "cpu":
     OPERATIONS = replace(

@@ -64,3 +64,15 @@ TIER_KINDS: dict[str, Kind] = {
         {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+#: Checkpoints that are refused.
+REFUSED_KINDS: dict[str, Kind] = {
+    "lfm2-convolutions": Kind(
+        "Lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "full_attention"],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+    )
+}

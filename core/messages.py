@@ -184,6 +184,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     evictable_slots: int
     #: Running sequences whose memory was taken since the start, to be computed again.
     preemptions: int = 0
+    #: Prompt tokens since the start of all requests that have a token, and those of them that were
+    #: in the prefix tree.
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):

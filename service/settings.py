@@ -62,6 +62,8 @@ class Settings(BaseSettings):
     looked up in the local Hugging Face cache. Nothing is downloaded, but with download."""
     revision: str | None = _model(derived="main", min_length=1)
     """Branch, tag or commit of a model in the cache, or of one that is downloaded."""
+    served_model_name: str | None = _model(derived="model-id", min_length=1)
+    """The model's name for clients; a request that names another one is NOT_FOUND."""
     download: Path | None = _model()
     """Download the model to this folder first, unless it is there: model-id is then a name on a
     Hugging Face hub, or a URL (`s3://`, `gs://`, `az://`). Without it nothing is downloaded."""
@@ -73,8 +75,6 @@ class Settings(BaseSettings):
     config_override: str | None = _model(min_length=2)
     """Fields of the model's config.json that have other values, as a JSON object: rope, lengths. An
     object in it replaces one as a whole, but rope keeps its theta."""
-    served_model_name: str | None = _model(derived="model-id", min_length=1)
-    """The model's name for clients; a request that names another one is NOT_FOUND."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model("auto")
     """Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the
     checkpoint's on a GPU, float32 on a CPU."""

@@ -120,6 +120,17 @@ class Tokenizer:
             )
             return [encoding.ids for encoding in encodings]
 
+    def encode_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return ids as `encode_all` does, and where each begins and ends in `text`, in turn.
+
+        Offsets are in code points. TokenizerPanic: as `encode`.
+        """
+        with panics_named():
+            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return found.ids, [end for pair in found.offsets for end in pair]
+
     def render_chat(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
@@ -140,17 +151,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token alone: a special token's name, '' outside the vocabulary."""
         return self._decoding.token_text(token_id)
-
-    def encode_offsets(
-        self, text: str, *, add_special_tokens: bool = True
-    ) -> tuple[list[int], list[int]]:
-        """Return ids as `encode_all` does, and where each begins and ends in `text`, in turn.
-
-        Offsets are in code points. TokenizerPanic: as `encode`.
-        """
-        with panics_named():
-            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            return found.ids, [end for pair in found.offsets for end in pair]
 
     @property
     def template_source(self) -> str | None:

@@ -244,6 +244,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rope: str = ""
     #: How many of the checkpoint's tensors belong to parts that are not served; empty if none do.
     unused_tensors: str = ""
+    #: Whose code computes the model: "tokenpod" or "transformers".
+    runs_on: str = "tokenpod"
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):

@@ -337,6 +337,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     kv_cache_dtype: str = "auto"
     #: "int8" for products' weights of 8 bits; None: as the rest of the model.
     quantize: str | None = None
+    #: A JSON object of fields that replace those of config.json.
+    config_override: str | None = None
     #: Logit biases and stop tokens that one request can have in all.
     max_logit_edits: int = 2048
     #: Keep keys and values of prompts for later ones that begin alike.

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
+from tokenpod.models.overrides import Overridden
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.verify import verified
@@ -29,13 +31,18 @@ from tokenpod.models.weights import Weight
 __all__ = ["ModelError", "load_model", "read_config", "read_layout"]
 
 
-def read_config(folder: Path, max_total_tokens: int | None = None) -> ModelSpec:
+def read_config(
+    folder: Path,
+    max_total_tokens: int | None = None,
+    override: Mapping[str, Any] | None = None,
+) -> ModelSpec:
     """What config.json (and generation_config.json, for the end-of-text tokens) say.
 
     `max_total_tokens` is the longest sequence that will be served; None: what the model can.
-    Raises ModelError if a file or field is missing or wrong, or the architecture is unknown.
+    `override` replaces fields of config.json. Raises ModelError if a file or field is missing or
+    wrong, or the architecture is unknown.
     """
-    return _read_config(folder, max_total_tokens)[1]
+    return _read_config(folder, max_total_tokens, override)[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +64,15 @@ def read_layout(
     checkpoint: Checkpoint | None,
     max_total_tokens: int | None = None,
     quantize: str | None = None,
+    *,
+    override: Mapping[str, Any] | None = None,
 ) -> Layout:
     """The model in `folder`, and its weights, checked against `checkpoint` if there is one.
 
-    `quantize` is the format that products' weights are made into. Raises ModelError as
-    `read_config` does, and where config.json and tensors don't belong together.
+    `quantize` is the format that products' weights are made into; the others are as `read_config`
+    has them. Raises ModelError as that does, and where config.json and tensors don't go together.
     """
-    family, spec = _read_config(folder, max_total_tokens)
+    family, spec = _read_config(folder, max_total_tokens, override)
     reader = reader_for(spec, quantize)
     names = family.names_of(spec)
     there = (
@@ -116,6 +125,7 @@ def load_model(
     max_total_tokens: int | None = None,
     quantize: str | None = None,
     require_manifest: bool = False,
+    override: Mapping[str, Any] | None = None,
 ) -> Decoder:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -129,13 +139,14 @@ def load_model(
         max_total_tokens: the longest sequence that will be served; None: what the model can.
         quantize: the format that products' weights are made into; None: `dtype`.
         require_manifest: refuse a folder without a manifest; one that is there is always checked.
+        override: fields that replace those of config.json.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
             model, and if the weights don't fit into memory.
     """
     assert shard == (Shard(group.rank, group.world) if group else WHOLE)
-    spec = read_config(folder, max_total_tokens)
+    spec = read_config(folder, max_total_tokens, override)
     shard.check(spec)
     local = group.local_ranks if group else 1
     share = (shard.rank % local, local)
@@ -143,7 +154,7 @@ def load_model(
         Checkpoint(folder) as checkpoint,
         verified(folder, checkpoint.files, required=require_manifest, share=share),
     ):
-        layout = read_layout(folder, checkpoint, max_total_tokens, quantize)
+        layout = read_layout(folder, checkpoint, max_total_tokens, quantize, override=override)
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
@@ -172,17 +183,25 @@ def load_model(
     )
 
 
-def _read_config(folder: Path, max_total_tokens: int | None) -> tuple[Family, ModelSpec]:
+def _read_config(
+    folder: Path, max_total_tokens: int | None, override: Mapping[str, Any] | None
+) -> tuple[Family, ModelSpec]:
     fields = read_fields(folder / "config.json")
     family = _family(fields)
     if _quantises_weights(fields, family.quantised):
         raise ModelError(f"{folder}: quantised checkpoints are not supported")
+    if override:
+        fields = Overridden(fields, override)
     spec = family.spec(fields, max_total_tokens)
+    if isinstance(fields, Overridden):
+        fields.check_all_read(spec.architecture)
+    eos = spec.eos_token_ids
     if (folder / "generation_config.json").is_file():
-        generation = read_fields(folder / "generation_config.json")
-        eos = generation.token_ids("eos_token_id") or spec.eos_token_ids
-        spec = dataclasses.replace(spec, eos_token_ids=eos)
-    return family, spec
+        eos = read_fields(folder / "generation_config.json").token_ids("eos_token_id") or eos
+    # Some files write -1 for none.
+    rows = range(spec.vocab_size)
+    eos = frozenset(token_id for token_id in eos if token_id in rows)
+    return family, dataclasses.replace(spec, eos_token_ids=eos)
 
 
 def _quantises_weights(fields: Fields, known: tuple[str, ...]) -> bool:

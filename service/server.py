@@ -252,6 +252,7 @@ class Server:
             async with asyncio.timeout(state.startup.left):
                 encoder = await Encoder.start(self.model_folder, self.settings, life)
                 ready = await ranks.ready()
+                encoder.tokenizer.check(ready.vocab_size)
                 await others.serving()
                 return encoder, ready
         except (TokenizerError, FrontEndLost) as error:

@@ -68,6 +68,11 @@ class Settings(BaseSettings):
     require_manifest: bool = _model(False)
     """Refuse a model folder without SHA256SUMS, the digests of its files. Where it is there, the
     files must have these digests, whatever this says."""
+    chat_template: str | None = _model(derived="the model's default", min_length=1)
+    """Chat template: the name of another one of the model's, such as tool_use, or a file."""
+    config_override: str | None = _model(min_length=2)
+    """Fields of the model's config.json that have other values, as a JSON object: rope, lengths. An
+    object in it replaces one as a whole, but rope keeps its theta."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model("auto")
     """Type of weights, and of the KV cache unless kv-cache-dtype says otherwise. auto: the
     checkpoint's on a GPU, float32 on a CPU."""

@@ -51,7 +51,7 @@ class Encoder:
 
         Raises TokenizerError.
         """
-        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder, settings.chat_template)
         model = await asyncio.to_thread(tokenizer.text_model)
         workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)

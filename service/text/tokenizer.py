@@ -18,6 +18,7 @@ from tokenpod.service.text.text_messages import TextModel
 from tokenpod.service.text.tokenizer_files import (
     TokenizerError,
     TokenizerPanic,
+    check_vocabulary,
     panics_named,
     read_folder,
 )
@@ -53,16 +54,18 @@ class Tokenizer:
         self._special_tokens = special_tokens or {}
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
         """Load from a model's folder.
 
-        `tokenizer.json` is read, or else a SentencePiece `tokenizer.model` is converted; beside
-        it `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
-        `generation_config.json` and `config.json`, where they exist.
+        `tokenizer.json` is read, or else a vocabulary of another format is converted (see
+        conversion.py); beside it `tokenizer_config.json`, `special_tokens_map.json`, chat templates
+        (see template_files.py), `generation_config.json` and `config.json`, where they exist.
 
-        TokenizerError: a file is missing or broken.
+        `chat_template` is the name of one of the model's templates, or a file; None: the default.
+
+        TokenizerError: a file is missing or broken, or it is another model's.
         """
-        files = read_folder(folder)
+        files = read_folder(folder, chat_template)
         return cls(
             files.backend,
             eos_token_ids=files.eos_token_ids,
@@ -84,6 +87,10 @@ class Tokenizer:
         return TextModel(
             self._backend.to_str().encode(), self._template_source, self._special_tokens
         )
+
+    def check(self, size: int) -> None:
+        """Raise TokenizerError if this is not the tokenizer of a model with so many rows."""
+        check_vocabulary(self.vocab_size, self.vocab_size, size, "the model's folder")
 
     @property
     def backend(self) -> Backend:

@@ -183,7 +183,7 @@ def test_a_wrong_end_of_sequence_id_is_refused(folder):
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):
-    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model"):
+    with pytest.raises(TokenizerError, match=r"neither tokenizer\.json nor tokenizer\.model, "):
         Tokenizer.load(tmp_path)
 
 

@@ -39,7 +39,9 @@ def locks() -> list[Lock]:
     runtime = [*project["project"]["dependencies"], *extras["s3"]]
     return [
         Lock("runtime-cpu.txt", "What a server without a GPU needs.", runtime, cpu=True),
-        Lock("runtime-cuda.txt", "What a server with NVIDIA GPUs needs.", [*runtime, *extras["gpu"]]),
+        Lock(
+            "runtime-cuda.txt", "What a server with NVIDIA GPUs needs.", [*runtime, *extras["gpu"]]
+        ),
         Lock("build.txt", "What builds the wheel.", project["build-system"]["requires"]),
         Lock("sbom.txt", "What writes an image's bill of materials.", ["cyclonedx-bom"]),
     ]

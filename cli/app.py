@@ -19,6 +19,7 @@ import tokenpod
 from tokenpod.cli.bench.flags import bench
 from tokenpod.cli.connection import Remote, connected
 from tokenpod.cli.download import download
+from tokenpod.cli.models import models
 from tokenpod.cli.request import RequestOptions
 from tokenpod.service.telemetry.logs import print_error
 
@@ -103,6 +104,7 @@ def generate(
 
 app.command("bench")(bench)
 app.command("download")(download)
+app.command("models")(models)
 
 
 @app.command()

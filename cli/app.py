@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import tokenpod
 from tokenpod.cli.bench.flags import bench
 from tokenpod.cli.connection import Remote, connected
+from tokenpod.cli.convert import convert
 from tokenpod.cli.download import download
 from tokenpod.cli.models import models
 from tokenpod.cli.request import RequestOptions
@@ -105,6 +106,7 @@ def generate(
 app.command("bench")(bench)
 app.command("download")(download)
 app.command("models")(models)
+app.command("convert")(convert)
 
 
 @app.command()

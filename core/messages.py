@@ -184,6 +184,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     evictable_slots: int
     #: Running sequences whose memory was taken since the start, to be computed again.
     preemptions: int = 0
+    #: Prompt tokens since the start of all requests that have a token, and those of them that were
+    #: in the prefix tree.
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
@@ -339,6 +343,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     kv_cache_dtype: str = "auto"
     #: "int8" for products' weights of 8 bits; None: as the rest of the model.
     quantize: str | None = None
+    #: A JSON object of fields that replace those of config.json.
+    config_override: str | None = None
     #: Logit biases and stop tokens that one request can have in all.
     max_logit_edits: int = 2048
     #: Keep keys and values of prompts for later ones that begin alike.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import time
 from pathlib import Path
@@ -66,12 +67,12 @@ def load(
     Raises EngineError or ModelError with one line that says what is wrong.
     """
     device = torch.device(options.device)
+    override = json.loads(options.config_override) if options.config_override else None
     check_device(device)
     if device.type == "cuda":
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
-        config = read_config(Path(options.model_folder))
-        check_attention(config)
+        check_attention(read_config(Path(options.model_folder), override=override))
     group = _join(member, device) if member else None
     shard = Shard(group.rank, group.world) if group else WHOLE
     torch.set_num_threads(options.threads or _own_cores(group.local_ranks if group else 1))
@@ -96,6 +97,7 @@ def load(
         max_total_tokens=options.max_total_tokens,
         quantize=options.quantize,
         require_manifest=options.require_manifest,
+        override=override,
     )
     config = model.config
     loaded = time.monotonic()

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,7 @@ from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
+from tokenpod.models.overrides import Overridden
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.verify import verified
@@ -35,15 +36,20 @@ if TYPE_CHECKING:
 __all__ = ["ModelError", "load_model", "read_config", "read_layout"]
 
 
-def read_config(folder: Path, max_total_tokens: int | None = None) -> ModelFacts:
+def read_config(
+    folder: Path,
+    max_total_tokens: int | None = None,
+    override: Mapping[str, Any] | None = None,
+) -> ModelFacts:
     """What config.json (and generation_config.json, for the end-of-text tokens) say.
 
     `max_total_tokens` is the longest sequence that will be served; None: what the model can.
-    Raises ModelError if a file or field is missing or wrong, or the architecture is unknown.
+    `override` replaces fields of config.json. Raises ModelError if a file or field is missing or
+    wrong, or the architecture is unknown.
     """
     if is_native(folder):
-        return _read_config(folder, max_total_tokens)[1]
-    return tier_of(folder, max_total_tokens).spec
+        return _read_config(folder, max_total_tokens, override)[1]
+    return tier_of(folder, max_total_tokens, override).spec
 
 
 def is_native(folder: Path) -> bool:
@@ -51,7 +57,11 @@ def is_native(folder: Path) -> bool:
     return _family(read_fields(folder / "config.json")) is not None
 
 
-def tier_of(folder: Path, max_total_tokens: int | None = None) -> TierLoader:
+def tier_of(
+    folder: Path,
+    max_total_tokens: int | None = None,
+    override: Mapping[str, Any] | None = None,
+) -> TierLoader:
     """The model of another family: transformers computes it, if it can.
 
     Raises ModelError with the reason if it can't.
@@ -62,10 +72,16 @@ def tier_of(folder: Path, max_total_tokens: int | None = None) -> TierLoader:
 
     fields = read_fields(folder / "config.json")
     names = fields.texts("architectures")
+    name = names[0] if names else "none"
     refuse_quantised(folder, fields)
+    if override:
+        raise ModelError(
+            f"config_override names {', '.join(override)}: {name} is computed by transformers, "
+            "with its config.json as it is"
+        )
     try:
         return TierLoader(
-            names[0] if names else "none",
+            name,
             fields,
             dtype=dtype_of(fields),
             eos_token_ids=_end_tokens(folder, fields.token_ids("eos_token_id")),
@@ -94,13 +110,15 @@ def read_layout(
     checkpoint: Checkpoint | None,
     max_total_tokens: int | None = None,
     quantize: str | None = None,
+    *,
+    override: Mapping[str, Any] | None = None,
 ) -> Layout:
     """The model in `folder`, and its weights, checked against `checkpoint` if there is one.
 
-    `quantize` is the format that products' weights are made into. Raises ModelError as
-    `read_config` does, and where config.json and tensors don't belong together.
+    `quantize` is the format that products' weights are made into; the others are as `read_config`
+    has them. Raises ModelError as that does, and where config.json and tensors don't go together.
     """
-    family, spec = _read_config(folder, max_total_tokens)
+    family, spec = _read_config(folder, max_total_tokens, override)
     reader = reader_for(spec, quantize)
     names = family.names_of(spec)
     there = (
@@ -153,6 +171,7 @@ def load_model(
     max_total_tokens: int | None = None,
     quantize: str | None = None,
     require_manifest: bool = False,
+    override: Mapping[str, Any] | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -166,6 +185,7 @@ def load_model(
         max_total_tokens: the longest sequence that will be served; None: what the model can.
         quantize: the format that products' weights are made into; None: `dtype`.
         require_manifest: refuse a folder without a manifest; one that is there is always checked.
+        override: fields that replace those of config.json.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -175,20 +195,20 @@ def load_model(
     local = group.local_ranks if group else 1
     share = (shard.rank % local, local)
     if not is_native(folder):
-        tier = tier_of(folder, max_total_tokens)
+        tier = tier_of(folder, max_total_tokens, override)
         check_alone(tier.spec, shard, quantize)
         with (
             Checkpoint(folder) as checkpoint,
             verified(folder, checkpoint.files, required=require_manifest, share=share),
         ):
             return _load_tier(tier, checkpoint, dtype=dtype, device=device, progress=progress)
-    spec = _read_config(folder, max_total_tokens)[1]
+    spec = _read_config(folder, max_total_tokens, override)[1]
     shard.check(spec)
     with (
         Checkpoint(folder) as checkpoint,
         verified(folder, checkpoint.files, required=require_manifest, share=share),
     ):
-        layout = read_layout(folder, checkpoint, max_total_tokens, quantize)
+        layout = read_layout(folder, checkpoint, max_total_tokens, quantize, override=override)
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
@@ -252,14 +272,23 @@ def _load_tier(
         raise ModelError(f"not enough memory for the weights ({error})") from None
 
 
-def _read_config(folder: Path, max_total_tokens: int | None) -> tuple[Family, ModelSpec]:
+def _read_config(
+    folder: Path, max_total_tokens: int | None, override: Mapping[str, Any] | None
+) -> tuple[Family, ModelSpec]:
     fields = read_fields(folder / "config.json")
     family = _family(fields)
     if family is None:
         raise _unsupported(fields, None)
     refuse_quantised(folder, fields, family.quantised)
+    if override:
+        fields = Overridden(fields, override)
     spec = family.spec(fields, max_total_tokens)
+    if isinstance(fields, Overridden):
+        fields.check_all_read(spec.architecture)
+    # Some files write -1 for none.
+    rows = range(spec.vocab_size)
     eos = _end_tokens(folder, spec.eos_token_ids)
+    eos = frozenset(token_id for token_id in eos if token_id in rows)
     return family, dataclasses.replace(spec, eos_token_ids=eos)
 
 

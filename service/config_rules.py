@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from itertools import combinations
@@ -44,11 +45,24 @@ def flag(name: str) -> str:
 
 def contradictions(settings: ServerSettings) -> Iterator[str]:
     """What is wrong with settings that are right one by one."""
+    yield from _model_faults(settings)
     yield from _order_faults(settings)
     yield from _memory_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
+
+
+def _model_faults(s: ServerSettings) -> Iterator[str]:
+    if s.config_override is None:
+        return
+    try:
+        value = json.loads(s.config_override)
+    except (ValueError, RecursionError) as error:
+        yield f"--config-override is {s.config_override[:80]}: it is not JSON ({error})"
+        return
+    if not isinstance(value, dict):
+        yield f"--config-override is {s.config_override[:80]}: it must be a JSON object"
 
 
 def _order_faults(s: ServerSettings) -> Iterator[str]:

@@ -66,7 +66,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
     odd = dict.fromkeys(files, pem)
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
-    odd |= {"quantize": "int8"}
+    odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
     odd |= {"require_manifest": "true"}
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
@@ -142,6 +142,8 @@ def test_every_fault_is_told_on_a_line_of_its_own():
             {"kv_cache_dtype": "fp8_e4m3", "device": "cpu"},
             "--kv-cache-dtype is fp8_e4m3: it needs a GPU",
         ),
+        ({"config_override": "[1"}, "--config-override is [1: it is not JSON"),
+        ({"config_override": "[1]"}, "--config-override is [1]: it must be a JSON object"),
         ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),
         ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 101"),
         ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),

@@ -80,6 +80,7 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
         "kv_cache_dtype": ready.kv_cache_dtype,
         "quantize": settings.quantize,
         "rope": ready.rope,
+        "config_override": settings.config_override or "",
         "unused_tensors": ready.unused_tensors,
         "runs_on": ready.runs_on,
         "device": ready.device_type,

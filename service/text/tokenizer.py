@@ -12,12 +12,13 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
-from tokenpod.service.text.decoding import Detokenizer
+from tokenpod.service.text.decoding import Decoding, Detokenizer
 from tokenpod.service.text.detokenizer import decoding_of
 from tokenpod.service.text.text_messages import TextModel
 from tokenpod.service.text.tokenizer_files import (
     TokenizerError,
     TokenizerPanic,
+    check_vocabulary,
     panics_named,
     read_folder,
 )
@@ -53,16 +54,18 @@ class Tokenizer:
         self._special_tokens = special_tokens or {}
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, chat_template: str | None = None) -> Tokenizer:
         """Load from a model's folder.
 
-        `tokenizer.json` is read, or else a SentencePiece `tokenizer.model` is converted; beside
-        it `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
-        `generation_config.json` and `config.json`, where they exist.
+        `tokenizer.json` is read, or else a vocabulary of another format is converted (see
+        conversion.py); beside it `tokenizer_config.json`, `special_tokens_map.json`, chat templates
+        (see template_files.py), `generation_config.json` and `config.json`, where they exist.
 
-        TokenizerError: a file is missing or broken.
+        `chat_template` is the name of one of the model's templates, or a file; None: the default.
+
+        TokenizerError: a file is missing or broken, or it is another model's.
         """
-        files = read_folder(folder)
+        files = read_folder(folder, chat_template)
         return cls(
             files.backend,
             eos_token_ids=files.eos_token_ids,
@@ -84,6 +87,10 @@ class Tokenizer:
         return TextModel(
             self._backend.to_str().encode(), self._template_source, self._special_tokens
         )
+
+    def check(self, size: int) -> None:
+        """Raise TokenizerError if this is not the tokenizer of a model with so many rows."""
+        check_vocabulary(self.vocab_size, self.vocab_size, size, "the model's folder")
 
     @property
     def backend(self) -> Backend:
@@ -113,6 +120,17 @@ class Tokenizer:
             )
             return [encoding.ids for encoding in encodings]
 
+    def encode_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return ids as `encode_all` does, and where each begins and ends in `text`, in turn.
+
+        Offsets are in code points. TokenizerPanic: as `encode`.
+        """
+        with panics_named():
+            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return found.ids, [end for pair in found.offsets for end in pair]
+
     def render_chat(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
@@ -134,13 +152,23 @@ class Tokenizer:
         """Return the text of one token alone: a special token's name, '' outside the vocabulary."""
         return self._decoding.token_text(token_id)
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+    @property
+    def template_source(self) -> str | None:
+        """The chat template, as it came with the model; None: there is none."""
+        return self._template_source
+
+    @functools.cached_property
+    def _with_special(self) -> Decoding:
+        """Decodes special tokens as the vocabulary's; made when it is first asked for."""
+        return decoding_of(self._backend, frozenset())
+
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special: bool = True) -> Detokenizer:
         """Return a detokenizer for the sequence that follows `prompt_ids`.
 
         The prompt is whole text: a character that it leaves incomplete is never completed. Its last
         token that isn't special decides whether a leading space is text.
         """
-        return self._decoding.detokenizer(prompt_ids)
+        return (self._decoding if skip_special else self._with_special).detokenizer(prompt_ids)
 
 
 def _compiled(

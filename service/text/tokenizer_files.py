@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import stat
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,20 @@ from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+
+from tokenpod.service.text.conversion import converted_apart
+from tokenpod.service.text.files import (
+    MOST_VOCABULARY_BYTES,
+    TokenizerError,
+    one_line,
+    read_bounded,
+    read_object,
+)
+from tokenpod.service.text.template_files import chosen_template, read_templates
+
+__all__ = ["TokenizerError", "TokenizerFiles", "TokenizerPanic", "panics_named", "read_folder"]
+
+log = logging.getLogger("tokenpod")
 
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -23,15 +36,6 @@ _SPECIAL_TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
-
-
-#: Bytes of a vocabulary's file (the largest in use have 40 MB), and of any other that is read.
-_MOST_VOCABULARY_BYTES = 256 * 2**20
-_MOST_CONFIG_BYTES = 16 * 2**20
-
-
-class TokenizerError(Exception):
-    """A folder's tokenizer can't be used; one line that names the file."""
 
 
 class TokenizerPanic(Exception):
@@ -48,11 +52,6 @@ def panics_named() -> Iterator[None]:
         if type(error).__module__ != "pyo3_runtime":
             raise
         raise TokenizerPanic(one_line(error)) from error
-
-
-def one_line(error: BaseException) -> str:
-    """What `error` says, or else its kind."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,74 +71,34 @@ class TokenizerFiles:
     special_tokens: dict[str, str]
 
 
-def read_folder(folder: Path) -> TokenizerFiles:
+def read_folder(folder: Path, template: str | None = None) -> TokenizerFiles:
     """Read the files that `Tokenizer.load` names. Raises TokenizerError."""
-    config = _read_object(folder / "tokenizer_config.json")
-    special_tokens_map = _read_object(folder / "special_tokens_map.json")
+    config = read_object(folder / "tokenizer_config.json")
+    model = read_object(folder / "config.json")
+    special_tokens_map = read_object(folder / "special_tokens_map.json")
     named = {**_named_tokens(special_tokens_map), **_named_tokens(config)}
     backend = _read_backend(folder)
     _add_configured_tokens(backend, config, named)
     return TokenizerFiles(
-        backend,
-        eos_token_ids=_read_eos(folder, backend, named),
-        chat_template=_read_chat_template(folder, config),
+        _fitted(backend, model, folder),
+        eos_token_ids=_read_eos(folder, model, backend, named),
+        chat_template=chosen_template(read_templates(folder, config), template),
         special_tokens=named,
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`; an empty one if there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(read_bounded(path, _MOST_CONFIG_BYTES))
-    except (UnreadableFile, ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} can't be read: {one_line(error)}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path} holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
 def _read_backend(folder: Path) -> Backend:
     path = folder / "tokenizer.json"
-    if path.exists():
-        try:
-            with panics_named():
-                return Backend.from_buffer(read_bounded(path, _MOST_VOCABULARY_BYTES))
-        except Exception as error:  # the library raises nothing more precise
-            raise TokenizerError(f"{path} can't be read: {one_line(error)}") from error
-    if (folder / "tokenizer.model").exists():
-        _check_sentencepiece(folder / "tokenizer.model")
-        return _convert_sentencepiece(folder)
-    raise TokenizerError(f"{folder} has neither tokenizer.json nor tokenizer.model")
-
-
-def _check_sentencepiece(path: Path) -> None:
     try:
-        read_bounded(path, _MOST_VOCABULARY_BYTES)
-    except UnreadableFile as error:
-        raise TokenizerError(f"{path} can't be read: {error}") from error
-
-
-def _convert_sentencepiece(folder: Path) -> Backend:
-    # Imported here since it takes seconds, and few folders need it.
-    from transformers import AutoTokenizer
-
-    try:
-        converted = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+        data = (
+            read_bounded(path, MOST_VOCABULARY_BYTES) if path.exists() else converted_apart(folder)
         )
-    except Exception as error:  # anything, from a missing package to a file of another format
-        raise TokenizerError(
-            f"{folder / 'tokenizer.model'} can't be converted: {one_line(error)}"
-        ) from error
-    backend = getattr(converted, "backend_tokenizer", None)
-    if not isinstance(backend, Backend):
-        raise TokenizerError(
-            f"{folder / 'tokenizer.model'} can't be converted: {type(converted).__name__} has no "
-            "tokenizer.json form"
-        )
-    return backend
+        with panics_named():
+            return Backend.from_buffer(data)
+    except TokenizerError:
+        raise
+    except Exception as error:  # the library raises nothing more precise
+        raise TokenizerError(f"{path} can't be read: {one_line(error)}") from error
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -188,71 +147,66 @@ def _configured_tokens(config: dict[str, Any]) -> Iterator[AddedToken]:
             )
 
 
-def _read_eos(folder: Path, backend: Backend, named: dict[str, str]) -> frozenset[int]:
+def _fitted(backend: Backend, model: dict[str, Any], folder: Path) -> Backend:
+    """`backend` without added tokens that the model has no rows for: published folders have such.
+
+    Their text is then text as any other: its ids would be beyond the embedding. Raises
+    TokenizerError if other tokens are beyond it too, or less than half of it has a token.
+    """
+    size = _of_model(model, "vocab_size")
+    if type(size) is not int:
+        return backend
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    ids = backend.get_vocab(with_added_tokens=True)
+    own = max((token_id for token, token_id in ids.items() if token not in added), default=0) + 1
+    check_vocabulary(own, len(ids), size, folder)
+    beyond = sorted(token for token, token_id in ids.items() if token_id >= size)
+    if not beyond:
+        return backend
+    log.warning(
+        "the model has no rows for tokens that were added to its tokenizer: they are plain text",
+        extra={"tokens": ", ".join(beyond[:8]), "count": len(beyond), "vocab_size": size},
+    )
+    file = json.loads(backend.to_str())
+    file["added_tokens"] = [token for token in file["added_tokens"] if token["id"] < size]
+    return Backend.from_str(json.dumps(file))
+
+
+def check_vocabulary(end: int, count: int, size: int, source: object) -> None:
+    """Raise TokenizerError unless ids below `end`, of `count` tokens, go with a model of `size`.
+
+    Embeddings are often padded, by a few per cent; less than half is another model's tokenizer.
+    """
+    if end > size or count * 2 < size:
+        raise TokenizerError(
+            f"{source}: the tokenizer has {count} tokens, with ids up to {end - 1}, and the "
+            f"model's vocabulary {size}: they don't belong together"
+        )
+
+
+def _of_model(model: dict[str, Any], name: str) -> Any:
+    """A field of config.json, or of its part about text."""
+    text = model.get("text_config")
+    value = model.get(name)
+    return text.get(name) if value is None and isinstance(text, dict) else value
+
+
+def _read_eos(
+    folder: Path, model: dict[str, Any], backend: Backend, named: dict[str, str]
+) -> frozenset[int]:
     """Return the ids that end a sequence, from the first file that names any."""
-    generation = _eos_ids(_read_object(folder / "generation_config.json"), folder)
-    if generation:
-        return generation
+    generation = read_object(folder / "generation_config.json").get("eos_token_id")
+    if ids := _eos_ids(generation, folder):
+        return ids
     if "eos_token" in named:
         token_id = backend.token_to_id(named["eos_token"])
         if token_id is not None:
             return frozenset([token_id])
-    config = _read_object(folder / "config.json")
-    text_config = config.get("text_config")
-    return _eos_ids(config, folder) or _eos_ids(
-        text_config if isinstance(text_config, dict) else {}, folder
-    )
+    return _eos_ids(_of_model(model, "eos_token_id"), folder)
 
 
-def _eos_ids(config: dict[str, Any], folder: Path) -> frozenset[int]:
-    value = config.get("eos_token_id")
+def _eos_ids(value: Any, folder: Path) -> frozenset[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token_id) is int for token_id in ids):
         raise TokenizerError(f"{folder}: eos_token_id is {value!r}, not a token id or a list")
     return frozenset(ids)
-
-
-def _read_chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the template's source: the file, or the configuration's one or its 'default'."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            return read_bounded(path, _MOST_CONFIG_BYTES).decode()
-        except (UnreadableFile, ValueError) as error:
-            raise TokenizerError(f"{path} can't be read: {one_line(error)}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = (entry for entry in template if isinstance(entry, dict))
-        template = {entry.get("name"): entry.get("template") for entry in named}.get("default")
-    return template if isinstance(template, str) else None
-
-
-# -- files that others have written ------------------------------------------------------------
-
-
-class UnreadableFile(Exception):
-    """The file can't be read, is no regular file or is too large; the text says which."""
-
-
-def read_bounded(path: Path, most: int) -> bytes:
-    """All of a regular file of up to `most` bytes; links are followed.
-
-    A device such as /dev/zero never ends, and a pipe keeps its reader waiting: both are refused.
-
-    UnreadableFile: see there.
-    """
-    try:
-        # A pipe without a writer would not even open.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise UnreadableFile("it is not a regular file")
-            if status.st_size > most:
-                raise UnreadableFile(f"it has {status.st_size} bytes; at most {most} are read")
-            data = file.read(most + 1)
-    except OSError as error:
-        raise UnreadableFile(error.strerror or type(error).__name__) from error
-    if len(data) > most:
-        raise UnreadableFile(f"it has more than {most} bytes")
-    return data

@@ -133,6 +133,8 @@ def test_end_of_text_tokens_come_from_the_generation_config_first(folder):
     assert read_config(folder).eos_token_ids == {6, 7}
     (folder / "generation_config.json").write_text("{}")
     assert read_config(folder).eos_token_ids == {5}
+    change_config(folder, eos_token_id=[5, -1, 96])  # of a vocabulary of 96
+    assert read_config(folder).eos_token_ids == {5}
 
 
 def test_the_window_of_a_model_is_that_of_all_its_layers(golden):

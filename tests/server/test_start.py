@@ -113,6 +113,7 @@ def changed(**values: object) -> Callable[[Path], None]:
         ),
         pytest.param(changed(num_hidden_layers=9), "8", marks=pytest.mark.slow),
         pytest.param(changed(hidden_size=250), "embed_tokens", marks=pytest.mark.slow),
+        (changed(vocab_size=90_000), "vocabulary 90000: they don't belong together"),
     ],
 )
 def test_a_broken_checkpoint_is_named(

@@ -127,3 +127,9 @@ KINDS = {
 def backends() -> dict[str, Tokenizer]:
     """One trained tokenizer of each kind, by name. Tests don't change them."""
     return {name: make() for name, make in KINDS.items()}
+
+
+@pytest.fixture(scope="session")
+def corpus() -> list[str]:
+    """Lines of many scripts."""
+    return CORPUS

@@ -20,6 +20,7 @@ from tokenpod.cli.bench.flags import bench
 from tokenpod.cli.connection import Remote, connected
 from tokenpod.cli.convert import convert
 from tokenpod.cli.download import download
+from tokenpod.cli.models import models
 from tokenpod.cli.request import RequestOptions
 from tokenpod.service.telemetry.logs import print_error
 
@@ -104,6 +105,7 @@ def generate(
 
 app.command("bench")(bench)
 app.command("download")(download)
+app.command("models")(models)
 app.command("convert")(convert)
 
 

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 #: Bytes of a header: 100,000 tensors with long names have a tenth.
-_MOST_HEADER_BYTES = 64 << 20
+_MOST_HEADER_BYTES = 32 << 20
+_MOST_AXES = 16
 #: Bytes that are read at once, where they don't go straight to their place.
 PIECE_BYTES = 16 << 20
 
@@ -122,7 +122,7 @@ class TensorFile:
 
     def _fill(self, target: torch.Tensor, start: int, name: str) -> None:
         """Read a tensor's bytes, without holding the interpreter's lock."""
-        left = memoryview(target.reshape(-1).view(torch.uint8).numpy())
+        left = target.reshape(-1).view(torch.uint8).numpy().data
         try:
             while left:
                 done = os.preadv(self._file, [left[:PIECE_BYTES]], start)
@@ -160,21 +160,25 @@ def _entries(file: int) -> dict[str, Entry]:
 
 
 def _entry(name: str, about: Any, begin: int) -> Entry:
-    if not isinstance(about, Mapping):
+    if not isinstance(about, dict):
         raise _Broken(f"{name[:80]} is no object")
-    kind, shape, offsets = (about.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(kind, str) or not _are_sizes(shape) or not _are_sizes(offsets):
-        raise _Broken(f"{name[:80]} has no dtype, shape and data_offsets")
-    if len(offsets) != 2 or offsets[1] < offsets[0] or len(shape) > 16:
-        raise _Broken(f"{name[:80]} has the data_offsets {offsets[:3]} and {len(shape)} dimensions")
+    kind, shape = about.get("dtype"), _sizes(about.get("shape"), name)
+    offsets = _sizes(about.get("data_offsets"), name)
+    if not isinstance(kind, str) or len(offsets) != 2 or offsets[1] < offsets[0]:
+        raise _Broken(f"{name[:80]} has the dtype {str(kind)[:20]!r} and data_offsets {offsets}")
     size = offsets[1] - offsets[0]
     if kind in DTYPES and math.prod(shape) * DTYPES[kind].itemsize != size:
-        raise _Broken(f"{name[:80]} of {kind} and shape {shape} has {size} bytes")
-    return Entry(kind, tuple(shape), begin + offsets[0], size)
+        raise _Broken(f"{name[:80]} of {kind} and shape {list(shape)} has {size} bytes")
+    return Entry(kind, shape, begin + offsets[0], size)
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
+def _sizes(value: Any, name: str) -> tuple[int, ...]:
+    """Lengths of axes, or places in the file."""
+    if not isinstance(value, list) or len(value) > _MOST_AXES:
+        raise _Broken(f"{name[:80]} has no shape and data_offsets of at most {_MOST_AXES} numbers")
+    if not all(type(item) is int and 0 <= item < 1 << 62 for item in value):
+        raise _Broken(f"{name[:80]} has a shape or data_offsets that can't be")
+    return tuple(value)
 
 
 def _check_places(entries: dict[str, Entry], begin: int, end: int) -> None:

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import tokenpod
 from tokenpod.cli.bench.flags import bench
 from tokenpod.cli.connection import Remote, connected
+from tokenpod.cli.download import download
 from tokenpod.cli.request import RequestOptions
 from tokenpod.service.telemetry.logs import print_error
 
@@ -101,6 +102,7 @@ def generate(
 
 
 app.command("bench")(bench)
+app.command("download")(download)
 
 
 @app.command()

@@ -343,6 +343,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_logit_edits: int = 2048
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
+    #: Refuse a model folder without a manifest of digests.
+    require_manifest: bool = False
     #: None: this engine is alone.
     placement: Placement | None = None
 

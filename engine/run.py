@@ -96,6 +96,7 @@ def load(
         group=group,
         max_total_tokens=options.max_total_tokens,
         quantize=options.quantize,
+        require_manifest=options.require_manifest,
         override=override,
     )
     config = model.config

@@ -97,7 +97,7 @@ class ForwardBatch:
     t_adapter: torch.Tensor | None = None
 
     def at(self, t_index: torch.Tensor) -> ForwardBatch:
-        """The step for products of these tokens alone: what is known of each token is theirs."""
+        """The step for products of the tokens at t_index [N] int64 alone, as rows 0 to N - 1."""
         if self.t_adapter is None:
             return self
         return replace(self, t_adapter=self.t_adapter.index_select(0, t_index))

@@ -294,7 +294,7 @@ class StepTiles(Protocol):
         ...
 
     def by_window(self, numbers: torch.Tensor) -> Mapping[int | None, torch.Tensor]:
-        """The numbers, int32 on the device, as `PagedRows.tiles` has them."""
+        """Parts of `numbers` [count] int32 on the device, without a copy, as `PagedRows.tiles`."""
         ...
 
 

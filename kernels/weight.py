@@ -46,7 +46,7 @@ class QuantisedWeight(ABC):
 
     @abstractmethod
     def outputs(self, rows: torch.Tensor | slice) -> Self:
-        """The rows of these numbers (int64), in this order."""
+        """The rows of these numbers ([n] int64, or a slice), in this order."""
 
     @abstractmethod
     def inputs(self, part: range) -> Self:
@@ -89,7 +89,7 @@ class LinearWeight:
 
     @property
     def dense(self) -> torch.Tensor | None:
-        """The weight itself, if it is one tensor."""
+        """The weight itself [out, in], if it is one tensor."""
         first = self.parts[0]
         return first if len(self.parts) == 1 and isinstance(first, torch.Tensor) else None
 

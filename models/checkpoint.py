@@ -30,8 +30,10 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self._files = ExitStack()
         self._where: dict[str, TensorFile] = {}
+        #: The files that it is made of.
+        self.files = list(_shards(folder))
         try:
-            for path in _shards(folder):
+            for path in self.files:
                 self._open(path)
         except BaseException:
             self._files.close()

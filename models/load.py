@@ -26,6 +26,7 @@ from tokenpod.models.overrides import Overridden
 from tokenpod.models.reading import Progress, read_weights
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.verify import verified
 from tokenpod.models.weights import Weight
 
 __all__ = ["ModelError", "load_model", "read_config", "read_layout"]
@@ -124,6 +125,7 @@ def load_model(
     group: Group | None = None,
     max_total_tokens: int | None = None,
     quantize: str | None = None,
+    require_manifest: bool = False,
     override: Mapping[str, Any] | None = None,
 ) -> Decoder:
     """Load a checkpoint, or one rank's shard of it.
@@ -137,6 +139,7 @@ def load_model(
         group: the ranks of that shard; None if it is all of the model.
         max_total_tokens: the longest sequence that will be served; None: what the model can.
         quantize: the format that products' weights are made into; None: `dtype`.
+        require_manifest: refuse a folder without a manifest; one that is there is always checked.
         override: fields that replace those of config.json.
 
     Raises:
@@ -144,13 +147,19 @@ def load_model(
             model, and if the weights don't fit into memory.
     """
     assert shard == (Shard(group.rank, group.world) if group else WHOLE)
-    shard.check(read_config(folder, max_total_tokens, override))
-    with Checkpoint(folder) as checkpoint:
+    spec = read_config(folder, max_total_tokens, override)
+    shard.check(spec)
+    local = group.local_ranks if group else 1
+    share = (shard.rank % local, local)
+    with (
+        Checkpoint(folder) as checkpoint,
+        verified(folder, checkpoint.files, required=require_manifest, share=share),
+    ):
         layout = read_layout(folder, checkpoint, max_total_tokens, quantize, override=override)
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
-        _check_memory(needed, dtype, device, group.local_ranks if group else 1)
+        _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(
                 checkpoint,

@@ -33,7 +33,7 @@ from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
-from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
+from tokenpod.service.pod.model_store import ModelNotFound, model_folder
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar, summary
 from tokenpod.service.pod.ranks import Ranks
@@ -325,7 +325,7 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
     """Run a server in this process; its exit status. One line on standard error if it can't."""
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
-        folder = resolve_model(settings.model_id, settings.revision)
+        folder = model_folder(settings)
         return uvloop.run(Server(settings, folder, engine_command).run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)

@@ -8,6 +8,7 @@ import inspect
 import itertools
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, FilePath
@@ -58,9 +59,15 @@ class Settings(BaseSettings):
 
     model_id: str = _model("demo", min_length=1)
     """The model: `demo` (embedded in the package), a folder, or a name such as `org/name` that is
-    looked up in the local Hugging Face cache. Nothing is downloaded."""
+    looked up in the local Hugging Face cache. Nothing is downloaded, but with download."""
     revision: str | None = _model(derived="main", min_length=1)
-    """Branch, tag or commit of a model in the cache."""
+    """Branch, tag or commit of a model in the cache, or of one that is downloaded."""
+    download: Path | None = _model()
+    """Download the model to this folder first, unless it is there: model-id is then a name on a
+    Hugging Face hub, or a URL (`s3://`, `gs://`, `az://`). Without it nothing is downloaded."""
+    require_manifest: bool = _model(False)
+    """Refuse a model folder without SHA256SUMS, the digests of its files. Where it is there, the
+    files must have these digests, whatever this says."""
     chat_template: str | None = _model(derived="the model's default", min_length=1)
     """Chat template: the name of another one of the model's, such as tool_use, or a file."""
     config_override: str | None = _model(min_length=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import requires
 from pathlib import Path
@@ -23,6 +24,26 @@ if not (with_cuda and Path("/dev/nvidiactl").exists()):
 # programs under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda number, frame: None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `sampled(n, marker)`, all cases but every n-th get that marker too.
+
+    Cases that cost much more here than they tell (an interpreted kernel, a loop compiled for each)
+    are so left to the runs of `gpu` or `slow`. An n without a factor in common with the numbers of
+    values spreads what is kept over all of them.
+    """
+    seen: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None:
+            continue
+        every, rest = sampled.args
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % every:
+            item.add_marker(rest)
+        seen[test] += 1
 
 
 @pytest.fixture(scope="session")

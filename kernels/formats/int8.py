@@ -26,7 +26,7 @@ class Int8Weight(QuantisedWeight):
 
     @classmethod
     def made_of(cls, weight: torch.Tensor) -> Self:
-        """Each row's largest number becomes ±127.
+        """Of a weight [out, in] of any float type; each row's largest number becomes ±127.
 
         A row that holds a number that is none, or is infinite, gets a scale that is the same, so
         that products with it show it.
@@ -55,7 +55,7 @@ class Int8Weight(QuantisedWeight):
         return rows, columns
 
     def outputs(self, rows: torch.Tensor | slice) -> Self:
-        """Rows with their scales."""
+        """Rows, by their numbers [n] int64 or as a slice, with their scales."""
         return type(self)(self.numbers[rows], self.scale[rows])
 
     def inputs(self, part: range) -> Self:

@@ -49,7 +49,7 @@ def cut_rows(
 
 
 def unpack_tiles(packed: torch.Tensor) -> TileList:
-    """Both lists of equal length, on the device."""
+    """Two lists [n, FIELDS], contiguous and scattered, of packed [2 · n · FIELDS] int32; views."""
     contiguous, scattered = packed.view(2, -1, FIELDS)
     return TileList(contiguous, scattered)
 

@@ -91,7 +91,18 @@ def multiply(
     activation: Activation | None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """Launch `expert_products.product`: gated and gathered if there is an `activation`."""
+    """Launch `expert_products.product`: gated and gathered if there is an `activation`.
+
+    Args:
+        x: [T, in] with an activation, else [T · K, in], for K experts a token.
+        weight: [experts, outputs, in]; with an activation the gates first, then what they gate.
+        y: [T · K, outputs], or half as many with an activation; overwritten.
+        assignments: which expert computes which rows.
+        block_t: rows of a program, for which `assignments` were sorted.
+        tile: the rest of its shape.
+        activation: of the gates; None: no gates.
+        bias: [experts, outputs].
+    """
     count, n = y.shape
     experts, _, k = weight.shape
     block_n = tile.block_n if activation is None else tile.block_n // 2

@@ -73,7 +73,7 @@ class SymmetricBuffers:
         )
 
     def fit(self, x: torch.Tensor) -> bool:
-        """Whether a message is short enough, and a whole number of words."""
+        """Whether x, of any shape, is at most `capacity` words of 32 bits, and whole ones."""
         return x.nbytes <= 4 * self.capacity and x.nbytes % 4 == 0
 
     def sum(self, x: torch.Tensor) -> None:

@@ -44,13 +44,13 @@ class RanksOut(NamedTuple):
 
     @classmethod
     def of(cls, residual: torch.Tensor, buffers: SymmetricBuffers) -> RanksOut:
-        """For a residual that `fits`."""
+        """For a residual [T, n] of 16 or 32 bits that `fits`."""
         words = residual.view(torch.int32)
         return cls(words, buffers.addresses, buffers.counts, buffers.capacity)
 
 
 def fits(residual: torch.Tensor, buffers: SymmetricBuffers, block_n: int) -> bool:
-    """Whether programs of `block_n` outputs of a token own whole words, and buffers hold them."""
+    """Whether programs of `block_n` outputs own whole words of [T, n], and buffers hold it."""
     in_word = 4 // residual.itemsize
     whole = block_n % in_word == 0 and residual.shape[1] % in_word == 0
     return whole and residual.is_contiguous() and buffers.fit(residual)

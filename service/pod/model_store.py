@@ -1,4 +1,6 @@
-"""Where a model lies. Nothing is downloaded here: a pod that starts must not depend on a hub."""
+"""Where a model lies. Nothing is downloaded, unless --download says so: a pod that starts had
+better not depend on a hub.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
-from tokenpod.service.config import hub_cache
+from tokenpod.service.config import ServerSettings, hub_cache
 
 EMBEDDED = "demo"
 
@@ -19,6 +21,28 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 class ModelNotFound(Exception):
     """There is no such model; the text is one line that says where it was looked for."""
+
+
+def model_folder(settings: ServerSettings) -> Path:
+    """The folder of the model to serve, downloaded first if --download says so.
+
+    Raises ModelNotFound.
+    """
+    if settings.download is None:
+        return resolve_model(settings.model_id, settings.revision)
+    # Only now: a server that does not download does without its libraries.
+    from tokenpod.service.download.download import download
+    from tokenpod.service.download.progress import DownloadBar
+    from tokenpod.service.download.store import DownloadError, store_of
+
+    bar = DownloadBar(settings.model_id)
+    try:
+        store = store_of(settings.model_id, settings.revision)
+        return _checked(download(store, settings.download, bar).folder)
+    except DownloadError as error:
+        raise ModelNotFound(f"--download is {settings.download}: {error}") from None
+    finally:
+        bar.close()
 
 
 def resolve_model(model_id: str, revision: str | None = None) -> Path:

@@ -28,6 +28,7 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         config_override=settings.config_override,
         max_logit_edits=2 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,
+        require_manifest=settings.require_manifest,
     )
 
 

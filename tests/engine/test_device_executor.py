@@ -61,11 +61,13 @@ CONFIG = QWEN2.spec(
 )
 
 
-#: Interpreted products take minutes, and have tests of their own.
+#: Interpreted, products, rotation and writes to the pool take minutes; they are tested apart.
 OPERATIONS = triton.OPERATIONS
 if DEVICE.type == "cpu":
     OPERATIONS = replace(
         triton.OPERATIONS,
+        rotate=reference.OPERATIONS.rotate,
+        store_key_value=reference.OPERATIONS.store_key_value,
         prepare_linear=reference.OPERATIONS.prepare_linear,
         prepare_norm_linear=reference.OPERATIONS.prepare_norm_linear,
         prepare_add_linear=reference.OPERATIONS.prepare_add_linear,

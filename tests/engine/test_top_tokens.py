@@ -286,6 +286,7 @@ def some_of_processed(rows: list[Row]) -> list[Row]:
     return [of_processed(row) if at % 4 else row for at, row in enumerate(asked)]
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize(("make", "every"), [(halves, 2), (with_holes, 7), (wide, 9)])
 def test_every_processor_alone_and_all_together_report_the_same(make: Callable, every: int):
     rows = some_of_processed(ALONE)[-1 :: -every if INTERPRETED else -1]

@@ -58,6 +58,7 @@ def test_every_kind_of_step_under_every_window(batch, window, draw):
     agree(batch, window, 4, 2, 16, draw)
 
 
+@pytest.mark.sampled(4, "slow")
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (6, 1), (12, 4), (5, 5)])
 @pytest.mark.parametrize("head_dim", [8, 20, 64])
 def test_every_grouping_of_heads(heads, head_dim, row, step_over, draw):
@@ -65,6 +66,7 @@ def test_every_grouping_of_heads(heads, head_dim, row, step_over, draw):
     agree(batch, None, *heads, head_dim, draw)
 
 
+@pytest.mark.sampled(5, "slow")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 5])
 def test_half_precision(batch, window, dtype, draw):
@@ -83,6 +85,7 @@ def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
     )
 
 
+@pytest.mark.sampled(7, "slow")
 @pytest.mark.parametrize("name", ["scale", "softcap", "alibi", "sinks", "all"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_every_option(batch, window, name, draw):

@@ -65,6 +65,7 @@ def test_the_reference_is_the_weighted_sum_over_a_tokens_experts(routing, case):
         torch.testing.assert_close(got[token], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(5, "slow")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 33])

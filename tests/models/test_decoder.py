@@ -127,6 +127,7 @@ def test_the_model_says_what_transformers_says(kind, golden, text, monkeypatch):
         torch.testing.assert_close(ours, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sampled(3, "slow")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "name",

@@ -49,6 +49,7 @@ def prompt_step(tokens):
     )
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-some-dense"])
 def test_a_prompts_logprobs(name, golden, load_on_device, text):
     reference = golden(name)
@@ -59,6 +60,7 @@ def test_a_prompts_logprobs(name, golden, load_on_device, text):
 ON_GPUS = ["olmo2-varied", "nemotron-varied", "granite-varied", "cohere-varied", "gemma3-varied"]
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize(
     "name",
     [

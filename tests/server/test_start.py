@@ -98,7 +98,7 @@ def changed(**values: object) -> Callable[[Path], None]:
     ("spoil", "named"),
     [
         (without("config.json"), "config.json"),
-        (without("model.safetensors"), "safetensors"),
+        pytest.param(without("model.safetensors"), "safetensors", marks=pytest.mark.slow),
         (without("tokenizer.json"), "tokenizer"),
         (truncated, "model.safetensors"),
         pytest.param(garbage, "model.safetensors", marks=pytest.mark.slow),
@@ -112,7 +112,7 @@ def changed(**values: object) -> Callable[[Path], None]:
             marks=pytest.mark.slow,
         ),
         pytest.param(changed(num_hidden_layers=9), "8", marks=pytest.mark.slow),
-        (changed(hidden_size=250), "embed_tokens"),
+        pytest.param(changed(hidden_size=250), "embed_tokens", marks=pytest.mark.slow),
         (changed(vocab_size=90_000), "vocabulary 90000: they don't belong together"),
     ],
 )
@@ -145,8 +145,16 @@ def as_nobody_special() -> None:
         library.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
 
 
+FILES = ("model.safetensors", "tokenizer.json")
+
+
 @pytest.mark.parametrize(
-    "name", [".", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    "name",
+    [
+        "config.json",
+        "tokenizer_config.json",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (".", *FILES)),
+    ],
 )
 def test_a_model_that_cannot_be_read_is_named(model: Path, name: str) -> None:
     spoiled = model / name

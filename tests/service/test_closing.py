@@ -16,6 +16,7 @@ from rpcs import Act, Running, arities, call_kind, nothing, serving
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.health import HealthBoard
+from tokenpod.service.rpc.interceptors import Handler
 
 
 @dataclass
@@ -41,10 +42,29 @@ class Clock:
         return self.seconds
 
 
+class Counting(Closing):
+    """A test can wait for calls to come."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._come = asyncio.Semaphore(0)
+
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        self._come.release()
+        return super().wrap(handler, details)
+
+    async def called(self, times: int = 1) -> None:
+        """So many more calls have come, and what is done about them at once is done."""
+        for _ in range(times):
+            await asyncio.wait_for(self._come.acquire(), 60)
+        await asyncio.sleep(0.1)
+
+
 @dataclass
 class Ending:
     """A server that stops once `pause` is over, after it has been called."""
 
+    closing: Counting
     running: Running
     pause: Pause
     stop: asyncio.Task[None]
@@ -52,7 +72,7 @@ class Ending:
     async def kept(self, kind: str = "unary_unary") -> asyncio.Task[Any]:
         """A call that comes now, and is not answered yet."""
         call = asyncio.create_task(call_kind(self.running.channel, kind))
-        await asyncio.sleep(0.1)
+        await self.closing.called()
         assert not call.done()
         return call
 
@@ -63,18 +83,13 @@ class Ending:
 
 @asynccontextmanager
 async def ending(most: int = 100, act: Act = nothing) -> AsyncIterator[Ending]:
-    closing, pause, called = Closing(most), Pause(), asyncio.Event()
-
-    async def noted(context: Any) -> None:
-        called.set()
-        await act(context)
-
-    async with serving(handlers=[arities(noted)], interceptors=[closing]) as running:
+    closing, pause = Counting(most), Pause()
+    async with serving(handlers=[arities(act)], interceptors=[closing]) as running:
         call = asyncio.create_task(call_kind(running.channel, "unary_unary"))
-        await called.wait()
+        await closing.called()
         stop = asyncio.create_task(closing.stop(running.server, 5.0, pause))
         await pause.begun.wait()
-        yield Ending(running, pause, stop)
+        yield Ending(closing, running, pause, stop)
         assert await call == [b"done"]
 
 
@@ -125,7 +140,7 @@ async def test_no_client_that_comes_again_and_again_is_cancelled() -> None:
                 return codes[0]
 
         clients = [asyncio.create_task(client()) for _ in range(30)]
-        await asyncio.sleep(0.5)
+        await server.closing.called(len(clients))
         await server.end()
         seen = set(await asyncio.gather(*clients))
     assert seen == {(grpc.StatusCode.UNAVAILABLE, True)}
@@ -135,6 +150,7 @@ async def test_only_so_many_are_kept_and_the_others_are_refused_at_once() -> Non
     async with ending(most=2) as server:
         kept = [await server.kept(), await server.kept()]
         third = asyncio.create_task(call_kind(server.running.channel, "unary_unary"))
+        await server.closing.called()
         await refused(third)
         kept[0].cancel()
         await asyncio.sleep(0.1)

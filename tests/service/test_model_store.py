@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hub import hub_of
 
-from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
+from tokenpod.service.config import load_settings
+from tokenpod.service.pod.model_store import ModelNotFound, model_folder, resolve_model
 
 COMMIT = "a" * 40
 
@@ -62,3 +64,20 @@ def test_what_is_not_there_is_named(cache, model_id, revision, expected):
 def test_a_folder_without_a_config_is_no_model(tmp_path):
     with pytest.raises(ModelNotFound, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
+
+
+def test_a_model_is_downloaded_only_if_a_setting_says_so(tmp_path, monkeypatch):
+    files = {"config.json": b"{}", "model.safetensors": b"weights"}
+    with hub_of(files) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+        with pytest.raises(ModelNotFound):
+            model_folder(load_settings(model_id="org/model"))
+        assert hub.asked == []
+        wanted = {"model_id": "org/model", "download": tmp_path / "model"}
+        with pytest.raises(ModelNotFound, match=r"^--download is .*model: org/model has no rev"):
+            model_folder(load_settings(**wanted, revision="v9"))
+        folder = model_folder(load_settings(**wanted, revision="v2"))
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    # It is there: the next start does not need the hub.
+    assert model_folder(load_settings(**wanted, revision="v2")) == folder == tmp_path / "model"

@@ -33,17 +33,20 @@ EXTENDS = [
 ]
 
 
+@pytest.mark.sampled(4, "gpu")
 @pytest.mark.parametrize("window", [None, 1, 16, 50, 1000])
 @pytest.mark.parametrize("specs", [DECODES, EXTENDS, DECODES[1:5] + EXTENDS[2:5]], ids=len)
 def test_every_kind_of_step_under_every_window(specs, window, device):
     agree(lay_out(specs, device), device, window=window)
 
 
+@pytest.mark.sampled(2, "gpu")
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (5, 1), (14, 2), (16, 1)], ids=str)
 def test_every_grouping_of_heads(heads, device):
     agree(lay_out(DECODES[1:5] + EXTENDS[2:4], device), device, heads=heads)
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_head_size_and_type(head_dim, dtype, device):
@@ -51,6 +54,7 @@ def test_every_head_size_and_type(head_dim, dtype, device):
     agree(lay_out(specs, device), device, heads=(2, 1), head_dim=head_dim, dtype=dtype)
 
 
+@pytest.mark.sampled(2, "gpu")
 @pytest.mark.parametrize(
     ("splits", "block", "window"),
     [(1, 64, None), (2, 64, 40), (3, 16, None), (40, 16, 40), (20, 64, None)],
@@ -134,6 +138,7 @@ def _options(heads, device):
     }
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("name", ["scale", "softcap", "alibi", "sinks", "all"])
 @pytest.mark.parametrize("window", [None, 20])
 def test_every_option(name, window, device):

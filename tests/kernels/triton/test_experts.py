@@ -67,6 +67,7 @@ def check(residual, weights, norm, routing, activation=Activation.SILU, tiles=SM
     agree(residual, truth)
 
 
+@pytest.mark.sampled(7, "gpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("routing", [Routing(1, False), Routing(2, True), Routing(5, False)])
 @pytest.mark.parametrize("tokens", [1, 3, 17])
@@ -85,6 +86,7 @@ ROUTERS = {
 }
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("routing", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("normed", [False, True])
@@ -100,12 +102,14 @@ def test_every_kind_of_router(normed, tokens, routing, case, draw, device):
     check(residual, weights, norm if normed else None, routing, Activation.SWIGLU_CLAMPED)
 
 
+@pytest.mark.sampled(2, "gpu")
 @pytest.mark.parametrize("count", [1, 8, 33])
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_any_number_of_experts(tokens, count, case):
     check(*case(tokens, count=count), Routing(min(count, 3), True))
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize(
     "shape",
     [(16, 16), (33, 7), (100, 130), pytest.param((512, 48), marks=pytest.mark.gpu)],
@@ -116,6 +120,7 @@ def test_any_shape_of_experts(tokens, shape, case):
     check(*case(tokens, hidden=shape[0], width=shape[1]), Routing(2, True))
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_gates(tokens, activation, case):

@@ -24,6 +24,7 @@ def error(got, exact):
     return ((got.double() - exact).norm() / exact.norm()).item()
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=["narrow", "wide"])
 @pytest.mark.parametrize(("n", "k"), [(48, 128), (50, 100)])

@@ -37,6 +37,7 @@ def agree(step, shape, heads, dtype):
     return plan
 
 
+@pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", STEPS)
 def test_every_shape(name, shape, device):
@@ -44,6 +45,7 @@ def test_every_shape(name, shape, device):
     assert len(plan.expanded) == (EXPANDED[shape] if name == "mixed" else 0)
 
 
+@pytest.mark.sampled(4, "gpu")
 @pytest.mark.parametrize("heads", [1, 20, 66])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_any_number_of_heads_and_type(heads, dtype, device):

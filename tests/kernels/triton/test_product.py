@@ -55,6 +55,7 @@ def wide(tensor):
     return None if tensor is None else tensor.double()
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -77,6 +78,7 @@ def test_more_tokens(tokens, tiles, case):
     agree(product.prepare_linear(weight, None, tiles)(x), wide(x) @ wide(weight).T)
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -91,6 +93,7 @@ def test_a_product_of_the_normed_residual(tokens, bias, dtype, tiles, case, draw
     assert torch.equal(x, before)
 
 
+@pytest.mark.sampled(7, "gpu")
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -103,6 +106,7 @@ def test_a_gated_product(tokens, bias, activation, tiles, case, draw, device):
     agree(got, truth)
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])

@@ -75,6 +75,7 @@ def assert_same(ranks: Ranks, each: Sum, tile: Tile, on: list[int]) -> None:
         assert torch.equal(ranks.at_the_end(rank, each, partials, tile), expected)
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("tokens", [1, 3, 17])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.gpu)])

@@ -91,6 +91,7 @@ def check(tokens, heads, kv_heads, head_dim, normed, dtype, draw, device):
         torch.testing.assert_close(got, expected, rtol=8 * eps, atol=16 * eps)
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -98,6 +99,7 @@ def test_a_few_tokens(tokens, normed, dtype, draw, device):
     check(tokens, 6, 2, 16, normed, dtype, draw, device)
 
 
+@pytest.mark.sampled(5, "gpu")
 @pytest.mark.parametrize("head_dim", [10, 80, 96, 128])
 @pytest.mark.parametrize("heads", [(1, 1), (5, 5), (12, 1)], ids=str)
 def test_every_shape_of_heads(heads, head_dim, draw, device):
@@ -108,6 +110,7 @@ def test_many_tokens(draw, device):
     check(rotary.MANY_TOKENS, 12, 3, 16, True, torch.bfloat16, draw, device)
 
 
+@pytest.mark.sampled(4, "gpu")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [5, rotary.MANY_TOKENS])
 def test_keys_and_values_of_8_bits(tokens, dtype, draw, device):

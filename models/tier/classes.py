@@ -36,6 +36,8 @@ def config_of(found: type[PreTrainedModel], fields: Fields) -> PreTrainedConfig:
     """The class's config. Raises NotServed for what can't be served."""
     kind = found.config_class
     assert kind is not None
+    if getattr(found, "_is_stateful", False):
+        raise NotServed("its layers keep a recurrent state, which is no list of keys and values")
     asked = fields.text("model_type", kind.model_type)
     if asked != kind.model_type:
         raise NotServed(f"model_type is {asked}; {found.__name__} has {kind.model_type}")
@@ -46,8 +48,6 @@ def config_of(found: type[PreTrainedModel], fields: Fields) -> PreTrainedConfig:
         raise NotServed(f"transformers refuses its config ({_one_line(error)})") from None
     if config.is_encoder_decoder:
         raise NotServed("it is an encoder with a decoder")
-    if getattr(found, "_is_stateful", False):
-        raise NotServed("its layers keep a recurrent state, which is no list of keys and values")
     return config
 
 

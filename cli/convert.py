@@ -51,7 +51,7 @@ def convert(
         typer.Option(
             min=0.1,
             metavar="GB",
-            help="Address space of the conversion; by default 4 GiB and what its files need.",
+            help="Memory of the conversion; by default 8 GiB, and twice the largest .bin file.",
         ),
     ] = None,
     time_limit: Annotated[

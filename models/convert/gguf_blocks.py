@@ -95,4 +95,6 @@ def dequantised(data: Bytes, name: str) -> Floats:
     """Rows of blocks [rows, bytes] in the format `name` as float32 [rows, numbers]."""
     made = FORMATS[name]
     blocks = np.ascontiguousarray(data).reshape(-1).view(made.layout)
-    return made.numbers(blocks).reshape(len(data), -1)
+    # A damaged file's scales may be infinite: then so are its numbers.
+    with np.errstate(all="ignore"):
+        return made.numbers(blocks).reshape(len(data), -1)

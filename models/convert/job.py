@@ -25,6 +25,9 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.load import read_config, read_layout
 
+#: Room for the largest tensors that there are, twice, and what libraries need.
+_MEMORY = 8 << 30
+
 
 class Job(msgspec.Struct, frozen=True):
     """What to convert.
@@ -36,8 +39,8 @@ class Job(msgspec.Struct, frozen=True):
         dtype: of real numbers: "float32", "bfloat16", "float16"; None: as they are, and bfloat16
             for quantised ones.
         shard_bytes: the most that a file of the result has.
-        memory: bytes that the process may map beyond what it has at first; None: twice the
-            largest file of a pickle, all files otherwise, and 4 GiB.
+        memory: bytes that the process may have beyond what it has at first; None: 8 GiB, and
+            twice the largest `.bin` file.
         seconds: of a processor that the process may take.
     """
 
@@ -77,23 +80,23 @@ def convert(job: Job, progress: Progress) -> Converted:
             names.append(INDEX_NAME)
         digests |= {name: digest_of(folder / name) for name in names}
         write_manifest(folder, digests)
-    except MemoryError:
-        raise ModelError(f"{job.source}: converting it takes more memory than allowed") from None
+    except (MemoryError, RuntimeError) as error:
+        # PyTorch says so in many ways, the system in one.
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        text = f"converting it takes more than {memory_of(job):,} bytes (--memory-limit)"
+        raise ModelError(f"{job.source}: {text}") from None
     except OSError as error:
         raise ModelError(_of_disk(error, folder)) from None
     return Converted(len(tensors), sum(t.size for t in tensors), _problem(folder))
 
 
 def memory_of(job: Job) -> int:
-    """Bytes that the conversion may map."""
+    """Bytes of memory that the conversion may have."""
     if job.memory is not None:
         return job.memory
-    source = Path(job.source)
-    if source.is_file():
-        return source.stat().st_size + (4 << 30)
-    bins = [path.stat().st_size for path in source.glob("*.bin")]
-    rest = [path.stat().st_size for path in source.glob("*.safetensors")]
-    return 2 * max(bins, default=0) + sum(rest) + (4 << 30)
+    pickled = [path.stat().st_size for path in Path(job.source).glob("*.bin")]
+    return _MEMORY + 2 * max(pickled, default=0)
 
 
 def _source(path: Path, dtype: torch.dtype | None) -> Source:

@@ -36,10 +36,14 @@ def leave_the_network() -> bool:
 
 
 def limit(*, memory: int, seconds: int) -> None:
-    """Let this process map so many bytes more than now, and take so many seconds of a processor."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    """Let this process have so many bytes more than now, and so many seconds of a processor.
+
+    What counts is private memory that can be written to. Files that are mapped for reading don't:
+    their pages can be dropped, and a checkpoint may be larger than any memory.
+    """
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
     most = pages * resource.getpagesize() + memory
-    for kind, value in ((resource.RLIMIT_AS, most), (resource.RLIMIT_CPU, seconds)):
+    for kind, value in ((resource.RLIMIT_DATA, most), (resource.RLIMIT_CPU, seconds)):
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))

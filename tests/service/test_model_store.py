@@ -7,6 +7,7 @@ from hub import hub_of
 
 from tokenpod.service.config import load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, model_folder, resolve_model
+from tokenpod.service.pod.placement import lone_options
 
 COMMIT = "a" * 40
 
@@ -81,3 +82,9 @@ def test_a_model_is_downloaded_only_if_a_setting_says_so(tmp_path, monkeypatch):
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     # It is there: the next start does not need the hub.
     assert model_folder(load_settings(**wanted, revision="v2")) == folder == tmp_path / "model"
+
+
+def test_the_engine_is_told_whether_a_manifest_is_required(tmp_path):
+    for required in (False, True):
+        options = lone_options(load_settings(require_manifest=required), tmp_path)
+        assert options.require_manifest == required

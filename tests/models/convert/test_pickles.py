@@ -133,3 +133,14 @@ def test_a_full_disk_is_named(folder, stored, convert_to):
             convert_to(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, here)
+
+
+def test_a_limit_on_memory_that_is_too_low_is_named(folder, stored, convert_to, monkeypatch):
+    torch.save(stored, folder / "pytorch_model.bin")
+
+    def fail(*arguments, **more):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes")
+
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(ModelError, match=r"takes more than 9,000 bytes \(--memory-limit\)$"):
+        convert_to(folder, memory=9000)

@@ -100,7 +100,7 @@ def generate(
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
     request = commands.generate_request(_text(prompt), options.fields, chat=chat, system=system)
-    commands.run(commands.generate(remote, request, json_lines=json_lines))
+    commands.run(commands.generate(remote, request, stream=options.stream, json_lines=json_lines))
 
 
 app.command("bench")(bench)
@@ -133,7 +133,7 @@ def info(
     *,
     remote: Remote,
 ) -> None:
-    """Show what a server runs."""
+    """Show what a server runs, and what it allows."""
     from tokenpod.cli import commands
 
     commands.run(commands.info(remote, json_output=json_output))

@@ -13,7 +13,7 @@ import torch
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
-from tokenpod.models.checkpoint import Checkpoint, Progress, WeightReader, check, read_weights
+from tokenpod.models.checkpoint import Checkpoint, WeightReader, check
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.facts import LoadedModel, ModelFacts
@@ -25,6 +25,7 @@ from tokenpod.models.kv_scales import read_scales
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
 from tokenpod.models.overrides import Overridden
+from tokenpod.models.reading import Progress, read_weights
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.verify import verified

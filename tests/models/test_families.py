@@ -18,11 +18,12 @@ from golden_kinds import KINDS
 from safetensors.torch import load_file, save_file
 
 from tokenpod.models import load as loading
-from tokenpod.models.checkpoint import Checkpoint, read_weights
+from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.fields import Fields
 from tokenpod.models.load import read_config, read_layout
+from tokenpod.models.reading import read_weights
 from tokenpod.models.spec import ModelSpec
 
 #: Fields that change nothing of what a model computes, or nothing of what is served.

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.models.checkpoint import Checkpoint, read_weights
+from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.load import read_layout
+from tokenpod.models.reading import read_weights
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
 

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models import load as loading
-from tokenpod.models.checkpoint import Checkpoint, read_weights
+from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.load import load_model, read_layout
+from tokenpod.models.reading import read_weights
 from tokenpod.models.shard import Shard
 
 CPU = torch.device("cpu")

@@ -1,0 +1,149 @@
+"""Weights from a checkpoint's tensors: merged, cast, and divided among ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tokenpod.models import mxfp4
+from tokenpod.models.checkpoint import Checkpoint, WeightReader
+from tokenpod.models.linear import Weights
+from tokenpod.models.memory import use_large_pages
+from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.models.weights import Source, Weight
+
+Progress = Callable[[int, int], None]
+
+
+def read_weights(
+    checkpoint: Checkpoint,
+    weights: list[Weight],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    shard: Shard = WHOLE,
+    reader: WeightReader | None = None,
+) -> Weights:
+    """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
+
+    Weights that `reader` quantises are read by it instead. Of what ranks divide only this rank's
+    shard is read, except where a format needs more for its scales. `progress` is told the bytes
+    read from the files so far, and in all.
+    """
+    sizes = [_stored_bytes(checkpoint, weight, shard, reader) for weight in weights]
+    total, done = sum(sizes), 0
+    progress(done, total)
+    loaded: Weights = {}
+    for weight, size in zip(weights, sizes, strict=True):
+        if reader is not None and reader.quantises(weight):
+            loaded[weight.name] = reader.read(checkpoint, weight, shard, device)
+        else:
+            kind = weight.dtype or dtype
+            loaded[weight.name] = read_dense(checkpoint, weight, shard, kind, device)
+        done += size
+        progress(done, total)
+    return loaded
+
+
+def _stored_bytes(
+    checkpoint: Checkpoint, weight: Weight, shard: Shard, reader: WeightReader | None
+) -> int:
+    """Bytes of a rank's shard of a weight in the files; of quantised ones all."""
+    if reader is not None and reader.quantises(weight):
+        return sum(
+            checkpoint.number_bytes(name) * math.prod(tensor.shape)
+            for name, tensor in reader.tensors(weight).items()
+        )
+    return sum(
+        mxfp4.bytes_of(math.prod(shard.shape(source)))
+        if source.scales is not None
+        else checkpoint.number_bytes(source.name) * math.prod(shard.shape(source))
+        for source in weight.sources
+    )
+
+
+def read_dense(
+    checkpoint: Checkpoint,
+    weight: Weight,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A weight's sources, one after the other along their rows; one stack per expert."""
+    shapes = [shard.shape(source) for source in weight.sources]
+    rows = sum(shape[0] for shape in shapes)
+    merged = torch.empty((rows, *shapes[0][1:]), dtype=dtype, device=device)
+    use_large_pages(merged)
+    start = 0
+    for source, shape in zip(weight.sources, shapes, strict=True):
+        end = start + shape[0]
+        there = start + len(shard.part(source.axes[0]))
+        _read_into(merged[start:there], checkpoint, source, shard)
+        merged[there:end].zero_()  # beyond the vocabulary's end
+        start = end
+    if weight.experts is None:
+        return merged
+    return merged.view(weight.experts, -1, *merged.shape[1:])
+
+
+def _read_into(target: torch.Tensor, checkpoint: Checkpoint, source: Source, shard: Shard) -> None:
+    """A rank's shard of a source: in pieces, if numbers are as stored but for their type."""
+    changed = source.scales is not None or source.transposed or source.function is not None
+    if changed or source.stored_rows(shard.part(source.axes[0])) is not None:
+        target.copy_(read_source(checkpoint, source, shard))
+    else:
+        axis, part = _divided(source, shard)
+        checkpoint.read_into(target, source.name, axis, part, source.stack)
+
+
+def read_source(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
+    """A rank's shard of a source, as stored or as its function makes it."""
+    if source.scales is not None:
+        return _read_packed(checkpoint, source, shard)
+    rows = source.stored_rows(shard.part(source.axes[0]))
+    if rows is not None:
+        tensor = _read_rows(checkpoint, source, rows)
+    else:
+        axis, part = _divided(source, shard)
+        tensor = checkpoint.read(source.name, axis, part, source.stack)
+    if source.transposed:
+        tensor = tensor.t()
+    return tensor if source.function is None else source.function(tensor)
+
+
+def _divided(source: Source, shard: Shard) -> tuple[int | None, range]:
+    """The axis of the stored tensor that ranks divide, and this rank's part; None: none is."""
+    axis = source.divided if shard.world > 1 else None
+    if axis is None:
+        return None, range(0)
+    return 1 - axis if source.transposed else axis, shard.part(source.axes[axis])
+
+
+def _read_rows(checkpoint: Checkpoint, source: Source, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Rows (of a transposed tensor: columns) that need not be in order: what lies around them."""
+    first = int(rows.min())
+    around = range(first, int(rows.max()) + 1)
+    axis = 1 if source.transposed else 0
+    slab = checkpoint.read(source.name, axis, around, source.stack)
+    return slab.index_select(axis, torch.from_numpy(rows - first))
+
+
+def _read_packed(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
+    """Numbers of 4 bits as float32. Blocks lie along the inputs: ranks read whole rows of them."""
+    assert source.scales is not None
+    part = shard.part(source.axes[0])
+    rows = source.stored_rows(part)
+    rows = np.arange(part.start, part.stop) if rows is None else rows
+    first = int(rows.min())
+    around, own = range(first, int(rows.max()) + 1), torch.from_numpy(rows - first)
+    blocks, scales = (
+        checkpoint.read(name, 0, around, source.stack).index_select(0, own)
+        for name in (source.name, source.scales)
+    )
+    inputs = shard.part(source.axes[1])
+    return mxfp4.dequantised(blocks, scales)[:, inputs.start : inputs.stop]

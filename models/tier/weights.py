@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from tokenpod.models.checkpoint import Checkpoint, Progress
+from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
+from tokenpod.models.reading import Progress
 
 
 def load_weights(

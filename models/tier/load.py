@@ -11,7 +11,7 @@ from tokenpod.kernels.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
-from tokenpod.models.tier.check import TOKENS, check
+from tokenpod.models.tier.check import TOKENS, check, difference
 from tokenpod.models.tier.classes import config_of, max_positions, model_class
 from tokenpod.models.tier.dispatch import Dispatch, Recorder, without_chunks
 from tokenpod.models.tier.errors import NotServed
@@ -73,9 +73,7 @@ class TierLoader:
         model = load_weights(self._class, self._config, checkpoint, dtype, progress).to(device)
         tokens = torch.arange(TOKENS, device=device) * 7919 % self.spec.vocab_size
         with torch.inference_mode():
-            model.config._attn_implementation = "eager"
-            at = torch.arange(TOKENS, device=device)[None]
-            truth = model(input_ids=tokens[None], position_ids=at, use_cache=False).logits[0]
+            truth, noise = _by_transformers(model, tokens)
             halves, hosted = Halves(model), Hosted()
             dispatches = record(halves, hosted, self._served)
             chunks = {d.reach.chunk for d in dispatches if d.reach.chunk is not None}
@@ -92,8 +90,22 @@ class TierLoader:
                 eos_token_ids=self.spec.eos_token_ids,
             )
             served = TierModel(spec, halves, hosted, dispatches, ops)
-            check(served, truth, tokens)
+            check(served, truth, tokens, noise)
         return served
+
+
+def _by_transformers(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """[TOKENS, vocabulary] logits, and how far those of its two kinds of attention differ."""
+    at = torch.arange(len(tokens), device=tokens.device)[None]
+    said = []
+    for name in ("eager", "sdpa") if model._supports_sdpa else ("eager",):
+        model.config._attn_implementation = name
+        try:
+            said.append(model(input_ids=tokens[None], position_ids=at, use_cache=False).logits[0])
+        except ValueError:  # that kind lacks something that the model needs
+            if name == "eager":
+                raise
+    return said[0], difference(said[-1], said[0])
 
 
 def spec_of(

@@ -46,6 +46,14 @@ LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+GEMMA4 = {
+    "head_dim": 128,
+    "global_head_dim": 256,
+    "sliding_window": 100,
+    "vocab_size_per_layer_input": 4096,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
 #: name -> (kind, more settings).
 MODELS = {
     "llama": ("llama", {"head_dim": 128}),
@@ -64,6 +72,10 @@ MODELS = {
     "gpt-oss": ("gpt-oss", {"head_dim": 64, "intermediate_size": 512, "sliding_window": 100}),
     "deepseek-v2": ("deepseek-v2-lite", LATENT),
     "deepseek-v3": ("deepseek-v3", {**LATENT, "q_lora_rank": 384}),
+    # Computed by transformers.
+    "apertus": ("apertus", {"head_dim": 128}),
+    "gemma4": ("gemma4-shared", GEMMA4),
+    "minicpm3": ("minicpm3", {**LATENT, "kv_lora_rank": 256, "v_head_dim": 64}),
 }
 
 

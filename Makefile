@@ -13,7 +13,7 @@ BASELINE := protos/baseline.binpb
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test test-gpu chaos lint types docs format baseline wheel locks image image-needs clean
+.PHONY: help setup stubs demo test test-gpu chaos lint types docs models format baseline wheel locks image image-needs clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
@@ -59,6 +59,7 @@ lint: setup ## Style, what is made from the code and stale, protos, the Dockerfi
 	@$(PY) tools/stubs.py --check
 	@$(PY) tools/settings_docs.py --check
 	@$(PY) tools/chart_schema.py --check
+	@$(PY) tools/models_page.py --check
 	@$(BIN)/buf lint
 	@$(BIN)/buf breaking --against $(BASELINE)
 	@$(BIN)/hadolint Dockerfile
@@ -70,6 +71,11 @@ format: setup ## Rewrite the code in the project's style
 docs: setup ## What is made from the settings: their page, their part of the chart's schema
 	@$(PY) tools/settings_docs.py
 	@$(PY) tools/chart_schema.py
+	@$(PY) tools/models_page.py
+
+models: setup ## Try every causal model of transformers on a tiny checkpoint, and note which are served
+	@PYTHONPATH=tools $(PY) -m survey
+	@$(PY) tools/models_page.py
 
 baseline: setup ## Freeze the protos as they are: what is in the baseline can't be broken any more
 	@$(BIN)/buf build --exclude-source-info --output $(BASELINE)

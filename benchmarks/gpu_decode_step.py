@@ -141,9 +141,8 @@ class Stage:
 def make_stage() -> Stage:
     torch.manual_seed(0)
     pool = KVPool(
-        layers=LAYERS,
         slots=SLOTS,
-        layout=alike(KV_HEADS, HEAD_DIM),
+        layouts=[alike(KV_HEADS, HEAD_DIM)] * LAYERS,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
     )

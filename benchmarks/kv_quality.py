@@ -64,9 +64,8 @@ def prompt_step(tokens: list[int]) -> ForwardBatch:
 def make_pool(model: Decoder, slots: int, scales: KVScales | None = None) -> KVPool:
     config = model.config
     return KVPool(
-        layers=len(config.layers),
         slots=slots,
-        layout=config.kv,
+        layouts=config.kv_layouts,
         dtype=torch.float32 if scales is None else EIGHT_BITS,
         device=CPU,
         scales=scales,

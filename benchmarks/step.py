@@ -150,8 +150,7 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
 
 def cases_of(config: ModelSpec, model: Decoder, options: argparse.Namespace) -> list[Case]:
     slot = KVPool.bytes_per_slot(
-        layers=len(config.layers),
-        layout=config.kv,
+        layouts=config.kv_layouts,
         dtype=torch.float32,
     )
     weights = model.weight_bytes - config.vocab_size * config.hidden_size * 4
@@ -182,9 +181,8 @@ def main() -> None:
     watched = Decoder(config, weights, clock.operations(operations_for(CPU, torch.float32)))
     cases = cases_of(config, model, options)
     pool = KVPool(
-        layers=len(config.layers),
         slots=max(run[1] for case in cases for runs in case.batch.b_runs for run in runs),
-        layout=config.kv,
+        layouts=config.kv_layouts,
         dtype=torch.float32,
         device=CPU,
     )

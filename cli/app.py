@@ -18,7 +18,9 @@ from typer.core import TyperGroup
 import tokenpod
 from tokenpod.cli.bench.flags import bench
 from tokenpod.cli.connection import Remote, connected
+from tokenpod.cli.convert import convert
 from tokenpod.cli.download import download
+from tokenpod.cli.models import models
 from tokenpod.cli.request import RequestOptions
 from tokenpod.service.telemetry.logs import print_error
 
@@ -98,11 +100,13 @@ def generate(
     if system is not None and not chat:
         raise typer.BadParameter("needs --chat", param_hint="--system")
     request = commands.generate_request(_text(prompt), options.fields, chat=chat, system=system)
-    commands.run(commands.generate(remote, request, json_lines=json_lines))
+    commands.run(commands.generate(remote, request, stream=options.stream, json_lines=json_lines))
 
 
 app.command("bench")(bench)
 app.command("download")(download)
+app.command("models")(models)
+app.command("convert")(convert)
 
 
 @app.command()
@@ -129,7 +133,7 @@ def info(
     *,
     remote: Remote,
 ) -> None:
-    """Show what a server runs."""
+    """Show what a server runs, and what it allows."""
     from tokenpod.cli import commands
 
     commands.run(commands.info(remote, json_output=json_output))

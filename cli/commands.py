@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,21 +14,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenpod.cli.connection import Remote
 from tokenpod.cli.remote import RemoteError, calling
 from tokenpod.cli.terminal import LiveText, json_line, table
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
+from tokenpod.protos.tokenpod.v1 import chat_pb2, generation_pb2, model_pb2
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
+from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 Result = TypeVar("Result")
 
-#: Initial metadata in which a server names its model.
-MODEL_ID_KEY = "tokenpod-model-id"
 #: Seconds that a health check may take where no deadline is given: no answer is one too.
 HEALTH_SECONDS = 5.0
 
 #: Parts of a request, by the names of its fields.
 _PARTS: dict[str, Any] = {
-    "sampling": v3.SamplingOptions,
-    "stopping": v3.StoppingOptions,
-    "output": v3.OutputOptions,
+    "sampling": generation_pb2.SamplingOptions,
+    "stopping": generation_pb2.StoppingOptions,
+    "output": generation_pb2.OutputOptions,
 }
 
 
@@ -51,10 +50,11 @@ def remote_errors() -> Iterator[None]:
 
 def generate_request(
     prompt: str, given: Mapping[str, object], *, chat: bool, system: str | None
-) -> v3.GenerateRequest:
+) -> generation_pb2.GenerateRequest:
     """The message with these fields, each in the part that has one of its name."""
     parts = {name: kind(**_fields_of(kind, given)) for name, kind in _PARTS.items()}
-    request = v3.GenerateRequest(**_fields_of(v3.GenerateRequest, given), **parts)
+    own = _fields_of(generation_pb2.GenerateRequest, given)
+    request = generation_pb2.GenerateRequest(**own, **parts)
     if chat:
         request.chat.CopyFrom(_chat(prompt, system))
     else:
@@ -66,19 +66,36 @@ def _fields_of(kind: Any, given: Mapping[str, object]) -> dict[str, Any]:
     return {name: given[name] for name in kind.DESCRIPTOR.fields_by_name if name in given}
 
 
-async def generate(remote: Remote, request: v3.GenerateRequest, *, json_lines: bool) -> None:
-    """Stream one request to the terminal. Raises RemoteError; cancelling it cancels the call."""
+async def generate(
+    remote: Remote, request: generation_pb2.GenerateRequest, *, stream: bool, json_lines: bool
+) -> None:
+    """Show one request's answer. Raises RemoteError; cancelling it cancels the call.
+
+    Args:
+        stream: as it comes; else at its end.
+        json_lines: each message of the server as JSON.
+    """
     several = max(request.sampling.n, 1) > 1
     live = None if json_lines else LiveText(several=several)
     async with calling(remote) as channel:
-        stub = TextGenerationServiceStub(channel)
-        async for event in stub.Generate(request, **_call_options(remote)):
+        async for message in _messages(GenerationServiceStub(channel), request, remote, stream):
             if live is None:
-                print(json_line(event), flush=True)
+                print(json_line(message), flush=True)
             else:
-                live.event(event)
+                live.show(message)
     if live is not None:
         live.close()
+
+
+async def _messages(
+    stub: Any, request: generation_pb2.GenerateRequest, remote: Remote, stream: bool
+) -> AsyncIterator[generation_pb2.GenerateResponse | pb.GenerateOnceResponse]:
+    options = _call_options(remote)
+    if stream:
+        async for event in stub.Generate(request, **options):
+            yield event
+    else:
+        yield await stub.GenerateOnce(pb.GenerateOnceRequest(request=request), **options)
 
 
 async def health(remote: Remote, service: str, *, watch: bool) -> bool:
@@ -97,63 +114,68 @@ async def health(remote: Remote, service: str, *, watch: bool) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-async def ask_info(remote: Remote) -> tuple[str | None, v3.InfoResponse]:
-    """The name of a server's model, and what the server tells of it. Raises RemoteError."""
+async def ask_model(remote: Remote) -> model_pb2.Model:
+    """What a server serves, and its limits. Raises RemoteError."""
     async with calling(remote) as channel:
-        stub = TextGenerationServiceStub(channel)
-        call = stub.Info(v3.InfoRequest(), **_call_options(remote))
-        metadata = await call.initial_metadata()
-        answer = await call
-    found = metadata.get(MODEL_ID_KEY) if metadata else None
-    return None if found is None else str(found), answer
+        stub = GenerationServiceStub(channel)
+        answer = await stub.GetModel(pb.GetModelRequest(), **_call_options(remote))
+    return answer.model
 
 
 async def info(remote: Remote, *, json_output: bool) -> None:
-    """Print what the server tells of its model. Raises RemoteError."""
-    model_id, answer = await ask_info(remote)
-    if json_output:
-        print(json_line(answer, model_id=model_id))
-        return
-    rows: list[tuple[str, object]] = [("model", model_id)] if model_id else []
-    # A field that is not set, such as the window of a model without one, has no row.
-    present = {field.name: value for field, value in answer.ListFields()}
-    for field in answer.DESCRIPTOR.fields:
-        if field.name in present or not field.has_presence:
-            name = field.name.replace("_", " ")
-            rows.append((name, present.get(field.name, field.default_value)))
-    print(table(rows))
+    """Print what a server serves, and its limits. Raises RemoteError."""
+    model = await ask_model(remote)
+    print(json_line(model) if json_output else table(_rows(model)))
 
 
-def tokens_request(text: str, *, chat: bool, ids: bool, special: bool) -> v3.TokensRequest:
+def _rows(model: model_pb2.Model) -> Iterator[tuple[str, object]]:
+    """A line for each field of a model and of its limits. Only --json has what is long."""
+    for field, value in _fields(model):
+        if field == "limits":
+            yield from ((name.replace("_", " "), limit) for name, limit in _fields(value))
+        elif field == "chat_template":
+            yield "chat template", model.HasField("chat_template")
+        elif field == "eos_token_ids":
+            yield "eos token ids", ", ".join(map(str, value))
+        elif field != "features":
+            yield field.replace("_", " "), value
+
+
+def _fields(message: Any) -> Iterator[tuple[str, Any]]:
+    for field in message.DESCRIPTOR.fields:
+        yield field.name, getattr(message, field.name)
+
+
+def tokens_request(text: str, *, chat: bool, ids: bool, special: bool) -> pb.TokenizeRequest:
     """The message of `tokens`."""
-    request = v3.TokensRequest(add_special_tokens=special, return_ids=ids)
     if chat:
-        request.chat.CopyFrom(_chat(text, None))
-    else:
-        request.text = text
-    return request
+        return pb.TokenizeRequest(chat=_chat(text, None), return_token_ids=ids)
+    return pb.TokenizeRequest(text=text, return_token_ids=ids, add_special_tokens=special)
 
 
-async def tokens(remote: Remote, request: v3.TokensRequest, *, json_output: bool) -> None:
+async def tokens(remote: Remote, request: pb.TokenizeRequest, *, json_output: bool) -> None:
     """Print how many tokens a text has. Raises RemoteError."""
     async with calling(remote) as channel:
-        stub = TextGenerationServiceStub(channel)
-        answer = await stub.Tokens(request, **_call_options(remote))
+        stub = GenerationServiceStub(channel)
+        answer = await stub.Tokenize(request, **_call_options(remote))
     if json_output:
         print(json_line(answer))
         return
-    print(answer.ntokens)
-    if request.return_ids:
-        print(*answer.ids)
+    print(answer.token_count)
+    if request.return_token_ids:
+        print(*answer.token_ids)
 
 
 def _call_options(remote: Remote) -> dict[str, Any]:
     return {"timeout": remote.deadline, "metadata": remote.metadata}
 
 
-def _chat(message: str, system: str | None) -> v3.Chat:
-    first = [v3.ChatMessage(role="system", content=system)] if system is not None else []
-    return v3.Chat(messages=[*first, v3.ChatMessage(role="user", content=message)])
+def _chat(message: str, system: str | None) -> chat_pb2.Chat:
+    chat = chat_pb2.Chat()
+    if system is not None:
+        chat.messages.add(role="system").content.add(text=system)
+    chat.messages.add(role="user").content.add(text=message)
+    return chat
 
 
 def _state(answer: health_pb2.HealthCheckResponse) -> str:

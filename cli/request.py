@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import typer
@@ -20,7 +21,10 @@ _sampling_count = partial(_sampling, min=0, max=UINT32, default=0)
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """Fields of `GenerateRequest` and of its parts, by their names. None leaves a field unset."""
+    """Fields of `GenerateRequest` and of its parts, by their names. None leaves a field unset.
+
+    `stream` is none of them: it chooses the rpc.
+    """
 
     stream: bool = _output("Text as it comes.", flag="--stream/--no-stream", default=True)
     logprobs: bool = _output("Log probabilities (--json).", flag="--logprobs", default=False)
@@ -29,7 +33,7 @@ class RequestOptions:
         "The prompt's log probabilities (--json).", flag="--prompt-logprobs", default=False
     )
     max_new_tokens: int | None = _stop_count("Tokens at most.", default=None)
-    min_new_tokens: int = _stop_count("Tokens at least.")
+    min_new_tokens: int | None = _stop_count("Tokens at least.", default=None)
     stop_sequences: list[str] | None = _stopping(
         "Stop at this text. Repeatable.", flag="--stop-sequence"
     )
@@ -42,31 +46,38 @@ class RequestOptions:
     include_stop_sequence: bool = _stopping(
         "Leave it in the text.", flag="--include-stop-sequence", default=False
     )
-    time_limit_ms: int = _stop_count("Finish after so many milliseconds and keep the text.", "MS")
-    truncate: int = _stop_count("Keep the prompt's last N tokens.")
+    time_limit: float | None = _stopping(
+        "Finish after so long and keep the text.", "SECONDS", min=0
+    )
+    truncate: int | None = _stop_count("Keep the prompt's last N tokens.", default=None)
     do_sample: bool | None = _sampling(
         "Sample, or take the most likely.", flag="--do-sample/--no-do-sample"
     )
     temperature: float | None = _sampling("Divides the logits.")
-    top_k: int = _sampling_count("Only the k most likely tokens.")
-    top_p: float = _sampling("Only the nucleus of this mass.", default=0.0)
-    min_p: float = _sampling("Only tokens this likely, relative to the most likely.", default=0.0)
-    typical_p: float = _sampling("Locally typical mass.", default=0.0)
-    repetition_penalty: float = _sampling("1 is none.", default=0.0)
-    presence_penalty: float = _sampling("-2 to 2.", default=0.0)
-    frequency_penalty: float = _sampling("-2 to 2.", default=0.0)
+    top_k: int | None = _sampling_count("Only the k most likely tokens.", default=None)
+    top_p: float | None = _sampling("Only the nucleus of this mass.")
+    min_p: float | None = _sampling("Only tokens this likely, relative to the most likely.")
+    typical_p: float | None = _sampling("Locally typical mass.")
+    repetition_penalty: float | None = _sampling("1 is none.")
+    presence_penalty: float | None = _sampling("-2 to 2.")
+    frequency_penalty: float | None = _sampling("-2 to 2.")
     logit_bias: list[str] | None = _sampling("Add to a token's logit. Repeatable.", "ID=BIAS")
     seed: int | None = _sampling("", min=0, max=2**64 - 1)
     watermark: bool = _sampling("Mark the text.", flag="--watermark", default=False)
-    n: int = _sampling_count("Samples to return.")
-    best_of: int = _sampling_count("Samples to choose from; needs --no-stream.")
+    n: int | None = _sampling_count("Samples to return.", default=None)
+    best_of: int | None = _sampling_count(
+        "Samples to choose from; needs --no-stream.", default=None
+    )
     request_id: str = option("Name in logs and traces.", default="")
-    priority: int = option("Higher runs first.", min=-100, max=100, default=0)
+    priority: int | None = option("Higher runs first.", min=-100, max=100)
+    model: str = option("The model that is meant; another one is an error.", default="")
 
     @property
     def fields(self) -> dict[str, object]:
         """The fields that are set, by name. Raises BadParameter for a bias that can't be read."""
         given = {name: value for name, value in vars(self).items() if value is not None}
+        if self.time_limit is not None:
+            given["time_limit"] = timedelta(seconds=self.time_limit)
         return given | {"logit_bias": dict(map(_bias, self.logit_bias or ()))}
 
 

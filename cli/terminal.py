@@ -11,7 +11,8 @@ from typing import TextIO
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod.protos.tokenpod.v1.generation_service_pb2 import GenerateOnceResponse
 
 
 class LiveText:
@@ -31,28 +32,32 @@ class LiveText:
         self._out, self._notes, self._several = out, notes, several
         self._live: int | None = None
         self._waiting: dict[int, str] = {}
-        self._finished: dict[int, v3.Finished] = {}
+        self._finished: dict[int, pb.Finished] = {}
         self._ends_line = True
         self._began = time.monotonic()
         self._first: float | None = None
 
-    def event(self, event: v3.GenerateResponse) -> None:
-        """Print what this event adds."""
-        kind = event.WhichOneof("event")
+    def show(self, message: pb.GenerateResponse | GenerateOnceResponse) -> None:
+        """Print what this event adds, or a whole answer."""
+        if isinstance(message, GenerateOnceResponse):
+            for result in message.results:
+                self._text(result.index, result.text)
+                self._finish(result)
+            return
+        kind = message.WhichOneof("event")
         if kind == "tokens":
             self._first = self._first or time.monotonic()
-            self._text(event.tokens.index, event.tokens.text)
+            self._text(message.tokens.index, message.tokens.text)
         elif kind == "finished":
-            self._text(event.finished.index, "")
-            self._finished[event.finished.index] = event.finished
-            self._next()
+            self._text(message.finished.index, "")
+            self._finish(message.finished)
 
     def close(self) -> None:
         """The closing line: tokens, tokens/s, time to first token, finish reason."""
         self._end_line()
         ended = time.monotonic()
         samples = [self._finished[i] for i in sorted(self._finished)]
-        tokens = sum(s.usage.generated_tokens for s in samples)
+        tokens = sum(s.generated_token_count for s in samples)
         parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
         if self._first is not None:
             # The first tokens came with the prompt's computation, which is not the rate's.
@@ -69,6 +74,10 @@ class LiveText:
             self._write(text)
         else:
             self._waiting[index] = self._waiting.get(index, "") + text
+
+    def _finish(self, finished: pb.Finished) -> None:
+        self._finished[finished.index] = finished
+        self._next()
 
     def _next(self) -> None:
         """Go on with the lowest waiting sample once the live one has finished."""
@@ -96,9 +105,10 @@ class LiveText:
             self._write("\n")
 
 
-def finish_text(finished: v3.Finished) -> str:
+def finish_text(finished: pb.Finished) -> str:
     """Why a sample ended, in lower case: `length`, `stop sequence '\\n\\n'`."""
-    reason = v3.Finish.Name(finished.reason).removeprefix("FINISH_").lower().replace("_", " ")
+    name = pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_")
+    reason = name.lower().replace("_", " ")
     match finished.WhichOneof("stop"):
         case "stop_sequence":
             return f"{reason} {finished.stop_sequence!r}"

@@ -64,7 +64,7 @@ class Portion(msgspec.Struct, frozen=True):
 
     #: Numbers in its weights.
     numbers: int
-    #: That a layer has for a token: its keys and values.
+    #: For a token in all layers: its keys and values.
     kv_numbers: int
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
@@ -79,7 +79,6 @@ class Footprint(msgspec.Struct, frozen=True):
     dtype: str | None
     #: Whether its tensors were looked at; else config.json alone was.
     from_tensors: bool
-    layers: int
     hidden_size: int
     #: Features of a token between the products of a feed-forward block, over all its experts.
     intermediate_size: int
@@ -103,7 +102,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""
-        return self.layers * self.portions[ranks].kv_numbers * item_bytes
+        return self.portions[ranks].kv_numbers * item_bytes
 
 
 @dataclass(frozen=True, slots=True)

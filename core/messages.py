@@ -184,6 +184,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     evictable_slots: int
     #: Running sequences whose memory was taken since the start, to be computed again.
     preemptions: int = 0
+    #: Prompt tokens since the start of all requests that have a token, and those of them that were
+    #: in the prefix tree.
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
@@ -240,6 +244,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rope: str = ""
     #: How many of the checkpoint's tensors belong to parts that are not served; empty if none do.
     unused_tensors: str = ""
+    #: Whose code computes the model: "tokenpod" or "transformers".
+    runs_on: str = "tokenpod"
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):

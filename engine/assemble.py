@@ -37,7 +37,7 @@ from tokenpod.engine.memory import (
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import KVScales
 from tokenpod.kernels.pool import KVPool
-from tokenpod.models.decoder import Decoder
+from tokenpod.models.facts import LoadedModel
 
 __all__ = ["Assembled", "EngineError", "assemble"]
 
@@ -58,7 +58,7 @@ class Assembled:
 
 
 def assemble(
-    model: Decoder,
+    model: LoadedModel,
     options: EngineOptions,
     *,
     positions: int,
@@ -90,7 +90,7 @@ def assemble(
 
 
 def _on_host(
-    model: Decoder,
+    model: LoadedModel,
     options: EngineOptions,
     positions: int,
     device: torch.device,
@@ -117,7 +117,7 @@ def _on_host(
     return Assembled(executor, slots, dtype, overlap=False, slots_from=slots_from)
 
 
-def _serving_takes(model: Decoder, options: EngineOptions, ranks: int) -> int:
+def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
     step = largest_step(
         options.max_batch_size + 1,
@@ -131,7 +131,7 @@ def _serving_takes(model: Decoder, options: EngineOptions, ranks: int) -> int:
 
 
 def _on_device(
-    model: Decoder,
+    model: LoadedModel,
     options: EngineOptions,
     positions: int,
     device: torch.device,
@@ -179,7 +179,8 @@ def _on_device(
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
     pool = make_pool(model, slots + PROBE_TOKENS, device, scales)  # the small one goes
     executor.use(pool)
-    executor.capture()
+    if model.captures:
+        executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.
     rows = max(min(rows, slots // 2), 1)
     run_worst_steps(executor, rows, max(min(prompt, slots - rows), 1), positions)
@@ -205,7 +206,7 @@ def run_worst_steps(executor: Executor, rows: int, prompt: int, positions: int) 
 
 
 def _measured_scales(
-    model: Decoder, executor: Executor, pool: KVPool, most_tokens: int
+    model: LoadedModel, executor: Executor, pool: KVPool, most_tokens: int
 ) -> KVScales:
     """By a random prompt of so many tokens at most; the executor's pool is in the model's type."""
     prompt = random_prompt(min(most_tokens, PROMPT_TOKENS), model.config.vocab_size)
@@ -213,7 +214,7 @@ def _measured_scales(
     return measure_scales(pool, len(prompt))
 
 
-def _kv_dtype(model: Decoder, options: EngineOptions, device: torch.device) -> torch.dtype:
+def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) -> torch.dtype:
     """Of keys and values. Raises EngineError if the device can't read them."""
     if options.kv_cache_dtype != EIGHT_BITS_NAME:
         return model.dtype
@@ -221,23 +222,27 @@ def _kv_dtype(model: Decoder, options: EngineOptions, device: torch.device) -> t
     problem = eight_bits_problem(gpu)
     if problem is not None:
         raise EngineError(problem)
-    if model.config.latent is not None:
+    config, asked = model.config, f"kv_cache_dtype is {options.kv_cache_dtype}"
+    if any(layout.shared for layout in config.kv_layouts):
         raise EngineError(
-            f"kv_cache_dtype is {options.kv_cache_dtype}: {model.config.architecture} has latent "
-            "rows, which are held as they are"
+            f"{asked}: {config.architecture} has latent rows, which are held as they are"
+        )
+    if config.runs_on != "tokenpod":
+        raise EngineError(
+            f"{asked}: {config.architecture} is computed by {config.runs_on}; its keys and values "
+            "are held as they are"
         )
     return EIGHT_BITS
 
 
 def make_pool(
-    model: Decoder, slots: int, device: torch.device, scales: KVScales | None = None
+    model: LoadedModel, slots: int, device: torch.device, scales: KVScales | None = None
 ) -> KVPool:
     """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
     config = model.config
     return KVPool(
-        layers=len(config.layers),
         slots=slots,
-        layout=config.kv,
+        layouts=config.kv_layouts,
         dtype=model.dtype if scales is None else EIGHT_BITS,
         device=device,
         scales=scales,
@@ -245,7 +250,7 @@ def make_pool(
 
 
 def _slots(
-    model: Decoder,
+    model: LoadedModel,
     options: EngineOptions,
     positions: int,
     free: FreeMemory,
@@ -255,8 +260,7 @@ def _slots(
     """How many, and what they were computed from. Raises EngineError if they don't fit."""
     config = model.config
     slot_bytes = KVPool.bytes_per_slot(
-        layers=len(config.layers),
-        layout=config.kv,
+        layouts=config.kv_layouts,
         dtype=dtype,
     )
     slots = choose_slots(

@@ -6,7 +6,7 @@ import torch
 
 from tokenpod.core.capability import problem_of
 from tokenpod.engine.assemble import EngineError
-from tokenpod.models.spec import ModelSpec
+from tokenpod.models.facts import ModelFacts
 
 
 def check_device(device: torch.device) -> None:
@@ -28,12 +28,13 @@ def check_device(device: torch.device) -> None:
         raise EngineError(problem)
 
 
-def check_attention(spec: ModelSpec) -> None:
+def check_attention(facts: ModelFacts) -> None:
     """Raise EngineError, in one line, if the GPU's kernels can't handle a model's attention."""
-    if spec.latent is None:
-        check_heads(spec.heads, spec.kv.heads, spec.kv.key_dim)
-    else:
-        check_latent(spec.latent.kv_rank, spec.latent.rope_dim)
+    for heads, kv in set(zip(facts.head_counts, facts.kv_layouts, strict=True)):
+        if kv.shared:
+            check_latent(kv.value_dim, kv.key_dim - kv.value_dim)
+        else:
+            check_heads(heads, kv.heads, kv.key_dim)
 
 
 def check_latent(rank: int, rope: int) -> None:

@@ -126,6 +126,7 @@ def load(
         slots_from=assembled.slots_from,
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
+        runs_on=config.runs_on,
     )
     return assembled, ready, limits
 

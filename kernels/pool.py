@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,9 +41,8 @@ class KVPool:
     Separate tensors a layer: one mutated tensor for all layers costs compilers several times more.
 
     Args:
-        layers: of the model.
+        layouts: what each layer has for a token, on this rank.
         slots: tokens that it holds.
-        layout: what each layer has for a token, on this rank.
         dtype: of the numbers; float8_e4m3fn with `scales` only.
         device: where it lies.
         scales: [layers, heads] each: what numbers of 8 bits are multiples of.
@@ -51,28 +51,29 @@ class KVPool:
     def __init__(
         self,
         *,
-        layers: int,
+        layouts: Sequence[KVLayout],
         slots: int,
-        layout: KVLayout,
         dtype: torch.dtype,
         device: torch.device,
         scales: KVScales | None = None,
     ) -> None:
         self.slots = slots
         #: A layer's each, [heads]; None where numbers are stored as they are.
-        self.scales: list[KVScales | None] = [None] * layers
+        self.scales: list[KVScales | None] = [None] * len(layouts)
         if scales is not None:
             self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
-        keys, values = (
-            (slots + 1, layout.heads, numbers) for numbers in (layout.key_dim, layout.value_dim)
-        )
-        self.keys = [_zeros(keys, dtype, device) for _ in range(layers)]
-        self._stored = list(self.keys)
-        if layout.shared:
-            self.values = [tensor[..., : layout.value_dim] for tensor in self.keys]
-        else:
-            self.values = [_zeros(values, dtype, device) for _ in range(layers)]
-            self._stored += self.values
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._stored: list[torch.Tensor] = []
+        for layout in layouts:
+            keys = _zeros((slots + 1, layout.heads, layout.key_dim), dtype, device)
+            self._stored.append(keys)
+            values = keys[..., : layout.value_dim]
+            if not layout.shared:
+                values = _zeros((slots + 1, layout.heads, layout.value_dim), dtype, device)
+                self._stored.append(values)
+            self.keys.append(keys)
+            self.values.append(values)
 
     def take_pages(self) -> None:
         """Have the system give all memory now; on a CPU it comes when it is first written."""
@@ -88,9 +89,9 @@ class KVPool:
             numbers[target] = numbers[source]
 
     @staticmethod
-    def bytes_per_slot(*, layers: int, layout: KVLayout, dtype: torch.dtype) -> int:
+    def bytes_per_slot(*, layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:
         """Bytes of device memory that one token costs in all layers."""
-        return layers * layout.numbers * dtype.itemsize
+        return sum(layout.numbers for layout in layouts) * dtype.itemsize
 
     @property
     def sink(self) -> int:

@@ -31,7 +31,7 @@ class Checkpoint:
         self._files = ExitStack()
         self._where: dict[str, TensorFile] = {}
         #: The files that it is made of.
-        self.files = list(_shards(folder))
+        self.files = files_of(folder)
         try:
             for path in self.files:
                 self._open(path)
@@ -137,17 +137,16 @@ def _within(shape: tuple[int, ...], stack: Stack | None) -> tuple[int, tuple[int
     return stack.index * rows, (rows, *shape[1:])
 
 
-def _shards(folder: Path) -> Iterable[Path]:
-    """The files that make up the checkpoint."""
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if not (folder / INDEX).is_file():
-        raise ModelError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
-    index = read_fields(folder / INDEX)
-    files = set(index.fields("weight_map").values.values())
+def files_of(folder: Path, single: str = SINGLE, index: str = INDEX) -> list[Path]:
+    """The files that make up the checkpoint; ModelError if there are none."""
+    if (folder / single).is_file():
+        return [folder / single]
+    if not (folder / index).is_file():
+        raise ModelError(f"{folder}: neither {single} nor {index} is there")
+    files = set(read_fields(folder / index).fields("weight_map").values.values())
     for name in files:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
-            raise ModelError(f"{folder / INDEX}: {name!r} is not the name of a file beside it")
+            raise ModelError(f"{folder / index}: {name!r} is not the name of a file beside it")
     return [folder / name for name in sorted(files)]
 
 

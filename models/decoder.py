@@ -18,13 +18,15 @@ from tokenpod.models.spec import ModelSpec, Rope
 
 
 class Decoder:
-    """A model ready to run. It holds no state of sequences: that is all in the pool.
+    """The `LoadedModel` of a family that we have.
 
     `weights` maps the names of `weights_of` to what is on one device, and is empty afterwards:
     layers may hold them in another layout. Of a model that ranks divide, `config`, `weights` and
     `ops` are one rank's; `parameters` then counts those of all, each once. `delta` says what is
     added to products of which tokens.
     """
+
+    captures = True
 
     def __init__(
         self,
@@ -39,14 +41,14 @@ class Decoder:
     ) -> None:
         self.config = config
         #: How many tensors of the checkpoint belong to each part that is not served.
-        self.unused = unused
+        self.unused: Mapping[str, int] = unused
         held = sum(weight.numel() for weight in weights.values())
         #: Of the whole model.
         self.parameters_count = held if parameters is None else parameters
         #: Bytes that this rank holds.
         self.weight_bytes = sum(weight.nbytes for weight in weights.values())
         #: [layers, K] each, for keys and values of 8 bits; None: the checkpoint has none.
-        self.kv_scales = kv_scales
+        self.kv_scales: KVScales | None = kv_scales
         self._ops = ops
         table = weights["embedding"]
         assert isinstance(table, torch.Tensor)

@@ -14,8 +14,8 @@ import msgspec
 
 from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.load import Layout, ModelError, read_layout
-from tokenpod.models.shard import Shard
+from tokenpod.models.load import Layout, ModelError, check_alone, is_native, read_layout, tier_of
+from tokenpod.models.shard import WHOLE, Shard
 
 
 def main() -> int:
@@ -36,10 +36,34 @@ def footprint_of(folder: Path, quantize: str | None = None) -> Footprint:
     Where its safetensors files are there too, their tensors are checked against it. Raises
     ModelError for what could not be served, with its products in the format `quantize`.
     """
+    if not is_native(folder):
+        return _through_transformers(folder, quantize)
     if not any(folder.glob("*.safetensors")):
         return _footprint(read_layout(folder, None, None, quantize), quantize, tensors=False)
     with Checkpoint(folder) as checkpoint:
         return _footprint(read_layout(folder, checkpoint, None, quantize), quantize, tensors=True)
+
+
+def _through_transformers(folder: Path, quantize: str | None) -> Footprint:
+    """Of a model of another family: by its class's own weights, whatever the files hold."""
+    tier = tier_of(folder)
+    spec = tier.spec
+    check_alone(spec, WHOLE, quantize)
+    if not spec.kv_layouts:
+        raise ModelError(
+            f"{spec.architecture} is computed by transformers, and what it keeps of a token is "
+            "known once it is loaded: it can't be sized before"
+        )
+    return Footprint(
+        architecture=spec.architecture,
+        dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
+        from_tensors=False,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.widest,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        portions={1: Portion(tier.numbers, sum(kv.numbers for kv in spec.kv_layouts))},
+    )
 
 
 def _footprint(layout: Layout, quantize: str | None, *, tensors: bool) -> Footprint:
@@ -48,7 +72,6 @@ def _footprint(layout: Layout, quantize: str | None, *, tensors: bool) -> Footpr
         architecture=spec.architecture,
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
         from_tensors=tensors,
-        layers=len(spec.layers),
         hidden_size=spec.hidden_size,
         intermediate_size=spec.widest,
         vocab_size=spec.vocab_size,
@@ -65,7 +88,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             local = shard.config(layout.spec)
         except ModelError:
             continue
-        portion = Portion(shard.numbers(layout.weights), local.kv.numbers)
+        portion = Portion(shard.numbers(layout.weights), sum(kv.numbers for kv in local.kv_layouts))
         reader = layout.reader
         if reader is not None:
             quantised = [weight for weight in layout.weights if reader.quantises(weight)]

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,9 @@ from tokenpod.kernels.registry import operations_for
 from tokenpod.models.checkpoint import Checkpoint, WeightReader, check
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
+from tokenpod.models.facts import LoadedModel, ModelFacts
 from tokenpod.models.families import FAMILIES, Family
+from tokenpod.models.families.family import dtype_of
 from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales
@@ -29,6 +31,9 @@ from tokenpod.models.spec import ModelSpec
 from tokenpod.models.verify import verified
 from tokenpod.models.weights import Weight
 
+if TYPE_CHECKING:
+    from tokenpod.models.tier.load import TierLoader
+
 __all__ = ["ModelError", "load_model", "read_config", "read_layout"]
 
 
@@ -36,14 +41,55 @@ def read_config(
     folder: Path,
     max_total_tokens: int | None = None,
     override: Mapping[str, Any] | None = None,
-) -> ModelSpec:
+) -> ModelFacts:
     """What config.json (and generation_config.json, for the end-of-text tokens) say.
 
     `max_total_tokens` is the longest sequence that will be served; None: what the model can.
     `override` replaces fields of config.json. Raises ModelError if a file or field is missing or
     wrong, or the architecture is unknown.
     """
-    return _read_config(folder, max_total_tokens, override)[1]
+    if is_native(folder):
+        return _read_config(folder, max_total_tokens, override)[1]
+    return tier_of(folder, max_total_tokens, override).spec
+
+
+def is_native(folder: Path) -> bool:
+    """Whether one of our families has the model. Raises ModelError without a config.json."""
+    return _family(read_fields(folder / "config.json")) is not None
+
+
+def tier_of(
+    folder: Path,
+    max_total_tokens: int | None = None,
+    override: Mapping[str, Any] | None = None,
+) -> TierLoader:
+    """The model of another family: transformers computes it, if it can.
+
+    Raises ModelError with the reason if it can't.
+    """
+    # Not above: transformers takes its time to load, and our families do without.
+    from tokenpod.models.tier.errors import NotServed
+    from tokenpod.models.tier.load import TierLoader
+
+    fields = read_fields(folder / "config.json")
+    names = fields.texts("architectures")
+    name = names[0] if names else "none"
+    refuse_quantised(folder, fields)
+    if override:
+        raise ModelError(
+            f"config_override names {', '.join(override)}: {name} is computed by transformers, "
+            "with its config.json as it is"
+        )
+    try:
+        return TierLoader(
+            name,
+            fields,
+            dtype=dtype_of(fields),
+            eos_token_ids=_end_tokens(folder, fields.token_ids("eos_token_id")),
+            served=max_total_tokens,
+        )
+    except NotServed as reason:
+        raise _unsupported(fields, reason) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +173,7 @@ def load_model(
     quantize: str | None = None,
     require_manifest: bool = False,
     override: Mapping[str, Any] | None = None,
-) -> Decoder:
+) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
     Args:
@@ -147,10 +193,18 @@ def load_model(
             model, and if the weights don't fit into memory.
     """
     assert shard == (Shard(group.rank, group.world) if group else WHOLE)
-    spec = read_config(folder, max_total_tokens, override)
-    shard.check(spec)
     local = group.local_ranks if group else 1
     share = (shard.rank % local, local)
+    if not is_native(folder):
+        tier = tier_of(folder, max_total_tokens, override)
+        check_alone(tier.spec, shard, quantize)
+        with (
+            Checkpoint(folder) as checkpoint,
+            verified(folder, checkpoint.files, required=require_manifest, share=share),
+        ):
+            return _load_tier(tier, checkpoint, dtype=dtype, device=device, progress=progress)
+    spec = _read_config(folder, max_total_tokens, override)[1]
+    shard.check(spec)
     with (
         Checkpoint(folder) as checkpoint,
         verified(folder, checkpoint.files, required=require_manifest, share=share),
@@ -184,25 +238,73 @@ def load_model(
     )
 
 
+def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
+    """Raise ModelError for what only families of ours can do."""
+    name = facts.architecture
+    if shard.world > 1:
+        raise ModelError(
+            f"{name} is computed by transformers: it runs on 1 rank, and there are {shard.world}"
+        )
+    if quantize is not None:
+        raise ModelError(
+            f"quantize is {quantize}: {name} is computed by transformers, with weights as they are"
+        )
+
+
+def _load_tier(
+    tier: TierLoader,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    progress: Progress,
+) -> LoadedModel:
+    """The model of another family. See `load_model`."""
+    from tokenpod.models.tier.errors import NotServed
+
+    dtype = dtype or tier.spec.dtype or torch.float32
+    _check_memory(tier.numbers * dtype.itemsize, dtype, device, 1)
+    try:
+        ops = operations_for(device, dtype)
+        return tier.load(checkpoint, dtype=dtype, device=device, ops=ops, progress=progress)
+    except NotServed as reason:
+        raise _unsupported(tier.fields, reason) from None
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelError(f"not enough memory for the weights ({error})") from None
+
+
 def _read_config(
     folder: Path, max_total_tokens: int | None, override: Mapping[str, Any] | None
 ) -> tuple[Family, ModelSpec]:
     fields = read_fields(folder / "config.json")
     family = _family(fields)
-    if _quantises_weights(fields, family.quantised):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported")
+    if family is None:
+        raise _unsupported(fields, None)
+    refuse_quantised(folder, fields, family.quantised)
     if override:
         fields = Overridden(fields, override)
     spec = family.spec(fields, max_total_tokens)
     if isinstance(fields, Overridden):
         fields.check_all_read(spec.architecture)
-    eos = spec.eos_token_ids
-    if (folder / "generation_config.json").is_file():
-        eos = read_fields(folder / "generation_config.json").token_ids("eos_token_id") or eos
     # Some files write -1 for none.
     rows = range(spec.vocab_size)
+    eos = _end_tokens(folder, spec.eos_token_ids)
     eos = frozenset(token_id for token_id in eos if token_id in rows)
     return family, dataclasses.replace(spec, eos_token_ids=eos)
+
+
+def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
+    """Tokens that end a text: those of generation_config.json, otherwise of config.json."""
+    if not (folder / "generation_config.json").is_file():
+        return by_config
+    generation = read_fields(folder / "generation_config.json")
+    return generation.token_ids("eos_token_id") or by_config
+
+
+def refuse_quantised(folder: Path, fields: Fields, known: tuple[str, ...] = ()) -> None:
+    """Raise ModelError for weights that are quantised, but in a way that is `known`."""
+    if _quantises_weights(fields, known):
+        raise ModelError(f"{folder}: quantised checkpoints are not supported")
 
 
 def _quantises_weights(fields: Fields, known: tuple[str, ...]) -> bool:
@@ -218,15 +320,19 @@ def _quantises_weights(fields: Fields, known: tuple[str, ...]) -> bool:
     return kind not in known and (kind != "compressed-tensors" or not of_none)
 
 
-def _family(fields: Fields) -> Family:
+def _family(fields: Fields) -> Family | None:
+    """None: we don't have the model; transformers may."""
     names = fields.texts("architectures")
-    for family in FAMILIES:
-        if names and names[0] in family.architectures:
-            return family
+    return next((f for f in FAMILIES if names and names[0] in f.architectures), None)
+
+
+def _unsupported(fields: Fields, reason: Exception | None) -> ModelError:
+    names = ", ".join(fields.texts("architectures")) or "none"
     known = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(
-        f"{fields.source}: architecture {', '.join(names) or 'none'} is not supported "
-        f"(supported: {known})"
+    why = f": {reason}" if reason else ""
+    return ModelError(
+        f"{fields.source}: architecture {names} is not supported{why} (supported: {known}; and "
+        "what `tokenpod models` says transformers computes)"
     )
 
 

@@ -371,6 +371,21 @@ class ModelSpec:
         return self.layers[0].attention.kv
 
     @property
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
+        """Of each layer."""
+        return tuple(layer.attention.kv for layer in self.layers)
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """Query heads of each layer."""
+        return tuple(layer.attention.heads for layer in self.layers)
+
+    @property
+    def runs_on(self) -> str:
+        """Whose code computes it."""
+        return "tokenpod"
+
+    @property
     def latent(self) -> Latent | None:
         """The attention over latent rows, if layers have that."""
         attention = self.layers[0].attention

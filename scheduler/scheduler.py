@@ -86,6 +86,7 @@ class Scheduler:
         self._pace = Pace(limits.prefill_tokens)
         self._settled_at = 0
         self._steps = 0
+        self._prompt_tokens = self._cached_tokens = 0
         self._events = Settled()
 
     # -- requests ------------------------------------------------------------------------------
@@ -201,6 +202,8 @@ class Scheduler:
             free_slots=max(self.kv.free - PROBE_TOKENS, 0),
             evictable_slots=self.kv.tree.evictable,
             preemptions=self._batcher.preemptions,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
         )
 
     def check(self) -> None:
@@ -255,6 +258,10 @@ class Scheduler:
         if not sequence.proven:
             if len(sequence.outputs) == 1:
                 settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
+                if not sequence.stream:
+                    # Samples share their prompt: it counts once.
+                    self._prompt_tokens += len(sequence.request.prompt)
+                    self._cached_tokens += sequence.cached
             self._batcher.inputs_proven(sequence)
         settled.sequence_ids.append(sequence.id)
         settled.token_ids.append(token)

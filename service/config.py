@@ -116,6 +116,11 @@ class ServerSettings(Settings):
         return self.device
 
     @property
+    def served_name(self) -> str:
+        """The model's name for clients."""
+        return self.served_model_name or self.model_id
+
+    @property
     def resolved_dtype(self) -> str | None:
         """Name of the dtype; None: the checkpoint's own."""
         if self.dtype == "auto":

@@ -90,7 +90,9 @@ class Server:
         settings = self.settings
         telemetry = Telemetry.start(settings)
         stack.callback(telemetry.shutdown)
-        counters = PodCounters.create(settings.resolved_front_ends)
+        # Front ends that admit calls at the same instant may let one too many in, each.
+        names = settings.resolved_concurrent_requests + settings.resolved_front_ends
+        counters = PodCounters.create(settings.resolved_front_ends, names)
         admission = Admission.of(settings, counters)
         board = HealthBoard(
             follows=not settings.leads,
@@ -274,7 +276,7 @@ class Server:
         life: contextlib.AsyncExitStack,
     ) -> None:
         """Give the rpcs their services."""
-        settings, backend, model_id = self.settings, state.backend, self.settings.model_id
+        settings, backend, model_id = self.settings, state.backend, self.settings.served_name
         serving = backend.generate.start(settings, ranks.client, encoder, ready)
         if leader := ranks.leader_address:
             backend.follow(ready, model_id=model_id, leader_address=leader)

@@ -62,6 +62,8 @@ class Settings(BaseSettings):
     looked up in the local Hugging Face cache. Nothing is downloaded, but with download."""
     revision: str | None = _model(derived="main", min_length=1)
     """Branch, tag or commit of a model in the cache, or of one that is downloaded."""
+    served_model_name: str | None = _model(derived="model-id", min_length=1)
+    """The model's name for clients; a request that names another one is NOT_FOUND."""
     download: Path | None = _model()
     """Download the model to this folder first, unless it is there: model-id is then a name on a
     Hugging Face hub, or a URL (`s3://`, `gs://`, `az://`). Without it nothing is downloaded."""
@@ -118,6 +120,9 @@ class Settings(BaseSettings):
     """Connections to the port at once, front ends sharing them equally; one more is closed. The
     health port and the unix socket have no such limit."""
 
+    unknown_fields: Literal["refuse", "ignore"] = _limit("refuse")
+    """What becomes of requests of tokenpod.v1 with fields or enum values that this server does not
+    know. The other protocols ignore them, as their own servers do."""
     max_concurrent_requests: int | None = _limit(derived="4 times max-batch-size", ge=1)
     """Requests running and waiting; one more is refused."""
     max_queue_tokens: int | None = _limit(

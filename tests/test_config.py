@@ -66,7 +66,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
     odd = dict.fromkeys(files, pem)
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
-    odd |= {"quantize": "int8", "config_override": "{}"}
+    odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
     odd |= {"require_manifest": "true"}
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}

@@ -45,10 +45,11 @@ def pins(lock: str) -> dict[str, str]:
 
 def wanted(lock: str) -> list[str]:
     project = PROJECT["project"]
-    gpu = project["optional-dependencies"]["gpu"]
+    extras = project["optional-dependencies"]
+    runtime = [*project["dependencies"], *extras["s3"]]
     return {
-        "runtime-cpu": project["dependencies"],
-        "runtime-cuda": [*project["dependencies"], *gpu],
+        "runtime-cpu": runtime,
+        "runtime-cuda": [*runtime, *extras["gpu"]],
         "build": PROJECT["build-system"]["requires"],
         "sbom": ["cyclonedx-bom"],
     }[lock]

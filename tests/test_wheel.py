@@ -92,6 +92,8 @@ def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
         assert f"{folder}/generate_pb2.py" in names
         assert f"{folder}/generate_pb2_grpc.py" in names
         assert f"{folder}/generate_pb2.pyi" in names
+    assert "tokenpod/protos/tokenpod/v1/generation_service_pb2_grpc.py" in names
+    assert "tokenpod/protos/tokenpod/v1/generation_service.proto" in names
     outside = {name for name in names if not name.startswith(("tokenpod/", "tokenpod-"))}
     assert not outside
     assert not {name for name in names if "/tests/" in name or "/tools/" in name}

@@ -34,11 +34,13 @@ class Lock:
 def locks() -> list[Lock]:
     """Every lock but the developers'."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    runtime = project["project"]["dependencies"]
-    gpu = project["project"]["optional-dependencies"]["gpu"]
+    extras = project["project"]["optional-dependencies"]
+    # An image's init container downloads from the store that most have.
+    runtime = [*project["project"]["dependencies"], *extras["s3"]]
+    cuda = [*runtime, *extras["gpu"]]
     return [
         Lock("runtime-cpu.txt", "What a server without a GPU needs.", runtime, cpu=True),
-        Lock("runtime-cuda.txt", "What a server with NVIDIA GPUs needs.", [*runtime, *gpu]),
+        Lock("runtime-cuda.txt", "What a server with NVIDIA GPUs needs.", cuda),
         Lock("build.txt", "What builds the wheel.", project["build-system"]["requires"]),
         Lock("sbom.txt", "What writes an image's bill of materials.", ["cyclonedx-bom"]),
     ]

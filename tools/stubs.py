@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
-import shutil
+import re
 import sys
 import tempfile
 from importlib.resources import files
@@ -16,8 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
-# The stubs import each other by the name under which they are installed.
-NAMESPACE = "tokenpod/protos"
+#: Where the stubs are installed: protoc's own imports name files from the root of protos/.
+NAMESPACE = "tokenpod.protos"
+#: `import a.b_pb2`, `from a.b import c_pb2`, with or without `as`.
+_IMPORT = re.compile(r"^(from|import) ([\w.]+)(?= |$)", re.MULTILINE)
 
 
 def generate(into: Path) -> list[Path]:
@@ -26,11 +28,11 @@ def generate(into: Path) -> list[Path]:
     from grpc_tools import protoc
 
     with tempfile.TemporaryDirectory() as scratch:
-        sources = [f"{NAMESPACE}/{p.relative_to(PROTOS)}" for p in sorted(PROTOS.rglob("*.proto"))]
-        # protoc reads "virtual=disk": the stubs get the namespace without a copy of the tree.
+        sources = [str(p.relative_to(PROTOS)) for p in sorted(PROTOS.rglob("*.proto"))]
+        # Files have the names that clients' own generators give them, which reflection shows too.
         arguments = [
             "protoc",
-            f"-I{NAMESPACE}={PROTOS}",
+            f"-I{PROTOS}",
             f"-I{files('grpc_tools') / '_proto'}",
             f"--python_out={scratch}",
             f"--grpc_python_out={scratch}",
@@ -42,12 +44,24 @@ def generate(into: Path) -> list[Path]:
         ]
         if protoc.main(arguments) != 0:
             raise SystemExit("protoc failed; its message is above")
-        made = Path(scratch) / NAMESPACE
+        made = Path(scratch)
         paths = sorted(p.relative_to(made) for p in made.rglob("*_pb2*.py*"))
         for path in paths:
             (into / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(made / path, into / path)
+            (into / path).write_text(_installed((made / path).read_text()))
     return paths
+
+
+def _installed(source: str) -> str:
+    """A stub whose imports of other stubs name them as they are installed."""
+    packages = {".".join(p.relative_to(PROTOS).parent.parts) for p in PROTOS.rglob("*.proto")}
+
+    def named(found: re.Match[str]) -> str:
+        module = found[2]
+        ours = module in packages or module.rpartition(".")[0] in packages
+        return f"{found[1]} {NAMESPACE}.{module}" if ours else found[0]
+
+    return _IMPORT.sub(named, source)
 
 
 def _plugin(scratch: Path, entry: str) -> Path:

@@ -22,7 +22,7 @@ from tokenpod.cli.bench.messages import Plan
 from tokenpod.cli.bench.report import SCHEMA_VERSION, LevelReport, Report, first_error, section
 from tokenpod.cli.bench.screen import print_level, print_sweep, progress
 from tokenpod.cli.bench.setup import make_plan
-from tokenpod.cli.commands import ask_info, remote_errors, run
+from tokenpod.cli.commands import ask_model, remote_errors, run
 from tokenpod.cli.connection import Remote
 from tokenpod.cli.remote import RemoteError
 
@@ -88,7 +88,7 @@ def _measure(plan: Plan, screen: Console) -> _Rows:
 
 async def _model_ids(remotes: Sequence[Remote]) -> dict[str, str | None]:
     asked = [replace(each, deadline=_INFO_SECONDS) for each in remotes]
-    return {each.address: (await ask_info(each))[0] for each in asked}
+    return {each.address: (await ask_model(each)).name for each in asked}
 
 
 def _check_outputs(options: BenchOptions) -> None:

@@ -5,21 +5,23 @@ const path = require('node:path');
 const grpc = require('@grpc/grpc-js');
 const protoLoader = require('@grpc/proto-loader');
 
-// The wire contract itself: copy this file into a project of your own.
-const PROTO = path.join(__dirname, '../../protos/generate/v3/generate.proto');
+// The wire contract itself: copy protos/tokenpod/v1 into a project of your own.
+const PROTOS = path.join(__dirname, '../../protos');
+const PROTO = 'tokenpod/v1/generation_service.proto';
 const [address = '127.0.0.1:50051', prompt = 'def main():\n'] = process.argv.slice(2);
 
-const definition = protoLoader.loadSync(PROTO, { keepCase: true, enums: String, longs: Number });
-const { TextGenerationService } = grpc.loadPackageDefinition(definition).generate.v3;
+const options = { keepCase: true, enums: String, longs: Number, includeDirs: [PROTOS] };
+const definition = protoLoader.loadSync(PROTO, options);
+const { GenerationService } = grpc.loadPackageDefinition(definition).tokenpod.v1;
 
-const client = new TextGenerationService(address, grpc.credentials.createInsecure());
+const client = new GenerationService(address, grpc.credentials.createInsecure());
 const deadline = new Date(Date.now() + 60_000);
 const request = { text: prompt, stopping: { max_new_tokens: 32 } };
 
 const stream = client.generate(request, new grpc.Metadata(), { deadline });
 stream.on('data', ({ tokens, finished }) => {
-  if (tokens) process.stdout.write(tokens.text);
-  if (finished) console.log(`\n[${finished.usage.generated_tokens} tokens; ${finished.reason}]`);
+  if (tokens) process.stdout.write(tokens.text ?? '');
+  if (finished) console.log(`\n[${finished.generated_token_count} tokens; ${finished.reason}]`);
 });
 stream.on('error', (error) => {
   console.error(`${grpc.status[error.code]}: ${error.details}`);

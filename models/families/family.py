@@ -135,7 +135,7 @@ def model_spec(fields: Fields, sizes: Sizes, *, tied: bool, **more: Any) -> Mode
         vocab_size=fields.integer("vocab_size", most=1 << 26),
         hidden_size=sizes.hidden,
         head=replace(head, tied=fields.flag("tie_word_embeddings", tied)),
-        dtype=_dtype(fields),
+        dtype=dtype_of(fields),
         eos_token_ids=fields.token_ids("eos_token_id"),
         **more,
     )
@@ -264,7 +264,7 @@ def windows_but_every(
     return tuple(window if (i + 1) % every else None for i in range(layers))
 
 
-def _dtype(fields: Fields) -> torch.dtype | None:
+def dtype_of(fields: Fields) -> torch.dtype | None:
     """The checkpoint's dtype under its newer or its older name."""
     name = fields.text("dtype", fields.text("torch_dtype", "")).removeprefix("torch.")
     if name and name not in DTYPES:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tokenpod.service.dialects.generate_v1.methods import METHODS as GENERATE_V1
 from tokenpod.service.dialects.generate_v2.methods import METHODS as GENERATE_V2
 from tokenpod.service.dialects.generate_v3.methods import METHODS as GENERATE_V3
+from tokenpod.service.dialects.tokenpod_v1.methods import METHODS as TOKENPOD_V1
 from tokenpod.service.rpc.health import METHODS as HEALTH
 from tokenpod.service.rpc.methods import MethodTable
 from tokenpod.service.rpc.reflection import METHODS as REFLECTION
 
 #: Every rpc of every service.
-TABLE = MethodTable([*GENERATE_V3, *GENERATE_V2, *GENERATE_V1, *HEALTH, *REFLECTION])
+TABLE = MethodTable([*TOKENPOD_V1, *GENERATE_V3, *GENERATE_V2, *GENERATE_V1, *HEALTH, *REFLECTION])

@@ -98,6 +98,12 @@ def check_returned_ids(tokens: int) -> None:
         raise InvalidArgument("return_ids", problem)
 
 
+def check_detokenize(ids: Sequence[int], limits: RequestLimits) -> None:
+    """The tokens whose text is asked for."""
+    _few_entries("token_ids", len(ids), MOST_RETURNED_IDS)
+    _check_token_ids("token_ids", ids, limits)
+
+
 def check_request_id(request_id: str, field: str = "request_id") -> None:
     """At most 256 bytes of printable ASCII. `field`: where the client put it."""
     if len(request_id) > MOST_REQUEST_ID_BYTES:

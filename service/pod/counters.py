@@ -7,6 +7,7 @@ it is a file descriptor that children inherit, and is gone when the last process
              bytes that its calls hold, heartbeats, requests without a token yet]
     two more numbers, written by the first process: whether the pod drains, and whether the engine
     makes no progress
+    then each process's names of calls under way; see call_names.py
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from __future__ import annotations
 import mmap
 import os
 
+from tokenpod.service.pod.call_names import CallNames
+
 _REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING = range(7)
 _COLUMNS = 7
 _CLOSED, _STALLED = range(2)
 _HEAD = 2
 _NUMBER = 8  # bytes
+#: Calls that one process may have under way, where nobody says.
+_NAMES = 256
 
 
 class Total:
@@ -49,21 +54,27 @@ class PodCounters:
         self.index = index
         self.count = count
         self.descriptor = descriptor
-        self._numbers = numbers.cast("q")
+        end = _HEAD + _COLUMNS * count
+        self._numbers = numbers.cast("q")[:end]
+        self.names = CallNames(numbers.cast("q")[end:], index, count)
 
     @classmethod
-    def create(cls, count: int) -> PodCounters:
-        """New numbers, all zero, for `count` processes; the caller is the first."""
+    def create(cls, count: int, names: int = _NAMES) -> PodCounters:
+        """New numbers, all zero, for `count` processes; the caller is the first.
+
+        `names`: how many calls may be under way.
+        """
+        size = _size(count, names)
         if count == 1:
-            return cls(memoryview(bytearray(_size(1))), 0, 1)
+            return cls(memoryview(bytearray(size)), 0, 1)
         descriptor = os.memfd_create("tokenpod-counters")
-        os.ftruncate(descriptor, _size(count))
-        return cls(_mapped(descriptor, count), 0, count, descriptor)
+        os.ftruncate(descriptor, size)
+        return cls(_mapped(descriptor), 0, count, descriptor)
 
     @classmethod
     def join(cls, descriptor: int, index: int, count: int) -> PodCounters:
         """The numbers that the first process made, seen by process `index`."""
-        return cls(_mapped(descriptor, count), index, count, descriptor)
+        return cls(_mapped(descriptor), index, count, descriptor)
 
     @property
     def all_serving(self) -> bool:
@@ -133,6 +144,7 @@ class PodCounters:
         row = self._row(index)
         for column in range(_COLUMNS):
             self._numbers[row + column] = 0
+        self.names.forget(index)
 
     def _row(self, index: int) -> int:
         return _HEAD + _COLUMNS * index
@@ -142,9 +154,9 @@ class PodCounters:
         return sum(self._numbers[self._row(index) + column] for index in range(self.count))
 
 
-def _size(count: int) -> int:
-    return _NUMBER * (_HEAD + _COLUMNS * count)
+def _size(count: int, names: int) -> int:
+    return _NUMBER * (_HEAD + (_COLUMNS + names) * count)
 
 
-def _mapped(descriptor: int, count: int) -> memoryview:
-    return memoryview(mmap.mmap(descriptor, _size(count)))
+def _mapped(descriptor: int) -> memoryview:
+    return memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))

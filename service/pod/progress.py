@@ -82,6 +82,7 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
         "rope": ready.rope,
         "config_override": settings.config_override or "",
         "unused_tensors": ready.unused_tensors,
+        "runs_on": ready.runs_on,
         "device": ready.device_type,
         "front_ends": settings.resolved_front_ends,
         "max_connections": settings.resolved_max_connections,

@@ -79,11 +79,8 @@ class ServiceError(Exception):
         return status_pb2.Status(code=number, message=self.message, details=self.details())
 
 
-class InvalidArgument(ServiceError):
-    """A field is wrong: `google.rpc.BadRequest` names it."""
-
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    reason = "INVALID_FIELD"
+class FieldError(ServiceError):
+    """Something about a field: `google.rpc.BadRequest` names it."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
@@ -95,6 +92,20 @@ class InvalidArgument(ServiceError):
         bad = error_details_pb2.BadRequest()
         bad.field_violations.add(field=self.field, description=self.problem)
         return [_packed(bad), *super().details()]
+
+
+class InvalidArgument(FieldError):
+    """A field is wrong."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_FIELD"
+
+
+class Unimplemented(FieldError):
+    """A field asks for what this server does not do yet."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+    reason = "NOT_BUILT"
 
 
 class ResourceExhausted(ServiceError):
@@ -121,14 +132,11 @@ class Unavailable(ServiceError):
     reason = "UNAVAILABLE"
 
 
-class NotFound(ServiceError):
-    """No batch, adapter or model of that name."""
+class ResourceError(ServiceError):
+    """Something that a call names, which `google.rpc.ResourceInfo` repeats."""
 
-    code = grpc.StatusCode.NOT_FOUND
-    reason = "NOT_FOUND"
-
-    def __init__(self, kind: str, name: str, message: str | None = None) -> None:
-        super().__init__(message or f"there is no {kind} {name!r}")
+    def __init__(self, kind: str, name: str, message: str) -> None:
+        super().__init__(message)
         self.kind = kind
         self.name = name
 
@@ -138,6 +146,23 @@ class NotFound(ServiceError):
             resource_type=self.kind, resource_name=self.name, description=self.message
         )
         return [_packed(resource), *super().details()]
+
+
+class NotFound(ResourceError):
+    """No batch, adapter or model of that name."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "NOT_FOUND"
+
+    def __init__(self, kind: str, name: str, message: str | None = None) -> None:
+        super().__init__(kind, name, message or f"there is no {kind} {name!r}")
+
+
+class AlreadyExists(ResourceError):
+    """A call of the same name and caller is under way."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "UNDER_WAY"
 
 
 class FailedPrecondition(ServiceError):

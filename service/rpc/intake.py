@@ -31,7 +31,9 @@ from tokenpod.service.rpc.interceptors import (
 )
 from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.rpc.methods import MethodLimits
-from tokenpod.service.rpc.wire import WHOLE, Malformed, Shape, count, fault_in, shape_of
+from tokenpod.service.rpc.wire import WHOLE, Shape, count, fault_in, shape_of
+from tokenpod.service.rpc.wire_rules import LENIENT, Rules, Strict, rules_of
+from tokenpod.service.rpc.wire_types import Malformed
 from tokenpod.service.serving.backend import Backend
 
 #: Seconds that a message may take to arrive; a call without one is ended then.
@@ -56,6 +58,7 @@ def intake_of(settings: ServerSettings, backend: Backend, *, trusted: bool = Fal
         max_logit_bias=settings.max_logit_bias,
         max_stop_sequences=settings.max_stop_sequences,
         trusted=trusted,
+        strict=settings.unknown_fields == "refuse",
     )
     return Intake(limits, backend.check)
 
@@ -73,13 +76,17 @@ class Parser:
     limits: MethodLimits
     kind: Descriptor | None = None
     shape: Shape | None = None
+    rules: Rules | None = None
 
     @classmethod
     def of(cls, deserialize: Callable[[bytes], Any] | None, limits: MethodLimits) -> Parser:
         """Knows the message from its deserialiser, which is its class's own method."""
         owner = getattr(deserialize, "__self__", None)
         kind: Descriptor | None = getattr(owner, "DESCRIPTOR", None)
-        return cls(deserialize, limits, kind, shape_of(kind) if kind is not None else None)
+        if kind is None:
+            return cls(deserialize, limits)
+        rules = rules_of(kind) if limits.strict else None
+        return cls(deserialize, limits, kind, shape_of(kind), rules)
 
     async def parse(self, data: bytes) -> Any:
         """Raises InvalidArgument. Other tasks get their turn while a long message is walked."""
@@ -92,7 +99,8 @@ class Parser:
             # To copy it took some of this turn.
             await asyncio.sleep(0)
         try:
-            for _ in count(self.kind, self.shape, data, size):
+            strict = Strict(self.rules) if self.rules is not None else LENIENT
+            for _ in count(self.kind, self.shape, data, size, strict):
                 await asyncio.sleep(0)
             if len(data) > _LONG_BYTES:
                 # Parsing is one piece of work, and so is what the handler begins with.

@@ -70,12 +70,14 @@ class MethodLimits:
         size: what it may hold.
         trusted: what it may hold on a listener that only routers reach; None: the same.
         lists: the operator's limits on biases and stop sequences come on top of `size`.
+        strict: a field that the method's messages don't have is refused; see wire_rules.py.
     """
 
     bytes: int | None
     size: Size
     trusted: Size | None = None
     lists: bool = False
+    strict: bool = False
 
     def size_for(self, length: int) -> Size:
         """What a message of `length` bytes may hold; raises InvalidArgument if it is too long."""
@@ -116,6 +118,8 @@ class Method:
         relayed: a further front end passes it on to the first one; else it serves it itself.
         on_followers: a pod that follows answers it; others are refused with the leader's address.
         traced: it makes a span and counts in the metrics of rpcs.
+        strict: messages with fields that it does not know are refused, unless the operator says
+            otherwise (--unknown-fields).
         serve: what answers it; None: a servicer of grpcio's.
         request, response: the classes of its messages, where `serve` is set.
     """
@@ -128,6 +132,7 @@ class Method:
     relayed: bool = True
     on_followers: bool = False
     traced: bool = True
+    strict: bool = False
     serve: Serve | None = None
     request: Any = None
     response: Any = None
@@ -194,24 +199,31 @@ class MethodTable:
         return list(dict.fromkeys(row.service for row in self if row.serve is not None))
 
     def limits(
-        self, *, max_logit_bias: int = 0, max_stop_sequences: int = 0, trusted: bool = False
+        self,
+        *,
+        max_logit_bias: int = 0,
+        max_stop_sequences: int = 0,
+        trusted: bool = False,
+        strict: bool = True,
     ) -> dict[str, MethodLimits]:
         """The limits of every method, by name.
 
         Args:
             max_logit_bias, max_stop_sequences: what the operator lets a request have; each counts.
             trusted: routers alone can reach the listener.
+            strict: methods that refuse unknown fields do so.
         """
         # An entry of a map is a message with two fields.
         chosen = (MESSAGE_FIELDS + 2) * max_logit_bias + max_stop_sequences
 
-        def limits(own: MethodLimits) -> MethodLimits:
+        def limits(row: Method) -> MethodLimits:
+            own = row.limits
             size = (own.trusted if trusted else None) or own.size
             if own.lists:
                 size = Size(size.fields + chosen, size.elements)
-            return replace(own, size=size)
+            return replace(own, size=size, strict=row.strict and strict)
 
-        return {row.name: limits(row.limits) for row in self}
+        return {row.name: limits(row) for row in self}
 
 
 def add_methods(backend: Backend, server: grpc.aio.Server) -> None:

@@ -16,6 +16,18 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.rpc.wire_rules import LENIENT, Lenient
+from tokenpod.service.rpc.wire_types import (
+    DELIMITED,
+    FIXED32,
+    FIXED64,
+    GROUP_BEGIN,
+    GROUP_END,
+    LONGEST_VARINT,
+    VARINT,
+    Malformed,
+    varint,
+)
 
 #: What names a violation of the message as a whole.
 WHOLE = "request"
@@ -26,10 +38,9 @@ SEARCH_SLICE = 512
 
 #: What it takes to make an object of a message, in fields.
 MESSAGE_FIELDS = 8
+#: Messages within messages, at most: a little less than what protobuf's own parser takes.
+DEEPEST = 90
 
-#: Protobuf's wire types.
-_VARINT, _FIXED64, _DELIMITED, _GROUP_BEGIN, _GROUP_END, _FIXED32 = range(6)
-_LONGEST_VARINT = 10
 #: The bytes that do not end a varint.
 _UNENDING = bytes(range(0x80, 0x100))
 _FLOATS = {FieldDescriptor.TYPE_FLOAT: 4, FieldDescriptor.TYPE_FIXED32: 4}
@@ -62,12 +73,19 @@ class _Packed:
 Shape = Mapping[int, Any]
 
 
-def shape_of(kind: Descriptor) -> Shape:
-    """What of `kind` must be looked into: messages and packed lists."""
+def shape_of(kind: Descriptor, known: dict[str, Shape] | None = None) -> Shape:
+    """What of `kind` must be looked into: messages and packed lists.
+
+    `known`: shapes by the names of messages, of which some hold themselves.
+    """
+    known = {} if known is None else known
+    if kind.full_name in known:
+        return known[kind.full_name]
     shape: dict[int, Any] = {}
+    known[kind.full_name] = shape
     for field in kind.fields:
         if field.message_type is not None:
-            shape[field.number] = shape_of(field.message_type)
+            shape[field.number] = shape_of(field.message_type, known)
         elif field.is_repeated and field.type not in _TEXTS:
             shape[field.number] = _Packed(_FLOATS.get(field.type, 0))
     return shape
@@ -76,15 +94,14 @@ def shape_of(kind: Descriptor) -> Shape:
 _TEXTS = frozenset({FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES})
 
 
-class Malformed(Exception):
-    """The bytes end, or make no sense, in the middle of a field."""
-
-
-def count(kind: Descriptor, shape: Shape, data: bytes, most: Size) -> Iterator[None]:
+def count(
+    kind: Descriptor, shape: Shape, data: bytes, most: Size, strict: Lenient = LENIENT
+) -> Iterator[None]:
     """Walk over `data`, yielding after each `SLICE` fields.
 
     Raises InvalidArgument, with the name of the list that is to blame where it is one, once there
-    are more fields or elements than `most`; Malformed once the bytes are no message.
+    are more fields or elements than `most`, messages are nested too deeply, or `strict` (fresh)
+    finds a field that it refuses; Malformed once the bytes are no message.
     """
     fields, weight, elements = 0, 0, most.elements
     above: list[tuple[Shape, int]] = []
@@ -97,29 +114,31 @@ def count(kind: Descriptor, shape: Shape, data: bytes, most: Size) -> Iterator[N
                     return
                 shape, end = above.pop()
                 numbers.pop()
+                strict.leave()
             fields += 1
             if not fields % SLICE:
                 yield
             tag = data[at]
             at += 1
             if tag > 0x7F:
-                tag, at = _varint(data, at - 1)
+                tag, at = varint(data, at - 1)
             number, wire_type = tag >> 3, tag & 7
             if fields + weight > most.fields:
                 raise _too_long(kind, [*numbers, number], f"{most.fields} fields")
-            if wire_type == _DELIMITED:
-                size = data[at]
-                at += 1
-                if size > 0x7F:
-                    size, at = _varint(data, at - 1)
+            strict.field(number, wire_type, data, at)
+            if wire_type == DELIMITED:
+                size, at = varint(data, at)
                 stop = at + size
                 if stop > end:
                     raise Malformed
                 inner = shape.get(number)
                 if type(inner) is dict:
                     weight += MESSAGE_FIELDS - 1
+                    if len(above) == DEEPEST:
+                        raise InvalidArgument(WHOLE, f"nests messages more than {DEEPEST} deep")
                     above.append((shape, end))
                     numbers.append(number)
+                    strict.enter(number)
                     shape, end = inner, stop
                     continue
                 if inner is not None:
@@ -148,27 +167,15 @@ def fault_in(kind: Descriptor, data: bytes) -> Generator[None, None, InvalidArgu
 # -- parts of a walk ---------------------------------------------------------------------------
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where the next thing begins."""
-    number = shift = 0
-    for place in range(at, at + _LONGEST_VARINT):
-        byte = data[place]
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, place + 1
-        shift += 7
-    raise Malformed
-
-
 def _skipped(data: bytes, at: int, wire_type: int) -> int:
     """Where the next thing begins after a value that is not length-delimited."""
-    if wire_type == _VARINT:
-        return at + 1 if data[at] < 0x80 else _varint(data, at)[1]
-    if wire_type == _FIXED32:
+    if wire_type == VARINT:
+        return at + 1 if data[at] < 0x80 else varint(data, at)[1]
+    if wire_type == FIXED32:
         return at + 4
-    if wire_type == _FIXED64:
+    if wire_type == FIXED64:
         return at + 8
-    if wire_type in (_GROUP_BEGIN, _GROUP_END):
+    if wire_type in (GROUP_BEGIN, GROUP_END):
         # Our messages never had groups. What is in one counts like everything else.
         return at
     raise Malformed
@@ -179,7 +186,7 @@ def _elements(packed: _Packed, data: bytes, at: int, stop: int, most: int) -> in
     size = stop - at
     if packed.width:
         return size // packed.width
-    if size > _LONGEST_VARINT * most:
+    if size > LONGEST_VARINT * most:
         return most + 1
     return len(data[at:stop].translate(None, _UNENDING)) if size > most else size
 
@@ -216,11 +223,11 @@ def _find(
         while at < end:
             if not next(fields) % SEARCH_SLICE:
                 yield
-            tag, at = _varint(data, at)
-            if tag & 7 != _DELIMITED:
+            tag, at = varint(data, at)
+            if tag & 7 != DELIMITED:
                 at = _skipped(data, at, tag & 7)
                 continue
-            size, at = _varint(data, at)
+            size, at = varint(data, at)
             start, at = at, at + size
             if at > end:
                 raise Malformed

@@ -28,7 +28,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a sample ends. Times in milliseconds; 0 or None where not set."""
+    """When a sample ends. Times in nanoseconds; 0 or None where not set."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
@@ -36,17 +36,23 @@ class Stopping:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_sequence: bool = False
-    time_limit_ms: int = 0
+    time_limit_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
     """What a client wants to read."""
 
+    #: Events as they come; else all of them at the end.
     stream: bool = True
     logprobs: bool = False
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
+    #: Where each token's text begins.
+    text_offsets: bool = False
+    #: The whole text at the end, besides the pieces of it.
+    final_text: bool = True
+    skip_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,12 @@ class GenerateCall:
     truncate: int = 0
     request_id: str = ""
     priority: int = 0
+    #: A sample that fails ends the call after the other samples, not at once.
+    failures_last: bool = False
+    #: For the log.
+    labels: Mapping[str, str] = field(default_factory=dict)
+    #: Prompts share cached prefixes within one salt alone.
+    salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,8 @@ class TokensCall:
     prompt: str | ChatPrompt
     add_special_tokens: bool = True
     return_ids: bool = False
+    #: Of a text: where each token begins and ends.
+    return_offsets: bool = False
 
 
 @dataclass(frozen=True, slots=True)

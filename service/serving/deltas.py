@@ -20,11 +20,16 @@ _PAGE_BYTES = 8 * 1024
 class Delta:
     """A run of a sample's output. `token_ids`, `logprobs` and `tops` have one entry per token."""
 
-    __slots__ = ("_text", "_top_counts", "_top_ids", "_top_logprobs", "logprobs", "token_ids")
+    __slots__ = (
+        *("_text", "_top_counts", "_top_ids", "_top_logprobs"),
+        *("logprobs", "offsets", "token_ids"),
+    )
 
     def __init__(self) -> None:
         self.token_ids = array("I")
         self.logprobs = array("f")
+        #: Where each token's text begins, in code points; None: not asked for.
+        self.offsets: array[int] | None = None
         self._text = bytearray()
         #: All top tokens, one token's after the other's, and how many each token has; none of it
         #: exists where none were asked for: most streams make one of these objects per token.
@@ -41,6 +46,8 @@ class Delta:
     def size(self) -> int:
         """Bytes."""
         size = len(self._text) + 8 * len(self.token_ids)
+        if self.offsets is not None:
+            size += 4 * len(self.offsets)
         if self._top_ids is not None:
             size += 8 * len(self._top_ids) + 4 * len(self._top_counts)
         return size
@@ -62,6 +69,12 @@ class Delta:
             self._add_top(top)
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+
+    def add_offset(self, offset: int) -> None:
+        """Where the text of the last token begins."""
+        if self.offsets is None:
+            self.offsets = array("I")
+        self.offsets.append(offset)
 
     def add_text(self, text: bytes) -> None:
         """More text, in UTF-8."""
@@ -98,9 +111,14 @@ class Unread:
         """Bytes that wait."""
         return self._full_bytes + (self._pages[-1].size if self._pages else 0)
 
-    def add_token(self, token_id: int, logprob: float, top: Top | None) -> None:
-        """One more token."""
-        self._page().add_token(token_id, logprob, top)
+    def add_token(
+        self, token_id: int, logprob: float, top: Top | None, offset: int | None = None
+    ) -> None:
+        """One more token, whose text begins at `offset`; None: that is of no interest."""
+        page = self._page()
+        page.add_token(token_id, logprob, top)
+        if offset is not None:
+            page.add_offset(offset)
 
     def add_text(self, text: bytes) -> None:
         """More text, in UTF-8."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from tokenpod.core.messages import (
     Failure,
+    FailureCode,
     FinishCode,
     Request,
     Started,
@@ -50,6 +51,8 @@ class Sample:
         stops: fresh, with the request's stop sequences.
         min_new_tokens: stop sequences count from this many tokens on.
         streamed: hand out what comes in pages; else the whole output as one.
+        offsets: note where each token's text begins.
+        keep_text: the whole text is wanted at the end.
     """
 
     def __init__(
@@ -61,23 +64,30 @@ class Sample:
         stops: StopMatcher,
         min_new_tokens: int,
         streamed: bool,
+        offsets: bool = False,
+        keep_text: bool = True,
     ) -> None:
         self.index = index
         self.sequence_id = sequence_id
         self.generated = 0
         self.cumulative_logprob = 0.0
         self.ending: Ending | None = None
+        #: It has no ending: the model failed.
+        self.failed = False
         self.first_token_at = 0
         self.last_token_at = 0
         self._detokenizer = detokenizer
         self._stops = stops
         self._min_new_tokens = min_new_tokens
+        #: Code points that the detokenizer has brought; None: nobody asks for them.
+        self._written = 0 if offsets else None
+        self._keep_text = keep_text
         self._text = bytearray()
         self._unread = Unread(paged=streamed)
 
     @property
     def text(self) -> str:
-        """All text that is safe to send."""
+        """All text that is safe to send; empty if it is not kept."""
         return self._text.decode()
 
     @property
@@ -91,8 +101,7 @@ class Sample:
         """Take one token, or none (-1). Sets `ending` when the sample is over."""
         if not finish:
             self._note(token_id, logprob, top, at)
-            active = self.generated >= self._min_new_tokens
-            self._emit(self._stops.push(self._detokenizer.push(token_id), active=active))
+            self._read(token_id)
             if self._stops.matched is not None:
                 self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched)
             return
@@ -127,8 +136,7 @@ class Sample:
         if token_id >= 0:
             self._note(token_id, logprob, top, at)
         if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
-            active = self.generated >= self._min_new_tokens
-            self._emit(self._stops.push(self._detokenizer.push(token_id), active=active))
+            self._read(token_id)
         if self._stops.matched is None:
             self._emit(self._stops.push(self._detokenizer.finish()))
         if self._stops.matched is not None:
@@ -138,17 +146,26 @@ class Sample:
             stop_token = token_id if finish is FinishCode.STOP_TOKEN else None
             self.ending = Ending(finish, stop_token_id=stop_token)
 
+    def _read(self, token_id: int) -> None:
+        """Emit what a token brings of the text."""
+        text = self._detokenizer.push(token_id)
+        if self._written is not None:
+            self._written += len(text)
+        active = self.generated >= self._min_new_tokens
+        self._emit(self._stops.push(text, active=active))
+
     def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
         self.generated += 1
         self.cumulative_logprob += logprob
         self.first_token_at = self.first_token_at or at
         self.last_token_at = at
-        self._unread.add_token(token_id, logprob, top)
+        self._unread.add_token(token_id, logprob, top, self._written)
 
     def _emit(self, text: str) -> None:
         if text:
             encoded = text.encode()
-            self._text += encoded
+            if self._keep_text:
+                self._text += encoded
             self._unread.add_text(encoded)
 
 
@@ -159,6 +176,7 @@ class Generation:
         request: what the engine was asked.
         samples: one per sequence id of the request, in order.
         streamed: the reader is to keep up, or loses its stream.
+        failures_last: a sample that fails ends the call after the other samples.
         step_at: CLOCK_MONOTONIC nanoseconds at which the step being handed over settled.
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
@@ -171,6 +189,7 @@ class Generation:
         samples: Sequence[Sample],
         *,
         streamed: bool,
+        failures_last: bool = False,
         step_at: Callable[[], int],
         abort: Callable[[list[int]], None],
         on_begin: Callable[[], None],
@@ -180,6 +199,9 @@ class Generation:
         self.samples = samples
         self.started: Started | None = None
         self.failure: ServiceError | None = None
+        #: What the call ends with once its other samples have ended.
+        self.late_failure: ServiceError | None = None
+        self._failures_last = failures_last
         self._streamed = streamed
         self._step_at = step_at
         self._abort = abort
@@ -193,8 +215,8 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(sample.ending for sample in self.samples)
+        """Whether every sample has ended, or failed while others went on."""
+        return all(sample.ending or sample.failed for sample in self.samples)
 
     @property
     def ran_seconds(self) -> float | None:
@@ -243,7 +265,7 @@ class Generation:
 
     def cancel(self) -> None:
         """Stop what still runs."""
-        running = [sample.sequence_id for sample in self.samples if sample.ending is None]
+        running = [s.sequence_id for s in self.samples if s.ending is None and not s.failed]
         if running:
             self._abort(running)
 
@@ -268,8 +290,17 @@ class Generation:
             self._abort([sequence_id])
 
     def on_failure(self, failure: Failure) -> None:
-        """A failure of one sample is the call's: there is no partial answer to a request."""
-        self.failure = engine_failure(failure)
+        """A failure of one sample is the call's: there is no partial answer to a request.
+
+        Where the call is to go on with the others, it does unless none of them is left.
+        """
+        error = engine_failure(failure)
+        if self._failures_last and failure.code is FailureCode.DATA_LOSS:
+            self._by_id[failure.sequence_id].failed = True
+            if not all(sample.failed for sample in self.samples):
+                self.late_failure = error
+                return
+        self.failure = error
 
     def wake(self) -> None:
         """All of a message of the engine has been handed over: wake the reader."""

@@ -39,8 +39,8 @@ from tokenpod.service.serving.calls import (
     ShardRequest,
     ShardStep,
 )
-from tokenpod.service.serving.generate import Serving
 from tokenpod.service.serving.routed import RoutedSequence, StepSink
+from tokenpod.service.serving.serving import Serving
 from tokenpod.service.serving.shard_requests import Opened, ShardRequests, is_probe
 
 log = logging.getLogger("tokenpod.shard")

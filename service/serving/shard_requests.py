@@ -15,9 +15,9 @@ from tokenpod.core.messages import PROBE_TOKENS, Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
-from tokenpod.service.serving.generate import Serving
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.sampling import shard_sampling_params
+from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.text_messages import Text
 
 log = logging.getLogger("tokenpod.shard")

@@ -14,6 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_RENDERED_CHARS = 16 * 2**20
 MAX_RANGE_STEPS = 1_000_000
+#: The key of a message under which templates find who speaks.
+_ROLE = "role"
 
 
 class ChatTemplateError(ValueError):
@@ -29,11 +31,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-        )
+        environment = _environment()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -91,6 +89,43 @@ class ChatTemplate:
                     f"the model's chat template wrote over {MAX_RENDERED_CHARS} characters"
                 )
         return "".join(parts)
+
+
+def roles_of(source: str) -> list[str]:
+    """The roles that a template compares messages' with, in alphabetical order.
+
+    Nothing is run or compiled; a template that can't be read names none.
+    """
+    try:
+        tree = _environment().parse(source)
+    except (TemplateSyntaxError, RecursionError):
+        return []
+    found = set[str]()
+    for compared in tree.find_all(nodes.Compare):
+        sides = [compared.expr, *(operand.expr for operand in compared.ops)]
+        if any(_names_role(side) for side in sides):
+            texts = [each for side in sides for each in (side, *side.find_all(nodes.Const))]
+            found |= {t.value for t in texts if isinstance(t, nodes.Const) and t.value != _ROLE}
+    return sorted(role for role in found if isinstance(role, str))
+
+
+def _names_role(node: nodes.Node) -> bool:
+    """Whether an expression is a message's role: `message.role` or `message['role']`."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr == _ROLE
+    return (
+        isinstance(node, nodes.Getitem)
+        and isinstance(node.arg, nodes.Const)
+        and node.arg.value == _ROLE
+    )
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+    )
 
 
 class _GenerationTag(Extension):

@@ -262,7 +262,11 @@ class _Windowed(Decoding):
         self._known = Pieces[bool](backend, special_ids, False, lambda token: True)
 
     def _plain_text(self, token_id: int) -> str:
-        return self._backend.decode([token_id]) if self._known[token_id] else ""
+        return (
+            self._backend.decode([token_id], skip_special_tokens=False)
+            if self._known[token_id]
+            else ""
+        )
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         latest = (token_id for token_id in reversed(prompt_ids) if self._known[token_id])
@@ -282,24 +286,28 @@ class _WindowedDetokenizer(Detokenizer):
         self._known = known
         self._window = context
         self._read = len(context)
-        self._before = backend.decode(context)
+        self._before = self._text(context)
 
     def push(self, token_id: int) -> str:
         if not self._known[token_id]:
             return ""
         self._window.append(token_id)
-        text = self._backend.decode(self._window)
+        text = self._text(self._window)
         held = len(self._window) - self._read
         if text.endswith(_REPLACEMENT) and held < _WINDOW_HELD:
             return ""
         return self._advance(text)
 
     def finish(self) -> str:
-        return self._advance(self._backend.decode(self._window))
+        return self._advance(self._text(self._window))
 
     def _advance(self, text: str) -> str:
         new = text[len(self._before) :]
         self._window = self._window[self._read :]
         self._read = len(self._window)
-        self._before = self._backend.decode(self._window)
+        self._before = self._text(self._window)
         return new
+
+    def _text(self, ids: list[int]) -> str:
+        # Those that text is not to show are not among them.
+        return self._backend.decode(ids, skip_special_tokens=False)

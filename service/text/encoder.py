@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tokenpod.service.config import ServerSettings
@@ -31,10 +31,14 @@ _SHARED_JOB_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A prompt's number of tokens, and the last of their ids: as many as were to be kept."""
+    """A prompt's number of tokens, and the last of their ids: as many as were to be kept.
+
+    `offsets`: of those, begin and end in the text in turn, in code points; empty if not asked for.
+    """
 
     count: int
     ids: list[int]
+    offsets: list[int] = field(default_factory=list)
 
 
 class Encoder:
@@ -57,15 +61,18 @@ class Encoder:
         life.push_async_callback(workers.close)
         return cls(tokenizer, workers)
 
-    async def encode(self, prompt: Prompt, *, keep: int, special: bool = True) -> Tokenised:
+    async def encode(
+        self, prompt: Prompt, *, keep: int, special: bool = True, offsets: bool = False
+    ) -> Tokenised:
         """A prompt's tokens; of a chat, those of what the model's template makes of it.
 
+        `offsets` are those of a text alone.
         InvalidArgument: the template refuses it, or it takes too much time or memory.
         """
         if isinstance(prompt, ChatPrompt):
             return await self._encode_chat(prompt, keep)
         if isinstance(prompt, str):
-            text = Text(prompt, special, keep)
+            text = Text(prompt, special, keep, offsets)
             if _size(text) <= self._inline_bytes:
                 return self._at_once(text, "text")
             return (await self._in_worker([text], "text"))[0]
@@ -90,11 +97,16 @@ class Encoder:
         return results
 
     def _at_once(self, text: Text, field: str) -> Tokenised:
+        offsets: list[int] = []
         try:
-            ids = self.tokenizer.encode(text.text, add_special_tokens=text.special)
+            if text.offsets:
+                encode = self.tokenizer.encode_offsets
+                ids, offsets = encode(text.text, add_special_tokens=text.special)
+            else:
+                ids = self.tokenizer.encode(text.text, add_special_tokens=text.special)
         except TokenizerPanic as error:
             raise InvalidArgument(field, "makes the model's tokenizer fail") from error
-        return Tokenised(len(ids), _last(ids, text.keep))
+        return Tokenised(len(ids), _last(ids, text.keep), _last(offsets, 2 * text.keep))
 
     def _at_once_or_not(self, text: Text, field: str) -> Tokenised | InvalidArgument:
         try:
@@ -117,8 +129,10 @@ class Encoder:
         size = sum(map(_size, texts))
         encoded = await self._workers.run(EncodeTexts(list(texts)), field=field, size=size)
         return [
-            Tokenised(count, unpacked(ids))
-            for count, ids in zip(encoded.counts, encoded.ids, strict=True)
+            Tokenised(count, unpacked(ids), unpacked(offsets))
+            for count, ids, offsets in zip(
+                encoded.counts, encoded.ids, encoded.offsets, strict=True
+            )
         ]
 
     async def _encode_chat(self, chat: ChatPrompt, keep: int) -> Tokenised:

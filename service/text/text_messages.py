@@ -50,11 +50,13 @@ class Text(msgspec.Struct, frozen=True, array_like=True):
         text: the text.
         special: whether to add special tokens.
         keep: how many ids are returned, the last ones; the number of tokens always is.
+        offsets: return where each of them begins and ends, too.
     """
 
     text: str
     special: bool
     keep: int
+    offsets: bool = False
 
 
 class EncodeTexts(Message, frozen=True, array_like=True, tag=True):
@@ -76,10 +78,14 @@ class Loaded(Message, frozen=True, array_like=True, tag=True):
 
 
 class Encoded(Message, frozen=True, array_like=True, tag=True):
-    """The number of tokens of each text, and the last of them as packed ids."""
+    """The number of tokens of each text, and the last of them as packed ids.
+
+    `offsets`, where asked for: the begin and end of each of those tokens in turn, packed likewise.
+    """
 
     counts: list[int]
     ids: list[bytes]
+    offsets: list[bytes]
 
 
 class Refusal(IntEnum):

@@ -86,13 +86,19 @@ def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
 
 
 def _encoded(tokenizer: Tokenizer, job: EncodeTexts) -> Encoded:
-    counts, parts = [], []
+    counts, parts, places = [], [], []
     for text in job.texts:
         # One by one: what a text took is free again before the next.
-        (ids,) = tokenizer.encode_all([text.text], add_special_tokens=text.special)
+        offsets: list[int] = []
+        if text.offsets:
+            ids, offsets = tokenizer.encode_offsets(text.text, add_special_tokens=text.special)
+        else:
+            (ids,) = tokenizer.encode_all([text.text], add_special_tokens=text.special)
+        left_out = max(len(ids) - text.keep, 0)
         counts.append(len(ids))
-        parts.append(packed(ids[max(len(ids) - text.keep, 0) :]))
-    return Encoded(counts, parts)
+        parts.append(packed(ids[left_out:]))
+        places.append(packed(offsets[2 * left_out :]))
+    return Encoded(counts, parts, places)
 
 
 def _load(descriptor: int) -> Tokenizer:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Backend
 
 from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
-from tokenpod.service.text.decoding import Detokenizer
+from tokenpod.service.text.decoding import Decoding, Detokenizer
 from tokenpod.service.text.detokenizer import decoding_of
 from tokenpod.service.text.text_messages import TextModel
 from tokenpod.service.text.tokenizer_files import (
@@ -120,6 +120,17 @@ class Tokenizer:
             )
             return [encoding.ids for encoding in encodings]
 
+    def encode_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Return ids as `encode_all` does, and where each begins and ends in `text`, in turn.
+
+        Offsets are in code points. TokenizerPanic: as `encode`.
+        """
+        with panics_named():
+            (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            return found.ids, [end for pair in found.offsets for end in pair]
+
     def render_chat(
         self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
@@ -141,13 +152,23 @@ class Tokenizer:
         """Return the text of one token alone: a special token's name, '' outside the vocabulary."""
         return self._decoding.token_text(token_id)
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
+    @property
+    def template_source(self) -> str | None:
+        """The chat template, as it came with the model; None: there is none."""
+        return self._template_source
+
+    @functools.cached_property
+    def _with_special(self) -> Decoding:
+        """Decodes special tokens as the vocabulary's; made when it is first asked for."""
+        return decoding_of(self._backend, frozenset())
+
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special: bool = True) -> Detokenizer:
         """Return a detokenizer for the sequence that follows `prompt_ids`.
 
         The prompt is whole text: a character that it leaves incomplete is never completed. Its last
         token that isn't special decides whether a leading space is text.
         """
-        return self._decoding.detokenizer(prompt_ids)
+        return (self._decoding if skip_special else self._with_special).detokenizer(prompt_ids)
 
 
 def _compiled(

@@ -22,10 +22,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 import tokenpod
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.generate.v3.generate_pb2_grpc import (
-    TextGenerationServiceServicer,
-    add_TextGenerationServiceServicer_to_server,
+from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod.protos.tokenpod.v1 import model_pb2
+from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import (
+    GenerationServiceServicer,
+    add_GenerationServiceServicer_to_server,
 )
 from tokenpod.service.config import ServerSettings, variable
 from tokenpod.service.config_rules import flag
@@ -43,7 +45,7 @@ class Done:
 
 
 @dataclass
-class Canned(TextGenerationServiceServicer):
+class Canned(GenerationServiceServicer):
     """Answers by the prompt; keeps what it was asked."""
 
     address: str = ""
@@ -58,16 +60,25 @@ class Canned(TextGenerationServiceServicer):
             await context.abort_with_status(rpc_status.to_status(bad_request()))
         if request.text == "full":
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue\nis full")
-        yield v3.GenerateResponse(started=v3.Started(request_id="r1", prompt_tokens=3))
+        yield pb.GenerateResponse(started=pb.Started(request_id="r1", prompt_token_count=3))
         samples = max(request.sampling.n, 1)
         # Interleaved, as a step brings them.
         for text in ("Hé", "llo"):
             for index in range(samples):
-                yield v3.GenerateResponse(tokens=v3.TokenDelta(index=index, text=text))
+                yield pb.GenerateResponse(tokens=pb.Tokens(index=index, text=text))
         if request.text == "slow":
             await self._until_cancelled()
         for index in range(samples):
-            yield v3.GenerateResponse(finished=finished(index))
+            yield pb.GenerateResponse(finished=finished(index))
+        yield pb.GenerateResponse(completed=pb.Completed(usage=USAGE))
+
+    async def GenerateOnce(self, request, context):
+        self.requests.append(request.request)
+        samples = max(request.request.sampling.n, 1)
+        results = [finished(index) for index in range(samples)]
+        return service.GenerateOnceResponse(
+            started=pb.Started(request_id="r1"), results=results, usage=USAGE
+        )
 
     async def _until_cancelled(self):
         try:
@@ -75,22 +86,29 @@ class Canned(TextGenerationServiceServicer):
         finally:
             self.cancelled.set()
 
-    async def Info(self, request, context):
-        await context.send_initial_metadata((("tokenpod-model-id", "demo"),))
-        return v3.InfoResponse(dtype="torch.float32", device_type="cpu", block_size=1)
+    async def GetModel(self, request, context):
+        limits = model_pb2.Limits(max_input_tokens=2047, max_total_tokens=2048)
+        model = model_pb2.Model(
+            name="demo", dtype="float32", limits=limits, eos_token_ids=[1, 2], features=["text"]
+        )
+        return service.GetModelResponse(model=model)
 
-    async def Tokens(self, request, context):
+    async def Tokenize(self, request, context):
         self.requests.append(request)
-        return v3.TokensResponse(ntokens=3, ids=[7, 8, 9] if request.return_ids else [])
+        ids = [7, 8, 9] if request.return_token_ids else []
+        return service.TokenizeResponse(token_count=3, token_ids=ids)
 
 
-def finished(index: int) -> v3.Finished:
-    return v3.Finished(
+USAGE = pb.Usage(prompt_token_count=3, generated_token_count=2)
+
+
+def finished(index: int) -> pb.Finished:
+    return pb.Finished(
         index=index,
         text="Héllo",
-        reason=v3.FINISH_STOP_SEQUENCE,
+        reason=pb.FINISH_REASON_STOP_SEQUENCE,
         stop_sequence="\n\n",
-        usage=v3.Usage(prompt_tokens=3, generated_tokens=2),
+        generated_token_count=2,
     )
 
 
@@ -107,7 +125,7 @@ def bad_request() -> status_pb2.Status:
 async def server() -> AsyncIterator[Canned]:
     canned = Canned()
     aio = grpc.aio.server()
-    add_TextGenerationServiceServicer_to_server(canned, aio)
+    add_GenerationServiceServicer_to_server(canned, aio)
     board = health.aio.HealthServicer()
     await board.set("readiness", health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(board, aio)
@@ -192,8 +210,8 @@ async def test_generate_sends_every_option_in_its_field(server):
         "4",
         "--ignore-eos",
         "--include-stop-sequence",
-        "--time-limit-ms",
-        "9",
+        "--time-limit",
+        "1.5",
         "--no-stream",
         "--logprobs",
         "--top-n-tokens",
@@ -205,13 +223,15 @@ async def test_generate_sends_every_option_in_its_field(server):
         "x",
         "--priority",
         "-3",
+        "--model",
+        "demo",
     ]
     done = await tokenpod_("generate", "hi", "--address", server.address, *options)
     assert done.status == 0, done.err
     assert server.requests == [
-        v3.GenerateRequest(
+        pb.GenerateRequest(
             text="hi",
-            sampling=v3.SamplingOptions(
+            sampling=pb.SamplingOptions(
                 do_sample=True,
                 temperature=0,
                 top_k=1,
@@ -227,21 +247,20 @@ async def test_generate_sends_every_option_in_its_field(server):
                 n=2,
                 best_of=3,
             ),
-            stopping=v3.StoppingOptions(
+            stopping=pb.StoppingOptions(
                 max_new_tokens=0,
                 min_new_tokens=1,
                 stop_sequences=["a", "b"],
                 stop_token_ids=[4],
                 ignore_eos=True,
                 include_stop_sequence=True,
-                time_limit_ms=9,
+                time_limit={"seconds": 1, "nanos": 500_000_000},
             ),
-            output=v3.OutputOptions(
-                stream=False, logprobs=True, top_n_tokens=2, prompt_logprobs=True
-            ),
+            output=pb.OutputOptions(logprobs=True, top_n_tokens=2, prompt_logprobs=True),
             truncate=7,
             request_id="x",
             priority=-3,
+            model="demo",
         )
     ]
 
@@ -249,10 +268,23 @@ async def test_generate_sends_every_option_in_its_field(server):
 async def test_options_that_are_not_given_stay_unset(server):
     await tokenpod_("generate", "hi", "--address", server.address)
     sent = server.requests[0]
-    assert sent.sampling == v3.SamplingOptions()
-    assert sent.stopping == v3.StoppingOptions()
+    assert sent.sampling == pb.SamplingOptions()
+    assert sent.stopping == pb.StoppingOptions()
     assert not sent.sampling.HasField("temperature")
     assert not sent.stopping.HasField("max_new_tokens")
+    assert sent == pb.GenerateRequest(
+        text="hi", sampling=sent.sampling, stopping=sent.stopping, output=sent.output
+    )
+
+
+async def test_an_answer_as_a_whole_is_printed_like_a_stream(server):
+    arguments = ("--no-stream", "--n", "2", "--address", server.address)
+    done = await tokenpod_("generate", "hi", *arguments)
+    assert done.out == "--- sample 0 ---\nHéllo\n--- sample 1 ---\nHéllo\n"
+    assert done.err.startswith("[4 tokens; stop sequence")
+    as_json = await tokenpod_("generate", "hi", "--json", *arguments)
+    told = json.loads(as_json.out)
+    assert [result["text"] for result in told["results"]] == ["Héllo", "Héllo"]
 
 
 async def test_interleaved_samples_are_printed_one_after_the_other(server):
@@ -263,9 +295,11 @@ async def test_interleaved_samples_are_printed_one_after_the_other(server):
 async def test_json_has_one_line_an_event(server):
     done = await tokenpod_("generate", "hi", "--json", "--address", server.address)
     events = [json.loads(line) for line in done.out.splitlines()]
-    assert [next(iter(event)) for event in events] == ["started", "tokens", "tokens", "finished"]
+    assert [next(iter(event)) for event in events] == [
+        *("started", "tokens", "tokens", "finished", "completed")
+    ]
     assert events[1]["tokens"]["index"] == 0
-    assert events[3]["finished"]["reason"] == "FINISH_STOP_SEQUENCE"
+    assert events[3]["finished"]["reason"] == "FINISH_REASON_STOP_SEQUENCE"
     assert done.err == ""
 
 
@@ -273,7 +307,7 @@ async def test_a_chat_comes_from_standard_input_with_a_token(server):
     arguments = ("generate", "-", "--chat", "--system", "be brief", "--address", server.address)
     done = await tokenpod_(*arguments, stdin="hé", TOKENPOD_TOKEN="s3cret")
     assert done.status == 0, done.err
-    roles = [(m.role, m.content) for m in server.requests[0].chat.messages]
+    roles = [(m.role, m.content[0].text) for m in server.requests[0].chat.messages]
     assert roles == [("system", "be brief"), ("user", "hé")]
     assert server.metadata[0]["authorization"] == "Bearer s3cret"
 
@@ -330,7 +364,7 @@ def key_and_cert(tmp_path) -> tuple[Path, Path]:
 async def test_tls_trusts_the_authority_that_is_given_and_no_other(key_and_cert):
     key, cert = key_and_cert
     aio = grpc.aio.server()
-    add_TextGenerationServiceServicer_to_server(Canned(), aio)
+    add_GenerationServiceServicer_to_server(Canned(), aio)
     credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
     address = f"127.0.0.1:{aio.add_secure_port('127.0.0.1:0', credentials)}"
     await aio.start()
@@ -372,18 +406,21 @@ async def test_health_watch_prints_until_interrupted(server):
 async def test_info_is_a_table_or_json(server):
     text = await tokenpod_("info", "--address", server.address)
     rows = [line.split(maxsplit=1) for line in text.out.splitlines()]
-    assert rows[0] == ["model", "demo"]
-    assert ["dtype", "torch.float32"] in rows
+    assert rows[0] == ["name", "demo"]
+    assert ["dtype", "float32"] in rows
+    assert "max total tokens          2048" in text.out
+    assert ["eos", "token ids             1, 2"] in rows
     as_json = await tokenpod_("info", "--json", "--address", server.address)
     told = json.loads(as_json.out)
-    assert (told["model_id"], told["block_size"]) == ("demo", 1)
+    assert (told["name"], told["limits"]["max_input_tokens"]) == ("demo", 2047)
+    assert told["features"] == ["text"]
 
 
 async def test_tokens_counts_and_names_them(server):
     arguments = ("tokens", "abc", "--ids", "--no-special", "--address", server.address)
     done = await tokenpod_(*arguments)
     assert (done.status, done.out) == (0, "3\n7 8 9\n")
-    expected = v3.TokensRequest(text="abc", return_ids=True, add_special_tokens=False)
+    expected = service.TokenizeRequest(text="abc", return_token_ids=True, add_special_tokens=False)
     assert server.requests == [expected]
 
 

@@ -22,18 +22,17 @@ MODEL = Footprint(
     architecture="LlamaForCausalLM",
     dtype="bfloat16",
     from_tensors=False,
-    layers=32,
     hidden_size=4096,
     intermediate_size=14_336,
     vocab_size=128_256,
     max_positions=131_072,
     portions={
-        1: Portion(8_030_261_248, 8 * 256),
-        2: Portion(4_015_263_744, 4 * 256),
-        4: Portion(2_007_764_992, 2 * 256),
-        8: Portion(1_004_015_616, 1 * 256),
-        16: Portion(518_918_144, 1 * 256),
-        32: Portion(276_369_408, 1 * 256),
+        1: Portion(8_030_261_248, 32 * 8 * 256),
+        2: Portion(4_015_263_744, 32 * 4 * 256),
+        4: Portion(2_007_764_992, 32 * 2 * 256),
+        8: Portion(1_004_015_616, 32 * 1 * 256),
+        16: Portion(518_918_144, 32 * 1 * 256),
+        32: Portion(276_369_408, 32 * 1 * 256),
     },
 )
 
@@ -80,7 +79,7 @@ def test_the_forecast_for_an_8b_model_on_an_h200_is_what_was_measured():
 
 
 def test_a_slot_takes_what_the_pool_says():
-    pool = KVPool.bytes_per_slot(layers=32, layout=alike(8, 128), dtype=torch.bfloat16)
+    pool = KVPool.bytes_per_slot(layouts=[alike(8, 128)] * 32, dtype=torch.bfloat16)
     assert MODEL.slot_bytes(1, 2) == pool
 
 

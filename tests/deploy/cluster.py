@@ -19,6 +19,7 @@ import yaml
 KINDS = {
     "v1": {
         "configmaps": "ConfigMap",
+        "persistentvolumeclaims": "PersistentVolumeClaim",
         "pods": "Pod",
         "secrets": "Secret",
         "serviceaccounts": "ServiceAccount",

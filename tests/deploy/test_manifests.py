@@ -91,6 +91,19 @@ SCALED = {
         }
     }
 }
+DOWNLOADED = {
+    "model": {
+        "source": "download",
+        "path": "llama",
+        "existingClaim": "models",
+        "download": {
+            "url": "s3://bucket/llama",
+            "env": [{"name": "AWS_ENDPOINT_URL", "value": "http://{{ .Release.Name }}-s3"}],
+            "envFrom": [{"secretRef": {"name": "s3"}}],
+        },
+    },
+    "networkPolicy": {"enabled": True},
+}
 GROUPS = {"replicaCount": 3, "parallelism": {"mode": "statefulset", "tensor": 4, "pods": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -98,7 +111,9 @@ CASES: dict[str, dict[str, Any]] = {
     "secured": SECURED,
     "dressed": DRESSED,
     "scaled": SCALED,
+    "downloaded": DOWNLOADED,
     "groups": GROUPS,
+    "downloaded groups": {**GROUPS, **DOWNLOADED},
     "secured groups": {**GROUPS, **SECURED},
     "dressed groups": {**GROUPS, **DRESSED},
     **{path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES},

@@ -61,7 +61,7 @@ CONFIG = QWEN2.spec(
 )
 
 
-#: Interpreted, products, rotation and writes to the pool take minutes; they are tested apart.
+#: Interpreted, products, rotation and writes to the pool take minutes; they have their own tests.
 OPERATIONS = triton.OPERATIONS
 if DEVICE.type == "cpu":
     OPERATIONS = replace(
@@ -120,9 +120,8 @@ def model(ops, device, poison=None):
 def pool(device, scales=None):
     dtype = torch.float32 if scales is None else torch.float8_e4m3fn
     return KVPool(
-        layers=2,
+        layouts=[alike(2, 16)] * 2,
         slots=SLOTS,
-        layout=alike(2, 16),
         dtype=dtype,
         device=device,
         scales=scales and KVScales(*(x.to(device) for x in scales)),

@@ -19,7 +19,7 @@ LARGEST = torch.finfo(EIGHT_BITS).max
 
 
 def make_pool(dtype=torch.bfloat16, scales=None):
-    return KVPool(layers=2, slots=9, layout=alike(3, 8), dtype=dtype, device=CPU, scales=scales)
+    return KVPool(slots=9, layouts=[alike(3, 8)] * 2, dtype=dtype, device=CPU, scales=scales)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_pool_of_8_bits_takes_half_of_one_of_16():
     assert [layer.dtype for layer in pool.keys + pool.values] == [EIGHT_BITS] * 4
     assert sum(layer.nbytes for layer in wide.keys) == 2 * sum(layer.nbytes for layer in pool.keys)
     assert [layer.values.tolist() for layer in pool.scales] == [[2.0] * 3] * 2
-    shape = {"layers": 2, "layout": alike(3, 8)}
+    shape = {"layouts": [alike(3, 8)] * 2}
     assert KVPool.bytes_per_slot(**shape, dtype=EIGHT_BITS) == 2 * 2 * 3 * 8
 
 

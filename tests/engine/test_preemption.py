@@ -80,7 +80,7 @@ def fast():
 
 
 def pool(slots):
-    return KVPool(layers=8, slots=slots, layout=alike(2, 64), dtype=torch.float32, device=CPU)
+    return KVPool(slots=slots, layouts=[alike(2, 64)] * 8, dtype=torch.float32, device=CPU)
 
 
 class Recorder:

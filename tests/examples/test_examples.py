@@ -22,7 +22,7 @@ def expected(stub) -> str:
     stream = generate(stub, text_request(PROMPT, stopping={"max_new_tokens": 32}))
     finished = stream.samples[0].finished
     assert finished.text
-    return f"{finished.text}\n[{finished.usage.generated_tokens} tokens; FINISH_LENGTH]\n"
+    return f"{finished.text}\n[{finished.usage.generated_tokens} tokens; FINISH_REASON_LENGTH]\n"
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,12 @@ def resident_bytes() -> int:
 def test_memory_comes_when_it_is_written_unless_all_is_taken():
     before = resident_bytes()
     pool = KVPool(
-        layers=2,
         slots=32_000,
-        layout=alike(2, 64),
+        layouts=[alike(2, 64)] * 2,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    size = 32_000 * KVPool.bytes_per_slot(layers=2, layout=alike(2, 64), dtype=torch.float32)
+    size = 32_000 * KVPool.bytes_per_slot(layouts=[alike(2, 64)] * 2, dtype=torch.float32)
     assert resident_bytes() - before < size / 4
     pool.take_pages()
     assert resident_bytes() - before > size * 0.9
@@ -32,12 +31,12 @@ def test_memory_comes_when_it_is_written_unless_all_is_taken():
 
 def test_values_that_are_part_of_keys_are_stored_and_copied_once():
     layout = KVLayout(1, 6, 4, shared=True)
-    pool = KVPool(layers=1, slots=5, layout=layout, dtype=torch.float32, device=torch.device("cpu"))
+    pool = KVPool(slots=5, layouts=[layout], dtype=torch.float32, device=torch.device("cpu"))
     pool.keys[0][:] = torch.arange(6.0)[:, None, None] * 10 + torch.arange(6)
     assert torch.equal(pool.values[0], pool.keys[0][..., :4])
     # All at once: slots may change places.
     pool.copy(torch.tensor([0, 1, 3]), torch.tensor([1, 0, 4]))
     assert pool.keys[0][:, 0, 0].tolist() == [10, 0, 20, 30, 30, 50]
     assert pool.values[0][:, 0, 3].tolist() == [13, 3, 23, 33, 33, 53]
-    size = KVPool.bytes_per_slot(layers=3, layout=layout, dtype=torch.bfloat16)
+    size = KVPool.bytes_per_slot(layouts=[layout] * 3, dtype=torch.bfloat16)
     assert size == 3 * 6 * 2

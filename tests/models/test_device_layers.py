@@ -85,9 +85,8 @@ def test_layers_of_other_shapes(name, golden, monkeypatch, text):
 def agree(model, reference, tokens):
     config = model.config
     pool = KVPool(
-        layers=len(config.layers),
         slots=64,
-        layout=config.kv,
+        layouts=config.kv_layouts,
         dtype=model.dtype,
         device=DEVICE,
     )

@@ -64,7 +64,7 @@ def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
                 shard=shard,
             )
         assert portion.numbers == sum(tensor.numel() for tensor in tensors.values())
-        assert portion.kv_numbers == shard.config(config).kv.numbers
+        assert portion.kv_numbers == sum(kv.numbers for kv in shard.config(config).kv_layouts)
 
 
 def divides_badly(config: ModelSpec, world: int) -> bool:
@@ -92,3 +92,19 @@ def test_tensors_that_are_not_the_configs_are_refused(golden: Callable, tmp_path
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 7}))
     with pytest.raises(ModelError, match=r"has shape .*; config.json says \[7, "):
         footprint_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma4-shared", "minicpm3", "llama4"])
+def test_a_model_of_another_family_is_sized_as_it_is_loaded(
+    golden: Callable, load_folder: Callable, name: str
+):
+    folder = golden(name).folder
+    model, footprint = load_folder(folder), footprint_of(folder)
+    assert footprint.parameters == model.parameters_count
+    assert footprint.slot_bytes(1, 4) == sum(x.numbers for x in model.config.kv_layouts) * 4
+    assert list(footprint.portions) == [1]
+
+
+def test_a_model_that_shows_its_keys_only_once_loaded_is_not_sized(golden: Callable):
+    with pytest.raises(ModelError, match=r"JetMoeForCausalLM .* can't be sized before"):
+        footprint_of(golden("jetmoe").folder)

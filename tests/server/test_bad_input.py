@@ -22,6 +22,8 @@ CODES = {
     #: Decode and FilterBatch of a batch that is not there.
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
+    #: Fields of tokenpod.v1 that this server does not do yet.
+    grpc.StatusCode.UNIMPLEMENTED,
 }
 #: Fields that may be as large as their type allows: ids, hints of routers that the server does
 #: without, bounds that mean "all" where they exceed what there is.
@@ -99,10 +101,12 @@ def test_each_field_at_its_extremes(channel: grpc.Channel, rpc: Rpc) -> None:
         else:
             assert error.code() in CODES, f"{case}: {error}"
         if error is not None and error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-            (field,) = {_names(name) for name in violations(error)}
+            ((name, problem),) = violations(error).items()
+            field, too_long = _names(name), "this method takes at most" in problem
             related = field.startswith(case.path) or case.path.startswith(field)
             known = field.rpartition(".")[0] and case.path.startswith(field.rpartition(".")[0])
-            assert related or known or field == "prompt", f"{case} was blamed on {field}"
+            fine = related or known or too_long or field == "prompt"
+            assert fine, f"{case} was blamed on {field}"
         if rpc.method.name == "Prefill":
             wirefuzz.clear(channel)
 

@@ -28,10 +28,15 @@ from harness import (
 
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod.protos.tokenpod.v1 import generation_pb2 as public
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 FRONT_ENDS = 3
 #: Of each front end, unless told otherwise.
 TEXT_WORKERS = 2
+#: The model's name for clients of the pod.
+SERVED = "acme/small"
 PROMPT = "import os\n"
 SHORT = {"max_new_tokens": 5, "ignore_eos": True}
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
@@ -126,7 +131,8 @@ def gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def pod() -> Iterator[ServerProcess]:
-    with serve("--front-ends", str(FRONT_ENDS), "--max-concurrent-requests", "6") as server:
+    flags = ("--front-ends", str(FRONT_ENDS), "--max-concurrent-requests", "6")
+    with serve(*flags, "--served-model-name", SERVED) as server:
         yield server
 
 
@@ -216,11 +222,46 @@ def test_the_model_is_named_and_health_told_on_every_front_end(clients: list[Cli
     for client in clients:
         answer, call = client.stub.Info.with_call(pb.InfoRequest(), timeout=10)
         assert answer.device_type == "cpu"
-        assert dict(call.initial_metadata())["tokenpod-model-id"] == "demo"
+        assert dict(call.initial_metadata())["tokenpod-model-id"] == SERVED
+        first = generate(client.stub, text_request(PROMPT, stopping=SHORT)).started
+        assert first.model_id == SERVED
+        api = GenerationServiceStub(client.channel)
+        assert api.GetModel(service.GetModelRequest(), timeout=10).model.name == SERVED
+        request = public.GenerateRequest(text=PROMPT, model="demo")
+        with pytest.raises(grpc.RpcError) as unknown:
+            list(api.Generate(request, timeout=10))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        assert repr(SERVED) in unknown.value.details()
         health = health_pb2_grpc.HealthStub(client.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest(service=""), timeout=10)
         assert next(watch).status == SERVING
         watch.cancel()
+
+
+def test_the_names_and_the_load_of_calls_are_the_pods(clients: list[Client]) -> None:
+    apis = [GenerationServiceStub(client.channel) for client in clients]
+    request = public.GenerateRequest(text=PROMPT, stopping=LONG, request_id="twin")
+    running = apis[1].Generate(request, timeout=120)
+    assert next(running).started.request_id == "twin"
+    for api in apis:
+        with pytest.raises(grpc.RpcError) as taken:
+            list(api.Generate(request, timeout=60))
+        assert taken.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        load = api.GetLoad(service.GetLoadRequest(), timeout=60)
+        assert load.request_count == load.running_count == 1
+        assert load.prompt_token_count > 0
+    running.cancel()
+
+    def given_back() -> bool:
+        call = apis[2].Generate(request, timeout=60)
+        try:
+            return bool(next(call).started.request_id)
+        except grpc.RpcError:
+            return False
+        finally:
+            call.cancel()
+
+    wait_for(given_back)
 
 
 def test_the_queue_is_the_pods(pod: ServerProcess, clients: list[Client]) -> None:

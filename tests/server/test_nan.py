@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -19,6 +20,9 @@ from tokenizers import Tokenizer
 from tokenpod.models import demo
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod.protos.tokenpod.v1 import generation_pb2 as public
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: Its embedding is NaN.
 POISON = 4000
@@ -106,6 +110,36 @@ def test_a_bad_token_that_was_sampled_ends_its_stream_and_leaves_a_sound_prompt(
     # What was computed of the bad token is not there to be found.
     lost(stub, ask([*GOOD[::-1], POISON, 3]))
     assert len(follow_up.samples[0].token_ids) == LENGTH["max_new_tokens"]
+
+
+def test_in_the_public_api_the_other_samples_end_first(poisoned: ServerProcess) -> None:
+    api = GenerationServiceStub(poisoned.channel())
+    # One of two samples, or both or neither of other seeds, draws the bad token.
+    sampling = {"n": 2, "temperature": 1.0, "logit_bias": {POISON: 9.0}}
+    stopping = {"max_new_tokens": 12, "ignore_eos": True}
+    for seed in range(40):
+        request = public.GenerateRequest(
+            token_ids={"ids": GOOD}, sampling=sampling | {"seed": seed}, stopping=stopping
+        )
+        events: list[Any] = []
+        with contextlib.suppress(grpc.RpcError):
+            call = api.Generate(request, timeout=60)
+            events.extend(call)
+        finished = [e.finished for e in events if e.WhichOneof("event") == "finished"]
+        if call.code() is grpc.StatusCode.DATA_LOSS and finished:
+            break
+    else:
+        pytest.fail("no seed had one sample fail and the other not")
+    (survivor,) = finished
+    runs = [e.tokens for e in events if e.WhichOneof("event") == "tokens"]
+    told = [t for run in runs if run.index == survivor.index for t in run.token_ids]
+    assert len(told) == survivor.generated_token_count == 12
+    assert POISON not in told[:-1]
+    assert not [e for e in events if e.WhichOneof("event") == "completed"]
+    asked = service.GenerateOnceRequest(request=request)
+    with pytest.raises(grpc.RpcError) as ended:
+        api.GenerateOnce(asked, timeout=60)
+    assert ended.value.code() is grpc.StatusCode.DATA_LOSS
 
 
 def test_a_routers_request_ends_alone_and_its_batch_goes_on(poisoned: ServerProcess) -> None:

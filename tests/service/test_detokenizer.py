@@ -64,6 +64,23 @@ def test_streamed_text_is_the_full_decode_for_random_ids(backends, kind):
 
 
 @pytest.mark.parametrize("kind", [*RECOGNISED, *WINDOWED])
+def test_special_tokens_are_text_where_they_are_to_be_shown(backends, kind):
+    backend = backends[kind]
+    tokenizer = Tokenizer(backend)
+    rng = random.Random(kind)
+    for _ in range(SEQUENCES // 8):
+        words = backend.encode(rng.choice(["fox jumps", "the", "and again"])).ids
+        shown = rng.choice(sorted(tokenizer.special_ids))
+        at = rng.randrange(1, len(words) + 1)
+        ids = [*words[:at], shown, *words[at:]]
+        detokenizer = tokenizer.detokenizer([], skip_special=False)
+        text = "".join(map(detokenizer.push, ids)) + detokenizer.finish()
+        assert text == backend.decode(ids, skip_special_tokens=False), ids
+        assert backend.id_to_token(shown) in text
+        assert backend.id_to_token(shown) not in streamed(tokenizer, [], ids)
+
+
+@pytest.mark.parametrize("kind", [*RECOGNISED, *WINDOWED])
 def test_streamed_text_continues_the_prompts(backends, kind):
     backend = backends[kind]
     tokenizer = Tokenizer(backend)

@@ -15,6 +15,7 @@ from tokenpod.service.text.chat_template import (
     MAX_RANGE_STEPS,
     MAX_RENDERED_CHARS,
     ChatTemplateError,
+    roles_of,
 )
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
@@ -382,3 +383,24 @@ def test_a_chat_is_what_transformers_makes_of_it(folder):
     ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **arguments)
     assert ours.render_chat(pairs) == rendered
     assert ours.encode(ours.render_chat(pairs), add_special_tokens=False) == ids
+
+
+# --- roles
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        (CHAT, []),
+        ("{% if messages[0]['role'] == 'system' %}x{% endif %}", ["system"]),
+        (
+            "{% for m in messages %}{% if m.role in ['user', 'tool'] and m['content'] == 'x' %}"
+            "{% elif 'assistant' == m['role'] %}{% endif %}{% endfor %}",
+            ["assistant", "tool", "user"],
+        ),
+        ("{% if broken", []),
+        ("{{ " + "(" * 5000 + " }}", []),
+    ],
+)
+def test_a_templates_roles_are_those_that_it_compares_with(template: str, roles: list[str]) -> None:
+    assert roles_of(template) == roles

@@ -17,12 +17,12 @@ from tokenpod.service.rpc.wire import (
     SEARCH_SLICE,
     SLICE,
     WHOLE,
-    Malformed,
     Size,
     count,
     fault_in,
     shape_of,
 )
+from tokenpod.service.rpc.wire_types import Malformed
 
 BAD = b"ab\xff"
 SHAPE = shape_of(pb.GenerateRequest.DESCRIPTOR)

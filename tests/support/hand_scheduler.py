@@ -41,9 +41,8 @@ class HandScheduler:
         self.model = model
         config = model.config
         self.pool = KVPool(
-            layers=len(config.layers),
             slots=slots,
-            layout=config.kv,
+            layouts=config.kv_layouts,
             dtype=model.dtype,
             device=CPU,
         )

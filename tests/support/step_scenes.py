@@ -291,9 +291,8 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
         )
     config = model.config
     pool = KVPool(
-        layers=len(config.layers),
         slots=SLOTS,
-        layout=config.kv,
+        layouts=config.kv_layouts,
         dtype=model.dtype,
         device=device,
     )

@@ -16,7 +16,9 @@ from google.protobuf.message_factory import GetMessageClass
 from tokenpod.protos.generate.v1 import generate_pb2 as v1
 from tokenpod.protos.generate.v2 import generate_pb2 as v2
 from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
 
+TOKENPOD = "tokenpod"
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}
 ENOUGH_EVENTS = 6
 PROMPT = "def fibonacci(n):\n"
@@ -29,6 +31,7 @@ EXTREMES: dict[int, Sequence[Any]] = {
     F.TYPE_UINT32: (0, 1, 2**31 - 1, 2**31, U32),
     F.TYPE_UINT64: (0, 1, 2**63 - 1, 2**63, U64),
     F.TYPE_INT32: (0, 1, -1, 2**31 - 1, -(2**31)),
+    F.TYPE_INT64: (0, 1, -1, 2**63 - 1, -(2**63)),
     F.TYPE_FLOAT: (
         *(0.0, -0.0, -1.0, 1.0, FLOAT_TINY, -FLOAT_TINY),
         *(FLOAT_MAX, -FLOAT_MAX, math.nan, math.inf, -math.inf),
@@ -42,7 +45,7 @@ EXTREMES: dict[int, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Rpc:
-    """One rpc of one wire generation."""
+    """One rpc of one protocol: of one of TGI's wire generations, or of `tokenpod`."""
 
     generation: str
     method: MethodDescriptor
@@ -69,15 +72,37 @@ class Rpc:
 
     def plain(self) -> Any:
         """A request that is fine; Decode and FilterBatch name batch 7, request 5."""
+        if self.generation == TOKENPOD:
+            return tokenpod_plain(self.method)
         return plain(self.generation, self.method.name)
 
 
+#: Rpcs whose request is another one's, in a message of its own; a legal one is answered when all
+#: of its tokens are there.
+OTHERS_MESSAGES = ("GenerateOnce",)
+
+
 def rpcs() -> list[Rpc]:
+    services = {
+        name: pb.DESCRIPTOR.services_by_name["TextGenerationService"]
+        for name, pb in GENERATIONS.items()
+    }
+    services[TOKENPOD] = tokenpod_pb.DESCRIPTOR.services_by_name["GenerationService"]
     return [
         Rpc(name, method)
-        for name, pb in GENERATIONS.items()
-        for method in pb.DESCRIPTOR.services_by_name["TextGenerationService"].methods
+        for name, service in services.items()
+        for method in service.methods
+        if method.name not in OTHERS_MESSAGES
     ]
+
+
+def tokenpod_plain(method: MethodDescriptor) -> Any:
+    fields: dict[str, Any] = {
+        "Generate": {"text": PROMPT, "stopping": {"max_new_tokens": 2}},
+        "Tokenize": {"text": PROMPT},
+        "Detokenize": {"token_ids": [5, 6]},
+    }
+    return GetMessageClass(method.input_type)(**fields.get(method.name, {}))
 
 
 def plain(generation: str, method: str) -> Any:
@@ -141,10 +166,15 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 
 def paths(kind: Descriptor, above: tuple[FieldDescriptor, ...] = ()) -> Iterator[Any]:
-    """Every field below a message, itself the last of the fields that lead to it."""
+    """Every field below a message, itself the last of the fields that lead to it.
+
+    Below a message that can hold itself is no end.
+    """
     for field in kind.fields:
         yield (*above, field)
-        if field.message_type is not None and not _is_map(field):
+        if field.message_type is None or _is_map(field):
+            continue
+        if field.message_type.full_name != "google.protobuf.Struct":
             yield from paths(field.message_type, (*above, field))
 
 
@@ -152,8 +182,10 @@ def extremes(field: FieldDescriptor) -> Sequence[Any]:
     """Values to assign; for repeated fields, lists of them."""
     if _is_map(field):
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
-        one_key = [{each: 1.0} for each in EXTREMES[key.type]]
-        return [{}, *one_key, *({1: each} for each in EXTREMES[value.type])]
+        # Neither is a zero.
+        a_key, a_value = EXTREMES[key.type][1], EXTREMES[value.type][2]
+        one_key = [{each: a_value} for each in EXTREMES[key.type]]
+        return [{}, *one_key, *({a_key: each} for each in EXTREMES[value.type])]
     if field.message_type is not None:
         return ([], [{}], [{}] * 300) if field.is_repeated else ({},)
     values = EXTREMES[field.type]

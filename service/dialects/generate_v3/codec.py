@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import Any
-
 from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.fields import copied, given
 from tokenpod.service.serving.calls import (
     ChatPrompt,
     GenerateCall,
@@ -18,24 +15,19 @@ from tokenpod.service.serving.calls import (
     TokensCall,
 )
 
-#: Token ids that are copied before others get their turn: some milliseconds.
-_SLICE_IDS = 32_768
+_NANOSECONDS_OF_MS = 1_000_000
 
 
 async def generate_call(request: pb.GenerateRequest) -> GenerateCall:
     """What `request` asks for. Other tasks get their turn while long lists are copied."""
-    sampling, stopping, output = request.sampling, request.stopping, request.output
+    stopping = given(request.stopping, Stopping)
     return GenerateCall(
         prompt=await _prompt(request),
-        sampling=Sampling(**_fields(sampling) | {"logit_bias": dict(sampling.logit_bias)}),
+        sampling=Sampling(**given(request.sampling, Sampling)),
         stopping=Stopping(
-            **_fields(stopping)
-            | {
-                "stop_sequences": tuple(stopping.stop_sequences),
-                "stop_token_ids": tuple(stopping.stop_token_ids),
-            }
+            **stopping, time_limit_ns=request.stopping.time_limit_ms * _NANOSECONDS_OF_MS
         ),
-        output=Output(**_fields(output) | {"stream": _unless_unset(output, "stream")}),
+        output=Output(**given(request.output, Output)),
         truncate=request.truncate,
         request_id=request.request_id,
         priority=request.priority,
@@ -44,24 +36,9 @@ async def generate_call(request: pb.GenerateRequest) -> GenerateCall:
 
 def tokens_call(request: pb.TokensRequest) -> TokensCall:
     """What `request` asks for."""
-    special = _unless_unset(request, "add_special_tokens")
+    special = request.add_special_tokens if request.HasField("add_special_tokens") else True
     prompt = _chat(request.chat) if request.HasField("chat") else request.text
     return TokensCall(prompt, special, request.return_ids)
-
-
-def _fields(message: Any) -> dict[str, Any]:
-    """A message's fields by name; None where one that may be absent is."""
-    return {
-        field.name: None
-        if field.has_presence and not message.HasField(field.name)
-        else getattr(message, field.name)
-        for field in message.DESCRIPTOR.fields
-    }
-
-
-def _unless_unset(message: Any, field: str) -> bool:
-    """A bool that is true unless a client says otherwise."""
-    return getattr(message, field) if message.HasField(field) else True
 
 
 async def _prompt(request: pb.GenerateRequest) -> Prompt:
@@ -69,23 +46,14 @@ async def _prompt(request: pb.GenerateRequest) -> Prompt:
         case "text":
             return request.text
         case "token_ids":
-            return await _copied(request.token_ids.ids)
+            return await copied(request.token_ids.ids)
         case "chat":
             return _chat(request.chat)
         case _:
             return None
 
 
-async def _copied(ids: Sequence[int]) -> tuple[int, ...]:
-    copied: list[int] = []
-    for at in range(0, len(ids), _SLICE_IDS):
-        if at:
-            await asyncio.sleep(0)
-        copied += ids[at : at + _SLICE_IDS]
-    return tuple(copied)
-
-
 def _chat(chat: pb.Chat) -> ChatPrompt:
     validate.check_chat_length(len(chat.messages))
-    generation = _unless_unset(chat, "add_generation_prompt")
+    generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     return ChatPrompt([(m.role, m.content) for m in chat.messages], generation)

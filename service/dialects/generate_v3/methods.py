@@ -30,10 +30,10 @@ async def generate(backend: Backend, request: pb.GenerateRequest, context: Conte
             call,
             generation,
             admitted.tokenizer,
-            model_id=backend.model_id,
+            model_id=admitted.model_id,
             request_id=request_id,
         )
-        await write_all(writer, generation, context)
+        await write_all(writer, context)
 
 
 async def tokens(backend: Backend, request: pb.TokensRequest, context: Context) -> Any:

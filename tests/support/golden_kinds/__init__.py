@@ -2,6 +2,7 @@
 
 from golden_kinds import dense, experts, gated, images, mixtures, plain
 from golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
+from golden_kinds.tier import REFUSED_KINDS, TIER_KINDS
 
 KINDS: dict[str, Kind] = {
     **dense.KINDS,
@@ -12,4 +13,13 @@ KINDS: dict[str, Kind] = {
     **mixtures.KINDS,
 }
 
-__all__ = ["BASES", "KINDS", "MAX_POSITIONS", "SMALL", "VOCABULARY", "Kind"]
+__all__ = [
+    "BASES",
+    "KINDS",
+    "MAX_POSITIONS",
+    "REFUSED_KINDS",
+    "SMALL",
+    "TIER_KINDS",
+    "VOCABULARY",
+    "Kind",
+]

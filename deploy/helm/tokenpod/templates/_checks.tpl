@@ -36,7 +36,19 @@
 {{- define "tokenpod.checkModel" -}}
 {{- with .Values.model -}}
 {{- if eq .source "hf" -}}
-{{- fail "model.source is hf: nothing is downloaded at start yet. Put the model on a volume (pvc), or download it in an initContainer (volume)" -}}
+{{- fail "model.source is hf: nothing is downloaded at start by that name. Set model.source to download and model.download.url, or put the model on a volume (pvc)" -}}
+{{- end -}}
+{{- if and (eq .source "download") (not .download.url) -}}
+{{- fail "model.source is download: say what in model.download.url" -}}
+{{- end -}}
+{{- if and (eq .source "download") .id -}}
+{{- fail "model.source is download: model.id belongs to a Hugging Face cache; set model.download.url alone" -}}
+{{- end -}}
+{{- if and .download.url (ne .source "download") -}}
+{{- fail (printf "model.download.url is set with model.source %s: set model.source to download" .source) -}}
+{{- end -}}
+{{- if and .download.revision (contains "://" .download.url) -}}
+{{- fail (printf "model.download.revision is %s: only models of a hub have revisions" .download.revision) -}}
 {{- end -}}
 {{- if and (eq .source "pvc") (not .existingClaim) -}}
 {{- fail "model.source is pvc: name the claim in model.existingClaim" -}}

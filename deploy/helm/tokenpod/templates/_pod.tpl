@@ -55,8 +55,11 @@ spec:
   topologySpreadConstraints:
     {{- tpl (toYaml .) $root | nindent 4 }}
   {{- end }}
-  {{- if or .cache.copyFromImage .initContainers }}
+  {{- if or .cache.copyFromImage .initContainers (eq .model.source "download") }}
   initContainers:
+    {{- if eq .model.source "download" }}
+    {{- include "tokenpod.download" $root | nindent 4 }}
+    {{- end }}
     {{- if .cache.copyFromImage }}
     # The cache's volume lies over the image's own folder.
     - name: kernels
@@ -112,6 +115,48 @@ spec:
   volumes:
     {{- include "tokenpod.volumes" $root | nindent 4 }}
 {{- end }}
+{{- end }}
+
+{{/* Fills the model's claim, once: a folder that is there from the same address stays as it is. */}}
+{{- define "tokenpod.download" -}}
+{{- with .Values.model.download -}}
+- name: download
+  image: {{ include "tokenpod.image" $ | quote }}
+  imagePullPolicy: {{ $.Values.image.pullPolicy }}
+  command: [tokenpod, download]
+  args:
+    - {{ .url | quote }}
+    - {{ include "tokenpod.modelPath" $ | quote }}
+    {{- with .revision }}
+    - {{ printf "--revision=%s" . | quote }}
+    {{- end }}
+    {{- if .existingSecret }}
+    - --token-file=/etc/tokenpod/hub/token
+    {{- end }}
+  env:
+    - name: HOME
+      value: /tmp
+    # The image says 1, for servers.
+    - name: HF_HUB_OFFLINE
+      value: "0"
+    {{- with .env }}
+    {{- tpl (toYaml .) $ | nindent 4 }}
+    {{- end }}
+  {{- with .envFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  resources:
+    {{- toYaml .resources | nindent 4 }}
+  securityContext:
+    {{- toYaml $.Values.securityContext | nindent 4 }}
+  volumeMounts:
+    - {name: tmp, mountPath: /tmp}
+    - {name: model, mountPath: /model}
+    {{- if .existingSecret }}
+    - {name: hub, mountPath: /etc/tokenpod/hub, readOnly: true}
+    {{- end }}
+{{- end -}}
 {{- end }}
 
 {{/* Variables: who this pod is, and where libraries may write. Settings are arguments. */}}

@@ -1,7 +1,17 @@
 {{/* What is mounted. The root file system is read-only: these are all places that can be written to. */}}
 
+{{/* A downloaded model has a folder of its own: another revision gets another one. */}}
 {{- define "tokenpod.modelPath" -}}
-{{- list "/model" .Values.model.path | compact | join "/" -}}
+{{- $path := .Values.model.path -}}
+{{- if and (eq .Values.model.source "download") (not $path) -}}
+{{- $path = list .Values.model.download.url .Values.model.download.revision | compact | join "-" -}}
+{{- $path = regexReplaceAll "[^A-Za-z0-9_.-]+" $path "-" | trimAll ".-" -}}
+{{- end -}}
+{{- list "/model" $path | compact | join "/" -}}
+{{- end }}
+
+{{- define "tokenpod.modelClaim" -}}
+{{- default (printf "%s-model" (include "tokenpod.fullname" .)) .Values.model.existingClaim -}}
 {{- end }}
 
 {{- define "tokenpod.volumes" -}}
@@ -68,12 +78,23 @@
 
 {{- define "tokenpod.modelVolume" -}}
 {{- with .Values.model }}
+{{- if and (eq .source "download") .download.existingSecret }}
+- name: hub
+  secret:
+    secretName: {{ .download.existingSecret }}
+    defaultMode: 0440
+    items:
+      - {key: {{ .download.key }}, path: token}
+{{- end }}
 {{- if ne .source "demo" }}
 - name: model
   {{- if eq .source "pvc" }}
   persistentVolumeClaim:
     claimName: {{ .existingClaim }}
     readOnly: true
+  {{- else if eq .source "download" }}
+  persistentVolumeClaim:
+    claimName: {{ include "tokenpod.modelClaim" $ }}
   {{- else if eq .source "hostPath" }}
   hostPath:
     path: {{ .hostPath }}

@@ -1,0 +1,92 @@
+"""`tokenpod models`: what this build serves. `make models` finds it out and writes models.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from tokenpod.service.telemetry.logs import print_error
+
+DATA = Path(__file__).with_name("models.json")
+
+#: What `Entry.served` can be, and what it means.
+WAYS = {
+    "native": "by a family of ours",
+    "transformers": "by transformers' code, over our KV pool, on one rank",
+    "no": "not served",
+    "untried": "not tried",
+}
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One architecture, as config.json names it."""
+
+    #: A key of `WAYS`.
+    served: str
+    #: A published checkpoint; empty if transformers' documentation names none.
+    example: str
+    #: What its tiny model had when it was tried.
+    features: tuple[str, ...] = ()
+    #: Why it is not served, or was not tried.
+    reason: str = ""
+
+
+class Survey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What models.json holds."""
+
+    #: The version that was tried.
+    transformers: str
+    classes: dict[str, Entry]
+
+
+def survey() -> Survey:
+    """What `make models` has found."""
+    return msgspec.json.decode(DATA.read_bytes(), type=Survey)
+
+
+def models(
+    name: Annotated[
+        str, typer.Argument(help="Only architectures whose name or example contains this.")
+    ] = "",
+    json_output: Annotated[bool, typer.Option("--json", help="JSON, one object a line.")] = False,
+) -> None:
+    """List which architectures are served, by whose code, and why others are not."""
+    found = survey()
+    part = name.lower()
+    chosen = {
+        architecture: entry
+        for architecture, entry in found.classes.items()
+        if part in architecture.lower() or part in entry.example.lower()
+    }
+    if not chosen:
+        print_error(
+            f"no architecture of {len(found.classes)} has {name!r} in its name", json_output=False
+        )
+        raise typer.Exit(1)
+    for line in _as_json(chosen) if json_output else _as_text(chosen):
+        print(line)
+    installed = metadata.version("transformers")
+    if installed != found.transformers and not json_output:
+        print(f"\nTried with transformers {found.transformers}; {installed} is installed.")
+
+
+def _as_json(chosen: dict[str, Entry]) -> Iterator[str]:
+    for architecture, entry in chosen.items():
+        yield json.dumps({"architecture": architecture, **msgspec.to_builtins(entry)})
+
+
+def _as_text(chosen: dict[str, Entry]) -> Iterator[str]:
+    widest = max(map(len, chosen))
+    for way, meaning in WAYS.items():
+        those = {name: entry for name, entry in chosen.items() if entry.served == way}
+        if not those:
+            continue
+        yield f"{meaning.capitalize()} ({len(those)}):"
+        for name, entry in those.items():
+            yield f"  {name:<{widest}}  {entry.reason or entry.example}".rstrip()

@@ -1,0 +1,1 @@
+"""Checkpoints of other kinds, made into safetensors; no server imports it."""

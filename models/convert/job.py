@@ -1,0 +1,148 @@
+"""One conversion: a source, perhaps an adapter, and an empty folder for the result."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tokenpod.core.manifest import digest_of, write_manifest
+from tokenpod.core.model_files import small_files
+from tokenpod.models.checkpoint import INDEX as INDEX_NAME
+from tokenpod.models.checkpoint import SINGLE as SINGLE_NAME
+from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.convert import lora, pickles
+from tokenpod.models.convert.gguf_source import Gguf
+from tokenpod.models.convert.source import Safetensors, Source
+from tokenpod.models.convert.writer import Planned, Progress, write_tensors
+from tokenpod.models.errors import ModelError
+from tokenpod.models.fields import read_fields
+from tokenpod.models.load import read_config, read_layout
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What to convert.
+
+    Attributes:
+        source: a folder with `.bin` files or safetensors, or a GGUF file.
+        folder: empty, for the result.
+        lora: an adapter's folder, to be merged.
+        dtype: of real numbers: "float32", "bfloat16", "float16"; None: as they are, and bfloat16
+            for quantised ones.
+        shard_bytes: the most that a file of the result has.
+        memory: bytes that the process may map beyond what it has at first; None: twice the
+            largest file of a pickle, all files otherwise, and 4 GiB.
+        seconds: of a processor that the process may take.
+    """
+
+    source: str
+    folder: str
+    lora: str | None = None
+    dtype: str | None = None
+    shard_bytes: int = 5 << 30
+    memory: int | None = None
+    seconds: int = 3600
+
+
+class Converted(msgspec.Struct, frozen=True):
+    """What came of it; `problem` says why, as it is, the server would refuse it."""
+
+    tensors: int
+    bytes: int
+    problem: str | None = None
+
+
+def convert(job: Job, progress: Progress) -> Converted:
+    """Fill the job's folder. Raises ModelError with one line, whatever is wrong."""
+    folder = Path(job.folder)
+    dtype: torch.dtype | None = getattr(torch, job.dtype) if job.dtype else None
+    try:
+        source = _source(Path(job.source), dtype)
+        source.write_small_files(folder)
+        tensors = list(source.tensors())
+        if job.lora is not None:
+            tensors = lora.merged(tensors, Path(job.lora))
+        tensors = [tensor.as_dtype(dtype) for tensor in tensors]
+        if dtype is not None or isinstance(source, Gguf):
+            _note_dtype(folder / "config.json", dtype or _usual(tensors))
+        digests = write_tensors(folder, tensors, most=job.shard_bytes, progress=progress)
+        names = small_files(folder)
+        if (folder / INDEX_NAME).is_file():
+            names.append(INDEX_NAME)
+        digests |= {name: digest_of(folder / name) for name in names}
+        write_manifest(folder, digests)
+    except MemoryError:
+        raise ModelError(f"{job.source}: converting it takes more memory than allowed") from None
+    except OSError as error:
+        raise ModelError(_of_disk(error, folder)) from None
+    return Converted(len(tensors), sum(t.size for t in tensors), _problem(folder))
+
+
+def memory_of(job: Job) -> int:
+    """Bytes that the conversion may map."""
+    if job.memory is not None:
+        return job.memory
+    source = Path(job.source)
+    if source.is_file():
+        return source.stat().st_size + (4 << 30)
+    bins = [path.stat().st_size for path in source.glob("*.bin")]
+    rest = [path.stat().st_size for path in source.glob("*.safetensors")]
+    return 2 * max(bins, default=0) + sum(rest) + (4 << 30)
+
+
+def _source(path: Path, dtype: torch.dtype | None) -> Source:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path} is neither a folder nor a .gguf file")
+        return Gguf(path, dtype or torch.bfloat16)
+    if not path.is_dir():
+        raise ModelError(f"{path}: there is no such folder or file")
+    if any((path / name).is_file() for name in (SINGLE_NAME, INDEX_NAME)):
+        return Safetensors(path)
+    if any((path / name).is_file() for name in (pickles.SINGLE, pickles.INDEX)):
+        return pickles.Pickles(path)
+    found = sorted(path.glob("*.gguf"))
+    if len(found) == 1:
+        return Gguf(found[0], dtype or torch.bfloat16)
+    if found:
+        raise ModelError(f"{path} has {len(found)} GGUF files; name one of them")
+    raise ModelError(f"{path} is no model: it has no weights (safetensors, {pickles.SINGLE}, GGUF)")
+
+
+def _usual(tensors: Sequence[Planned]) -> torch.dtype:
+    """The type of most of the bytes."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        sizes[tensor.dtype] += tensor.size
+    return sizes.most_common(1)[0][0]
+
+
+def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Let config.json say what the weights are now."""
+    config = dict(read_fields(path).values)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _problem(folder: Path) -> str | None:
+    """Why the server's own decoder can't read the result; None: it can."""
+    try:
+        read_config(folder)
+        with Checkpoint(folder) as checkpoint:
+            read_layout(folder, checkpoint)
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _of_disk(error: OSError, folder: Path) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{folder.parent}: no room is left for the result ({os.strerror(error.errno)})"
+    return f"{error.filename or folder}: {error.strerror or error}"

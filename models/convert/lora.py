@@ -1,0 +1,91 @@
+"""LoRA adapters as PEFT saves them, added to the weights that they adapt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tokenpod.models.convert.source import tensors_of
+from tokenpod.models.convert.writer import Planned
+from tokenpod.models.errors import ModelError
+from tokenpod.models.fields import Fields, read_fields
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+#: Endings of a pair, the first of which is multiplied first.
+_PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B"))
+
+
+def merged(tensors: Sequence[Planned], adapter: Path) -> list[Planned]:
+    """The base's tensors with an adapter's products added, computed in float32.
+
+    Whole tensors of the adapter (`modules_to_save`, trained biases) replace the base's. Raises
+    ModelError for adapters of other kinds, and for those of another base.
+    """
+    fields = read_fields(adapter / CONFIG)
+    fields.only("peft_type", "LORA")
+    fields.only("use_dora", False)
+    fields.only("layer_replication", None)
+    transposed = fields.flag("fan_in_fan_out", False)
+    left = {_name(tensor.name): tensor for tensor in tensors_of(adapter / WEIGHTS)}
+    made = []
+    for base in tensors:
+        stem = base.name.removesuffix(".weight")
+        pair = next((p for p in _PAIRS if stem + p[0] in left and stem + p[1] in left), None)
+        if base.name in left:
+            made.append(_replaced(base, left.pop(base.name)))
+        elif pair is not None:
+            first, second = (left.pop(stem + end) for end in pair)
+            flipped = transposed or pair == _PAIRS[1]
+            scale = _scale(fields, stem, first.shape[0])
+            made.append(_added(base, first, second, scale, transposed=flipped))
+        else:
+            made.append(base)
+    if left:
+        names = ", ".join(sorted(left)[:3])
+        raise ModelError(f"{adapter / WEIGHTS}: the base has no weight for {names}")
+    return made
+
+
+def _name(name: str) -> str:
+    """The base's name for a tensor of an adapter."""
+    name = name.removeprefix(_PREFIX)
+    return name.replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+
+
+def _scale(fields: Fields, stem: str, rank: int) -> float:
+    alpha = fields.real("lora_alpha")
+    if "alpha_pattern" in fields:
+        patterns = fields.fields("alpha_pattern")
+        own = [key for key in patterns.values if re.search(rf"(^|\.){key}$", stem)]
+        alpha = patterns.real(own[0]) if own else alpha
+    return alpha / (rank**0.5 if fields.flag("use_rslora", False) else rank)
+
+
+def _replaced(base: Planned, own: Planned) -> Planned:
+    if own.shape != base.shape:
+        raise ModelError(f"{own.name} has shape {list(own.shape)}; the base's {list(base.shape)}")
+    return Planned(base.name, base.dtype, base.shape, lambda: own.read().to(base.dtype))
+
+
+def _added(
+    base: Planned, first: Planned, second: Planned, scale: float, *, transposed: bool
+) -> Planned:
+    rows, columns = (*second.shape[:1], *first.shape[1:]) if len(first.shape) == 2 else (0, 0)
+    shape = (columns, rows) if transposed else (rows, columns)
+    if shape != base.shape or second.shape[1:] != first.shape[:1]:
+        raise ModelError(
+            f"{first.name} and {second.name} have shapes {list(first.shape)} and"
+            f" {list(second.shape)}; {base.name} of the base has {list(base.shape)}"
+        )
+
+    def read() -> torch.Tensor:
+        delta = second.read().float() @ first.read().float()
+        delta = delta.t() if transposed else delta
+        return base.read().float().add_(delta, alpha=scale).to(base.dtype)
+
+    return Planned(base.name, base.dtype, base.shape, read)

@@ -1,0 +1,119 @@
+"""What the engine asks of a model, whoever computes it: our decoder or transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.ops import KVScales, StepTiles
+from tokenpod.kernels.pool import KVLayout, KVPool
+
+
+class ModelFacts(Protocol):
+    """What is known of a model before its weights are."""
+
+    @property
+    def architecture(self) -> str:
+        """As config.json names it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Features of a token between layers."""
+        ...
+
+    @property
+    def widest(self) -> int:
+        """Features that one token has within a feed-forward block, at most."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Positions that the model can address."""
+        ...
+
+    @property
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
+        """What each layer's pool has for a token."""
+        ...
+
+    @property
+    def head_counts(self) -> tuple[int, ...]:
+        """Query heads of each layer."""
+        ...
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The furthest that any layer looks back; None if one sees everything."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the checkpoint says its weights are; None if it does not."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        ...
+
+    @property
+    def rope_variant(self) -> str:
+        """Which factors rotation uses where the checkpoint has several; empty if it has not."""
+        ...
+
+    @property
+    def runs_on(self) -> str:
+        """Whose code computes it: "tokenpod" or "transformers"."""
+        ...
+
+
+class LoadedModel(Protocol):
+    """A model ready to run. It holds no state of sequences: that is all in the pool."""
+
+    #: Whether steps can be captured.
+    captures: bool
+    #: [layers, K] each, for keys and values of 8 bits; None: the checkpoint has none.
+    kv_scales: KVScales | None
+    #: Of the whole model.
+    parameters_count: int
+    #: Bytes that this rank holds.
+    weight_bytes: int
+    #: How many tensors of the checkpoint belong to each part that is not served.
+    unused: Mapping[str, int]
+
+    @property
+    def config(self) -> ModelFacts:
+        """What is known of it; of a model that ranks divide, of this rank's part."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, and of keys and values in no format of fewer bits."""
+        ...
+
+    def forward(self, batch: ForwardBatch, pool: KVPool) -> torch.Tensor:
+        """Run a step's tokens; write their keys and values to the pool.
+
+        Returns [T, hidden] after the last norm.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor, step: ForwardBatch | None = None) -> torch.Tensor:
+        """Hidden [T, hidden] -> [n, vocabulary] in the model's dtype.
+
+        At `logit_index` of the step that these are the tokens of; without a step, of all.
+        """
+        ...
+
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """How captured steps of up to so many rows describe rows with several tokens."""
+        ...

@@ -1,0 +1,1 @@
+"""Models that transformers' own code computes, over our KV pool and with our attention."""

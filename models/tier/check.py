@@ -1,0 +1,146 @@
+"""The check that a model passes before it is served through transformers.
+
+A family may ignore the attention function, number tokens by itself, or keep a state beside keys
+and values. Its text would be wrong without any error. So a short text is computed in four ways,
+whose logits must be equal: by transformers alone; by us in one step; in pieces, in steps that
+another text shares; and token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.kernels.batch import ForwardBatch, PagedRows
+from tokenpod.kernels.pool import KVPool
+from tokenpod.models.tier.errors import NotServed
+from tokenpod.models.tier.model import TierModel
+
+#: Of the text, and of the piece that is computed first.
+TOKENS, FIRST = 24, 11
+#: Of the text that is computed beside it.
+OTHER = 7
+#: How far logits of one token may differ, relative to their spread, by bytes of a number: rounding
+#: of half the size in every layer, and experts that it chooses, leave the median far below.
+TOLERANCE = {4: 1e-3, 2: 0.15}
+
+
+@dataclass
+class _Text:
+    """One of the check's texts: where its keys and values lie, and how far it is."""
+
+    row: int
+    tokens: torch.Tensor
+    first_slot: int
+    done: int = 0
+
+
+def check(model: TierModel, expected: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Raise NotServed, with what was seen, unless the model says in steps what it says at once.
+
+    Args:
+        model: with our attention.
+        expected: [TOKENS, vocabulary]: logits by transformers' own attention.
+        tokens: [TOKENS] int64, on the model's device.
+    """
+    steps = _Steps(model, tokens)
+    whole = steps.whole()
+    ways = {
+        "in one step": (whole, expected, "than by transformers' own attention"),
+        "in pieces, beside another text": (steps.in_pieces(), whole, "than in one step"),
+        "token by token": (steps.singly(), whole, "than in one step"),
+    }
+    limit = TOLERANCE[model.dtype.itemsize]
+    for way, (got, wanted, than) in ways.items():
+        error = difference(got, wanted)
+        if not error <= limit:
+            raise NotServed(
+                f"its logits are others {way} {than} (by {error:.2g} of their spread; at most "
+                f"{limit:g}): it keeps something else than keys and values, or does not leave "
+                "attention to the attention function"
+            )
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The median over tokens of how far logits are from what they should be; NaN if they are."""
+    got, wanted = got.double(), wanted.double()
+    spread = (wanted - wanted.mean(-1, keepdim=True)).square().mean(-1).sqrt()
+    off = (got - wanted).square().mean(-1).sqrt()
+    if not got.isfinite().all():
+        return float("nan")
+    return float((off / spread.clamp(min=1e-30)).median())
+
+
+class _Steps:
+    """The ways to compute a text, each over fresh slots of one pool."""
+
+    def __init__(self, model: TierModel, tokens: torch.Tensor) -> None:
+        self._model, self._tokens = model, tokens
+        room = 3 * TOKENS + OTHER
+        self._pool = KVPool(
+            layouts=model.config.kv_layouts, slots=room, dtype=model.dtype, device=tokens.device
+        )
+        self._used = 0
+
+    def whole(self) -> torch.Tensor:
+        """[TOKENS, vocabulary]."""
+        return self._run((self._text(self._tokens), TOKENS))[0]
+
+    def in_pieces(self) -> torch.Tensor:
+        """The last tokens of the text, after some that were computed beside another text."""
+        text, other = self._text(self._tokens), self._text(self._tokens[:OTHER].flip(0))
+        first = self._run((text, FIRST), (other, OTHER - 1))[0]
+        return torch.cat([first, self._run((other, 1), (text, TOKENS - FIRST))[1]])
+
+    def singly(self) -> torch.Tensor:
+        """One token per step."""
+        text = self._text(self._tokens)
+        return torch.cat([self._run((text, 1))[0] for _ in range(TOKENS)])
+
+    def _text(self, tokens: torch.Tensor) -> _Text:
+        text = _Text(row=self._used, tokens=tokens, first_slot=self._used)
+        self._used += len(tokens)
+        return text
+
+    def _run(self, *works: tuple[_Text, int]) -> list[torch.Tensor]:
+        """Process so many tokens of each; rows of one token first."""
+        batch = _batch(works, self._tokens.device)
+        logits = self._model.logits(self._model.forward(batch, self._pool))
+        for text, count in works:
+            text.done += count
+        return list(torch.split(logits, [count for _, count in works]))
+
+
+def _batch(works: Sequence[tuple[_Text, int]], device: torch.device) -> ForwardBatch:
+    ends = [text.done + count for text, count in works]
+    position = torch.cat([torch.arange(e - n, e) for e, (_, n) in zip(ends, works, strict=True)])
+    slot = torch.cat(
+        [torch.arange(e - n, e) + text.first_slot for e, (text, n) in zip(ends, works, strict=True)]
+    )
+    token = torch.cat([text.tokens[text.done : text.done + n] for text, n in works])
+    table = torch.stack([torch.arange(TOKENS) + text.first_slot for text, _ in works]).int()
+    starts = [0, *torch.tensor([n for _, n in works]).cumsum(0).tolist()]
+    on_device = device.type != "cpu"
+    return ForwardBatch(
+        t_token=token,
+        t_position=position.to(device),
+        t_slot=slot.to(device),
+        b_start=starts,
+        b_context=ends,
+        b_runs=[[(t.first_slot, t.first_slot + e)] for e, (t, _) in zip(ends, works, strict=True)],
+        b_row=list(range(len(works))),
+        row_table=table.to(device),
+        single_rows=sum(n == 1 for _, n in works),
+        logit_index=None,
+        paged=_paged(starts, ends, device) if on_device else None,
+    )
+
+
+def _paged(starts: list[int], contexts: list[int], device: torch.device) -> PagedRows:
+    rows, begin, context = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in (list(range(len(contexts))), starts, contexts)
+    )
+    return PagedRows(rows, begin, context)

@@ -1,0 +1,35 @@
+"""What is known of a model that transformers computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.kernels.pool import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """See `facts.ModelFacts`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    #: Of the widest product, over the experts that a token chooses.
+    widest: int
+    kv_layouts: tuple[KVLayout, ...]
+    head_counts: tuple[int, ...]
+    #: How many positions back each layer sees; None: all.
+    windows: tuple[int | None, ...]
+    dtype: torch.dtype | None
+    eos_token_ids: frozenset[int]
+    rope_variant: str = ""
+    runs_on: str = "transformers"
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The furthest that any layer looks back; None if one sees everything."""
+        reach = [window for window in self.windows if window is not None]
+        return max(reach) if len(reach) == len(self.windows) else None

@@ -1,0 +1,98 @@
+"""The weights of transformers' models: read by our reader, put in their places by transformers.
+
+transformers knows which tensors a class has, how older files name and cut them, and which are tied;
+our reader knows which files may be read, and how.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from tokenpod.models.checkpoint import Checkpoint, Progress
+from tokenpod.models.errors import ModelError
+
+
+def load_weights(
+    found: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    progress: Progress,
+) -> Any:
+    """The model with its weights, on a CPU. Raises ModelError as `checkpoint.check` does."""
+    counted = _Counted(checkpoint, progress)
+    library: Any = logging
+    library.disable_progress_bar()
+    library.set_verbosity_error()  # what is missing is an error of ours
+    try:
+        model, told = cast(Any, found).from_pretrained(
+            None,
+            config=config,
+            state_dict={name: _Stored(counted, name) for name in checkpoint.names},
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # told by us
+            output_loading_info=True,
+        )
+    except RuntimeError as error:
+        raise ModelError(f"{found.__name__}: {' '.join(str(error).split())[:300]}") from None
+    for kind, what in (
+        ("missing_keys", "is missing from the checkpoint"),
+        ("mismatched_keys", "has another shape than config.json says"),
+    ):
+        if told[kind]:
+            raise ModelError(f"tensor {_some(told[kind])} {what}")
+    if told["unexpected_keys"]:
+        raise ModelError(
+            f"{found.__name__} has no tensor {_some(told['unexpected_keys'])}: "
+            "config.json and weights don't belong together"
+        )
+    counted.finish()
+    return model.eval().requires_grad_(False)
+
+
+class _Counted:
+    """A checkpoint whose reads are counted, one at a time: transformers reads in threads."""
+
+    def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        self._checkpoint, self._progress = checkpoint, progress
+        self._lock = threading.Lock()
+        self._total = sum(map(self._bytes, checkpoint.names))
+        self._done = 0
+        progress(0, self._total)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor that is no view of its file."""
+        with self._lock:
+            tensor = self._checkpoint.read(name).clone()
+            self._done += self._bytes(name)
+            self._progress(self._done, self._total)
+        return tensor
+
+    def finish(self) -> None:
+        """What is not needed is not read."""
+        self._progress(self._total, self._total)
+
+    def _bytes(self, name: str) -> int:
+        return math.prod(self._checkpoint.shape(name)) * self._checkpoint.number_bytes(name)
+
+
+class _Stored:
+    """A tensor that transformers has not asked for yet: it does by `stored[...]`."""
+
+    def __init__(self, counted: _Counted, name: str) -> None:
+        self._counted, self._name = counted, name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._counted.read(self._name)[index]
+
+
+def _some(names: Any) -> str:
+    shown = sorted(name if isinstance(name, str) else str(name[0]) for name in names)
+    more = f" (and {len(shown) - 3} more)" if len(shown) > 3 else ""
+    return ", ".join(shown[:3]) + more

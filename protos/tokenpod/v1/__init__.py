@@ -1,0 +1,1 @@
+"""Stubs of `tokenpod.v1`, the public API."""

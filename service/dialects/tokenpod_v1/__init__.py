@@ -1,0 +1,1 @@
+"""`tokenpod.v1`: the public API."""

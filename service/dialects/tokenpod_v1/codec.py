@@ -1,0 +1,184 @@
+"""Requests of `tokenpod.v1` to plain values."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+
+from tokenpod.protos.tokenpod.v1 import chat_pb2, generation_pb2
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
+from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.fields import copied, given
+from tokenpod.service.dialects.tokenpod_v1.features import check_built
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.calls import (
+    ChatPrompt,
+    GenerateCall,
+    Output,
+    Prompt,
+    Sampling,
+    Stopping,
+    TokensCall,
+)
+
+MOST_LABELS = 16
+MOST_KEY_BYTES, MOST_VALUE_BYTES = 63, 256
+MOST_SALT_BYTES = 64
+#: Of google.protobuf.Duration.
+_NANOSECONDS = 1_000_000_000
+_MOST_SECONDS = 315_576_000_000
+#: A limit beyond is none: a moment must fit into 64 bits of nanoseconds.
+_FOREVER = 10**18
+#: Chat messages that are converted before others get their turn.
+_SLICE = 256
+#: Fields whose 0 would leave nothing to choose from, or is no number of samples.
+_ABOVE_ZERO = ("top_p", "typical_p", "repetition_penalty", "n", "best_of")
+_LABEL = re.compile(r"[\x20-\x7e]*")
+
+
+async def generate_call(
+    request: generation_pb2.GenerateRequest, caller: str, *, stream: bool
+) -> GenerateCall:
+    """What `request` asks for. Other tasks get their turn while long lists are copied.
+
+    Args:
+        caller: who asks.
+        stream: tokens are told as they come.
+
+    Raises:
+        Unimplemented: for what it does not do yet.
+        InvalidArgument: for values that this protocol alone can have.
+    """
+    for _ in check_built(request):
+        await asyncio.sleep(0)
+    _check(request, stream=stream)
+    return GenerateCall(
+        prompt=await _prompt(request),
+        sampling=Sampling(**given(request.sampling, Sampling)),
+        stopping=Stopping(
+            **given(request.stopping, Stopping), time_limit_ns=_time_limit(request.stopping)
+        ),
+        output=Output(**given(request.output, Output), stream=stream),
+        truncate=request.truncate,
+        request_id=request.request_id,
+        priority=request.priority,
+        failures_last=True,
+        labels=_labels(request.labels),
+        # Two callers that choose the same salt share nothing.
+        salt=f"{caller} {request.cache_salt}" if request.cache_salt else "",
+    )
+
+
+async def tokens_call(request: pb.TokenizeRequest) -> TokensCall:
+    """What `request` asks for. Raises as `generate_call` does."""
+    for _ in check_built(request):
+        await asyncio.sleep(0)
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgument("input", "one of text and chat must be set")
+    is_chat = kind == "chat"
+    if is_chat and request.return_offsets:
+        raise InvalidArgument("return_offsets", "is for a text: a chat's own text is not returned")
+    if is_chat and request.HasField("add_special_tokens"):
+        problem = "is for a text: a chat has the special tokens that its template writes"
+        raise InvalidArgument("add_special_tokens", problem)
+    prompt = await _chat(request.chat) if is_chat else request.text
+    return TokensCall(
+        prompt,
+        add_special_tokens=_unless_unset(request, "add_special_tokens"),
+        return_ids=request.return_token_ids,
+        return_offsets=request.return_offsets,
+    )
+
+
+def skips_special(request: Any) -> bool:
+    """Whether special tokens are left out of a text."""
+    return _unless_unset(request, "skip_special_tokens")
+
+
+# -- parts -------------------------------------------------------------------------------------
+
+
+def _unless_unset(message: Any, field: str) -> bool:
+    """A bool that is true unless a client says otherwise."""
+    return getattr(message, field) if message.HasField(field) else True
+
+
+def _check(request: generation_pb2.GenerateRequest, *, stream: bool) -> None:
+    """What other protocols can't say, or say otherwise: a 0 that is set, and this one's fields."""
+    sampling: Any = request.sampling
+    for name in _ABOVE_ZERO:
+        if sampling.HasField(name) and not getattr(sampling, name):
+            raise InvalidArgument(f"sampling.{name}", "is 0; must be above 0")
+    if request.HasField("truncate") and not request.truncate:
+        raise InvalidArgument("truncate", "is 0; at least 1 token must be kept")
+    n = sampling.n if sampling.HasField("n") else 1
+    if stream and sampling.best_of > n:
+        problem = f"is {sampling.best_of}; more than sampling.n, {n}, is for GenerateOnce"
+        raise InvalidArgument("sampling.best_of", problem)
+    if (size := len(request.cache_salt.encode())) > MOST_SALT_BYTES:
+        problem = f"has {size} bytes; at most {MOST_SALT_BYTES} are allowed"
+        raise InvalidArgument("cache_salt", problem)
+
+
+def _time_limit(stopping: generation_pb2.StoppingOptions) -> int:
+    """In nanoseconds; 0: none."""
+    if not stopping.HasField("time_limit"):
+        return 0
+    limit: Duration = stopping.time_limit
+    seconds, nanos = limit.seconds, limit.nanos
+    if abs(nanos) >= _NANOSECONDS or seconds > _MOST_SECONDS or (seconds > 0 > nanos):
+        problem = f"is {seconds} s and {nanos} ns; that is no duration"
+        raise InvalidArgument("stopping.time_limit", problem)
+    if seconds * _NANOSECONDS + nanos <= 0:
+        raise InvalidArgument("stopping.time_limit", "must be above 0")
+    return min(seconds * _NANOSECONDS + nanos, _FOREVER)
+
+
+def _labels(labels: Mapping[str, str]) -> dict[str, str]:
+    if len(labels) > MOST_LABELS:
+        problem = f"has {len(labels)} entries; at most {MOST_LABELS} are allowed"
+        raise InvalidArgument("labels", problem)
+    for key, value in labels.items():
+        if not (1 <= len(key) <= MOST_KEY_BYTES and _LABEL.fullmatch(key)):
+            problem = f"has a key that is not 1 to {MOST_KEY_BYTES} characters of printable ASCII"
+            raise InvalidArgument("labels", problem)
+        if not (len(value) <= MOST_VALUE_BYTES and _LABEL.fullmatch(value)):
+            problem = f"is not at most {MOST_VALUE_BYTES} characters of printable ASCII"
+            raise InvalidArgument(f"labels[{key}]", problem)
+    return dict(labels)
+
+
+async def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return request.text
+        case "token_ids":
+            return await copied(request.token_ids.ids)
+        case "chat":
+            return await _chat(request.chat)
+        case _:
+            return None
+
+
+async def _chat(chat: chat_pb2.Chat) -> ChatPrompt:
+    validate.check_chat_length(len(chat.messages))
+    messages = []
+    for at, message in enumerate(chat.messages):
+        if at % _SLICE == _SLICE - 1:
+            await asyncio.sleep(0)
+        content = [_text(part, at, number) for number, part in enumerate(message.content)]
+        messages.append((message.role, "".join(content)))
+    return ChatPrompt(messages, _unless_unset(chat, "add_generation_prompt"))
+
+
+def _text(part: chat_pb2.ContentPart, message: int, number: int) -> str:
+    kind = part.WhichOneof("part")
+    if kind is None:
+        field = f"chat.messages[{message}].content[{number}]"
+        raise InvalidArgument(field, "has neither a text nor anything else")
+    return part.refusal if kind == "refusal" else part.text

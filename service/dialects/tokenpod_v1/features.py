@@ -1,0 +1,100 @@
+"""What of a request this server does, and what it does not do yet: one list says both.
+
+A field that is not built is UNIMPLEMENTED where a client sets it, because a request that is served
+without it gets a wrong answer. `GetModel` lists all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor
+
+from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod.service.dialects.fields import is_map
+from tokenpod.service.rpc.errors import Unimplemented
+
+#: Paths of fields; what lies below them is not built either. Requests to tokenise have the same
+#: chats.
+NOT_BUILT = frozenset(
+    {
+        *("adapter", "constraint"),
+        *("chat.messages.content.image", "chat.messages.reasoning", "chat.messages.name"),
+        *("chat.messages.tool_calls", "chat.messages.tool_call_id"),
+        *("chat.tools", "chat.tool_choice", "chat.parallel_tool_calls", "chat.template_arguments"),
+        *("sampling.bad_words", "sampling.allowed_token_ids", "sampling.beam"),
+        "stopping.eos_boost",
+        *("output.ranks", "output.prompt_top_n_tokens", "output.spaces_between_special_tokens"),
+    }
+)
+#: Messages that are looked at before others get their turn: a millisecond or two.
+_SLICE = 512
+
+#: Where to look in a message, by the names of its fields; None: the field is not built.
+Places = Mapping[str, "Places | None"]
+
+
+def _places() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in NOT_BUILT:
+        *above, name = path.split(".")
+        inside = found
+        for part in above:
+            inside = inside.setdefault(part, {})
+        inside[name] = None
+    return found
+
+
+_PLACES: Places = _places()
+
+
+def check_built(request: Any) -> Iterator[None]:
+    """Raise Unimplemented for the first field that is not built; yields now and then."""
+    for looked, _ in enumerate(_check(request, _PLACES, "")):
+        if looked % _SLICE == _SLICE - 1:
+            yield
+
+
+def _check(message: Any, places: Places, path: str) -> Generator[None]:
+    yield
+    for field, value in message.ListFields():
+        if field.name not in places:
+            continue
+        below, name = places[field.name], f"{path}{field.name}"
+        if below is None:
+            raise Unimplemented(name, "is not supported by this server")
+        if not field.is_repeated:
+            yield from _check(value, below, f"{name}.")
+            continue
+        for at, each in enumerate(value):
+            yield from _check(each, below, f"{name}[{at}].")
+
+
+def features(*, chats: bool) -> list[str]:
+    """Paths of the fields of a request that this server takes.
+
+    Args:
+        chats: the model has a chat template.
+    """
+    return [path for path in _paths(pb.GenerateRequest.DESCRIPTOR, "") if chats or not _chat(path)]
+
+
+def _paths(kind: Descriptor, above: str) -> Iterator[str]:
+    for field in kind.fields:
+        path = f"{above}{field.name}"
+        if path in NOT_BUILT:
+            continue
+        if field.message_type is None or is_map(field) or not _own(field.message_type):
+            yield path
+        else:
+            yield from _paths(field.message_type, f"{path}.")
+
+
+def _own(kind: Descriptor) -> bool:
+    """Whether a message is of this protocol: google's are values."""
+    return bool(kind.file.package == pb.DESCRIPTOR.package)
+
+
+def _chat(path: str) -> bool:
+    return path.partition(".")[0] == "chat"

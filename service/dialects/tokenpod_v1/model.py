@@ -1,0 +1,83 @@
+"""What is served and how busy it is, as messages of `tokenpod.v1`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
+from tokenpod.protos.tokenpod.v1 import model_pb2
+from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.tokenpod_v1.features import features
+from tokenpod.service.serving.serving import Serving
+from tokenpod.service.text.chat_template import roles_of
+
+#: --quantize: nothing is quantised.
+_DENSE = "none"
+
+
+def model_of(serving: Serving) -> model_pb2.Model:
+    """The model, and every limit as it is in force."""
+    ready, settings, tokenizer = serving.ready, serving.settings, serving.tokenizer
+    template = tokenizer.template_source
+    model = model_pb2.Model(
+        name=serving.model_id,
+        context_length=ready.max_positions,
+        vocabulary_size=ready.vocab_size,
+        limits=_limits(serving),
+        features=features(chats=template is not None),
+        eos_token_ids=sorted(tokenizer.eos_token_ids),
+        server_version=version("tokenpod"),
+        dtype=ready.dtype,
+        quantization="" if settings.quantize == _DENSE else settings.quantize,
+        kv_cache_dtype=ready.kv_cache_dtype,
+        device_type=ready.device_type,
+        rope_scaling=ready.rope,
+        parameter_count=ready.parameters,
+    )
+    if template is not None:
+        model.chat_template.source = template
+        model.chat_template.roles.extend(roles_of(template))
+    return model
+
+
+def load_of(serving: Serving, requests: int) -> pb.GetLoadResponse:
+    """How busy the pod is; `requests`: calls that have been admitted."""
+    load, slots = serving.client.load, serving.ready.slots
+    # Before its first step the engine has told nothing.
+    free = load.free_slots + load.evictable_slots if load.slots else slots
+    since = Timestamp()
+    since.FromNanoseconds(serving.since)
+    return pb.GetLoadResponse(
+        start_time=since,
+        request_count=requests,
+        running_count=load.running,
+        waiting_count=load.waiting,
+        waiting_token_count=load.waiting_tokens,
+        used_token_count=max(slots - free, 0),
+        evictable_token_count=load.evictable_slots,
+        total_token_count=slots,
+        prompt_token_count=load.prompt_tokens,
+        cached_token_count=load.cached_tokens,
+    )
+
+
+def _limits(serving: Serving) -> model_pb2.Limits:
+    limits, settings = serving.limits, serving.settings
+    return model_pb2.Limits(
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        max_batch_total_tokens=limits.slots,
+        max_sample_count=min(limits.max_samples, limits.rows),
+        max_stop_sequence_count=limits.max_stop_sequences,
+        max_stop_sequence_bytes=limits.max_stop_sequence_bytes,
+        max_top_n_tokens=min(limits.max_top_n_tokens, limits.vocab_size),
+        max_logit_bias_count=limits.max_logit_bias,
+        max_chat_message_count=validate.MOST_CHAT_MESSAGES,
+        max_tokenize_token_count=validate.MOST_RETURNED_IDS,
+        max_message_bytes=settings.max_message_bytes,
+        max_concurrent_requests=settings.resolved_concurrent_requests,
+        max_queue_tokens=settings.resolved_queue_tokens(limits.slots),
+        max_batch_size=limits.rows,
+    )

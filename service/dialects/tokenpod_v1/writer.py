@@ -1,0 +1,150 @@
+"""What a generation brings, as messages of `tokenpod.v1`."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from tokenpod.core.messages import FinishCode
+from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service_pb
+from tokenpod.service.dialects.streams import SampleWriter
+from tokenpod.service.serving.calls import ChatPrompt, GenerateCall
+from tokenpod.service.serving.deltas import Delta
+from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.text.tokenizer import Tokenizer
+
+_FINISH = {
+    FinishCode.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishCode.EOS: pb.FINISH_REASON_EOS_TOKEN,
+    FinishCode.STOP_TOKEN: pb.FINISH_REASON_STOP_SEQUENCE,
+    FinishCode.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
+}
+_NANOSECONDS = 1_000_000_000
+#: The role of what a model has written, which templates know by this name.
+_ASSISTANT = "assistant"
+
+
+class EventWriter(SampleWriter):
+    """Events of `Generate`, and the answer of `GenerateOnce`.
+
+    `model_id`, `request_id`: what the first event tells.
+    """
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        *,
+        model_id: str,
+        request_id: str,
+    ) -> None:
+        super().__init__(call, generation, tokenizer)
+        self._model_id = model_id
+        self._request_id = request_id
+
+    def whole(self) -> service_pb.GenerateOnceResponse:
+        """The answer, once every sample has ended."""
+        response = service_pb.GenerateOnceResponse(usage=self._usage())
+        self._tell_start(response.started)
+        for index, sample in enumerate(self.generation.best(self.call.sampling.n or 1)):
+            result = response.results.add()
+            self._tell_end(result, sample, index)
+            self._tell_tokens(result.tokens, sample.take(), index, text=False)
+        return response
+
+    def started(self) -> pb.GenerateResponse:
+        """What is known of the prompt, and what the call will keep to."""
+        response = pb.GenerateResponse()
+        self._tell_start(response.started)
+        return response
+
+    def tokens(self, delta: Delta, index: int) -> pb.GenerateResponse:
+        """Tokens with their text."""
+        # Written in place: a message is copied when it becomes part of another.
+        response = pb.GenerateResponse()
+        self._tell_tokens(response.tokens, delta, index, text=True)
+        return response
+
+    def finished(self, sample: Sample, index: int) -> pb.GenerateResponse:
+        """The whole text, and how it ended."""
+        response = pb.GenerateResponse()
+        self._tell_end(response.finished, sample, index)
+        return response
+
+    def completed(self) -> pb.GenerateResponse:
+        """What the call took."""
+        return pb.GenerateResponse(completed=pb.Completed(usage=self._usage()))
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _tell_start(self, message: pb.Started) -> None:
+        generation, request = self.generation, self.generation.request
+        message.request_id = self._request_id
+        message.model = self._model_id
+        message.prompt_token_count = len(request.prompt)
+        message.cached_token_count = generation.cached_tokens
+        message.max_new_tokens = request.stopping.max_new_tokens
+        if request.sampling.do_sample:
+            message.seed = request.sampling.seed
+        if limit := self.call.stopping.time_limit_ns:
+            message.time_limit.CopyFrom(_duration(limit))
+        if generation.started is not None and self.call.output.prompt_logprobs:
+            prompt = message.prompt_tokens
+            prompt.ids.extend(request.prompt)
+            prompt.logprobs.extend(generation.started.prompt_logprobs or ())
+            prompt.texts.extend(self.texts(request.prompt))
+
+    def _tell_tokens(self, message: pb.Tokens, delta: Delta, index: int, *, text: bool) -> None:
+        message.index = index
+        message.token_ids.extend(delta.token_ids)
+        message.special.extend(self.special(delta.token_ids))
+        if self.call.output.logprobs:
+            message.logprobs.extend(delta.logprobs)
+        if delta.offsets is not None:
+            message.text_offsets.extend(delta.offsets)
+        if self.call.output.top_n_tokens:
+            for ids, logprobs in delta.tops():
+                message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self.texts(ids))
+        if text and (new := delta.text):
+            message.text = new
+
+    def _tell_end(self, message: pb.Finished, sample: Sample, index: int) -> None:
+        ending, request = sample.ending, self.generation.request
+        assert ending is not None
+        message.index = index
+        message.reason = _FINISH[ending.reason]
+        message.generated_token_count = sample.generated
+        if self.call.output.final_text:
+            message.text = text = sample.text
+            if isinstance(self.call.prompt, ChatPrompt):
+                message.message.role = _ASSISTANT
+                message.message.content.add(text=text)
+        if request.logprobs:
+            message.cumulative_logprob = sample.cumulative_logprob
+        if ending.stop_sequence is not None:
+            message.stop_sequence = ending.stop_sequence
+        elif ending.stop_token_id is not None:
+            message.stop_token_id = ending.stop_token_id
+        self._tell_timings(message, sample)
+
+    def _tell_timings(self, message: pb.Finished, sample: Sample) -> None:
+        arrived, started = self.generation.request.arrived_at, self.generation.started
+        if started is None or not sample.first_token_at:
+            return
+        timings = message.timings
+        timings.queue.CopyFrom(_duration(max(started.began_at - arrived, 0)))
+        timings.prefill.CopyFrom(_duration(max(sample.first_token_at - started.began_at, 0)))
+        timings.decode.CopyFrom(_duration(sample.last_token_at - sample.first_token_at))
+
+    def _usage(self) -> pb.Usage:
+        return pb.Usage(
+            prompt_token_count=len(self.generation.request.prompt),
+            cached_token_count=self.generation.cached_tokens,
+            generated_token_count=self.generation.generated_tokens,
+        )
+
+
+def _duration(nanoseconds: int) -> Duration:
+    seconds, nanos = divmod(nanoseconds, _NANOSECONDS)
+    return Duration(seconds=seconds, nanos=nanos)

@@ -1,0 +1,223 @@
+"""One call that generates text: checked, tokenised, handed to the engine, and reported."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tokenpod.core.messages import Request, StoppingParams
+from tokenpod.service.dialects import validate
+from tokenpod.service.rpc.admission import Admission, Place
+from tokenpod.service.rpc.errors import AlreadyExists
+from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
+from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.serving.sampling import sampling_params
+from tokenpod.service.serving.serving import Serving
+from tokenpod.service.text.stops import StopMatcher
+from tokenpod.service.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenpod.service.telemetry.tracing import ServerCall
+
+log = logging.getLogger("tokenpod.generate")
+
+#: A deadline beyond is none: it would not fit into 64 bits of nanoseconds.
+_FOREVER_SECONDS = 1e9
+
+
+class AdmittedCall:
+    """A call that holds a place; see `GenerateService.admit`.
+
+    Args:
+        serving: engine, tokenizer and limits.
+        admission: memory of the front ends, and how long calls take.
+        place: the call's in the queue.
+        arrived_at: CLOCK_MONOTONIC nanoseconds.
+    """
+
+    def __init__(
+        self, serving: Serving, admission: Admission, place: Place, arrived_at: int
+    ) -> None:
+        self._serving = serving
+        self._admission = admission
+        self._place = place
+        self._arrived_at = arrived_at
+        self._lease: Lease | None = None
+        self._generation: Generation | None = None
+        self._name: int | None = None
+        self._request_id = ""
+        self._labels: Mapping[str, str] = {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self._serving.tokenizer
+
+    @property
+    def model_id(self) -> str:
+        """The model's name for clients."""
+        return self._serving.model_id
+
+    def hold_name(self, caller: str, request_id: str) -> None:
+        """Be the only call of this caller with this id; raises AlreadyExists if there is one."""
+        self._name = self._admission.counters.names.take(f"{caller} {request_id}")
+        if self._name is None:
+            problem = f"request_id is {request_id!r}; a call of that name is under way"
+            raise AlreadyExists("call", request_id, problem)
+
+    def check(self, call: GenerateCall) -> None:
+        """Check what can be said before tokenising, and count the prompt's memory.
+
+        Raises InvalidArgument or ResourceExhausted.
+        """
+        validate.check_generate(call, self._serving.limits)
+        self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
+
+    async def submit(
+        self, call: GenerateCall, request_id: str, remaining: float | None
+    ) -> Generation:
+        """Tokenise a checked call and hand it to the engine; once.
+
+        Args:
+            call: what the client asks for.
+            request_id: names the call in logs and traces.
+            remaining: seconds until its deadline; None: it has none.
+
+        Raises:
+            InvalidArgument: the prompt is too long, or can't be tokenised.
+            ResourceExhausted: too many prompt tokens wait.
+        """
+        assert self._lease is not None, "a call is checked before it is submitted"
+        deadline_at = None
+        if remaining is not None and remaining < _FOREVER_SECONDS:
+            deadline_at = time.monotonic_ns() + int(remaining * 1e9)
+        serving, lease = self._serving, self._lease
+        most = serving.limits.max_input_tokens
+        tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
+        new_tokens = validate.max_new_tokens(
+            min(tokenised.count, call.truncate or tokenised.count),
+            call.stopping.max_new_tokens,
+            serving.limits,
+        )
+        prompt = tokenised.ids
+        lease.resize(lease.size + ID_BYTES * len(prompt))
+        samples = call.sampling.best_of or call.sampling.n or 1
+        validate.check_group(len(prompt), new_tokens, samples, serving.limits)
+        self._place.queue(len(prompt))
+        request = self._engine_request(call, prompt, new_tokens, samples, deadline_at)
+        generation = Generation(
+            request,
+            _samples(serving.tokenizer, call, request),
+            streamed=call.output.stream,
+            failures_last=call.failures_last,
+            step_at=lambda: serving.client.step_at,
+            abort=serving.client.abort,
+            on_begin=self._place.leave_queue,
+            on_size=_counted(lease),
+        )
+        serving.client.submit(request, generation)
+        self._generation, self._request_id = generation, request_id
+        self._labels = call.labels
+        return generation
+
+    def end(self, recorded: ServerCall | None) -> None:
+        """Cancel what still runs and report the call; its memory is free.
+
+        Args:
+            recorded: the call's record in telemetry; None: it has none.
+        """
+        if self._generation is not None:
+            self._generation.cancel()
+            if (seconds := self._generation.ran_seconds) is not None:
+                self._admission.turnover.note(seconds)
+            self._report(self._generation, recorded)
+        if self._lease is not None:
+            self._lease.release()
+        if self._name is not None:
+            self._admission.counters.names.give_back(self._name)
+
+    def _report(self, generation: Generation, recorded: ServerCall | None) -> None:
+        # One line for a call; never its text.
+        log.info(
+            "generate",
+            extra={
+                "request_id": self._request_id,
+                "prompt_tokens": len(generation.request.prompt),
+                "cached_tokens": generation.cached_tokens,
+                "generated_tokens": generation.generated_tokens,
+                "finished": generation.finished and generation.late_failure is None,
+                **({"labels": self._labels} if self._labels else {}),
+            },
+        )
+        if recorded is not None:
+            model_id, request_id = self._serving.model_id, self._request_id
+            recorded.generated(generation, model_id=model_id, request_id=request_id)
+
+    def _engine_request(
+        self,
+        call: GenerateCall,
+        prompt: list[int],
+        new_tokens: int,
+        samples: int,
+        deadline_at: int | None,
+    ) -> Request:
+        serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
+        limit = stopping.time_limit_ns
+        eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
+        return Request(
+            sequence_ids=serving.client.new_sequence_ids(samples),
+            prompt=prompt,
+            sampling=sampling_params(call.sampling, secrets.randbits(64) if seed is None else seed),
+            stopping=StoppingParams(
+                max_new_tokens=new_tokens,
+                min_new_tokens=min(stopping.min_new_tokens, new_tokens),
+                eos_token_ids=eos,
+                stop_token_ids=frozenset(stopping.stop_token_ids),
+                time_limit_at=self._arrived_at + limit if limit else None,
+            ),
+            logprobs=call.output.logprobs or samples > 1,
+            top_n_tokens=call.output.top_n_tokens,
+            prompt_logprobs=call.output.prompt_logprobs,
+            priority=call.priority,
+            arrived_at=self._arrived_at,
+            deadline_at=deadline_at,
+            begin_by=self._begin_by(deadline_at, new_tokens),
+            salt=call.salt,
+        )
+
+    def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:
+        """When it would be too late to begin."""
+        if deadline_at is None:
+            return None
+        left = (deadline_at - time.monotonic_ns()) / 1e9
+        within = self._admission.turnover.begin_within(left, new_tokens)
+        return deadline_at - int((left - within) * 1e9)
+
+
+def _counted(lease: Lease) -> Callable[[int], None]:
+    """Counts a call's answer, as far as it is kept, besides its prompt."""
+    prompt = lease.size
+    return lambda answer: lease.resize(prompt + answer)
+
+
+def _samples(tokenizer: Tokenizer, call: GenerateCall, request: Request) -> Sequence[Sample]:
+    stopping, output = call.stopping, call.output
+    return [
+        Sample(
+            index=index,
+            sequence_id=sequence_id,
+            detokenizer=tokenizer.detokenizer(
+                request.prompt, skip_special=output.skip_special_tokens
+            ),
+            stops=StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence),
+            min_new_tokens=stopping.min_new_tokens,
+            streamed=output.stream,
+            offsets=output.text_offsets,
+            keep_text=output.final_text,
+        )
+        for index, sequence_id in enumerate(request.sequence_ids)
+    ]

@@ -1,0 +1,53 @@
+"""What a pod serves, once its model is ready, and what one request may ask of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from tokenpod.core.messages import Ready
+from tokenpod.service.config import ServerSettings
+from tokenpod.service.dialects import validate
+from tokenpod.service.pod.client import EngineClient
+from tokenpod.service.text.encoder import Encoder
+from tokenpod.service.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Engine, tokenizer and limits, once the model is ready."""
+
+    client: EngineClient
+    encoder: Encoder
+    limits: validate.RequestLimits
+    settings: ServerSettings
+    ready: Ready
+    #: When it became ready, in nanoseconds since 1970.
+    since: int = field(default_factory=time.time_ns)
+
+    @property
+    def model_id(self) -> str:
+        """The model's name for clients."""
+        return self.settings.served_name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's."""
+        return self.encoder.tokenizer
+
+
+def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:
+    """What one request may ask for, by the operator's settings and the model's."""
+    total = min(settings.max_total_tokens or ready.max_positions, ready.max_positions, ready.slots)
+    return validate.RequestLimits(
+        vocab_size=ready.vocab_size,
+        max_input_tokens=min(settings.max_input_tokens or total - 1, total - 1),
+        max_total_tokens=total,
+        max_samples=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_stop_sequence_bytes=settings.max_stop_sequence_bytes,
+        max_top_n_tokens=settings.max_top_n_tokens,
+        max_logit_bias=settings.max_logit_bias,
+        slots=ready.slots,
+        rows=settings.resolved_batch_size,
+    )

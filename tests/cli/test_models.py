@@ -1,0 +1,53 @@
+"""`tokenpod models`, and the page that is written of the same data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenpod.cli.app import main
+from tokenpod.cli.models import WAYS, survey
+from tokenpod.models.families import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_family_of_ours_is_native_and_no_other_is():
+    ours = {name for family in FAMILIES for name in family.architectures}
+    native = {name for name, entry in survey().classes.items() if entry.served == "native"}
+    assert native == ours
+
+
+def test_what_is_not_served_says_why_and_at_most_a_tenth_was_not_tried():
+    classes = survey().classes
+    assert {entry.served for entry in classes.values()} <= set(WAYS)
+    for name, entry in classes.items():
+        assert bool(entry.reason) == (entry.served in ("no", "untried")), name
+    untried = [name for name, entry in classes.items() if entry.served == "untried"]
+    assert len(untried) <= len(classes) / 10
+
+
+@pytest.mark.parametrize("name", ["Gemma4ForCausalLM", "Llama4ForCausalLM", "ApertusForCausalLM"])
+def test_the_families_with_golden_tests_are_listed(name):
+    assert survey().classes[name].served == "transformers"
+
+
+def test_the_command_lists_who_computes_what(capsys):
+    assert main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "By a family of ours (" in out
+    assert "Not served (" in out
+    assert main(["models", "mambaFor", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["architecture"] for line in lines][-1] == "MambaForCausalLM"
+    assert "recurrent state" in lines[-1]["reason"]
+    assert main(["models", "no such model"]) == 1
+
+
+def test_the_page_is_what_the_data_gives():
+    command = [sys.executable, "-P", str(ROOT / "tools" / "models_page.py"), "--check"]
+    subprocess.run(command, check=True)

@@ -1,0 +1,269 @@
+"""`tokenpod.v1` over a real socket, on the embedded model, and beside `generate.v3`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from harness import ServerProcess, generate, violations, wait_for
+from public_api import PROMPT, SHORT, ask, finished_of, once, refused, said, stream, tokens_of
+
+from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+
+
+@pytest.fixture(scope="module")
+def api(server: ServerProcess) -> Any:
+    return GenerationServiceStub(server.channel())
+
+
+# -- the stream --------------------------------------------------------------------------------
+
+
+def test_a_stream_is_started_tokens_finished_completed(api: Any) -> None:
+    events = stream(api, ask(stopping={"max_new_tokens": 12}, request_id="one"))
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds[0] == "started"
+    assert kinds[-2:] == ["finished", "completed"]
+    assert set(kinds[1:-2]) == {"tokens"}
+    started, finished, usage = events[0].started, events[-2].finished, events[-1].completed.usage
+    assert (started.request_id, started.model, started.max_new_tokens) == ("one", "demo", 12)
+    assert finished.text == "".join(tokens.text for tokens in tokens_of(events))
+    assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert not finished.HasField("message"), "the prompt was no chat"
+    assert usage.prompt_token_count == started.prompt_token_count
+    assert usage.generated_token_count == finished.generated_token_count == 12
+
+
+EQUAL: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"sampling": {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "seed": 7}},
+    "penalties": {
+        "sampling": {
+            **{"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.5},
+            **{"typical_p": 0.8, "min_p": 0.01, "temperature": 0.7, "seed": 3},
+        }
+    },
+    "bias": {"sampling": {"logit_bias": {300: 5.0, 5: -100.0}}},
+    "samples": {"sampling": {"n": 2, "temperature": 1.0, "seed": 5}},
+    "stop": {"stopping": {"max_new_tokens": 40, "stop_sequences": ["return"]}},
+    "stop kept": {
+        "stopping": {
+            **{"max_new_tokens": 40, "stop_sequences": ["return"]},
+            **{"include_stop_sequence": True, "min_new_tokens": 2},
+        }
+    },
+    "logprobs": {"output": {"logprobs": True, "top_n_tokens": 3, "prompt_logprobs": True}},
+    "token ids": {"token_ids": {"ids": [5, 17, 301, 44]}},
+    "truncated": {"text": PROMPT * 8, "truncate": 9},
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, kind: str) -> None:
+    fields = {"text": PROMPT, "stopping": SHORT} | EQUAL[kind]
+    if "token_ids" in fields:
+        del fields["text"]
+    ours, theirs = (
+        stream(api, pb.GenerateRequest(**fields)),
+        generate(stub, v3.GenerateRequest(**fields)),
+    )
+    finished = sorted(finished_of(ours), key=lambda each: each.index)
+    assert len(finished) == len(theirs.samples)
+    for mine, other in zip(finished, theirs.samples, strict=True):
+        runs = tokens_of(ours, mine.index)
+        assert [t for run in runs for t in run.token_ids] == other.token_ids
+        assert mine.text == other.text == "".join(run.text for run in runs)
+        assert pb.FinishReason.Name(mine.reason).removeprefix("FINISH_REASON_") in v3.Finish.Name(
+            other.finished.reason
+        )
+        assert mine.stop_sequence == other.finished.stop_sequence
+        logprobs = [x for run in runs for x in run.logprobs]
+        assert logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        tops = [list(top.ids) for run in runs for top in run.top_tokens]
+        assert tops == [list(top.ids) for top in other.tops]
+    mine, other = ours[0].started.prompt_tokens, theirs.started.prompt
+    assert list(mine.ids) == list(other.ids)
+    assert list(mine.texts) == list(other.texts)
+    assert list(mine.logprobs) == pytest.approx(list(other.logprobs)[1:], abs=1e-4)
+    assert all(math.isfinite(each) for each in mine.logprobs)
+
+
+def test_a_whole_answer_is_what_the_stream_adds_up_to(api: Any) -> None:
+    request = ask(
+        sampling={"n": 2, "temperature": 1.0, "seed": 9},
+        output={"logprobs": True, "text_offsets": True, "top_n_tokens": 2},
+    )
+    events, answer = stream(api, request), once(api, request)
+    assert answer.started.seed == events[0].started.seed == 9
+    assert answer.usage.generated_token_count == 16
+    for each in finished_of(events):
+        runs, result = tokens_of(events, each.index), answer.results[each.index]
+        assert result.text == each.text
+        assert result.reason == each.reason
+        assert result.tokens.WhichOneof("delta") is None
+        for name in ("token_ids", "special", "text_offsets"):
+            joined = [x for run in runs for x in getattr(run, name)]
+            assert list(getattr(result.tokens, name)) == joined, name
+        assert len(result.tokens.logprobs) == len(result.tokens.top_tokens) == 8
+
+
+def test_the_best_of_several_is_for_a_whole_answer(api: Any) -> None:
+    request = ask(sampling={"best_of": 2, "temperature": 1.0, "seed": 4})
+    answer = once(api, request)
+    assert len(answer.results) == 1
+    assert answer.usage.generated_token_count == 16, "both samples were generated"
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, stream, api, request)
+    assert "GenerateOnce" in violations(error)["sampling.best_of"]
+
+
+# -- chats -------------------------------------------------------------------------------------
+
+
+def test_a_chat_of_parts_is_the_chat_of_texts(api: Any, stub: Any) -> None:
+    parts = {"messages": [{"role": "user", "content": [{"text": "Sum "}, {"text": "a list."}]}]}
+    ours = once(api, pb.GenerateRequest(chat=parts, stopping=SHORT))
+    plain = {"messages": [{"role": "user", "content": "Sum a list."}]}
+    theirs = generate(stub, v3.GenerateRequest(chat=plain, stopping=SHORT))
+    assert ours.results[0].text == theirs.samples[0].text
+    assert list(ours.results[0].tokens.token_ids) == theirs.samples[0].token_ids
+
+
+def test_an_answer_goes_back_as_the_next_turns_history(api: Any) -> None:
+    first = pb.GenerateRequest(chat=said(("user", "Sum a list.")), stopping=SHORT)
+    answer = once(api, first).results[0]
+    assert answer.message.role == "assistant"
+    again = pb.GenerateRequest(chat=first.chat, stopping=SHORT)
+    again.chat.messages.append(answer.message)
+    again.chat.messages.add(role="user", content=[{"text": "Shorter."}])
+    by_hand = said(("user", "Sum a list."), ("assistant", answer.text), ("user", "Shorter."))
+    same = pb.GenerateRequest(chat=by_hand, stopping=SHORT)
+    assert once(api, again).results[0].text == once(api, same).results[0].text
+
+
+# -- output ------------------------------------------------------------------------------------
+
+
+def test_offsets_say_where_each_tokens_text_begins(api: Any) -> None:
+    # Characters of several tokens come with the last of them.
+    ids = list(api.Tokenize(service.TokenizeRequest(text="é", return_token_ids=True)).token_ids)
+    bias = dict.fromkeys(ids[1:], 100.0)
+    request = ask(
+        sampling={"logit_bias": bias}, output={"text_offsets": True}, stopping={"max_new_tokens": 9}
+    )
+    events = stream(api, request)
+    offsets = [at for run in tokens_of(events) for at in run.text_offsets]
+    text = finished_of(events)[0].text
+    assert len(offsets) == 9
+    assert offsets == sorted(offsets)
+    assert offsets[0] == 0
+    assert offsets[-1] <= len(text)
+    plain = stream(api, ask(output={"text_offsets": True}))
+    said, written = finished_of(plain)[0].text, 0
+    for run in tokens_of(plain):
+        assert list(run.text_offsets) == [written]
+        assert said[written:].startswith(run.text)
+        written += len(run.text)
+
+
+def test_the_final_text_can_be_left_out(api: Any) -> None:
+    events = stream(api, ask(output={"final_text": False}))
+    assert "".join(run.text for run in tokens_of(events))
+    assert finished_of(events)[0].text == ""
+    chat = pb.GenerateRequest(
+        chat=said(("user", "x")), stopping=SHORT, output={"final_text": False}
+    )
+    assert not once(api, chat).results[0].HasField("message")
+
+
+def test_special_tokens_are_shown_if_asked_for(api: Any) -> None:
+    # The beginning-of-text token, again and again.
+    forced = {"sampling": {"logit_bias": {0: 100.0}}, "stopping": {"max_new_tokens": 3}}
+    hidden = once(api, ask(**forced)).results[0]
+    shown = once(api, ask(**forced, output={"skip_special_tokens": False})).results[0]
+    assert list(hidden.tokens.token_ids) == list(shown.tokens.token_ids) == [0, 0, 0]
+    assert hidden.text == ""
+    asked = service.DetokenizeRequest(token_ids=[0], skip_special_tokens=False)
+    name = api.Detokenize(asked).text
+    assert name
+    assert shown.text == name * 3
+
+
+def test_a_salt_keeps_prefixes_apart(api: Any) -> None:
+    def cached(salt: str) -> int:
+        request = ask(text="zq9 salted\n" + PROMPT * 3, cache_salt=salt, stopping=SHORT)
+        return once(api, request).started.cached_token_count
+
+    assert cached("a") == 0
+    assert cached("a") > 10
+    assert cached("b") == 0
+    assert cached("") <= 1
+
+
+def test_a_time_limit_is_a_duration_and_is_told(api: Any) -> None:
+    stopping = {"time_limit": {"nanos": 300_000_000}, "ignore_eos": True, "max_new_tokens": 1900}
+    events = stream(api, ask(stopping=stopping))
+    started = events[0].started if events[0].HasField("started") else None
+    assert finished_of(events)[0].reason == pb.FINISH_REASON_TIME_LIMIT
+    assert started is not None
+    assert started.time_limit.nanos == 300_000_000
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+def test_another_model_is_not_found_and_the_served_one_is_named(api: Any) -> None:
+    assert once(api, ask(model="demo")).started.model == "demo"
+    calls = [
+        (stream, api, ask(model="other")),
+        (once, api, ask(model="other")),
+        (api.Tokenize, service.TokenizeRequest(text="x", model="other")),
+        (api.Detokenize, service.DetokenizeRequest(token_ids=[5], model="other")),
+        (api.GetModel, service.GetModelRequest(name="other")),
+    ]
+    for call in calls:
+        error = refused(grpc.StatusCode.NOT_FOUND, *call)
+        assert error.details() == "there is no model 'other'; this server has 'demo'"
+    status = rpc_status.from_call(error)
+    resource = error_details_pb2.ResourceInfo()
+    assert any(detail.Unpack(resource) for detail in status.details)
+    assert (resource.resource_type, resource.resource_name) == ("model", "other")
+
+
+def test_a_name_that_is_under_way_is_taken_until_its_call_has_ended(api: Any) -> None:
+    long = ask(request_id="twin", stopping={"max_new_tokens": 1900, "ignore_eos": True})
+    running = api.Generate(long, timeout=120)
+    assert next(running).started.request_id == "twin"
+    error = refused(grpc.StatusCode.ALREADY_EXISTS, stream, api, ask(request_id="twin"))
+    assert "'twin'" in error.details()
+    named = (("x-request-id", "twin"),)
+    with pytest.raises(grpc.RpcError) as caught:
+        once(api, ask(), metadata=named)
+    assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
+    # Another caller's names are its own.
+    other = (("authorization", "Bearer someone"),)
+    assert stream(api, ask(request_id="twin"), metadata=other)
+    running.cancel()
+
+    def given_back() -> bool:
+        try:
+            return once(api, ask(request_id="twin")).started.request_id == "twin"
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+                raise
+            return False
+
+    wait_for(given_back)
+
+
+def test_labels_are_in_the_log(api: Any, server: ServerProcess) -> None:
+    once(api, ask(labels={"team": "search", "job": "night ly"}, request_id="labelled"))
+    (line,) = [line for line in server.log.read_text().splitlines() if "labelled" in line]
+    assert "team" in line
+    assert "night ly" in line

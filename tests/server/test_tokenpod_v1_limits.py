@@ -1,0 +1,200 @@
+"""`tokenpod.v1`: what it refuses, how it counts tokens, and what it tells of the server."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.json_format import MessageToDict
+from harness import ServerProcess, violations
+from public_api import PROMPT, SHORT, ask, once, refused, said, stream
+
+from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
+
+
+@pytest.fixture(scope="module")
+def api(server: ServerProcess) -> Any:
+    return GenerationServiceStub(server.channel())
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+BAD: dict[str, dict[str, Any]] = {
+    "sampling.top_p": {"sampling": {"top_p": 0}},
+    "sampling.typical_p": {"sampling": {"typical_p": 0}},
+    "sampling.repetition_penalty": {"sampling": {"repetition_penalty": 0}},
+    "sampling.n": {"sampling": {"n": 0}},
+    "sampling.temperature": {"sampling": {"temperature": math.nan}},
+    "truncate": {"truncate": 0},
+    "stopping.max_new_tokens": {"stopping": {"max_new_tokens": 0}},
+    "stopping.time_limit": {"stopping": {"time_limit": {}}},
+    "labels": {"labels": {str(at): "x" for at in range(17)}},
+    "labels[a]": {"labels": {"a": "ü"}},
+    "cache_salt": {"cache_salt": "x" * 65},
+    "request_id": {"request_id": "x" * 257},
+    "chat.messages": {"chat": {}},
+    "chat.messages[0].content[0]": {"chat": {"messages": [{"role": "user", "content": [{}]}]}},
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_a_wrong_field_is_named_by_its_path(api: Any, field: str) -> None:
+    request = pb.GenerateRequest(**{"text": PROMPT} | BAD[field])
+    if "chat" in BAD[field]:
+        request = pb.GenerateRequest(**BAD[field])
+    assert [*violations(refused(grpc.StatusCode.INVALID_ARGUMENT, stream, api, request))] == [field]
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, once, api, request)
+    assert [*violations(error)] == [f"request.{field}"]
+
+
+def unbuilt(path: str) -> pb.GenerateRequest:
+    """A request that sets this field, and whose rest is fine."""
+    request = ask()
+    if path.startswith("chat."):
+        request.chat.CopyFrom(pb.GenerateRequest(chat=said(("user", "x"))).chat)
+    message: Any = request
+    *above, last = path.split(".")
+    for name in above:
+        message = getattr(message, name)
+        message = message[0] if hasattr(message, "add") else message
+    field = message.DESCRIPTOR.fields_by_name[last]
+    if field.message_type is not None:
+        if field.is_repeated:
+            getattr(message, last).add()
+        else:
+            getattr(message, last).SetInParent()
+    elif field.is_repeated:
+        getattr(message, last).append("x" if field.type == field.TYPE_STRING else 1)
+    else:
+        setattr(message, last, "x" if field.type == field.TYPE_STRING else 1)
+    return request
+
+
+@pytest.mark.parametrize("path", sorted(NOT_BUILT))
+def test_what_is_not_built_is_never_ignored(api: Any, path: str) -> None:
+    error = refused(grpc.StatusCode.UNIMPLEMENTED, stream, api, unbuilt(path))
+    (field,) = violations(error)
+    assert field.replace("[0]", "") == path
+    features = api.GetModel(service.GetModelRequest()).model.features
+    assert not [each for each in features if each == path or each.startswith(f"{path}.")]
+
+
+def test_an_unknown_field_is_refused_on_the_socket(server: ServerProcess) -> None:
+    data = ask().SerializeToString() + b"\xf8\x7f\x01"
+    call = server.channel().unary_stream("/tokenpod.v1.GenerationService/Generate")
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, lambda: list(call(data, timeout=60)))
+    assert violations(error) == {
+        "2047": "is not known to this server: the message has no field 2047"
+    }
+
+
+# -- tokens ------------------------------------------------------------------------------------
+
+TEXTS = ["def fé(n):\n    return '你好 😀'\n", "", "x" * 5000 + " é" * 500]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=["short", "empty", "in a worker"])
+def test_tokens_have_the_places_of_their_text(api: Any, text: str) -> None:
+    answer = api.Tokenize(
+        service.TokenizeRequest(text=text, return_token_ids=True, return_offsets=True)
+    )
+    places = list(zip(answer.start_offsets, answer.end_offsets, strict=True))
+    assert len(places) == answer.token_count == len(answer.token_ids)
+    assert places[0] == (0, 0), "the beginning-of-text token has none"
+    if text:
+        assert places[1][0] == 0
+        assert places[-1][1] == len(text)
+    assert all(begin <= end for begin, end in places)
+    assert all(a[1] >= b[0] for a, b in itertools.pairwise(places)), "no character is left out"
+    assert api.Detokenize(service.DetokenizeRequest(token_ids=answer.token_ids)).text == text
+    counted = api.Tokenize(service.TokenizeRequest(text=text, add_special_tokens=False))
+    assert counted.token_count == answer.token_count - 1
+    assert not counted.token_ids
+
+
+def test_a_chat_is_counted_as_it_is_generated_from(api: Any) -> None:
+    chat = said(("system", "Be brief."), ("user", "Sum a list."))
+    counted = api.Tokenize(service.TokenizeRequest(chat=chat)).token_count
+    request = pb.GenerateRequest(chat=chat, stopping=SHORT)
+    assert counted == once(api, request).started.prompt_token_count
+    for field in ("return_offsets", "add_special_tokens"):
+        asked = service.TokenizeRequest(chat=chat, **{field: True})
+        assert field in violations(refused(grpc.StatusCode.INVALID_ARGUMENT, api.Tokenize, asked))
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, api.Tokenize, service.TokenizeRequest())
+    assert "input" in violations(error)
+
+
+def test_ids_of_no_token_have_no_text(api: Any) -> None:
+    asked = service.DetokenizeRequest(token_ids=[5, 4096])
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, api.Detokenize, asked)
+    assert "below 4096" in violations(error)["token_ids[1]"]
+
+
+# -- what is served ----------------------------------------------------------------------------
+
+
+def test_the_model_tells_its_limits_and_they_are_the_ones_in_force(api: Any) -> None:
+    model = api.GetModel(service.GetModelRequest(name="demo")).model
+    limits = model.limits
+    assert (model.name, model.vocabulary_size, model.context_length) == ("demo", 4096, 2048)
+    assert list(model.eos_token_ids) == [1]
+    assert "add_generation_prompt" in model.chat_template.source
+    assert "sampling.top_k" in model.features
+    over = {
+        "output.top_n_tokens": {"output": {"top_n_tokens": limits.max_top_n_tokens + 1}},
+        "sampling.n": {"sampling": {"n": limits.max_sample_count + 1}},
+        "stopping.stop_sequences": {
+            "stopping": {"stop_sequences": ["x"] * (limits.max_stop_sequence_count + 1)}
+        },
+        "stopping.stop_sequences[0]": {
+            "stopping": {"stop_sequences": ["x" * (limits.max_stop_sequence_bytes + 1)]}
+        },
+        "stopping.stop_token_ids": {
+            "stopping": {"stop_token_ids": [1] * (limits.max_logit_bias_count + 1)}
+        },
+        "prompt": {"text": "", "token_ids": {"ids": [5] * (limits.max_input_tokens + 1)}},
+    }
+    for field, fields in over.items():
+        assert field in violations(
+            refused(grpc.StatusCode.INVALID_ARGUMENT, stream, api, ask(**fields))
+        )
+    request = pb.GenerateRequest(token_ids={"ids": [5] * 2040}, output={"final_text": False})
+    assert once(api, request).started.max_new_tokens == limits.max_total_tokens - 2040
+
+
+def test_features_are_fields_of_the_request(api: Any) -> None:
+    for path in api.GetModel(service.GetModelRequest()).model.features:
+        kind = pb.GenerateRequest.DESCRIPTOR
+        for name in path.split("."):
+            field = kind.fields_by_name[name]
+            kind = field.message_type
+
+
+@pytest.fixture
+def long_call(api: Any) -> Iterator[Any]:
+    running = api.Generate(ask(stopping={"max_new_tokens": 1900, "ignore_eos": True}), timeout=120)
+    next(running)
+    yield running
+    running.cancel()
+
+
+def test_the_load_counts_what_runs_and_what_has_been_asked(api: Any, long_call: Any) -> None:
+    request = service.GetLoadRequest()
+    before = api.GetLoad(request)
+    assert before.request_count >= 1
+    assert before.running_count >= 1
+    assert before.used_token_count > 0
+    assert before.total_token_count == 131_072
+    assert before.start_time.seconds > 1_700_000_000
+    usage = once(api, ask(text=PROMPT * 5, stopping=SHORT, sampling={"n": 2})).usage
+    after = api.GetLoad(request)
+    assert after.prompt_token_count - before.prompt_token_count == usage.prompt_token_count
+    assert after.cached_token_count - before.cached_token_count == usage.cached_token_count
+    assert MessageToDict(after)["startTime"] == MessageToDict(before)["startTime"]

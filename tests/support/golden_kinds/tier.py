@@ -1,0 +1,78 @@
+"""Checkpoints of families that we don't have: transformers computes them, over our pool."""
+
+from __future__ import annotations
+
+from golden_kinds.base import Kind
+
+_GEMMA4 = {
+    # Attention without a scale: with wide heads rounding would decide.
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 9,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 16,
+    "final_logit_softcapping": 2.0,
+}
+_LLAMA4 = {
+    "intermediate_size_mlp": 96,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "moe_layers": [1],
+    "no_rope_layers": [1, 0, 1],
+    # Texts are longer than that, so that it matters.
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+    "attn_scale": 0.3,
+}
+
+TIER_KINDS: dict[str, Kind] = {
+    "apertus": Kind("Apertus", {}),
+    "gemma4": Kind(
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_kv_shared_layers": 0,
+        },
+    ),
+    # The last layer reads what the one before it has stored.
+    "gemma4-shared": Kind(
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_kv_shared_layers": 1,
+        },
+    ),
+    "llama4": Kind("Llama4", _LLAMA4),
+    # Values are shorter than keys, which are turned in part.
+    "minicpm3": Kind(
+        "MiniCPM3",
+        {
+            "kv_lora_rank": 32,
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 12,
+            "num_key_value_heads": 4,
+        },
+    ),
+    "jetmoe": Kind(
+        "JetMoe",
+        {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+#: Checkpoints that are refused.
+REFUSED_KINDS: dict[str, Kind] = {
+    "lfm2-convolutions": Kind(
+        "Lfm2",
+        {
+            "layer_types": ["full_attention", "conv", "full_attention"],
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+    )
+}

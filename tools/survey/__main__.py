@@ -1,0 +1,172 @@
+"""Try every class of transformers' causal mapping, and write what came of it to cli/models.json.
+
+Each is tried in a process of its own, with limits on memory and time: a tiny random checkpoint is
+saved and loaded as a server would load it, self-check included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from survey.tiny import class_named, tiny_config
+from tokenpod.models.errors import ModelError
+from tokenpod.models.families import FAMILIES
+from tokenpod.models.load import load_model
+
+DATA = Path(__file__).resolve().parents[2] / "cli" / "models.json"
+#: Of a process that tries one class.
+SECONDS, BYTES = 60, 12 << 30
+#: Parameters that count as tiny.
+MOST = 30_000_000
+
+
+def main() -> int:
+    """Exit status 1 if more than a tenth could not be tried."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    native = {name for family in FAMILIES for name in family.architectures}
+    names = sorted({*native, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
+    wanted = sys.argv[1:] or names
+    # What children would each import again.
+    _outcome("ApertusForCausalLM")
+    classes = {}
+    for name in wanted:
+        began = time.monotonic()
+        found = {"served": "native"} if name in native else _apart(name)
+        classes[name] = {**found, "example": _example(name)}
+        print(f"{name:44}{time.monotonic() - began:5.1f} s  {found}", flush=True)
+    if not sys.argv[1:]:
+        told = {"transformers": transformers.__version__, "classes": classes}
+        DATA.write_text(json.dumps(told, indent=1) + "\n")
+    untried = sum(entry["served"] == "untried" for entry in classes.values())
+    return int(untried > len(classes) / 10)
+
+
+def _apart(name: str) -> dict[str, Any]:
+    """What came of a class, tried in a fork of this process."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        _limit()
+        os.write(write, json.dumps(_outcome(name)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answers:
+        said = answers.read()
+    os.waitpid(child, 0)
+    if not said:
+        return {"served": "untried", "reason": f"not done within {SECONDS} s and {BYTES >> 30} GiB"}
+    found: dict[str, Any] = json.loads(said)
+    return found
+
+
+def _limit() -> None:
+    """Of memory and time; output of libraries goes nowhere."""
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(SECONDS)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def _outcome(name: str) -> dict[str, Any]:
+    found = class_named(name)
+    try:
+        config = tiny_config(found)
+    except Exception as error:  # whatever a config's own checks raise
+        return _untried(error)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            if not (config.is_encoder_decoder or getattr(found, "_is_stateful", False)):
+                problem = _save(found, config, folder)
+                if problem is not None:
+                    return problem
+            config.architectures = [name]
+            config.save_pretrained(folder)
+            return {"served": "transformers", "features": _features(folder, config)}
+    except ModelError as error:
+        reason = re.search(r"is not supported: (.*?) \(supported: ", str(error))
+        return {"served": "no", "reason": reason[1] if reason else str(error)}
+
+
+def _save(found: type[Any], config: Any, folder: Path) -> dict[str, Any] | None:
+    """A random checkpoint; otherwise why there is none."""
+    torch.manual_seed(1)
+    try:
+        with torch.device("meta"):
+            numbers = sum(weight.numel() for weight in found(config).parameters())
+        if numbers > MOST:
+            return {"served": "untried", "reason": f"its tiny model has {numbers:,} parameters"}
+        model = found(config)
+        for weight in model.parameters():
+            torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.15)
+        model.save_pretrained(folder)
+    except Exception as error:  # whatever a class does with such a config
+        return _untried(error)
+    return None
+
+
+def _features(folder: Path, config: Any) -> list[str]:
+    """What the check has seen of a model."""
+    model: Any = load_model(
+        folder,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        progress=lambda done, total: None,
+        max_total_tokens=256,
+    )
+    return sorted(_seen(model, config.get_text_config(decoder=True)))
+
+
+def _seen(model: Any, text: Any) -> Iterator[str]:
+    dispatches = model._dispatches
+    if any(dispatch.reach.window for dispatch in dispatches):
+        yield "windows"
+    if any(dispatch.reach.chunk for dispatch in dispatches):
+        yield "chunks"
+    if any(not dispatch.stores for dispatch in dispatches):
+        yield "shared keys and values"
+    if any(dispatch.heads != dispatch.kv_heads for dispatch in dispatches):
+        yield "grouped heads"
+    if any(dispatch.value_dim != dispatch.key_dim for dispatch in dispatches):
+        yield "values of another size"
+    if len(set(model.config.kv_layouts)) > 1:
+        yield "heads by layer"
+    if getattr(text, "num_experts_per_tok", None):
+        yield "experts"
+
+
+def _untried(error: Exception) -> dict[str, Any]:
+    line = " ".join(str(error).split())[:120]
+    return {"served": "untried", "reason": f"no tiny model ({type(error).__name__}: {line})"}
+
+
+def _example(name: str) -> str:
+    """The checkpoint that transformers' documentation of a class's config names."""
+    found = getattr(transformers, name, None)
+    if found is None or found.config_class is None:
+        return ""
+    source = Path(sys.modules[found.config_class.__module__].__file__ or "").read_text()
+    match = re.search(rf'checkpoint="([^"]+)"[^@]*?class {found.config_class.__name__}\b', source)
+    return match[1] if match else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

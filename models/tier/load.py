@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tokenpod.kernels.ops import Operations
-from tokenpod.models.checkpoint import Checkpoint, Progress
+from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.fields import Fields
+from tokenpod.models.reading import Progress
 from tokenpod.models.tier.check import TOKENS, check
 from tokenpod.models.tier.classes import config_of, max_positions, model_class
 from tokenpod.models.tier.dispatch import Dispatch, Recorder, without_chunks

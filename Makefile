@@ -13,10 +13,10 @@ BASELINE := protos/baseline.binpb
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup stubs demo test chaos lint types docs models format baseline wheel locks image image-needs clean
+.PHONY: help setup stubs demo test test-gpu chaos lint types docs models format baseline wheel locks image image-needs clean
 
 help: ## This list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
 
 setup: $(STAMP) $(STUBS) ## The virtual environment in .venv with everything locked in requirements/dev.txt
 
@@ -46,6 +46,9 @@ demo: setup ## Start the server on the embedded model and stream a completion
 # Three, since tests of servers often wait.
 test: setup ## The whole test suite, in three processes (make test ARGS='tests/scheduler -x' for a part, in one)
 	@$(PY) -m pytest $(or $(ARGS),-n 3)
+
+test-gpu: setup ## One part of the tests that need a GPU (make test-gpu SHARD=1/6), kept in benchmarks/gpu-results/
+	@$(PY) tools/gpu_shard.py $(or $(SHARD),1/1) $(ARGS)
 
 chaos: setup ## Attack real pods, and print what held (make chaos ARGS='--seed 3'; --short is a part of the tests)
 	@PYTHONPATH=tests:tests/support $(PY) -m chaos $(ARGS)

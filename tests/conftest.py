@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import requires
@@ -26,8 +28,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--shard 1/6`: the first of six parts of about equal size."""
+    parser.addoption("--shard", help="run one of several parts of the tests, such as 1/6")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give markers to sampled tests, and keep those of a shard."""
+    mark_sampled(items)
+    if shard := config.getoption("--shard"):
+        items[:] = [item for item in items if in_shard(item.nodeid, shard)]
+
+
+def in_shard(test: str, shard: str) -> bool:
+    """Whether a test belongs to a shard: by its name, so that others don't move when one is new."""
+    match = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise pytest.UsageError(f"--shard is {shard}: it should be one of 1/6 to 6/6, say")
+    return zlib.crc32(test.encode()) % int(match[2]) == int(match[1]) - 1
+
+
+def mark_sampled(items: list[pytest.Item]) -> None:
     """Of a test marked `sampled(n, marker)`, all cases but every n-th get that marker too.
 
     Cases that cost much more here than they tell (an interpreted kernel, a loop compiled for each)

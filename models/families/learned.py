@@ -18,7 +18,7 @@ NAMES = Names(
     mlp_in="ln_2",
     up=("mlp.c_fc",),
     down="mlp.c_proj",
-    surplus=(".attn.bias", ".attn.masked_bias"),
+    surplus=(".attn.bias", ".attn.masked_bias", ".crossattention.bias"),
 )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from golden import golden_config
 from golden_kinds import KINDS
 from safetensors.torch import load_file, save_file
@@ -100,6 +101,12 @@ CONFIGS = {name: golden_config(name) for name in KINDS}
 OF_FAMILY = defaultdict(list)
 for _config in CONFIGS.values():
     OF_FAMILY[family_of(_config).architectures[0]].append(_config)
+
+
+def model_of(architecture: str) -> type | None:
+    """transformers' class of this name, if it has one."""
+    return getattr(transformers, architecture, None)
+
 
 by_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda x: x.architectures[0])
 
@@ -246,6 +253,34 @@ def test_published_layouts_load(family, golden, tmp_path):
         again = read(tmp_path)
         assert again.keys() == whole.keys()
         assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+#: Tensors of published files that transformers ignores by these patterns; {layers}: of the model.
+IGNORED = {
+    r"model\.layers\.46.*": "model.layers.{layers}.eh_proj.weight",
+    r"model\.layers\.61.*": "model.layers.{layers}.eh_proj.weight",
+    r"model\.layers\.92.*": "model.layers.{layers}.eh_proj.weight",
+    "mtp": "model.mtp_emb_norm.0.weight",
+    "attn.bias": "transformer.h.0.attn.bias",
+    "crossattention.bias": "transformer.h.0.crossattention.bias",
+    "attention.bias": "gpt_neox.layers.0.attention.bias",
+    "attention.masked_bias": "gpt_neox.layers.0.attention.masked_bias",
+}
+#: A family, and what transformers ignores in its files.
+IGNORING = [
+    pytest.param(family, patterns, id=name)
+    for family in FAMILIES
+    for name in family.architectures
+    if (patterns := getattr(model_of(name), "_keys_to_ignore_on_load_unexpected", None))
+]
+
+
+@pytest.mark.parametrize(("family", "patterns"), IGNORING)
+def test_what_transformers_ignores_is_no_error(family, patterns, golden):
+    folder = golden(first_kind(family)).folder
+    layers = len(read_config(folder).layers)
+    for pattern in patterns:
+        with_more(folder, IGNORED[pattern].format(layers=layers))
 
 
 @pytest.mark.parametrize("name", ["gemma3-images", "mistral3-newer"])

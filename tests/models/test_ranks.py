@@ -14,10 +14,12 @@ from tokenpod.core.messages import EngineOptions, Request, SamplingParams, Stopp
 
 TOLERANCE = 1e-4
 
+#: Latent rows, a shared expert with a gate, and sinks with biased experts.
+EXPERTS = ("deepseek-v2-lite", "qwen2-moe", "gpt-oss")
 #: Which kinds so many ranks share: whatever is divided in a way of its own. The arithmetic of all
 #: others is that of test_decoder.py; each collective of four processes waits for a core.
 SHARED = {
-    2: ["llama-odd-vocabulary", "gemma2", "falcon-7b", "opt-8-bits"],
+    2: ["llama-odd-vocabulary", "gemma2", "falcon-7b", "opt-8-bits", *EXPERTS],
     4: ["qwen2-8-bits", "llama-grouped-tied", "mixtral", "opt-350m", "bloom"],
 }
 

@@ -12,6 +12,11 @@ from tokenpod.kernels.ops import KVScales, StepTiles
 from tokenpod.kernels.pool import KVLayout, KVPool
 
 
+def ends_within(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
+    """Tokens that end a text, of those that there are: some files write -1 for none."""
+    return frozenset(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
+
+
 class ModelFacts(Protocol):
     """What is known of a model before its weights are."""
 

@@ -16,7 +16,7 @@ from tokenpod.kernels.registry import operations_for
 from tokenpod.models.checkpoint import Checkpoint, WeightReader, check
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
-from tokenpod.models.facts import LoadedModel, ModelFacts
+from tokenpod.models.facts import LoadedModel, ModelFacts, ends_within
 from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.families.family import dtype_of
 from tokenpod.models.fields import Fields, read_fields
@@ -286,10 +286,7 @@ def _read_config(
     spec = family.spec(fields, max_total_tokens)
     if isinstance(fields, Overridden):
         fields.check_all_read(spec.architecture)
-    # Some files write -1 for none.
-    rows = range(spec.vocab_size)
-    eos = _end_tokens(folder, spec.eos_token_ids)
-    eos = frozenset(token_id for token_id in eos if token_id in rows)
+    eos = ends_within(_end_tokens(folder, spec.eos_token_ids), spec.vocab_size)
     return family, dataclasses.replace(spec, eos_token_ids=eos)
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tokenpod.kernels.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
 from tokenpod.models.tier.check import TOKENS, check, difference
@@ -119,11 +120,11 @@ def spec_of(
     """What is known of a model whose calls of attention are known."""
     text = model.config.get_text_config(decoder=True)
     head = model.get_output_embeddings()
-    ends = eos_token_ids
+    vocabulary = text.vocab_size if head is None else head.weight.shape[0]
     layers = [dispatch for dispatch in dispatches if dispatch.stores]
     return TierSpec(
         architecture=type(model).__name__,
-        vocab_size=text.vocab_size if head is None else head.weight.shape[0],
+        vocab_size=vocabulary,
         hidden_size=text.hidden_size,
         max_positions=positions,
         widest=_widest(model),
@@ -131,7 +132,7 @@ def spec_of(
         head_counts=tuple(dispatch.heads for dispatch in layers),
         windows=tuple(dispatch.reach.window for dispatch in layers),
         dtype=dtype,
-        eos_token_ids=ends,
+        eos_token_ids=ends_within(eos_token_ids, vocabulary),
     )
 
 

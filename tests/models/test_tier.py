@@ -16,7 +16,7 @@ from walks import walk
 from tokenpod.kernels import reference
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
-from tokenpod.models.load import load_model
+from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import Shard
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.masks import Reach, describe_mask
@@ -140,6 +140,12 @@ def test_what_can_not_be_served_is_named(folder, fields, message):
         load(folder)
     else:
         refused(folder, message)
+
+
+def test_end_tokens_that_the_model_does_not_have_are_none(folder):
+    change(folder, eos_token_id=[5, -1, 1_000_000])
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert read_config(folder).eos_token_ids == {5}
 
 
 def test_ranks_and_formats_are_refused(folder):

@@ -1,7 +1,7 @@
 """The command line: `serve` starts a server, the other commands are clients of one.
 
-Exit status: 0 success, 1 a failure, 2 a usage error, 130 interrupted. What an operator gets wrong
-is told in lines that begin with `error:` on standard error, never as a traceback. grpc, protobuf
+Exit status: 0 success, 1 a failure, 2 a usage error, 130 interrupted. Mistakes of an operator are
+printed as lines that begin with `error:` on standard error, never as a traceback. grpc, protobuf
 and the settings model are imported by the commands that need them, so that help comes at once.
 """
 

@@ -260,7 +260,12 @@ def test_no_weights(folder):
 
 def test_pickled_weights_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "neither model.safetensors nor")
+    refused(folder, "neither model.safetensors nor .*; `tokenpod convert .*` makes them of")
+
+
+def test_a_gguf_file_instead_of_weights_is_told_how_to_be_converted(folder):
+    (folder / "model.safetensors").rename(folder / "some.gguf")
+    refused(folder, r"`tokenpod convert .*/some\.gguf .*-safetensors` makes them of some\.gguf")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])

@@ -18,10 +18,10 @@ from typer.core import TyperGroup
 import tokenpod
 from tokenpod.cli.bench.flags import bench
 from tokenpod.cli.connection import Remote, connected
-from tokenpod.cli.convert import convert
-from tokenpod.cli.download import download
-from tokenpod.cli.models import models
 from tokenpod.cli.request import RequestOptions
+from tokenpod.commands.convert import convert
+from tokenpod.commands.download import download
+from tokenpod.commands.models import models
 from tokenpod.service.telemetry.logs import print_error
 
 
@@ -30,11 +30,11 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] == "serve":
-            from tokenpod.cli.serve_flags import serve_app
+            from tokenpod.commands.serve_flags import serve_app
 
             self.commands["serve"] = typer.main.get_command(serve_app())
         elif args and args[0] == "size":
-            from tokenpod.cli.size_flags import size_app
+            from tokenpod.commands.size_flags import size_app
 
             self.commands["size"] = typer.main.get_command(size_app())
         return super().resolve_command(ctx, args)

@@ -10,8 +10,8 @@ import pytest
 import typer
 
 from tokenpod.cli.app import app
-from tokenpod.cli.serve_flags import serve_app
-from tokenpod.cli.size_flags import size_app
+from tokenpod.commands.serve_flags import serve_app
+from tokenpod.commands.size_flags import size_app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("", "benchmarks", "docs", "examples", "models", "tests")

@@ -16,10 +16,10 @@ import pytest
 import torch
 from harness import serve
 
-import tokenpod.cli.size
+import tokenpod.commands.size
 from tokenpod.cli.app import main
-from tokenpod.cli.gpus import GPUS
-from tokenpod.cli.size import footprint
+from tokenpod.commands.gpus import GPUS
+from tokenpod.commands.size import footprint
 from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
@@ -53,7 +53,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _asked_once() -> Iterator[None]:
     """A model's size is asked for once a test run: the process that tells it imports torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenpod.cli.size, "footprint", functools.cache(footprint))
+        patch.setattr(tokenpod.commands.size, "footprint", functools.cache(footprint))
         yield
 
 

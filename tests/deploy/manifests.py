@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from deploy.helm import Object
-from tokenpod.cli.serve_flags import serve_app
+from tokenpod.commands.serve_flags import serve_app
 from tokenpod.service.config import ServerSettings, load_settings
 
 #: Settings whose files are there only in a pod.

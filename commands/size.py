@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tokenpod.cli.gpus import Device
+from tokenpod.commands.gpus import Device
 from tokenpod.core.capability import eight_bits_problem, problem_of
 from tokenpod.core.capacity import (
     GIB,

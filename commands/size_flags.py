@@ -11,10 +11,10 @@ from typing import Any
 
 import typer
 
-from tokenpod.cli.gpus import GPUS, Device
 from tokenpod.cli.options import option, parameters, takes
-from tokenpod.cli.serve_flags import setting_flag
-from tokenpod.cli.size import Report, SizeError, as_json, as_text, report
+from tokenpod.commands.gpus import GPUS, Device
+from tokenpod.commands.serve_flags import setting_flag
+from tokenpod.commands.size import Report, SizeError, as_json, as_text, report
 from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.service.config import ServerSettings, SettingsError, load_settings

@@ -1,0 +1,1 @@
+"""The server's commands: serve, size, models, convert and download. Imports no torch."""

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
+import click
 import grpc
-import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.cli.connection import Remote
@@ -46,7 +46,7 @@ def remote_errors() -> Iterator[None]:
     except RemoteError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        raise click.exceptions.Exit(1) from error
 
 
 def generate_request(

@@ -125,6 +125,11 @@ def report(
         raise SizeError(problem)
     options = lone_options(settings, folder)
     model = footprint(folder, options.quantize)
+    if options.max_total_tokens is not None and options.max_total_tokens > model.max_positions:
+        raise SizeError(
+            f"--max-total-tokens is {options.max_total_tokens}: the model's context has"
+            f" {model.max_positions}"
+        )
     fewest = fewest_ranks(model, options, memory=device.memory)
     if num_shard is not None and num_shard not in model.portions:
         possible = ", ".join(map(str, sorted(model.portions)))

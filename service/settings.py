@@ -213,6 +213,9 @@ class Settings(BaseSettings):
     json_output: bool = _telemetry(False)
     """Log JSON, one object a line."""
 
+    config: FilePath | None = _operation()
+    """YAML file with settings by the names of their flags, without dashes before them. A flag or a
+    variable wins over it."""
     start_timeout: float = _operation(600.0, gt=0)
     """Seconds to load and warm the model up; then the start fails."""
     stall_timeout: float = _operation(40.0, gt=0, le=86_400)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from tokenpod.core.model_files import PICKLES
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
@@ -146,12 +147,24 @@ def files_of(folder: Path, single: str = SINGLE, index: str = INDEX) -> list[Pat
     if (folder / single).is_file():
         return [folder / single]
     if not (folder / index).is_file():
-        raise ModelError(f"{folder}: neither {single} nor {index} is there")
+        raise ModelError(f"{folder}: neither {single} nor {index} is there{_conversion(folder)}")
     files = set(read_fields(folder / index).fields("weight_map").values.values())
     for name in files:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise ModelError(f"{folder / index}: {name!r} is not the name of a file beside it")
     return [folder / name for name in sorted(files)]
+
+
+def _conversion(folder: Path) -> str:
+    """What makes safetensors of the files that are there instead; "" if nothing does."""
+    pickles = next((path for kind in PICKLES for path in sorted(folder.glob(kind))), None)
+    if pickles is not None:
+        source, made = folder, f"{folder}-safetensors"
+    elif (gguf := next(iter(sorted(folder.glob("*.gguf"))), None)) is not None:
+        source, made = gguf, f"{folder}-safetensors"
+    else:
+        return ""
+    return f"; `tokenpod convert {source} {made}` makes them of {(pickles or source).name}"
 
 
 class WeightReader(Protocol):

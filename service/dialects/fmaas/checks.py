@@ -38,7 +38,9 @@ def check_params(params: pb.Parameters, limits: RequestLimits) -> None:
     check_built(params)
 
 
-def check_adapter(request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest) -> None:
+def check_adapter(
+    request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest,
+) -> None:
     """Adapters are not served."""
     for field in ("adapter_id", "prefix_id"):
         if getattr(request, field):

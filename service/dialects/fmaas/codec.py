@@ -43,6 +43,7 @@ def generate_call(text: str, params: pb.Parameters, *, stream: bool) -> Generate
             logprobs=response.token_logprobs and response.generated_tokens,
             top_n_tokens=response.top_n_tokens if response.generated_tokens else 0,
             prompt_logprobs=response.token_logprobs and response.input_tokens,
+            text_offsets=stream,
             final_text=not stream,
         ),
         truncate=params.truncate_input_tokens,

@@ -45,10 +45,11 @@ class ResponseWriter:
         self._name = tokenizer.backend.id_to_token
         self._opened = False
         self._ended = False
-        #: Tokens that have come and were not told, and the text that the last of them brings.
-        self._tokens: deque[pb.TokenInfo] = deque()
-        self._text: list[str] = []
-        self._told = 0
+        #: Tokens that have come and were not told, each with where its text begins; and that text.
+        self._tokens: deque[tuple[pb.TokenInfo, int]] = deque()
+        self._text = ""
+        #: Tokens and code points that were told.
+        self._told = self._written = 0
 
     @property
     def done(self) -> bool:
@@ -63,8 +64,8 @@ class ResponseWriter:
             return self._opening()
         while sample.has_news:
             delta = sample.take()
-            self._tokens.extend(self._generated(delta))
-            self._text.append(delta.text)
+            self._tokens.extend(zip(self._generated(delta), delta.offsets or (), strict=True))
+            self._text += delta.text
         if self._ended or not (self._tokens or sample.ending):
             return None
         return self._one(sample)
@@ -128,18 +129,24 @@ class ResponseWriter:
         response = pb.GenerationResponse()
         if self._tokens:
             self._told += 1
-            token = self._tokens.popleft()
+            token, _ = self._tokens.popleft()
             if self._options.generated_tokens:
                 response.tokens.append(token)
         response.generated_token_count = self._told
-        if not self._tokens:
-            # A text may lag behind the tokens, and never runs ahead of them.
-            response.text = "".join(self._text)
-            self._text.clear()
-            if sample.ending is not None:
-                self._ended = True
-                self._tell_end(response, sample)
+        response.text = self._text_before_next()
+        if not self._tokens and sample.ending is not None:
+            self._ended = True
+            self._tell_end(response, sample)
         return response
+
+    def _text_before_next(self) -> str:
+        """What is to be told before the next token. It may lag behind the tokens told."""
+        end = len(self._text)
+        if self._tokens:
+            end = max(self._tokens[0][1] - self._written, 0)
+        text, self._text = self._text[:end], self._text[end:]
+        self._written += len(text)
+        return text
 
     def _tell_end(self, response: pb.GenerationResponse, sample: Sample) -> None:
         ending = sample.ending

@@ -93,6 +93,8 @@ class Settings(BaseSettings):
     """Address to listen on."""
     port: int = _network(50051, ge=0, le=65535)
     """Port of every gRPC service. 0: any free one."""
+    tgis_port: int = _network(0, ge=0, le=65535)
+    """A second port of every gRPC service, for clients of TGIS, who look for 8033. 0: none."""
     health_port: int = _network(50052, ge=0, le=65535)
     """Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none."""
     front_ends: int = _network(0, ge=0, le=64)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import ChatPrompt, Prompt
+from tokenpod.service.serving.calls import Prompt
+from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.text.inline_cost import is_bounded
 from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, Text, unpacked
 from tokenpod.service.text.text_workers import TextWorkers
@@ -34,11 +35,13 @@ class Tokenised:
     """A prompt's number of tokens, and the last of their ids: as many as were to be kept.
 
     `offsets`: of those, begin and end in the text in turn, in code points; empty if not asked for.
+    `rendered_end`: what the text of a chat ends with.
     """
 
     count: int
     ids: list[int]
     offsets: list[int] = field(default_factory=list)
+    rendered_end: str = ""
 
 
 class Encoder:
@@ -136,11 +139,10 @@ class Encoder:
         ]
 
     async def _encode_chat(self, chat: ChatPrompt, keep: int) -> Tokenised:
-        messages = list(chat.messages)
-        job = EncodeChat(messages, chat.add_generation_prompt, keep)
-        size = sum(len(role) + len(content) + _TEXT_BYTES for role, content in messages)
-        encoded = await self._workers.run(job, field="chat", size=size)
-        return Tokenised(encoded.counts[0], unpacked(encoded.ids[0]))
+        job = EncodeChat(chat, keep)
+        encoded = await self._workers.run(job, field="chat", size=chat.characters)
+        ids, end = unpacked(encoded.ids[0]), encoded.rendered_end
+        return Tokenised(encoded.counts[0], ids, rendered_end=end)
 
 
 def _size(text: Text) -> int:

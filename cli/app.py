@@ -103,6 +103,25 @@ def generate(
     commands.run(commands.generate(remote, request, stream=options.stream, json_lines=json_lines))
 
 
+@app.command()
+@connected("127.0.0.1:50051", RequestOptions)
+def chat(
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    *,
+    options: RequestOptions,
+    remote: Remote,
+) -> None:
+    """Talk with the model; Ctrl-C ends an answer, Ctrl-D the conversation."""
+    from tokenpod.cli import commands
+    from tokenpod.cli.chat import talk
+
+    if (options.n or 1) > 1:
+        raise typer.BadParameter("a conversation has one answer a turn", param_hint="--n")
+    request = commands.generate_request("", options.fields, chat=True, system=None)
+    with commands.remote_errors():
+        talk(remote, request, system)
+
+
 app.command("bench")(bench)
 app.command("download")(download)
 app.command("models")(models)

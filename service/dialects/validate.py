@@ -137,8 +137,8 @@ def max_new_tokens(prompt_tokens: int, wanted: int | None, limits: RequestLimits
 
 def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:
     """All samples of a request hold their keys and values at the same time."""
-    # They share the prompt; each but the first computes its last token once more.
-    # The last tokens' keys and values are never written.
+    # They share the prompt; each but the first computes its last token once more, and the last
+    # tokens' keys and values are never written.
     need = prompt_tokens + samples * (new_tokens - 1) + samples - 1
     if need > limits.slots:
         raise InvalidArgument(
@@ -329,7 +329,7 @@ def _at_most(field: str, value: int, most: int, flag: str | None) -> None:
 
 
 def few_entries(field: str, count: int, most: int, flag: str | None = None) -> None:
-    """A list of at most so many. `flag`: where an operator allows more."""
+    """At most so many. `flag`: where an operator allows more."""
     if count > most:
         source = f" ({flag})" if flag else ""
         raise InvalidArgument(field, f"has {count} entries; this server allows {most}{source}")

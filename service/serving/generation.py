@@ -12,14 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenpod.core.messages import (
-    Failure,
-    FailureCode,
-    FinishCode,
-    Request,
-    Started,
-    Top,
-)
+from tokenpod.core.messages import Failure, FailureCode, FinishCode, Request, Started, Top
 from tokenpod.service.rpc.errors import ResourceExhausted, ServiceError, engine_failure
 from tokenpod.service.serving.deltas import Delta, Unread
 from tokenpod.service.serving.turns import Turn

@@ -80,6 +80,9 @@ class Settings(BaseSettings):
     reasoning_parser: Literal["auto", "none", "think", "mistral"] = _model("auto")
     """How the model marks what it thinks before it answers, likewise. think: `<think>`; mistral:
     `[THINK]`."""
+    generation_config: Literal["model", "none"] = _model("model")
+    """What requests of tokenpod.v1 get that leave open how tokens are chosen: what the model's
+    generation_config.json says, or the likeliest token. Other protocols have rules of their own."""
     config_override: str | None = _model(min_length=2)
     """Fields of the model's config.json that have other values, as a JSON object: rope, lengths. An
     object in it replaces one as a whole, but rope keeps its theta."""

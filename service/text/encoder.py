@@ -8,15 +8,17 @@ is a program. Both go to the text workers, which can be killed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import Prompt
 from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.text.generation_defaults import read_defaults
 from tokenpod.service.text.inline_cost import is_bounded
 from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, Text, unpacked
 from tokenpod.service.text.text_workers import TextWorkers
@@ -47,8 +49,15 @@ class Tokenised:
 class Encoder:
     """Tokenises prompts: short texts itself, long ones and chats in `workers`."""
 
-    def __init__(self, tokenizer: Tokenizer, workers: TextWorkers) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        workers: TextWorkers,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        #: Of the model's folder: how its tokens are chosen where a request leaves that open.
+        self.defaults = defaults or {}
         self._workers = workers
         self._inline_bytes = INLINE_BYTES if is_bounded(tokenizer.backend) else 0
 
@@ -59,10 +68,11 @@ class Encoder:
         Raises TokenizerError.
         """
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder, settings.chat_template)
+        defaults = read_defaults(folder) if settings.generation_config == "model" else {}
         model = await asyncio.to_thread(tokenizer.text_model)
         workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)
-        return cls(tokenizer, workers)
+        return cls(tokenizer, workers, defaults)
 
     async def encode(
         self, prompt: Prompt, *, keep: int, special: bool = True, offsets: bool = False

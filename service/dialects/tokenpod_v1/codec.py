@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
@@ -23,6 +24,7 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
+from tokenpod.service.text.generation_defaults import with_defaults
 
 MOST_LABELS = 16
 MOST_KEY_BYTES, MOST_VALUE_BYTES = 63, 256
@@ -38,13 +40,18 @@ _LABEL = re.compile(r"[\x20-\x7e]*")
 
 
 async def generate_call(
-    request: generation_pb2.GenerateRequest, caller: str, *, stream: bool
+    request: generation_pb2.GenerateRequest,
+    caller: str,
+    *,
+    stream: bool,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> GenerateCall:
     """What `request` asks for. Other tasks get their turn while long lists are copied.
 
     Args:
         caller: who asks.
         stream: tokens are told as they come.
+        defaults: fields of its sampling that it leaves open.
 
     Raises:
         Unimplemented: for what it does not do yet.
@@ -55,7 +62,7 @@ async def generate_call(
     _check(request, stream=stream)
     return GenerateCall(
         prompt=await _prompt(request),
-        sampling=Sampling(**given(request.sampling, Sampling)),
+        sampling=Sampling(**with_defaults(given(request.sampling, Sampling), defaults)),
         stopping=Stopping(
             **given(request.stopping, Stopping), time_limit_ns=_time_limit(request.stopping)
         ),

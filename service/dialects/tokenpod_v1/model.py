@@ -6,8 +6,8 @@ from importlib.metadata import version
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from tokenpod.protos.tokenpod.v1 import generation_pb2, model_pb2
 from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
-from tokenpod.protos.tokenpod.v1 import model_pb2
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.tokenpod_v1.features import features
 from tokenpod.service.serving.serving import Serving
@@ -35,6 +35,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         device_type=ready.device_type,
         rope_scaling=ready.rope,
         parameter_count=ready.parameters,
+        sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
         model.chat_template.source = template

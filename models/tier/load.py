@@ -13,10 +13,11 @@ from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
 from tokenpod.models.tier.check import TOKENS, check, difference
-from tokenpod.models.tier.classes import config_of, max_positions, model_class
+from tokenpod.models.tier.classes import check_stateless, config_of, max_positions, model_class
 from tokenpod.models.tier.dispatch import Dispatch, Recorder, without_chunks
 from tokenpod.models.tier.errors import NotServed
-from tokenpod.models.tier.model import Halves, Hosted, TierModel
+from tokenpod.models.tier.halves import Halves
+from tokenpod.models.tier.model import Hosted, TierModel, hidden_of
 from tokenpod.models.tier.spec import TierSpec
 from tokenpod.models.tier.weights import load_weights
 
@@ -47,6 +48,7 @@ class TierLoader:
         self.fields = fields
         self._class = model_class(architecture)
         self._config = config_of(self._class, fields)
+        check_stateless(self._class, self._config)
         positions = max_positions(self._config, served)
         self._served = min(positions, served or positions)
         model = _on_meta(self._class, self._config)
@@ -155,11 +157,13 @@ def record(halves: Halves, hosted: Hosted, served: int) -> tuple[Dispatch, ...]:
     are no calls, or our attention does not know how to answer one.
     """
     recorder, model = Recorder(), halves.model
+    if "position_ids" not in halves.arguments:
+        raise NotServed("its base model can't be told positions")
     tokens = torch.arange(TOKENS, device=model.device)
     model.config._attn_implementation = hosted.recording
     try:
         with torch.inference_mode(), hosted.answering(recorder):
-            halves.hidden(tokens, tokens)
+            hidden_of(halves, tokens, tokens)
     except NotServed:
         raise
     except Exception as error:  # whatever a model does with arguments that it does not expect

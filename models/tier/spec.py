@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.kernels.pool import KVLayout
+from tokenpod.models.facts import OwnState
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class TierSpec:
     eos_token_ids: frozenset[int]
     rope_variant: str = ""
     runs_on: str = "transformers"
+    own_state: OwnState | None = None
 
     @property
     def sliding_window(self) -> int | None:

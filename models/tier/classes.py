@@ -63,7 +63,14 @@ def check_stateless(found: type[PreTrainedModel], config: PreTrainedConfig) -> N
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """As json gave it; views of fields with other values become plain again."""
-    return {name: plain(x) if isinstance(x, Mapping) else x for name, x in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        # How transformers writes what json has no number for.
+        return float(value["__float__"]) if [*value] == ["__float__"] else plain(value)
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def max_positions(config: PreTrainedConfig, served: int | None) -> int:

@@ -51,7 +51,7 @@ class TierLoader:
         check_stateless(self._class, self._config)
         positions = max_positions(self._config, served)
         self._served = min(positions, served or positions)
-        model = _on_meta(self._class, self._config)
+        model = made_on_meta(self._class, self._config)
         #: Numbers in all weights.
         self.numbers = sum(weight.numel() for weight in model.parameters())
         dispatches = record(Halves(model), Hosted(), self._served)
@@ -129,7 +129,7 @@ def spec_of(
         vocab_size=vocabulary,
         hidden_size=text.hidden_size,
         max_positions=positions,
-        widest=_widest(model),
+        widest=widest_of(model),
         kv_layouts=tuple(dispatch.kv for dispatch in layers),
         head_counts=tuple(dispatch.heads for dispatch in layers),
         windows=tuple(dispatch.reach.window for dispatch in layers),
@@ -138,7 +138,7 @@ def spec_of(
     )
 
 
-def _on_meta(found: type[PreTrainedModel], config: PreTrainedConfig) -> Any:
+def made_on_meta(found: type[PreTrainedModel], config: PreTrainedConfig) -> Any:
     """The model without numbers."""
     try:
         with torch.device("meta"):
@@ -179,7 +179,7 @@ def record(halves: Halves, hosted: Hosted, served: int) -> tuple[Dispatch, ...]:
     return tuple(without_chunks(dispatch, served) for dispatch in recorder.dispatches)
 
 
-def _widest(model: Any) -> int:
+def widest_of(model: Any) -> int:
     """Features that a token has between two products, at most, over all its experts."""
     text = model.config.get_text_config(decoder=True)
     chosen = getattr(text, "num_experts_per_tok", None) or 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,3 +35,7 @@ class TierSpec:
         """The furthest that any layer looks back; None if one sees everything."""
         reach = [window for window in self.windows if window is not None]
         return max(reach) if len(reach) == len(self.windows) else None
+
+    def with_state(self, size: OwnState) -> TierSpec:
+        """The same, with what its rows keep."""
+        return replace(self, own_state=size)

@@ -1,0 +1,184 @@
+"""From a folder to a model that transformers computes with a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tokenpod.kernels.ops import Operations
+from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.facts import OwnState, ends_within
+from tokenpod.models.fields import Fields
+from tokenpod.models.reading import Progress
+from tokenpod.models.tier.check import TOKENS, Steps, compare
+from tokenpod.models.tier.classes import config_of, max_positions, model_class
+from tokenpod.models.tier.errors import NotServed
+from tokenpod.models.tier.halves import Halves
+from tokenpod.models.tier.load import made_on_meta, widest_of
+from tokenpod.models.tier.padded import Abilities, Cached, PaddedModel, Together
+from tokenpod.models.tier.spec import TierSpec
+from tokenpod.models.tier.trees import tensor_bytes
+from tokenpod.models.tier.weights import load_weights
+
+#: Of the check's text, where an encoder reads a part of it.
+_PROMPT = 9
+
+
+class PaddedLoader:
+    """One config.json's model; see `TierLoader` for arguments and what they raise."""
+
+    def __init__(
+        self,
+        architecture: str,
+        fields: Fields,
+        *,
+        dtype: torch.dtype | None,
+        eos_token_ids: frozenset[int],
+        served: int | None,
+    ) -> None:
+        self.fields = fields
+        self._class = model_class(architecture)
+        self._config = config_of(self._class, fields)
+        positions = max_positions(self._config, served)
+        model = made_on_meta(self._class, self._config)
+        #: Numbers in all weights.
+        self.numbers = sum(weight.numel() for weight in model.parameters())
+        cached = Cached(Halves(model), _first_token(model.config))
+        head = model.get_output_embeddings()
+        if head is None:
+            raise NotServed("its class has no head")
+        vocabulary, hidden = head.weight.shape
+        #: Without sizes of states where only the weights' numbers show them.
+        self.spec = TierSpec(
+            architecture=architecture,
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            max_positions=positions,
+            widest=widest_of(model),
+            kv_layouts=(),
+            head_counts=(),
+            windows=(None,),
+            dtype=dtype,
+            eos_token_ids=ends_within(eos_token_ids, vocabulary),
+            own_state=OwnState(0, 0, scores_prompts=cached.encoder is None),
+        )
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Operations,
+        progress: Progress,
+    ) -> PaddedModel:
+        """The model, checked; see `TierLoader.load`."""
+        model = load_weights(self._class, self._config, checkpoint, dtype, progress).to(device)
+        tokens = torch.arange(TOKENS, device=device) * 7919 % self.spec.vocab_size
+        start = _first_token(model.config)
+        with torch.inference_mode():
+            with running("by itself"):
+                expected = _by_transformers(model, tokens, start)
+            cached = Cached(Halves(model), start)
+            with running("with its cache"):
+                size = _sizes(cached, tokens)
+            cached.grows = size.token_bytes > 0
+            return _able(self.spec.with_state(size), cached, ops, tokens, expected)
+
+
+def _first_token(config: Any) -> int | None:
+    """What a decoder begins with; None without an encoder. Raises NotServed if nobody says it."""
+    if not config.is_encoder_decoder:
+        return None
+    found = getattr(config.get_text_config(decoder=True), "decoder_start_token_id", None)
+    found = getattr(config, "decoder_start_token_id", None) if found is None else found
+    if found is None:
+        raise NotServed("config.json has no decoder_start_token_id")
+    return int(found)
+
+
+def _by_transformers(model: Any, tokens: torch.Tensor, start: int | None) -> torch.Tensor:
+    """[TOKENS, vocabulary] logits; where an encoder reads the prompt, of its last token on."""
+    if start is None:
+        logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
+        return logits
+    decoder = torch.cat((tokens.new_tensor([start]), tokens[_PROMPT:]))
+    named = {"input_ids": tokens[None, :_PROMPT], "decoder_input_ids": decoder[None]}
+    logits = model(**named, use_cache=False).logits[0]
+    return logits
+
+
+def _sizes(cached: Cached, tokens: torch.Tensor) -> OwnState:
+    """What a row's state takes, seen at two lengths of prompts and of what follows them."""
+    few, many = TOKENS // 2, TOKENS
+
+    def size(prompt: int, length: int) -> int:
+        return tensor_bytes(cached.whole(tokens[:length], prompt)[1])
+
+    least, most = size(few, few), size(many, many)
+    of_prompt = -(-(most - least) // (many - few))
+    of_output = of_prompt
+    if cached.encoder is not None:
+        of_output = -(-(size(few, many) - least) // (many - few))
+    row = max(least - of_prompt * few, 0)
+    return OwnState(row, max(of_prompt, of_output), scores_prompts=cached.encoder is None)
+
+
+def _able(
+    spec: TierSpec, cached: Cached, ops: Operations, tokens: torch.Tensor, expected: torch.Tensor
+) -> PaddedModel:
+    """The model with what its class does rightly. Raises NotServed if it can't do without."""
+    prompt = TOKENS if cached.encoder is None else _PROMPT
+    known = slice(None) if cached.encoder is None else slice(_PROMPT - 1, None)
+
+    def tried(way: str, together: Together, *, continues: bool, ahead: int = 0) -> PaddedModel:
+        model = PaddedModel(spec, cached, ops, Abilities(together, continues))
+        steps = Steps(model, tokens, prompt)
+        ways = {
+            "in one step": steps.whole,
+            "token by token": steps.singly,
+            "in pieces, beside another text": steps.in_pieces,
+            "in a batch": lambda: steps.beside(ahead),
+        }
+        with running(way):
+            got = ways[way]()
+        why = "it keeps more than its cache, or does not look back in order"
+        compare(model.dtype, 0.0, got[known], expected, f"{way} than by transformers at once", why)
+        return model
+
+    for way in ("in one step", "token by token"):
+        tried(way, Together.ALONE, continues=False)
+    pieces = "in pieces, beside another text"
+    continues = _does(lambda: tried(pieces, Together.ALONE, continues=True))
+    if not continues:
+        tried(pieces, Together.ALONE, continues=False)
+    widest = Together.PADDED if cached.grows else Together.ANY
+    for together, ahead in ((widest, 2), (Together.ALIKE, 0)):
+        if _does(lambda t=together, a=ahead: tried("in a batch", t, continues=continues, ahead=a)):
+            break
+    else:
+        together = Together.ALONE
+    return tried("in a batch", together, continues=continues)
+
+
+@contextmanager
+def running(way: str) -> Iterator[None]:
+    """Have what transformers' code raises name the way that it was run."""
+    try:
+        yield
+    except NotServed:
+        raise
+    except Exception as error:  # whatever a class does with a cache that it does not expect
+        line = " ".join(str(error).split())[:160]
+        raise NotServed(f"its code can't run {way} ({type(error).__name__}: {line})") from None
+
+
+def _does(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except NotServed:
+        return False
+    return True

@@ -178,5 +178,8 @@ def _batch(
 def _paged(
     rows: list[int], starts: list[int], contexts: list[int], device: torch.device
 ) -> PagedRows:
-    columns = (rows, starts, contexts)
-    return PagedRows(*(torch.tensor(x, dtype=torch.int32, device=device) for x in columns))
+    row, begin, context = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in (rows, starts, contexts)
+    )
+    return PagedRows(row, begin, context)

@@ -10,7 +10,7 @@ from tokenpod.kernels.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
-from tokenpod.models.tier.errors import NotServed
+from tokenpod.models.tier.errors import NotCausal, NotServed
 from tokenpod.models.tier.load import TierLoader
 from tokenpod.models.tier.model import TransformersModel
 from tokenpod.models.tier.padded_load import PaddedLoader
@@ -55,6 +55,8 @@ def loader_of(
         return TierLoader(
             architecture, fields, dtype=dtype, eos_token_ids=eos_token_ids, served=served
         )
+    except NotCausal:
+        raise
     except NotServed as reason:
         first = reason
     try:

@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
 
 from tokenpod.models.tier.errors import NotServed
 
 
-def base_of(model: PreTrainedModel) -> Any:
+def base_of(model: Any) -> Any:
     """What a model computes up to its last norm; of an encoder with a decoder, the decoder.
 
     Raises NotServed if it has no module for that.
     """
-    base: Any
     if model.config.is_encoder_decoder:
         base = model.get_decoder()
     else:
         base = model.base_model
         if base is model:  # as Llama 4's text model, whose prefix is that of the whole
             base = getattr(model, "model", model)
+    if base is not model and "input_ids" not in arguments_of(base):
+        base = model.get_decoder()  # of an encoder's and decoder's class without its encoder
     if base is model or base is None:
         raise NotServed("its class has no base model apart from its head")
     return base
+
+
+def arguments_of(module: Any) -> Container[str]:
+    """By name."""
+    return inspect.signature(type(module).forward).parameters
 
 
 class Halves:
@@ -41,7 +47,7 @@ class Halves:
         self.model = model
         base = base_of(model)
         #: What the base can be told.
-        self.arguments: Iterable[str] = inspect.signature(type(base).forward).parameters
+        self.arguments = arguments_of(base)
         self._forward = base.forward
         self._answer: Any = None
         self._kind: type[Any] = BaseModelOutputWithPast
@@ -64,7 +70,8 @@ class Halves:
         tokens = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
         named: dict[str, Any] = {"input_ids": tokens}
         if self.model.config.is_encoder_decoder:
-            named = {"decoder_input_ids": tokens, "encoder_outputs": (hidden[None],)}
+            read = BaseModelOutput(last_hidden_state=hidden[None])
+            named = {"decoder_input_ids": tokens, "encoder_outputs": read}
         try:
             logits: torch.Tensor = self.model(**named, use_cache=False).logits
         finally:

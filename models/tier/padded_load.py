@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,18 +11,16 @@ from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.facts import OwnState, ends_within
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
-from tokenpod.models.tier.check import TOKENS, Steps, compare
+from tokenpod.models.tier.check import TOKENS
 from tokenpod.models.tier.classes import config_of, max_positions, model_class
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.halves import Halves
 from tokenpod.models.tier.load import made_on_meta, widest_of
-from tokenpod.models.tier.padded import Abilities, Cached, PaddedModel, Together
+from tokenpod.models.tier.padded import Cached, PaddedModel
+from tokenpod.models.tier.padded_check import PROMPT, Trials, running
 from tokenpod.models.tier.spec import TierSpec
 from tokenpod.models.tier.trees import tensor_bytes
 from tokenpod.models.tier.weights import load_weights
-
-#: Of the check's text, where an encoder reads a part of it.
-_PROMPT = 9
 
 
 class PaddedLoader:
@@ -86,18 +82,18 @@ class PaddedLoader:
             with running("with its cache"):
                 size = _sizes(cached, tokens)
             cached.grows = size.token_bytes > 0
-            return _able(self.spec.with_state(size), cached, ops, tokens, expected)
+            can = Trials(self.spec.with_state(size), cached, ops, tokens, expected).abilities()
+        return PaddedModel(self.spec.with_state(size), cached, ops, can)
 
 
 def _first_token(config: Any) -> int | None:
     """What a decoder begins with; None without an encoder. Raises NotServed if nobody says it."""
     if not config.is_encoder_decoder:
         return None
-    found = getattr(config.get_text_config(decoder=True), "decoder_start_token_id", None)
-    found = getattr(config, "decoder_start_token_id", None) if found is None else found
-    if found is None:
+    found = getattr(config, "decoder_start_token_id", None)
+    if not isinstance(found, int):
         raise NotServed("config.json has no decoder_start_token_id")
-    return int(found)
+    return found
 
 
 def _by_transformers(model: Any, tokens: torch.Tensor, start: int | None) -> torch.Tensor:
@@ -105,8 +101,8 @@ def _by_transformers(model: Any, tokens: torch.Tensor, start: int | None) -> tor
     if start is None:
         logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
         return logits
-    decoder = torch.cat((tokens.new_tensor([start]), tokens[_PROMPT:]))
-    named = {"input_ids": tokens[None, :_PROMPT], "decoder_input_ids": decoder[None]}
+    decoder = torch.cat((tokens.new_tensor([start]), tokens[PROMPT:]))
+    named = {"input_ids": tokens[None, :PROMPT], "decoder_input_ids": decoder[None]}
     logits = model(**named, use_cache=False).logits[0]
     return logits
 
@@ -125,60 +121,3 @@ def _sizes(cached: Cached, tokens: torch.Tensor) -> OwnState:
         of_output = -(-(size(few, many) - least) // (many - few))
     row = max(least - of_prompt * few, 0)
     return OwnState(row, max(of_prompt, of_output), scores_prompts=cached.encoder is None)
-
-
-def _able(
-    spec: TierSpec, cached: Cached, ops: Operations, tokens: torch.Tensor, expected: torch.Tensor
-) -> PaddedModel:
-    """The model with what its class does rightly. Raises NotServed if it can't do without."""
-    prompt = TOKENS if cached.encoder is None else _PROMPT
-    known = slice(None) if cached.encoder is None else slice(_PROMPT - 1, None)
-
-    def tried(way: str, together: Together, *, continues: bool, ahead: int = 0) -> PaddedModel:
-        model = PaddedModel(spec, cached, ops, Abilities(together, continues))
-        steps = Steps(model, tokens, prompt)
-        ways = {
-            "in one step": steps.whole,
-            "token by token": steps.singly,
-            "in pieces, beside another text": steps.in_pieces,
-            "in a batch": lambda: steps.beside(ahead),
-        }
-        with running(way):
-            got = ways[way]()
-        why = "it keeps more than its cache, or does not look back in order"
-        compare(model.dtype, 0.0, got[known], expected, f"{way} than by transformers at once", why)
-        return model
-
-    for way in ("in one step", "token by token"):
-        tried(way, Together.ALONE, continues=False)
-    pieces = "in pieces, beside another text"
-    continues = _does(lambda: tried(pieces, Together.ALONE, continues=True))
-    if not continues:
-        tried(pieces, Together.ALONE, continues=False)
-    widest = Together.PADDED if cached.grows else Together.ANY
-    for together, ahead in ((widest, 2), (Together.ALIKE, 0)):
-        if _does(lambda t=together, a=ahead: tried("in a batch", t, continues=continues, ahead=a)):
-            break
-    else:
-        together = Together.ALONE
-    return tried("in a batch", together, continues=continues)
-
-
-@contextmanager
-def running(way: str) -> Iterator[None]:
-    """Have what transformers' code raises name the way that it was run."""
-    try:
-        yield
-    except NotServed:
-        raise
-    except Exception as error:  # whatever a class does with a cache that it does not expect
-        line = " ".join(str(error).split())[:160]
-        raise NotServed(f"its code can't run {way} ({type(error).__name__}: {line})") from None
-
-
-def _does(attempt: Callable[[], object]) -> bool:
-    try:
-        attempt()
-    except NotServed:
-        return False
-    return True

@@ -77,9 +77,7 @@ _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start
 #: Checkpoints of families with caches of their own.
 PADDED_KINDS: dict[str, Kind] = {
     "qwen3-5": Kind("Qwen3_5", _LINEAR),
-    "qwen3-next": Kind(
-        "Qwen3Next", {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 40}
-    ),
+    "qwen3-next": Kind("Qwen3Next", {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 40}),
     "jamba": Kind(
         "Jamba",
         {

@@ -62,6 +62,12 @@ def check(
         compare(model.dtype, noise, got, wanted, f"{way} {than}", why + "attention function")
 
 
+def check_text(vocabulary: int, padding: int | None, device: torch.device) -> torch.Tensor:
+    """[TOKENS] int64: many tokens of a vocabulary, none of which is for padding."""
+    tokens = torch.arange(TOKENS, device=device) * 7919 % vocabulary
+    return tokens if padding is None else torch.where(tokens == padding, padding + 1, tokens)
+
+
 def compare(
     dtype: torch.dtype, noise: float, got: torch.Tensor, wanted: torch.Tensor, way: str, why: str
 ) -> None:
@@ -98,7 +104,7 @@ class Steps:
         self, model: TransformersModel, tokens: torch.Tensor, prompt: int = TOKENS
     ) -> None:
         self._model, self._tokens, self._prompt = model, tokens, prompt
-        room = 5 * TOKENS + OTHER
+        room = 6 * TOKENS
         self._pool = model.pool_class(
             layouts=model.config.kv_layouts, slots=room, dtype=model.dtype, device=tokens.device
         )
@@ -121,15 +127,13 @@ class Steps:
         return torch.cat([self._run((text, 1))[0] for _ in range(TOKENS)])
 
     def beside(self, ahead: int) -> torch.Tensor:
-        """A prompt, then one token per step, beside a text that is so much longer, while it is."""
+        """[TOKENS - FIRST, vocabulary]: one token per step, beside one of a longer text."""
         text = self._text(self._tokens)
-        other = self._text(self._tokens[4:].flip(0), self._prompt + ahead // 2)
-        said = [self._run((text, FIRST))[0]]
+        longer = torch.cat((self._tokens, self._tokens))[-TOKENS - ahead :].flip(0)
+        other = self._text(longer, self._prompt + ahead // 2)
+        self._run((text, FIRST))
         self._run((other, FIRST + ahead))
-        for _ in range(TOKENS - FIRST):
-            works = [(text, 1), (other, 1)][: 1 + (other.done < len(other.tokens))]
-            said.append(self._run(*works)[0])
-        return torch.cat(said)
+        return torch.cat([self._run((text, 1), (other, 1))[0] for _ in range(TOKENS - FIRST)])
 
     def _text(self, tokens: torch.Tensor, prompt: int | None = None) -> _Text:
         text = _Text(row=len(self._texts), tokens=tokens, first_slot=self._used)
@@ -156,7 +160,8 @@ def _batch(
         [torch.arange(e - n, e) + text.first_slot for e, (text, n) in zip(ends, works, strict=True)]
     )
     token = torch.cat([text.tokens[text.done : text.done + n] for text, n in works])
-    table = torch.stack([torch.arange(TOKENS) + text.first_slot for text in texts]).int()
+    longest = max(len(text.tokens) for text in texts)
+    table = torch.stack([torch.arange(longest) + text.first_slot for text in texts]).int()
     rows = [text.row for text, _ in works]
     starts = [0, *torch.tensor([n for _, n in works]).cumsum(0).tolist()]
     on_device = device.type != "cpu"

@@ -34,8 +34,12 @@ def model_class(architecture: str) -> type[PreTrainedModel]:
     }
     found = getattr(transformers, architecture, None) if architecture in names else None
     if found is None:
-        raise NotServed(f"transformers {transformers.__version__} has no such causal model")
+        raise _unknown()
     return cast(type[PreTrainedModel], found)
+
+
+def _unknown() -> NotServed:
+    return NotServed(f"transformers {transformers.__version__} has no such causal model")
 
 
 def config_of(found: type[PreTrainedModel], fields: Fields) -> PreTrainedConfig:
@@ -50,6 +54,9 @@ def config_of(found: type[PreTrainedModel], fields: Fields) -> PreTrainedConfig:
         config = kind.from_dict(values)
     except Exception as error:  # whatever a config's own checks raise
         raise NotServed(f"transformers refuses its config ({_one_line(error)})") from None
+    causal = found.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if not (causal or config.is_encoder_decoder):
+        raise _unknown()  # it hears or sees, and that is not its text model alone
     return config
 
 

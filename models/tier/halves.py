@@ -43,14 +43,17 @@ class Halves:
     answer already, so it does to logits whatever the model's class does.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+    def __init__(self, model: Any) -> None:
+        self.model: PreTrainedModel = model
         base = base_of(model)
         #: What the base can be told.
         self.arguments = arguments_of(base)
         self._forward = base.forward
         self._answer: Any = None
         self._kind: type[Any] = BaseModelOutputWithPast
+        #: Where a prompt is read apart; None: the base reads all of a text.
+        self.encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None
+        self._encoded: type[Any] = BaseModelOutput
         base.forward = self._base_forward
 
     def _base_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,13 +67,20 @@ class Halves:
         self._kind = type(output)
         return output
 
+    def encode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, n] -> [B, n, hidden], by the encoder."""
+        output = self.encoder(input_ids=tokens)
+        self._encoded = type(output)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocabulary]."""
         self._answer = self._kind(last_hidden_state=hidden[None])
         tokens = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
         named: dict[str, Any] = {"input_ids": tokens}
-        if self.model.config.is_encoder_decoder:
-            read = BaseModelOutput(last_hidden_state=hidden[None])
+        if self.encoder is not None:
+            read = self._encoded(last_hidden_state=hidden[None])
             named = {"decoder_input_ids": tokens, "encoder_outputs": read}
         try:
             logits: torch.Tensor = self.model(**named, use_cache=False).logits

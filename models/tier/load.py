@@ -12,7 +12,7 @@ from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
-from tokenpod.models.tier.check import TOKENS, check, difference
+from tokenpod.models.tier.check import TOKENS, check, check_text, difference
 from tokenpod.models.tier.classes import check_stateless, config_of, max_positions, model_class
 from tokenpod.models.tier.dispatch import Dispatch, Recorder, without_chunks
 from tokenpod.models.tier.errors import NotServed
@@ -74,7 +74,7 @@ class TierLoader:
             NotServed: the model does not pass the check, or needs what the device has not.
         """
         model = load_weights(self._class, self._config, checkpoint, dtype, progress).to(device)
-        tokens = torch.arange(TOKENS, device=device) * 7919 % self.spec.vocab_size
+        tokens = check_text(self.spec.vocab_size, None, device)
         with torch.inference_mode():
             truth, noise = _by_transformers(model, tokens)
             halves, hosted = Halves(model), Hosted()

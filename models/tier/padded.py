@@ -70,8 +70,7 @@ class Cached:
 
     def __init__(self, halves: Halves, start: int | None) -> None:
         self.halves = halves
-        model: Any = halves.model
-        self.encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+        self.encodes = halves.encoder is not None
         self.start = start
         name = next((name for name in _CACHES if name in halves.arguments), None)
         if name is None:
@@ -89,9 +88,8 @@ class Cached:
         """
         assert tokens is not None
         state: dict[str, Any] = {}
-        if self.encoder is not None:
-            read = self.encoder(input_ids=tokens[None, :prompt], use_cache=False)
-            state["encoder"] = read.last_hidden_state
+        if self.encodes:
+            state["encoder"] = self.halves.encode(tokens[None, :prompt])
             tokens = torch.cat((tokens.new_tensor([self.start]), tokens[prompt:]))
         batch = Batch([0], [0], [prompt], state)
         hidden = self.further(tokens[None], batch)
@@ -110,7 +108,7 @@ class Cached:
             if not self._masked:
                 raise NotServed("its base model takes no mask")
             named["attention_mask"] = _mask(batch.lengths, count, device)
-        if self.encoder is not None:
+        if self.encodes:
             named["encoder_hidden_states"] = batch.state["encoder"]
             if min(batch.encoded) < max(batch.encoded):
                 named["encoder_attention_mask"] = _mask(batch.encoded, 0, device)
@@ -172,13 +170,13 @@ class PaddedModel(TransformersModel):
     @property
     def _goes_on(self) -> bool:
         """Whether the pieces of a prompt are computed one after another."""
-        return self.can.continues and self._cached.encoder is None
+        return self.can.continues and not self._cached.encodes
 
     def _groups(self, pool: RowStates, decoding: dict[int, int]) -> Iterator[list[int]]:
         found: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number in decoding:
             row = pool.rows[number]
-            encoded = row.prompt if self._cached.encoder is not None else 0
+            encoded = row.prompt if self._cached.encodes else 0
             found[self.can.together.key(number, row.length, encoded)].append(number)
         yield from found.values()
 
@@ -188,11 +186,11 @@ class PaddedModel(TransformersModel):
         if row.batch is not None and self._goes_on:
             return self._cached.further(new[None], pool.together([number]))[0]
         row.batch = None  # its memory, before there is more
-        if self._cached.encoder is not None and row.length < row.prompt:
+        if self._cached.encodes and row.length < row.prompt:
             # The encoder reads prompts whole: nothing is known before their last piece.
             return self._nothing(len(new))
         hidden, state = self._cached.whole(new if self._goes_on else row.tokens, row.prompt)
-        if self._cached.encoder is None:
+        if not self._cached.encodes:
             row.batch = Batch([number], [row.length], [0], state)
         else:
             row.batch = Batch([number], [row.length - row.prompt + 1], [row.prompt], state)

@@ -11,7 +11,7 @@ from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.facts import OwnState, ends_within
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
-from tokenpod.models.tier.check import TOKENS
+from tokenpod.models.tier.check import TOKENS, check_text
 from tokenpod.models.tier.classes import config_of, max_positions, model_class
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.halves import Halves
@@ -59,7 +59,7 @@ class PaddedLoader:
             windows=(None,),
             dtype=dtype,
             eos_token_ids=ends_within(eos_token_ids, vocabulary),
-            own_state=OwnState(0, 0, scores_prompts=cached.encoder is None),
+            own_state=OwnState(0, 0, scores_prompts=not cached.encodes),
         )
 
     def load(
@@ -73,7 +73,8 @@ class PaddedLoader:
     ) -> PaddedModel:
         """The model, checked; see `TierLoader.load`."""
         model = load_weights(self._class, self._config, checkpoint, dtype, progress).to(device)
-        tokens = torch.arange(TOKENS, device=device) * 7919 % self.spec.vocab_size
+        padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+        tokens = check_text(self.spec.vocab_size, padding, device)
         start = _first_token(model.config)
         with torch.inference_mode():
             with running("by itself"):
@@ -109,15 +110,15 @@ def _by_transformers(model: Any, tokens: torch.Tensor, start: int | None) -> tor
 
 def _sizes(cached: Cached, tokens: torch.Tensor) -> OwnState:
     """What a row's state takes, seen at two lengths of prompts and of what follows them."""
-    few, many = TOKENS // 2, TOKENS
+    few, many = 2, TOKENS
 
     def size(prompt: int, length: int) -> int:
         return tensor_bytes(cached.whole(tokens[:length], prompt)[1])
 
-    least, most = size(few, few), size(many, many)
-    of_prompt = -(-(most - least) // (many - few))
-    of_output = of_prompt
-    if cached.encoder is not None:
-        of_output = -(-(size(few, many) - least) // (many - few))
-    row = max(least - of_prompt * few, 0)
-    return OwnState(row, max(of_prompt, of_output), scores_prompts=cached.encoder is None)
+    least = size(few, few)
+    grown = size(many, many) - least
+    if cached.encodes:
+        grown = max(grown, size(few, many) - least)
+    token = -(-grown // (many - few))
+    row = max(least - token * few, 0)
+    return OwnState(row, token, scores_prompts=not cached.encodes)

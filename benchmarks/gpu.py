@@ -3,8 +3,11 @@
     python -P benchmarks/gpu.py --workload gpu-workload.json
     python -P benchmarks/gpu.py --workload gpu-workload.json --cases latency --profile 40
 
-A Llama shape with random bf16 weights, greedy, end of sequence ignored. Limits: prefill's products
-at the matrix rate, then decode's bytes at the read bandwidth, not overlapped.
+    python -P benchmarks/gpu.py --shape gpt-oss-20b --decode 1x256 64x1024 --mixed --prompts 8192
+
+A shape (the workload's, or one of shapes.json) with random bf16 weights, greedy, end of sequence
+ignored. Limits: prefill's products at the matrix rate, then decode's bytes at the read bandwidth,
+not overlapped. Of experts a step reads those that its rows choose, evenly at random.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import cProfile
 import io
 import itertools
 import json
+import math
 import pstats
 import random
 import statistics
@@ -58,10 +62,10 @@ from tokenpod.engine.loop import EngineLoop  # noqa: E402
 from tokenpod.engine.memory import let_segments_grow  # noqa: E402
 from tokenpod.kernels.registry import operations_for  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402
-from tokenpod.models.families.llama import LLAMA  # noqa: E402
+from tokenpod.models.families import FAMILIES, Family  # noqa: E402
 from tokenpod.models.fields import Fields  # noqa: E402
 from tokenpod.models.names import Names, weights_of  # noqa: E402
-from tokenpod.models.spec import ModelSpec  # noqa: E402
+from tokenpod.models.spec import Experts, Latent, LayerSpec, ModelSpec  # noqa: E402
 from tokenpod.scheduler.scheduler import Limits, Scheduler  # noqa: E402
 
 #: Measured on an H200: bytes a second read, bf16 operations a second.
@@ -70,16 +74,23 @@ BANDWIDTH, MATRIX_RATE = 4.617e12, 687e12
 Lengths = list[tuple[int, int]]
 
 
+def family_of(model: dict[str, Any]) -> Family:
+    return next(f for f in FAMILIES if model["architectures"][0] in f.architectures)
+
+
 def config_of(model: dict[str, Any]) -> ModelSpec:
-    told = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
-    return LLAMA.spec(Fields({**told, **model}, "a benchmark's"), None)
+    told = {"torch_dtype": "bfloat16"}
+    return family_of(model).spec(Fields({**told, **model}, "a benchmark's"), None)
 
 
-def random_model(config: ModelSpec, device: torch.device) -> Decoder:
+def random_model(family: Family, config: ModelSpec, device: torch.device) -> Decoder:
     torch.manual_seed(0)
     weights = {}
-    for weight in weights_of(config, Names(), "model."):
-        made = torch.randn(weight.shape, device=device, dtype=torch.bfloat16).mul_(0.02)
+    for weight in weights_of(config, family.names_of(config)[0], ""):
+        dtype = weight.dtype or torch.bfloat16
+        made = torch.empty(weight.shape, device=device, dtype=dtype).normal_(0, 0.02)
+        if weight.experts:
+            made = made.view(weight.experts, -1, *weight.shape[1:])
         weights[weight.name] = made if made.ndim > 1 else made.add_(1)
     return Decoder(config, weights, operations_for(device, torch.bfloat16))
 
@@ -191,10 +202,10 @@ class StepTimes:
 def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
     device = torch.device("cuda")
     let_segments_grow()
-    config = config_of(model)
+    family, config = family_of(model), config_of(model)
     compilations = Compilations()
     began = time.perf_counter()
-    decoder = random_model(config, device)
+    decoder = random_model(family, config, device)
     torch.cuda.synchronize()
     made = time.perf_counter()
     engine = EngineOptions(
@@ -230,39 +241,62 @@ def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
 # -- limits ------------------------------------------------------------------------------------
 
 
-def heads_width(config: ModelSpec) -> int:
-    """Numbers of a token's queries."""
-    return config.heads * config.kv.key_dim
+def multiplied(config: ModelSpec, rows: float) -> float:
+    """Numbers of the layers' products that a step of so many rows reads."""
+    numbers = 0.0
+    for weight in weights_of(config, family_names(config), ""):
+        if len(weight.shape) < 2 or not weight.name[0].isdigit():
+            continue
+        layer = config.layers[int(weight.name.partition(".")[0])]
+        share = 1.0
+        if weight.experts:
+            assert isinstance(layer.mlp, Experts)
+            share = 1 - (1 - layer.mlp.routing.per_token / layer.mlp.count) ** rows
+        numbers += math.prod(weight.shape) * share
+    return numbers
 
 
-def keys_width(config: ModelSpec) -> int:
-    """Numbers of a token's keys, and of its values."""
-    return config.kv.heads * config.kv.key_dim
+def family_names(config: ModelSpec) -> Names:
+    family = next(f for f in FAMILIES if config.architecture in f.architectures)
+    return family.names_of(config)[0]
+
+
+def kv_bytes(config: ModelSpec, context: float) -> float:
+    """Of keys and values that one more token of a sequence reads."""
+    return sum(
+        2 * layer.attention.kv.numbers * min(context, layer.attention.window or math.inf)
+        for layer in config.layers
+    )
 
 
 def decode_bytes(config: ModelSpec, rows: int, context: float) -> float:
     """Bytes that one decode step must read: weights without the embedding, keys and values."""
-    layer = config.hidden_size * (heads_width(config) * 2 + keys_width(config) * 2)
-    layer += 3 * config.hidden_size * config.widest
-    weights = 2 * (layer * len(config.layers) + config.vocab_size * config.hidden_size)
-    return weights + rows * context * 4 * keys_width(config) * len(config.layers)
+    weights = 2 * (multiplied(config, max(rows, 1)) + config.vocab_size * config.hidden_size)
+    return weights + rows * kv_bytes(config, context)
+
+
+def attention_operations(layer: LayerSpec, tokens: int) -> float:
+    """Of queries with keys and weights with values, causal, within the window."""
+    attention = layer.attention
+    reach = min(tokens, attention.window or tokens)
+    pairs = reach * tokens - reach * reach / 2
+    if isinstance(attention, Latent):
+        widths = attention.nope_dim + attention.rope_dim + attention.value_dim
+    else:
+        widths = 2 * attention.head_dim
+    return 2 * pairs * attention.heads * widths
 
 
 def prefill_operations(config: ModelSpec, tokens: int) -> float:
-    """Multiplications and additions of a prompt: products, causal attention, one row of logits."""
-    layer = config.hidden_size * (heads_width(config) * 2 + keys_width(config) * 2)
-    layer += 3 * config.hidden_size * config.widest
-    attention = 2 * tokens * tokens * heads_width(config)
-    return len(config.layers) * (2 * layer * tokens + attention)
+    """Multiplications and additions of a prompt: products, causal attention, no logits."""
+    attention = sum(attention_operations(layer, tokens) for layer in config.layers)
+    return 2 * multiplied(config, 1) * tokens + attention
 
 
 def limit_seconds(config: ModelSpec, lengths: Lengths, rows: int) -> float:
     """Prefill at the matrix rate, then decode at the read bandwidth in batches of up to `rows`."""
     prefill = sum(prefill_operations(config, prompt) for prompt, _ in lengths) / MATRIX_RATE
-    kv = sum(
-        (prompt + output / 2) * output * 4 * keys_width(config) * len(config.layers)
-        for prompt, output in lengths
-    )
+    kv = sum(kv_bytes(config, prompt + output / 2) * output for prompt, output in lengths)
     steps = max(max(output for _, output in lengths), sum(output for _, output in lengths) / rows)
     return prefill + (steps * decode_bytes(config, 0, 0) + kv) / BANDWIDTH
 
@@ -388,7 +422,8 @@ def run_mixed(bench: Bench, rows: int, chunk: int) -> None:
 
 
 def _submit(bench: Bench, prompt: int, output: int) -> None:
-    tokens = [bench.draw.randrange(10, 128_000) for _ in range(prompt)]
+    known = min(128_000, bench.config.vocab_size)
+    tokens = [bench.draw.randrange(10, known) for _ in range(prompt)]
     stopping = StoppingParams(max_new_tokens=output)
     bench.client.requests.append(Request([bench.next_id], tokens, SamplingParams(), stopping))
     bench.next_id += 1
@@ -411,6 +446,7 @@ def run_prefill(bench: Bench, tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--workload", default="gpu-workload.json")
+    parser.add_argument("--shape", help="of shapes.json, without the workload's cases")
     parser.add_argument("--cases", nargs="*", default=None, help="default: all of the workload")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rows", type=int, default=512, help="largest batch")
@@ -424,7 +460,11 @@ def main() -> None:
     parser.add_argument("--profile-case", type=int, default=0, help="cases too, from this turn on")
     parser.add_argument("--steps", action="store_true", help="time by kind of step")
     options = parser.parse_args()
-    workload = json.loads(Path(options.workload).read_text())
+    if options.shape:
+        shapes = json.loads((Path(__file__).parent / "shapes.json").read_text())
+        workload = {"model": shapes[options.shape], "cases": []}
+    else:
+        workload = json.loads(Path(options.workload).read_text())
     bench = make_bench(workload["model"], options)
     with torch.inference_mode():
         for spec in options.decode:

@@ -37,6 +37,8 @@ class Stopping:
     ignore_eos: bool = False
     include_stop_sequence: bool = False
     time_limit_ns: int = 0
+    #: Of `max_new_tokens` what does not fit is left out, and not refused.
+    shorten: bool = False
 
 
 @dataclass(frozen=True, slots=True)

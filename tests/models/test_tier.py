@@ -126,7 +126,15 @@ def test_weights_that_do_not_fit(folder, edit, message):
             {"architectures": ["NoSuchModel"]},
             "NoSuchModel is not supported: transformers .* has no",
         ),
-        ({"architectures": ["BartForCausalLM"], "model_type": "bart"}, "encoder with a decoder"),
+        ({"architectures": ["BartForCausalLM"], "model_type": "bart"}, "is missing from the che"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+            "an encoder with a decoder; with its own cache: config.json has no decoder_start_tok",
+        ),
+        (
+            {"architectures": ["VoxtralForConditionalGeneration"], "model_type": "voxtral"},
+            "has no such causal model",
+        ),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "is missing from the ch"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "mask is neither causal"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),

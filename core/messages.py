@@ -246,6 +246,10 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     unused_tensors: str = ""
     #: Whose code computes the model: "tokenpod" or "transformers".
     runs_on: str = "tokenpod"
+    #: Sequences that can run at once; 0: not said.
+    rows: int = 0
+    #: Whether rows are padded to the longest of their batch, for which routers then budget.
+    requires_padding: bool = False
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):

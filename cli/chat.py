@@ -11,7 +11,7 @@ import contextlib
 import sys
 from typing import Any
 
-import typer
+import click
 
 from tokenpod.cli import commands
 from tokenpod.cli.connection import Remote
@@ -167,4 +167,4 @@ def _line(prompt: str) -> str:
     try:
         return input(prompt if sys.stdin.isatty() else "")
     except UnicodeError as error:
-        raise typer.BadParameter("standard input is not UTF-8") from error
+        raise click.BadParameter("standard input is not UTF-8") from error

@@ -104,6 +104,8 @@ class Settings(BaseSettings):
     """Address to listen on."""
     port: int = _network(50051, ge=0, le=65535)
     """Port of every gRPC service. 0: any free one."""
+    tgis_port: int = _network(0, ge=0, le=65535)
+    """A second port of every gRPC service, for clients of TGIS, who look for 8033. 0: none."""
     health_port: int = _network(50052, ge=0, le=65535)
     """Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none."""
     front_ends: int = _network(0, ge=0, le=64)
@@ -224,6 +226,9 @@ class Settings(BaseSettings):
     json_output: bool = _telemetry(False)
     """Log JSON, one object a line."""
 
+    config: FilePath | None = _operation()
+    """YAML file with settings by the names of their flags, without dashes before them. A flag or a
+    variable wins over it."""
     start_timeout: float = _operation(600.0, gt=0)
     """Seconds to load and warm the model up; then the start fails."""
     stall_timeout: float = _operation(40.0, gt=0, le=86_400)
@@ -231,7 +236,8 @@ class Settings(BaseSettings):
     fail and the process ends with status 1, without a drain; a group forms again. The engine says
     nothing while it computes a step: allow for the longest."""
     lame_duck_seconds: float = _operation(5.0, ge=0, le=3600)
-    """Go on serving for so long after SIGTERM, already not ready: endpoints take time to hear."""
+    """Go on serving for so long after SIGTERM, already not ready: endpoints take time to hear.
+    After Ctrl-C the server ends as soon as nothing runs."""
     graceful_termination_timeout: float = _operation(90.0, ge=0, le=86_400)
     """Seconds that running requests get to finish after that."""
 

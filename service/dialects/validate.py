@@ -54,6 +54,24 @@ class RequestLimits:
     rows: int
 
 
+class PromptTooLong(InvalidArgument):
+    """A prompt leaves no room for an answer.
+
+    Args:
+        tokens: it has so many.
+        most: it may have so many.
+    """
+
+    def __init__(self, tokens: int, most: int) -> None:
+        self.tokens = tokens
+        self.most = most
+        super().__init__(
+            "prompt",
+            f"has {tokens} tokens; this server allows at most {most}"
+            " (--max-input-tokens); set `truncate` to keep the last ones only",
+        )
+
+
 @contextlib.contextmanager
 def field_names(names: Mapping[str, str]) -> Iterator[None]:
     """Let InvalidArgument name fields as a dialect's clients know them.
@@ -64,7 +82,8 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        raise InvalidArgument(_renamed(error.field, names), error.problem) from None
+        error.rename(_renamed(error.field, names))
+        raise
 
 
 def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
@@ -113,18 +132,21 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
         raise InvalidArgument(field, "must be printable ASCII")
 
 
-def max_new_tokens(prompt_tokens: int, wanted: int | None, limits: RequestLimits) -> int:
-    """How many tokens a sequence may generate; checks prompt and output together."""
+def max_new_tokens(
+    prompt_tokens: int, wanted: int | None, limits: RequestLimits, *, shorten: bool = False
+) -> int:
+    """How many tokens a sequence may generate; checks prompt and output together.
+
+    `shorten`: what does not fit is left out, and not refused.
+    """
     if prompt_tokens == 0:
         raise InvalidArgument("prompt", "has no tokens; at least 1 is needed")
     if prompt_tokens > limits.max_input_tokens:
-        raise InvalidArgument(
-            "prompt",
-            f"has {prompt_tokens} tokens; this server allows at most {limits.max_input_tokens}"
-            " (--max-input-tokens); set `truncate` to keep the last ones only",
-        )
+        raise PromptTooLong(prompt_tokens, limits.max_input_tokens)
     room = limits.max_total_tokens - prompt_tokens
     if wanted is None:
+        return room
+    if wanted > room and shorten:
         return room
     if wanted > room:
         raise InvalidArgument(

@@ -69,12 +69,19 @@ class AdmittedCall:
             problem = f"request_id is {request_id!r}; a call of that name is under way"
             raise AlreadyExists("call", request_id, problem)
 
-    def check(self, call: GenerateCall) -> None:
+    @property
+    def limits(self) -> validate.RequestLimits:
+        """What a request may ask for."""
+        return self._serving.limits
+
+    def check(self, call: GenerateCall, limits: validate.RequestLimits | None = None) -> None:
         """Check what can be said before tokenising, and count the prompt's memory.
+
+        `limits`: a protocol's own, where it promises other ones.
 
         Raises InvalidArgument or ResourceExhausted.
         """
-        validate.check_generate(call, self._serving.limits)
+        validate.check_generate(call, limits or self._serving.limits)
         self._serving.check_tools(call)
         self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
 
@@ -103,6 +110,7 @@ class AdmittedCall:
             min(tokenised.count, call.truncate or tokenised.count),
             call.stopping.max_new_tokens,
             serving.limits,
+            shorten=call.stopping.shorten,
         )
         prompt = tokenised.ids
         lease.resize(lease.size + ID_BYTES * len(prompt))

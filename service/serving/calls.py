@@ -44,6 +44,8 @@ class Stopping:
     #: From which token on ends become likelier, and by what for each; a factor of 1: never.
     eos_boost_after: int = 0
     eos_boost_factor: float = 1.0
+    #: Of `max_new_tokens` what does not fit is left out, and not refused.
+    shorten: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def described() -> dict[str, bool]:
         if service.full_name != OF_THE_ENGINE
         for method in service.methods
     }
-    # The new protocol of reflection has the messages of the old one, and no descriptor here.
+    # The new protocol of reflection has the messages of the old one, and no stubs here.
     old = {name: streams for name, streams in found.items() if V1ALPHA in name}
     return found | {name.replace(V1ALPHA, V1): streams for name, streams in old.items()}
 
@@ -95,7 +95,7 @@ def test_a_pod_that_follows_answers_what_its_rows_say_and_names_the_leader_else(
         follower.check("/generate.v3.TextGenerationService/Info")
     follower.follow(ready, model_id="m", leader_address="pod-0:50051")  # type: ignore[arg-type]
     answered = {"Health", "Info", "ServiceDiscovery", "Tokens", "ServerReflectionInfo"}
-    answered |= {"Tokenize", "Detokenize", "GetModel"}
+    answered |= {"Tokenize", "Detokenize", "GetModel", "ModelInfo"}
     answered |= {"Check", "Watch", "List"}
     for row in TABLE:
         if row.name.rpartition("/")[2] in answered:

@@ -349,8 +349,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     quantize: str | None = None
     #: A JSON object of fields that replace those of config.json.
     config_override: str | None = None
-    #: Logit biases and stop tokens that one request can have in all.
-    max_logit_edits: int = 2048
+    #: Logit biases, stop tokens and allowed tokens that one request can have in all.
+    max_logit_edits: int = 3072
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.

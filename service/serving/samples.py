@@ -32,7 +32,10 @@ def samples_of(
             index=index,
             sequence_id=sequence_id,
             detokenizer=serving.tokenizer.detokenizer(
-                request.prompt, skip_special=output.skip_special_tokens, shown=formats.shown
+                request.prompt,
+                skip_special=output.skip_special_tokens,
+                shown=formats.shown,
+                spaced=bool(output.spaces_between_special_tokens),
             ),
             stops=StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence),
             min_new_tokens=stopping.min_new_tokens,

@@ -125,6 +125,8 @@ class FinishCode(IntEnum):
     EOS = 2
     STOP_TOKEN = 3
     TIME_LIMIT = 4
+    #: Its client has ended it by its name; the service's word, which the engine never says.
+    ABORTED = 5
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

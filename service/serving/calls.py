@@ -52,6 +52,8 @@ class Output:
     prompt_logprobs: bool = False
     #: Where each token's text begins.
     text_offsets: bool = False
+    #: The text of the tokens; without it they are read for stop sequences alone.
+    text: bool = True
     #: The whole text at the end, besides the pieces of it.
     final_text: bool = True
     skip_special_tokens: bool = True

@@ -42,10 +42,14 @@ class Tokenised:
 
 
 class Encoder:
-    """Tokenises prompts: short texts itself, long ones and chats in `workers`."""
+    """Tokenises prompts: short texts itself, long ones and chats in `workers`.
 
-    def __init__(self, tokenizer: Tokenizer, workers: TextWorkers) -> None:
+    `folder`: the model's, where the tokenizer came from.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, workers: TextWorkers, folder: Path) -> None:
         self.tokenizer = tokenizer
+        self.folder = folder
         self._workers = workers
         self._inline_bytes = INLINE_BYTES if is_bounded(tokenizer.backend) else 0
 
@@ -59,7 +63,7 @@ class Encoder:
         model = await asyncio.to_thread(tokenizer.text_model)
         workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)
-        return cls(tokenizer, workers)
+        return cls(tokenizer, workers, folder)
 
     async def encode(
         self, prompt: Prompt, *, keep: int, special: bool = True, offsets: bool = False

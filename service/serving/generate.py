@@ -22,6 +22,7 @@ from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import NotFound
 from tokenpod.service.serving.admitted import AdmittedCall
+from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import ID_BYTES, TokensCall, prompt_bytes
 from tokenpod.service.serving.named import NamedCalls
 from tokenpod.service.serving.serving import Serving, request_limits
@@ -51,7 +52,7 @@ class GenerateService:
         limits = request_limits(settings, ready)
         self._admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
         self._admission.turnover.watch(client, limits.rows)
-        self._serving = Serving(client, encoder, limits, settings, ready)
+        self._serving = Serving(client, encoder, limits, settings, ready, CacheFeed(client))
         return self._serving
 
     @property

@@ -9,6 +9,7 @@ from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
+from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import Tokenizer
 
@@ -22,6 +23,8 @@ class Serving:
     limits: validate.RequestLimits
     settings: ServerSettings
     ready: Ready
+    #: What changes in the prefix cache; the first front end alone hears of it.
+    cache: CacheFeed
     #: When it became ready, in nanoseconds since 1970.
     since: int = field(default_factory=time.time_ns)
 

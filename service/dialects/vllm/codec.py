@@ -132,7 +132,7 @@ def _truncate(params: pb.SamplingParams, limits: RequestLimits) -> int:
 async def _prompt(request: pb.GenerateRequest) -> Prompt:
     match request.WhichOneof("input"):
         case "text":
-            return request.text
+            return str(request.text)
         case "tokenized":
             return await copied(request.tokenized.input_ids)
         case _:

@@ -12,6 +12,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.streams import request_id_of, write_all
+from tokenpod.service.dialects.vllm.cache import flush_cache, subscribe
 from tokenpod.service.dialects.vllm.codec import FIELDS, MOST_TOP_TOKENS, generate_call
 from tokenpod.service.dialects.vllm.files import tokenizer_zip
 from tokenpod.service.dialects.vllm.model import loads, model_info, server_info
@@ -126,6 +127,9 @@ METHODS = (
     _row("GetServerInfo", SMALL, get_server_info, gate=Gate.READY, on_followers=True),
     _row("GetLoads", SMALL, get_loads, gate=Gate.READY),
     _row("GetTokenizer", SMALL, get_tokenizer, gate=Gate.READY, on_followers=True),
+    # It lasts for as long as its client does.
+    _row("SubscribeKvEvents", SMALL, subscribe, gate=Gate.READY, traced=False),
+    _row("FlushCache", SMALL, flush_cache, gate=Gate.READY),
     _row("StartProfile", SMALL, profile, gate=Gate.READY),
     _row("StopProfile", SMALL, profile, gate=Gate.READY),
 )

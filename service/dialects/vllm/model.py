@@ -9,13 +9,12 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
+from tokenpod.core.messages import BLOCK_TOKENS
 from tokenpod.service.dialects.vllm.files import config_of
 from tokenpod.service.serving.serving import Serving
 
 #: What a gateway is told that it speaks to.
 _SERVER_TYPE = "vllm-grpc"
-#: Tokens of a block in the events about the KV cache.
-BLOCK_TOKENS = 16
 
 
 def model_info(serving: Serving) -> pb.GetModelInfoResponse:

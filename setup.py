@@ -8,7 +8,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 #: The folders of the product; pyproject.toml says under which name each is installed.
-FOLDERS = ("protos", "cli", "service", "core", "scheduler", "engine", "kernels", "models")
+SERVER = ("commands", "service", "core", "scheduler", "engine", "kernels", "models")
+FOLDERS = ("protos", "cli", *SERVER)
 
 sys.path.insert(0, str(ROOT / "tools"))
 

@@ -1,1 +1,1 @@
-"""The command line: serve, generate, tokens, info, health, size and bench. Imports no torch."""
+"""The command line: the commands that talk to a server. Imports no torch."""

@@ -1,162 +1,90 @@
-"""The command line: `serve` starts a server, the other commands are clients of one.
+"""The command line: commands that talk to a server, and those that the server's package adds.
 
 Exit status: 0 success, 1 a failure, 2 a usage error, 130 interrupted. Mistakes of an operator are
-printed as lines that begin with `error:` on standard error, never as a traceback. grpc, protobuf
-and the settings model are imported by the commands that need them, so that help comes at once.
+printed as lines that begin with `error:` on standard error, never as a traceback. A command is
+imported when it is called, so that help comes at once.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
 import tokenpod
-from tokenpod.cli.bench.flags import bench
-from tokenpod.cli.connection import Remote, connected
-from tokenpod.cli.convert import convert
-from tokenpod.cli.download import download
-from tokenpod.cli.models import models
-from tokenpod.cli.request import RequestOptions
-from tokenpod.service.telemetry.logs import print_error
+from tokenpod.cli.entries import Entry
+from tokenpod.cli.errors import print_error
+
+#: Mappings of names to `Entry`, which packages add to ours.
+GROUP = "tokenpod.commands"
+
+CLIENT = {
+    "generate": Entry("Continue a prompt and print the text as it comes.", "calls:generate"),
+    "tokens": Entry("Count the tokens of a text.", "calls:tokens"),
+    "info": Entry("Show what a server runs, and what it allows.", "calls:info"),
+    "health": Entry("Ask for a server's health.", "calls:health"),
+    "bench": Entry("Measure a running server under load.", "bench.flags:bench"),
+}
+#: Commands of the server's package.
+SERVER = ("serve", "size", "models", "download", "convert")
 
 
-class _Commands(TyperGroup):
-    """The commands, of which two get the settings' flags only once they are called."""
+class Commands(click.Group):
+    """Our commands, and those of installed packages."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] == "serve":
-            from tokenpod.cli.serve_flags import serve_app
+    def list_commands(self, ctx: click.Context | None = None) -> list[str]:
+        """Names of all commands, in the order of help."""
+        return list(self.entries)
 
-            self.commands["serve"] = typer.main.get_command(serve_app())
-        elif args and args[0] == "size":
-            from tokenpod.cli.size_flags import size_app
+    def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
+        """A command by its name; None if there is none."""
+        entry = self.entries.get(cmd_name)
+        if entry is None:
+            return None
+        module, _, name = entry.where.partition(":")
+        found: click.Command = getattr(importlib.import_module(module, "tokenpod.cli"), name)
+        return found
 
-            self.commands["size"] = typer.main.get_command(size_app())
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As a group does it; a command of the server, if that is not installed, is explained."""
+        if args[0] in SERVER and args[0] not in self.entries:
+            ctx.fail(f"{args[0]} is a command of the server: pip install tokenpod")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """As a group does it; Ctrl-C is an exit status, without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(130)
 
-app = typer.Typer(
-    cls=_Commands,
-    help="A gRPC-only text-generation server and its clients.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Their summaries, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.summary) for name, entry in self.entries.items()])
 
-Json = Annotated[bool, typer.Option("--json", help="JSON, one object a line.")]
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"tokenpod {tokenpod.__version__}")
-        raise typer.Exit
+    @functools.cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        """Every command by its name."""
+        added: dict[str, Entry] = {}
+        for point in entry_points(group=GROUP):
+            added |= point.load()
+        ours = {name: entry.within("tokenpod.cli") for name, entry in CLIENT.items()}
+        return {**added, **ours}
 
 
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version and exit.", is_eager=True, callback=_version
-        ),
-    ] = False,
-) -> None:
+@click.group(cls=Commands, help="A text-generation server that speaks gRPC, and its clients.")
+@click.version_option(tokenpod.__version__, prog_name="tokenpod", message="%(prog)s %(version)s")
+def app() -> None:
     """Options that stand before a command."""
-
-
-@app.command("serve")
-def _serve() -> None:
-    """Start a server; without flags on the embedded model."""
-    raise AssertionError("replaced when it is called")
-
-
-@app.command("size")
-def _size() -> None:
-    """Estimate whether a model fits a GPU, and how many sequences run at once."""
-    raise AssertionError("replaced when it is called")
-
-
-@app.command()
-@connected("127.0.0.1:50051", RequestOptions)
-def generate(
-    prompt: Annotated[str, typer.Argument(help="What to continue; - reads standard input.")],
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message.")] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
-    json_lines: Annotated[
-        bool, typer.Option("--json", help="Print events as JSON lines.", rich_help_panel="Output")
-    ] = False,
-    *,
-    options: RequestOptions,
-    remote: Remote,
-) -> None:
-    """Continue a prompt and print the text as it comes."""
-    from tokenpod.cli import commands
-
-    if system is not None and not chat:
-        raise typer.BadParameter("needs --chat", param_hint="--system")
-    request = commands.generate_request(_text(prompt), options.fields, chat=chat, system=system)
-    commands.run(commands.generate(remote, request, stream=options.stream, json_lines=json_lines))
-
-
-app.command("bench")(bench)
-app.command("download")(download)
-app.command("models")(models)
-app.command("convert")(convert)
-
-
-@app.command()
-@connected("127.0.0.1:50052")
-def health(
-    service: Annotated[
-        str, typer.Option(help="readiness, liveness, startup or a gRPC service; all if not given.")
-    ] = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Print every change.")] = False,
-    *,
-    remote: Remote,
-) -> None:
-    """Ask for a server's health: exit status 0 if it is SERVING, else 1."""
-    from tokenpod.cli import commands
-
-    healthy = commands.run(commands.health(remote, service, watch=watch))
-    raise typer.Exit(0 if healthy else 1)
-
-
-@app.command()
-@connected("127.0.0.1:50051")
-def info(
-    json_output: Json = False,
-    *,
-    remote: Remote,
-) -> None:
-    """Show what a server runs, and what it allows."""
-    from tokenpod.cli import commands
-
-    commands.run(commands.info(remote, json_output=json_output))
-
-
-@app.command()
-@connected("127.0.0.1:50051")
-def tokens(
-    text: Annotated[str, typer.Argument(help="What to count; - reads standard input.")],
-    chat: Annotated[bool, typer.Option("--chat", help="The text is a user's message.")] = False,
-    ids: Annotated[bool, typer.Option("--ids", help="Print the token ids too.")] = False,
-    special: Annotated[
-        bool, typer.Option("--special/--no-special", help="Count what Generate would add.")
-    ] = True,
-    json_output: Json = False,
-    *,
-    remote: Remote,
-) -> None:
-    """Count the tokens of a text."""
-    from tokenpod.cli import commands
-
-    request = commands.tokens_request(_text(text), chat=chat, ids=ids, special=special)
-    commands.run(commands.tokens(remote, request, json_output=json_output))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,35 +92,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # grpc's core would add lines of its own to ours; who wants them sets the variable.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        status = app(args=arguments, prog_name="tokenpod", standalone_mode=False)
+        status = app.main(arguments, prog_name="tokenpod", standalone_mode=False)
         sys.stdout.flush()
         return int(status or 0)
-    except typer.Exit as leave:
-        return leave.exit_code
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:
         # Whoever read us has enough; the interpreter's own flush must not complain either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except typer.TyperException as error:
-        given = sys.argv[1:] if arguments is None else arguments
-        return _usage_error(error, json_output="--json-output" in given)
-
-
-def _usage_error(error: typer.TyperException, *, json_output: bool) -> int:
-    message = getattr(error, "format_message", error.__str__)()
-    for line in message.splitlines():
-        print_error(line, json_output=json_output)
-    return int(getattr(error, "exit_code", 2))
-
-
-def _text(argument: str) -> str:
-    """The argument, or standard input for `-`. Raises BadParameter if it isn't UTF-8."""
-    try:
-        if argument == "-":
-            return sys.stdin.buffer.read().decode()
-        argument.encode()
-    except UnicodeError as error:
-        raise typer.BadParameter("is not UTF-8", param_hint="PROMPT") from error
-    return argument
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+    except click.ClickException as error:
+        context: click.Context | None = getattr(error, "ctx", None)
+        tell = getattr(context and context.command, "tell", print_error)
+        for line in error.format_message().splitlines():
+            tell(line)
+    return 2

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-import typer
+import click
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.cli.connection import Remote
@@ -45,7 +46,7 @@ def remote_errors() -> Iterator[None]:
     except RemoteError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        raise click.exceptions.Exit(1) from error
 
 
 def generate_request(
@@ -102,7 +103,7 @@ async def health(remote: Remote, service: str, *, watch: bool) -> bool:
     """Print the state of one service, or with `watch` each change; whether the last is SERVING."""
     request = health_pb2.HealthCheckRequest(service=service)
     answer = health_pb2.HealthCheckResponse()
-    async with calling(remote) as channel:
+    async with calling(remote) as channel, _known(service):
         stub = health_pb2_grpc.HealthStub(channel)
         if watch:
             async for answer in stub.Watch(request, **_call_options(remote)):
@@ -112,6 +113,18 @@ async def health(remote: Remote, service: str, *, watch: bool) -> bool:
             answer = await stub.Check(request, timeout=timeout, metadata=remote.metadata)
             print(_state(answer), flush=True)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+@asynccontextmanager
+async def _known(service: str) -> AsyncIterator[None]:
+    """A server that knows no such service says so without words."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.NOT_FOUND:
+            raise
+        problem = f"--service is {service!r}: the server tells the health of no such service"
+        raise RemoteError(problem) from error
 
 
 async def ask_model(remote: Remote) -> model_pb2.Model:

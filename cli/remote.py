@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,7 +13,12 @@ from grpc_status import rpc_status
 from tokenpod.cli.connection import Remote
 
 #: What grpcio says when it has no connection at all, as opposed to a server's own UNAVAILABLE.
-_NO_CONNECTION = ("failed to connect", "DNS resolution failed", "Name resolution failure")
+_NO_CONNECTION = ("failed to connect", "errors resolving", "DNS resolution failed")
+#: What stands before the reason then: where it was tried, in gRPC's own words.
+_ATTEMPT = re.compile(
+    r"^.*last error: |^.*lookup failed for \S+: |[A-Z_]+: (?:ipv4|ipv6|unix):\S+: "
+    r"|Failed to connect to remote host: |connect failed: addr: \S+ error: |\]$"
+)
 
 
 class RemoteError(Exception):
@@ -41,12 +47,14 @@ async def calling(remote: Remote) -> AsyncIterator[grpc.aio.Channel]:
 
 def describe(error: grpc.aio.AioRpcError, address: str) -> str:
     """What went wrong, for the operator: a line for each field that the server complains of."""
-    text = " ".join((error.details() or "no reason given").split())
+    text = " ".join((error.details() or "").split())
     if error.code() is grpc.StatusCode.UNAVAILABLE and text.startswith(_NO_CONNECTION):
-        return f"can't reach {address}: {text.rpartition('last error: ')[2]}"
+        return f"can't reach {address}: {_ATTEMPT.sub('', text)}"
     violations = _violations(error)
     if violations:
         return "\n".join(f"{v.field} {v.description}" for v in violations)
+    if not text:
+        return f"{address} answered {error.code().name} and does not say why"
     return f"{error.code().name}: {text}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
-import typer
+import click
 
 from tokenpod.cli.options import option
 
@@ -88,4 +88,4 @@ def _bias(text: str) -> tuple[int, float]:
             return int(token), float(bias)
     except ValueError:
         pass
-    raise typer.BadParameter(f"is {text!r}: write ID=BIAS, as 42=-1.5", param_hint="--logit-bias")
+    raise click.BadParameter(f"is {text!r}: write ID=BIAS, as 42=-1.5", param_hint="--logit-bias")

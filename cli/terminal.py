@@ -14,6 +14,9 @@ from google.protobuf.message import Message
 from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod.protos.tokenpod.v1.generation_service_pb2 import GenerateOnceResponse
 
+#: Fewer tokens than these have no rate that would come out the same the next time.
+_LEAST_RATED = 16
+
 
 class LiveText:
     """Text on `out` as it comes, one closing line on `notes`.
@@ -61,7 +64,7 @@ class LiveText:
         parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
         if self._first is not None:
             # The first tokens came with the prompt's computation, which is not the rate's.
-            if tokens > len(samples) and ended > self._first:
+            if tokens - len(samples) >= _LEAST_RATED and ended > self._first:
                 parts.append(f"{(tokens - len(samples)) / (ended - self._first):.1f} tokens/s")
             parts.append(f"first token after {self._first - self._began:.3f} s")
         parts.append(", ".join(finish_text(s) for s in samples) or "no sample finished")

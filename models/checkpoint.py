@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -10,9 +11,11 @@ from typing import Protocol
 
 import torch
 
+from tokenpod.core.model_files import PICKLES
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
+from tokenpod.models.pieces import READERS, Pieces
 from tokenpod.models.shard import Shard
 from tokenpod.models.tensor_file import DTYPES, TensorFile
 from tokenpod.models.weights import Stack, StoredTensor, Weight
@@ -29,6 +32,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._files = ExitStack()
+        readers = self._files.enter_context(ThreadPoolExecutor(READERS, "weights"))
+        self._pieces = Pieces(readers)
         self._where: dict[str, TensorFile] = {}
         #: The files that it is made of.
         self.files = files_of(folder)
@@ -112,7 +117,7 @@ class Checkpoint:
         self._where[name].read(rows, name, first, shape[1:], columns)
 
     def _open(self, path: Path) -> None:
-        file = TensorFile(path)
+        file = TensorFile(path, self._pieces)
         self._files.callback(file.close)
         for name in file.entries:
             if name in self._where:
@@ -142,12 +147,24 @@ def files_of(folder: Path, single: str = SINGLE, index: str = INDEX) -> list[Pat
     if (folder / single).is_file():
         return [folder / single]
     if not (folder / index).is_file():
-        raise ModelError(f"{folder}: neither {single} nor {index} is there")
+        raise ModelError(f"{folder}: neither {single} nor {index} is there{_conversion(folder)}")
     files = set(read_fields(folder / index).fields("weight_map").values.values())
     for name in files:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
             raise ModelError(f"{folder / index}: {name!r} is not the name of a file beside it")
     return [folder / name for name in sorted(files)]
+
+
+def _conversion(folder: Path) -> str:
+    """What makes safetensors of the files that are there instead; "" if nothing does."""
+    pickles = next((path for kind in PICKLES for path in sorted(folder.glob(kind))), None)
+    if pickles is not None:
+        source, made = folder, f"{folder}-safetensors"
+    elif (gguf := next(iter(sorted(folder.glob("*.gguf"))), None)) is not None:
+        source, made = gguf, f"{folder}-safetensors"
+    else:
+        return ""
+    return f"; `tokenpod convert {source} {made}` makes them of {(pickles or source).name}"
 
 
 class WeightReader(Protocol):

@@ -53,6 +53,15 @@ def read_config(
     return tier_of(folder, max_total_tokens, override).spec
 
 
+def _check_length(spec: ModelFacts, max_total_tokens: int | None) -> None:
+    """Raise ModelError unless the model's context has so many tokens."""
+    if max_total_tokens is not None and max_total_tokens > spec.max_positions:
+        raise ModelError(
+            f"--max-total-tokens is {max_total_tokens}: the model's context has"
+            f" {spec.max_positions} (--config-override can say otherwise)"
+        )
+
+
 def is_native(folder: Path) -> bool:
     """Whether one of our families has the model. Raises ModelError without a config.json."""
     return _family(read_fields(folder / "config.json")) is not None
@@ -197,6 +206,7 @@ def load_model(
     share = (shard.rank % local, local)
     if not is_native(folder):
         tier = tier_of(folder, max_total_tokens, override)
+        _check_length(tier.spec, max_total_tokens)
         check_alone(tier.spec, shard, quantize)
         with (
             Checkpoint(folder) as checkpoint,
@@ -204,6 +214,7 @@ def load_model(
         ):
             return _load_tier(tier, checkpoint, dtype=dtype, device=device, progress=progress)
     spec = _read_config(folder, max_total_tokens, override)[1]
+    _check_length(spec, max_total_tokens)
     shard.check(spec)
     with (
         Checkpoint(folder) as checkpoint,

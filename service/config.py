@@ -1,7 +1,8 @@
 """Where settings come from, and what they come to on this machine.
 
 A flag wins over its variable (`--max-best-of` over `TOKENPOD_MAX_BEST_OF`), a variable over the
-default. This is the only module that reads the environment; settings.py lists the settings.
+file that --config names, that over the default. This is the only module that reads the
+environment; settings.py lists the settings.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tokenpod.service.config_rules import contradictions, flag
 from tokenpod.service.settings import VARIABLE_PREFIX, Settings
 
 #: Variables of the client commands, which are no settings of the server.
-CLIENT_VARIABLES = frozenset({"TOKENPOD_TOKEN"})
+CLIENT_VARIABLES = frozenset({"TOKENPOD_TOKEN", "TOKENPOD_ADDRESS"})
 #: What launchers of distributed programs set for each rank, by our setting's name.
 LAUNCHER_VARIABLES = {
     "num_nodes": "WORLD_SIZE",
@@ -86,6 +87,41 @@ class _Launcher(PydanticBaseSettingsSource):
         return {name: value for name, value in values.items() if value is not None}
 
 
+class _File(PydanticBaseSettingsSource):
+    """What the file of --config says. Raises SettingsError if it can't be read."""
+
+    def __init__(self, settings_cls: type[BaseSettings], path: object) -> None:
+        super().__init__(settings_cls)
+        self._values = _read(Path(str(path))) if path else {}
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        """The file's word on one setting; None: it has none."""
+        return self._values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        """Every setting that is in it."""
+        return self._values
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file by their names. Raises SettingsError."""
+    # Only those who have such a file wait for it.
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        text = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise SettingsError(f"--config is {path}: it can't be read ({text})") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"--config is {path}: it must have settings by name, as port: 50051")
+    values = {str(name).replace("-", "_"): value for name, value in found.items()}
+    known = ServerSettings.model_fields.keys() - {"config"}
+    if unknown := [name for name in found if str(name).replace("-", "_") not in known]:
+        raise SettingsError(f"--config is {path}: there is no setting {unknown[0]}")
+    return {name: value for name, value in values.items() if value is not None}
+
+
 class ServerSettings(Settings):
     """How one server is run. Immutable; raises pydantic's ValidationError for what can't be."""
 
@@ -98,9 +134,12 @@ class ServerSettings(Settings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments, then the environment; no .env file of whatever folder we are started in."""
+        """Arguments, the environment, a file; no .env file of whatever folder we are started in."""
         own = _Environment(settings_cls)
-        return init_settings, own, _Launcher(settings_cls, {**own(), **init_settings()})
+        given = {**own(), **init_settings()}
+        file = _File(settings_cls, given.get("config"))
+        launcher = _Launcher(settings_cls, {**file(), **given})
+        return init_settings, own, file, launcher
 
     @model_validator(mode="after")
     def _go_together(self) -> Self:
@@ -225,7 +264,9 @@ def load_settings(**flags: object) -> ServerSettings:
     try:
         return ServerSettings(**flags)  # type: ignore[arg-type]
     except ValidationError as error:
-        faults = [_fault(e["loc"], e["msg"], e["input"], flags) for e in error.errors()]
+        path = flags.get("config") or os.environ.get(variable("config"))
+        file = _read(Path(str(path))) if path and Path(str(path)).is_file() else {}
+        faults = [_fault(e["loc"], e["msg"], e["input"], flags, file) for e in error.errors()]
         raise SettingsError("\n".join(faults)) from None
 
 
@@ -244,7 +285,13 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
 
-def _fault(loc: tuple[int | str, ...], text: str, value: object, flags: dict[str, object]) -> str:
+def _fault(
+    loc: tuple[int | str, ...],
+    text: str,
+    value: object,
+    flags: Mapping[str, object],
+    file: Mapping[str, object],
+) -> str:
     """One of pydantic's complaints in our words: name, value, limit."""
     text = text.removeprefix("Value error, ")
     if not loc:
@@ -257,6 +304,8 @@ def _fault(loc: tuple[int | str, ...], text: str, value: object, flags: dict[str
         text = "it should be a URL such as http://collector:4317"
     if name in flags:
         return f"{flag(name)} is {value}: {text}"
+    if name in file and variable(name) not in os.environ:
+        return f"{name.replace('_', '-')} in --config is {value}: {text}"
     launchers = variable(name) not in os.environ and LAUNCHER_VARIABLES.get(name)
     return f"{launchers or variable(name)} is {value}: {text}"
 

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import gc
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 import uvloop
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.control_stream import DrainRequests
@@ -35,7 +36,7 @@ from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
 from tokenpod.service.pod.model_store import ModelNotFound, model_folder
 from tokenpod.service.pod.placement import engine_options
-from tokenpod.service.pod.progress import LoadingBar, summary
+from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
 from tokenpod.service.pod.shutdown import (
     drain,
@@ -57,6 +58,8 @@ from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
+from tokenpod.service.serving.overview import overview, summary
+from tokenpod.service.serving.serving import check_limits, request_limits
 from tokenpod.service.serving.shard import ShardService
 from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.recorder import Telemetry
@@ -195,8 +198,16 @@ class Server:
         gc.collect()
         gc.freeze()
         await state.board.set_serving(True)
-        log.info("serving", extra=summary(self.settings, ready, state.listener.address))
+        self._tell(ready, state.listener.address)
         return await self._serve(state, ranks, drains, others)
+
+    def _tell(self, ready: Ready, address: str) -> None:
+        """What is served, and every limit: in the log, and for people as a table."""
+        settings = self.settings
+        log.info("serving", extra=summary(settings, ready, address))
+        if not settings.json_output:
+            lines = overview(settings, ready, request_limits(settings, ready), address)
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
 
     async def _start_ranks(
         self, state: PodState, bar: LoadingBar, life: contextlib.AsyncExitStack
@@ -231,7 +242,7 @@ class Server:
         assert counters.descriptor is not None
         config = FrontEndConfig(
             count=counters.count,
-            settings=self.settings.model_dump(mode="json"),
+            settings=self.settings.model_dump(mode="json") | {"config": None},
             model_folder=str(self.model_folder),
             address=state.listener.address,
             relay_address=address,
@@ -256,9 +267,10 @@ class Server:
                 encoder = await Encoder.start(self.model_folder, self.settings, life)
                 ready = await ranks.ready()
                 encoder.tokenizer.check(ready.vocab_size)
+                check_limits(self.settings, ready)
                 await others.serving()
                 return encoder, ready
-        except (TokenizerError, FrontEndLost) as error:
+        except (TokenizerError, FrontEndLost, SettingsError) as error:
             raise StartError(str(error)) from error
         except EngineLost as error:
             if self.settings.world == 1 or error.fault:

@@ -215,6 +215,9 @@ class Settings(BaseSettings):
     json_output: bool = _telemetry(False)
     """Log JSON, one object a line."""
 
+    config: FilePath | None = _operation()
+    """YAML file with settings by the names of their flags, without dashes before them. A flag or a
+    variable wins over it."""
     start_timeout: float = _operation(600.0, gt=0)
     """Seconds to load and warm the model up; then the start fails."""
     stall_timeout: float = _operation(40.0, gt=0, le=86_400)
@@ -222,7 +225,8 @@ class Settings(BaseSettings):
     fail and the process ends with status 1, without a drain; a group forms again. The engine says
     nothing while it computes a step: allow for the longest."""
     lame_duck_seconds: float = _operation(5.0, ge=0, le=3600)
-    """Go on serving for so long after SIGTERM, already not ready: endpoints take time to hear."""
+    """Go on serving for so long after SIGTERM, already not ready: endpoints take time to hear.
+    After Ctrl-C the server ends as soon as nothing runs."""
     graceful_termination_timeout: float = _operation(90.0, ge=0, le=86_400)
     """Seconds that running requests get to finish after that."""
 

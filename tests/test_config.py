@@ -53,6 +53,43 @@ def test_what_may_wait_follows_what_runs_and_what_the_cache_holds():
     assert (given.resolved_concurrent_requests, given.resolved_queue_tokens(900_000)) == (3, 50)
 
 
+def test_a_file_has_the_settings_by_their_names_and_all_else_wins_over_it(monkeypatch, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("max-best-of: 5\nmax_top_n_tokens: 9\nport: 1234\nrevision: null\n")
+    monkeypatch.setenv("TOKENPOD_CONFIG", str(path))
+    monkeypatch.setenv("TOKENPOD_PORT", "77")
+    s = load_settings(max_top_n_tokens=3)
+    assert (s.max_best_of, s.max_top_n_tokens, s.port, s.revision) == (5, 3, 77, None)
+    monkeypatch.delenv("TOKENPOD_CONFIG")
+    assert load_settings(config=path).port == 77
+    monkeypatch.delenv("TOKENPOD_PORT")
+    assert load_settings(config=path).port == 1234
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("max-best-of: 0", "max-best-of in --config is 0: it should be greater than or equal to 1"),
+        ("max-bestof: 3", "--config is {path}: there is no setting max-bestof"),
+        ("config: other.yaml", "--config is {path}: there is no setting config"),
+        ("- port", "--config is {path}: it must have settings by name, as port: 50051"),
+        ("", "--config is {path}: it must have settings by name, as port: 50051"),
+        ("port: [", "--config is {path}: it can't be read (while parsing"),
+        ("!!python/object:os.system {}", "--config is {path}: it can't be read (could not"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_by_its_name(tmp_path, text, problem):
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    told = fault(config=path)
+    assert told.startswith(problem.format(path=path))
+    assert "\n" not in told
+
+
+def test_a_file_that_is_not_there_is_named():
+    assert fault(config="/no/such").startswith("--config is /no/such: it can't be read (No such")
+
+
 def test_a_flag_wins_over_its_variable_and_a_variable_over_the_default(monkeypatch):
     monkeypatch.setenv("TOKENPOD_MAX_BEST_OF", "7")
     assert load_settings().max_best_of == 7
@@ -64,7 +101,8 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     pem = str(tmp_path / "pem")
     files = ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file")
     files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
-    odd = dict.fromkeys(files, pem)
+    (tmp_path / "settings.yaml").write_text("port: 50051")
+    odd = dict.fromkeys(files, pem) | {"config": str(tmp_path / "settings.yaml")}
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}

@@ -7,11 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import typer
 
 from tokenpod.cli.app import app
-from tokenpod.cli.serve_flags import serve_app
-from tokenpod.cli.size_flags import size_app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("", "benchmarks", "docs", "examples", "models", "tests")
@@ -34,11 +31,7 @@ FOREIGN = {
     *("--waiting-served-ratio", "--max-waiting-tokens"),
     "--lora-adapters",
 }
-COMMANDS = {
-    **typer.main.get_command(app).commands,  # type: ignore[attr-defined]
-    "serve": typer.main.get_command(serve_app()),
-    "size": typer.main.get_command(size_app()),
-}
+COMMANDS = {name: app.get_command(None, name) for name in app.list_commands()}
 
 
 def blocks(page: Path, language: str) -> list[str]:

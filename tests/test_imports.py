@@ -19,12 +19,13 @@ MAY_IMPORT = {
     "engine": {"protos", "core", "scheduler", "kernels", "models"},
     # It starts the engine as a process, and never imports it.
     "service": {"protos", "core"},
-    "cli": {"protos", "core", "service"},
+    "cli": {"protos", "core", "service", "commands"},
+    "commands": {"core", "service", "cli"},
     # The command's entry.
     "tokenpod": {"cli"},
 }
 #: What a process without a GPU's libraries must be able to import.
-WITHOUT_TORCH = ("core", "scheduler", "service", "cli", "tokenpod")
+WITHOUT_TORCH = ("core", "scheduler", "service", "cli", "commands", "tokenpod")
 WITHOUT_PROTOBUF = ("core", "scheduler", "kernels", "models")
 
 

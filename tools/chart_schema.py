@@ -30,6 +30,7 @@ DERIVED = frozenset(
         *("shard_tls_cert", "shard_tls_key", "shard_tls_ca"),
         *("otlp_endpoint", "otlp_service_name", "otlp_sample_ratio"),
         *("lame_duck_seconds", "graceful_termination_timeout"),
+        "config",
     }
 )
 _KEPT = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")

@@ -1,4 +1,4 @@
-"""Write the list of architectures in docs/models.md from cli/models.json. Nobody edits the list.
+"""Write the architectures in docs/models.md from commands/models.json. Nobody edits the list.
 
 python tools/models_page.py           write it
 python tools/models_page.py --check   fail if what is there is not what the data gives
@@ -11,11 +11,11 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from tokenpod.cli.models import Survey, survey
+from tokenpod.commands.models import Survey, survey
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN = (
-    "<!-- Written by tools/models_page.py from cli/models.json; `make docs` writes it again. -->"
+    "<!-- Written by tools/models_page.py from commands/models.json; `make docs` does it again. -->"
 )
 END = "<!-- End of the list. -->"
 

@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import click
 import msgspec
 import numpy as np
-import typer
 from rich.console import Console
 
 import tokenpod
@@ -38,7 +38,7 @@ _Rows = list[tuple[Measured, LevelReport]]
 def bench(remotes: Sequence[Remote], options: BenchOptions) -> int:
     """Measure and report; the exit status: 0 if any request of every load succeeded, else 1.
 
-    Raises typer.BadParameter for options that can't be, typer.Exit(1) after `error:` lines.
+    Raises click.BadParameter for options that can't be, click's Exit after `error:` lines.
     """
     plan = make_plan(remotes, options)
     _check_outputs(options)
@@ -97,20 +97,20 @@ def _check_outputs(options: BenchOptions) -> None:
         if path is None or path == _STDOUT:
             continue
         if not path.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}", param_hint=option)
+            raise click.BadParameter(f"there is no folder {path.parent}", param_hint=option)
         if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise typer.BadParameter(f"{path} can't be written", param_hint=option)
+            raise click.BadParameter(f"{path} can't be written", param_hint=option)
     if options.plot is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
         needed = "matplotlib, which is not installed: pip install 'tokenpod[bench]'"
         print(f"error: --plot needs {needed}", file=sys.stderr)
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
     try:
         options.plot.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         problem = f"{options.plot} can't be made: {error.strerror}"
-        raise typer.BadParameter(problem, param_hint="--plot") from error
+        raise click.BadParameter(problem, param_hint="--plot") from error
 
 
 def _write(options: BenchOptions, report: Report, rows: _Rows) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from tokenpod.cli.connection import PANEL, Remote
-from tokenpod.cli.options import keyword, option, parameters, takes
+from tokenpod.cli.connection import ADDRESS, PANEL, Caller, Remote
+from tokenpod.cli.options import command, option
 
 _load, _prompts = partial(option, panel="Load"), partial(option, panel="Prompts")
 _FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
@@ -99,27 +97,32 @@ class BenchOptions:
     )
 
 
-_ADDRESS = typer.Option(
-    metavar="HOST:PORT|unix:PATH",
-    help="A server; requests take turns. Repeatable. Default: 127.0.0.1:50051.",
-    rich_help_panel=PANEL,
-)
-_CONNECTION = [p for p in parameters(Remote) if p.name not in ("address", "deadline")]
+@dataclass(frozen=True, kw_only=True)
+class Servers(Caller):
+    """The servers to measure."""
+
+    address: list[str] | None = option(
+        "A server; requests take turns. Repeatable. Default: 127.0.0.1:50051.",
+        ADDRESS,
+        panel=PANEL,
+        envvar="TOKENPOD_ADDRESS",
+        show_envvar=True,
+    )
+
+    @property
+    def remotes(self) -> list[Remote]:
+        """Each of them. Raises BadParameter for what can't be one."""
+        shown = {each.name: getattr(self, each.name) for each in fields(Caller)}
+        chosen = self.address or ["127.0.0.1:50051"]
+        return [Remote(address=one, **shown).checked() for one in chosen]
 
 
-@takes(
-    [
-        keyword("address", Annotated[list[str] | None, _ADDRESS]),
-        *_CONNECTION,
-        *parameters(BenchOptions),
-    ]
-)
-def bench(*, address: list[str] | None, **given: Any) -> None:
+@command(Servers, BenchOptions)
+def bench(servers: Servers, options: BenchOptions) -> int:
     """Measure a running server under load: throughput, latencies, goodput."""
-    connection = {each.name: given.pop(each.name) for each in _CONNECTION}
-    remotes = [Remote(one, **connection).checked() for one in address or ["127.0.0.1:50051"]]
+    remotes = servers.remotes
 
     # Here, not above: numpy and grpc would delay every other command's help.
-    from tokenpod.cli.bench import command
+    from tokenpod.cli.bench.command import bench as measure
 
-    raise typer.Exit(command.bench(remotes, BenchOptions(**given)))
+    return measure(remotes, options)

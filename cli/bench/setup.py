@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import typer
+import click
 
 from tokenpod.cli.bench.figures import LATENCIES
 from tokenpod.cli.bench.files import Case, read_cases, read_texts
@@ -31,7 +31,7 @@ _TOKEN_RANGE = (10, 1000)
 
 
 def make_plan(remotes: Sequence[Remote], options: BenchOptions) -> Plan:
-    """Decide what to do. Raises typer.BadParameter, which names the option, for what can't be."""
+    """Decide what to do. Raises click.BadParameter, which names the option, for what can't be."""
     case = _case(options)
     prompts = _prompts(options, case)
     loads = _loads(options, case)
@@ -162,8 +162,8 @@ def _parsed(option: str, given: str | Path, parse: Callable[[str], Value]) -> Va
         raise _bad(option, f"{where}{error}") from error
 
 
-def _bad(option: str, problem: str) -> typer.BadParameter:
-    return typer.BadParameter(problem, param_hint=option)
+def _bad(option: str, problem: str) -> click.BadParameter:
+    return click.BadParameter(problem, param_hint=option)
 
 
 def parse_bounds(text: str) -> dict[str, float]:

@@ -19,6 +19,7 @@ from tokenpod.kernels.triton.attention_softmax import (
     LOG2E,
     add_block,
     base2_factor,
+    head_block,
     logits_of,
     multiplicand,
 )
@@ -61,7 +62,7 @@ def extend(
             window or 0,
             GROUP=heads // kv_heads,
             HEAD_DIM=head_dim,
-            DIM=triton.next_power_of_2(head_dim),
+            DIM=head_block(head_dim),
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             CONTIGUOUS=is_contiguous,
@@ -77,7 +78,7 @@ def _can_describe(pool: torch.Tensor) -> bool:
     """Whether the tensor memory engine can fetch blocks of one head of `pool`."""
     head_dim = pool.shape[2]
     has_engine = not pool.is_cuda or torch.cuda.get_device_capability(pool.device)[0] >= 9
-    whole = pool.is_contiguous() and head_dim == triton.next_power_of_2(head_dim)
+    whole = pool.is_contiguous() and head_dim == head_block(head_dim)
     return has_engine and whole and pool.data_ptr() % 16 == 0
 
 

@@ -8,6 +8,14 @@ import triton.language as tl
 #: exp(x) = exp2(x · LOG2E): the hardware has a power of two.
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
+#: The shortest inner length of a product on the matrix unit.
+LEAST_DIM = 16
+
+
+def head_block(head_dim: int) -> int:
+    """Numbers of a head that a program has at a time, some of them beyond the head's."""
+    return max(LEAST_DIM, int(triton.next_power_of_2(head_dim)))
+
 
 @triton.jit
 def logits_of(

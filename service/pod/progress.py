@@ -1,4 +1,4 @@
-"""How far loading has come: a bar on a terminal, lines in a log; and what it came to."""
+"""How far loading has come: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import time
 
 from tqdm import tqdm
 
-from tokenpod.core.messages import Loading, Ready
-from tokenpod.service.config import ServerSettings
+from tokenpod.core.messages import Loading
 
 log = logging.getLogger("tokenpod")
 
@@ -69,28 +68,3 @@ class LoadingBar:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
-
-
-def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, object]:
-    """By name: what was asked for, what was found, and what follows for callers."""
-    return {
-        "model_id": settings.model_id,
-        "address": address,
-        "dtype": ready.dtype,
-        "kv_cache_dtype": ready.kv_cache_dtype,
-        "quantize": settings.quantize,
-        "rope": ready.rope,
-        "config_override": settings.config_override or "",
-        "unused_tensors": ready.unused_tensors,
-        "runs_on": ready.runs_on,
-        "device": ready.device_type,
-        "front_ends": settings.resolved_front_ends,
-        "max_connections": settings.resolved_max_connections,
-        "parameters": ready.parameters,
-        "kv_slots": ready.slots,
-        "kv_slots_from": ready.slots_from,
-        "max_concurrent_requests": settings.resolved_concurrent_requests,
-        "max_queue_tokens": settings.resolved_queue_tokens(ready.slots),
-        "load_seconds": round(ready.load_seconds, 2),
-        "warmup_seconds": round(ready.warmup_seconds, 2),
-    }

@@ -21,6 +21,8 @@ log = logging.getLogger("tokenpod")
 _CLOSING_SECONDS = AGAIN_SECONDS + 1.0
 #: Seconds in which the last answers are sent when it is urgent.
 _HASTE_SECONDS = 0.1
+#: Seconds between two looks at what still runs.
+_LOOK_SECONDS = 0.05
 
 #: Why nothing is taken in until the group has formed again.
 FORMING = "a rank was lost: the group is forming again"
@@ -31,8 +33,7 @@ async def drain(settings: ServerSettings, state: PodState, others: FrontEnds) ->
     admission, stopping = state.admission, state.stopping
     log.info("draining", extra={"lame_duck_seconds": settings.lame_duck_seconds})
     await state.board.drain()
-    # Endpoints take time to hear of it: until then clients still come, and are served.
-    await stopping.sleep(settings.lame_duck_seconds)
+    await _lame_duck(settings, state)
     admission.drain()
     await _quiet(settings, state)
     cut_off = {
@@ -96,12 +97,25 @@ async def end_stalled(settings: ServerSettings, board: HealthBoard, ranks: Ranks
     await ranks.stop()
 
 
+async def _lame_duck(settings: ServerSettings, state: PodState) -> None:
+    """Go on serving while endpoints hear of it; after a Ctrl-C only as long as anything runs."""
+    began = time.monotonic()
+    deadline = began + settings.lame_duck_seconds
+    stopping = state.stopping
+    if not stopping.interrupted:
+        await stopping.sleep(settings.lame_duck_seconds)
+        return
+    while _busy(state, began) and time.monotonic() < deadline and not stopping.urgent:
+        await stopping.sleep(_LOOK_SECONDS)
+
+
+def _busy(state: PodState, since: float) -> bool:
+    return bool(state.admission.counters.requests or state.backend.shard.awaited(since))
+
+
 async def _quiet(settings: ServerSettings, state: PodState) -> None:
     """Wait until no request runs and no router has a batch, as long as the operator allows."""
-    admission, shard = state.admission, state.backend.shard
     began = time.monotonic()
     deadline = began + settings.graceful_termination_timeout
-    while (admission.counters.requests or shard.awaited(began)) and time.monotonic() < deadline:
-        if state.stopping.urgent:
-            return
-        await state.stopping.sleep(0.05)
+    while _busy(state, began) and time.monotonic() < deadline and not state.stopping.urgent:
+        await state.stopping.sleep(_LOOK_SECONDS)

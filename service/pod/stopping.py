@@ -34,6 +34,8 @@ class Stopping:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._at_once = at_once
+        #: Whether the first was Ctrl-C: then nobody has to hear of it before the server stops.
+        self.interrupted = False
         self._now = now
         self._asked_at = 0.0
         self._asked = asyncio.Event()
@@ -46,12 +48,13 @@ class Stopping:
         stopping = cls(_end_soon)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stopping.signal)
+            loop.add_signal_handler(number, stopping.signal, number)
         return stopping
 
-    def signal(self) -> None:
+    def signal(self, number: int = signal.SIGTERM) -> None:
         """A signal has come."""
         if not self._asked.is_set():
+            self.interrupted = number == signal.SIGINT
             self._asked_at = self._now()
             self._asked.set()
         elif not self.urgent and self._now() - self._asked_at >= _SECOND_SECONDS:

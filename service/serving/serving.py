@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from tokenpod.core.messages import Ready
-from tokenpod.service.config import ServerSettings
+from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.serving.cache_feed import CacheFeed
@@ -37,6 +37,19 @@ class Serving:
     def tokenizer(self) -> Tokenizer:
         """The model's."""
         return self.encoder.tokenizer
+
+
+def check_limits(settings: ServerSettings, ready: Ready) -> None:
+    """Raise SettingsError for a limit beyond what the model and its KV cache can do."""
+    total, most_in = settings.max_total_tokens, settings.max_input_tokens
+    if total is not None and total > ready.slots:
+        raise SettingsError(f"--max-total-tokens is {total}: the KV cache holds {ready.slots}")
+    room = request_limits(settings, ready).max_total_tokens
+    if most_in is not None and most_in >= room:
+        raise SettingsError(
+            f"--max-input-tokens is {most_in}: a prompt and its output have {room} at most, by the"
+            " model's context, the KV cache and --max-total-tokens"
+        )
 
 
 def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:

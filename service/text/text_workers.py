@@ -253,7 +253,7 @@ class TextWorkers:
         if refused.reason is Refusal.TOKENIZER:
             log.error("the tokenizer has panicked", extra={"reason": refused.message})
             return InvalidArgument(field, "makes the model's tokenizer fail")
-        return InvalidArgument(field, refused.message)
+        return InvalidArgument(field, f"can't be rendered: {refused.message}")
 
     def _too_much_memory(self, job: Job, field: str) -> ServiceError:
         most = self._settings.text_memory_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 import tokenpod
+from tokenpod.cli.app import app, main
+from tokenpod.commands import foreign
 from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod.protos.tokenpod.v1 import model_pb2
@@ -377,12 +380,16 @@ async def test_tls_trusts_the_authority_that_is_given_and_no_other(key_and_cert)
     assert distrusted.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "unix:/no/such/socket"])
-async def test_an_unreachable_server_is_one_line(address):
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1:1", "Connection refused"),
+        ("unix:/no/such/socket", "No such file or directory"),
+    ],
+)
+async def test_an_unreachable_server_is_one_line(address, reason):
     done = await tokenpod_("info", "--address", address)
-    assert done.status == 1
-    assert done.err.startswith(f"error: can't reach {address}: ")
-    assert done.err.count("\n") == 1
+    assert (done.status, done.err) == (1, f"error: can't reach {address}: {reason}\n")
 
 
 async def test_health_exits_0_only_when_serving(server):
@@ -392,7 +399,8 @@ async def test_health_exits_0_only_when_serving(server):
     assert (not_ready.status, not_ready.out) == (1, "NOT_SERVING\n")
     unknown = await tokenpod_("health", "--service", "nonsense", "--address", server.address)
     assert (unknown.status, unknown.out) == (1, "")
-    assert unknown.err.startswith("error: NOT_FOUND")
+    said = "error: --service is 'nonsense': the server tells the health of no such service\n"
+    assert unknown.err == said
 
 
 async def test_health_watch_prints_until_interrupted(server):
@@ -428,7 +436,16 @@ async def test_tokens_counts_and_names_them(server):
     ("arguments", "expected"),
     [
         ("nonsense", "error: No such command 'nonsense'."),
-        ("serve --nonsense", "error: No such option: --nonsense"),
+        ("serve --nonsense", "error: No such option '--nonsense'"),
+        (
+            "serve --tensor-parallel-size 2",
+            "error: No such option: --tensor-parallel-size. It is a",
+        ),
+        (
+            "serve --max_model_len=5",
+            "error: No such option: --max_model_len. It is a flag of vLLM;",
+        ),
+        ("serve one --model-id two", "error: MODEL is one: --model-id says two"),
         ("serve --port x", "error: Invalid value for '--port'"),
         ("serve --max-best-of 0", "error: --max-best-of is 0: it should be greater"),
         ("serve --port 7 --health-port 7", "error: --port and --health-port are both 7"),
@@ -447,8 +464,58 @@ async def test_wrong_usage_is_one_line_and_exit_status_2(arguments, expected):
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "ours"),
+    [
+        ("--tensor-parallel-size 2", "vLLM; here it is --num-shard"),
+        ("--max-model-len 4096", "vLLM; here it is --max-total-tokens"),
+        ("--max-num-seqs 4", "vLLM; here it is --max-batch-size"),
+        ("--trust-remote-code", "vLLM; here it is nothing: no code of a model's"),
+        ("--max-input-length 4", "TGI; here it is --max-input-tokens"),
+        ("--api-key x", "vLLM and TGI; here it is --auth-token-file"),
+    ],
+)
+async def test_flags_of_other_servers_are_told_by_our_name(capsys, arguments, ours):
+    assert main(["serve", *arguments.split()]) == 2
+    said = capsys.readouterr().err
+    assert f"It is a flag of {ours}" in said
+    named = re.findall(r"--[a-z-]+", said.partition("here it is")[2])
+    assert set(named) <= {flag(name) for name in ServerSettings.model_fields}
+
+
+def test_every_name_that_a_foreign_flag_gets_is_ours():
+    known = {flag(name) for name in ServerSettings.model_fields}
+    known |= {f"--no-{name[2:]}" for name in known}
+    for table in (foreign._VLLM, foreign._TGI):
+        assert not table.keys() & known - {"--model"}
+        assert all(set(re.findall(r"--[a-z-]+", ours)) <= known for ours in table.values())
+    settings = {variable(name) for name in ServerSettings.model_fields}
+    assert {f"TOKENPOD_{name}" for name in foreign._VARIABLES} <= settings
+
+
+async def test_tgis_variable_for_the_model_does_not_start_the_demo():
+    done = await tokenpod_("serve", MODEL_ID="org/name")
+    said = "error: MODEL_ID is org/name, which is TGI's variable; here it is TOKENPOD_MODEL_ID\n"
+    assert (done.status, done.err) == (2, said)
+
+
+def test_the_help_of_every_command_fits_80_columns_and_begins_with_its_summary(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in app.list_commands():
+        assert main([name, "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 80, name
+        summary = app.entries[name].summary
+        assert app.get_command(None, name).help.startswith(summary.partition(";")[0].rstrip("."))
+
+
+async def test_a_variable_names_the_server(server):
+    done = await tokenpod_("tokens", "abc", TOKENPOD_ADDRESS=server.address)
+    assert (done.status, done.out) == (0, "3\n"), done.err
+
+
 async def test_a_missing_model_fails_the_start():
-    done = await tokenpod_("serve", "--model-id", "/no/such/model")
+    done = await tokenpod_("serve", "/no/such/model")
     assert done.status == 1
     assert "error: --model-id is /no/such/model: there is no such folder\n" in done.err
 
@@ -459,7 +526,7 @@ async def test_help_of_serve_lists_every_setting():
     absent = [n for n in ServerSettings.model_fields if flag(n) not in done.out]
     assert absent == []
     assert all(variable(name) in done.out for name in ServerSettings.model_fields)
-    assert all(f"─ {group} ─" in done.out for group in ("Model", "Network", "Security"))
+    assert all(f"\n{group}:\n" in done.out for group in ("Model", "Network", "Security"))
 
 
 async def test_the_version_is_the_packages():
@@ -475,5 +542,5 @@ async def test_help_imports_nothing_heavy():
     )
     _, err = await process.communicate()
     imported = {line.rpartition("|")[2].strip() for line in err.decode().splitlines()}
-    assert "typer" in imported
+    assert "click" in imported
     assert not imported & {"torch", "transformers", "grpc", "google.protobuf", "pydantic"}

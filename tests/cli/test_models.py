@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tokenpod.cli.app import main
-from tokenpod.cli.models import WAYS, survey
+from tokenpod.commands.models import WAYS, survey
 from tokenpod.models.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,10 +16,10 @@ import pytest
 import torch
 from harness import serve
 
-import tokenpod.cli.size
+import tokenpod.commands.size
 from tokenpod.cli.app import main
-from tokenpod.cli.gpus import GPUS
-from tokenpod.cli.size import footprint
+from tokenpod.commands.gpus import GPUS
+from tokenpod.commands.size import footprint
 from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
@@ -53,7 +53,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _asked_once() -> Iterator[None]:
     """A model's size is asked for once a test run: the process that tells it imports torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenpod.cli.size, "footprint", functools.cache(footprint))
+        patch.setattr(tokenpod.commands.size, "footprint", functools.cache(footprint))
         yield
 
 
@@ -175,6 +175,19 @@ def test_sequences_at_once_are_counted_for_the_lengths_that_were_asked_for(big: 
     ]
 
 
+def test_lengths_that_the_cache_cannot_hold_are_told(big: Path):
+    lengths = ("--length", 8192, "--length", 131_072)
+    done = size("--model-id", big, "--gpu", "rtx-4090", *lengths)
+    assert done.returncode == 0
+    *_, short, long, _, verdict = done.stdout.splitlines()
+    assert (short.split()[0], long.split()) == ("8,192", ["131,072", "none"])
+    longest = int(answer("--model-id", big, "--gpu", "rtx-4090")["longest_sequence"])
+    assert 8192 * int(short.split()[1]) <= longest < 131_072
+    assert verdict == (
+        f"It fits, with sequences of {longest:,} tokens at most; the model's context is 131,072."
+    )
+
+
 def test_people_get_a_table(big: Path):
     done = size("--model-id", big, "--gpu", "h200", "--length", 8192)
     lines = done.stdout.splitlines()
@@ -183,7 +196,7 @@ def test_people_get_a_table(big: Path):
         "model    LlamaForCausalLM, 8,030,261,248 parameters as bfloat16 (from config.json)"
     )
     assert lines[1] == "device   h200, 139.80 GiB"
-    assert "weights            14.96" in lines
+    assert "weights            14.96  all read in 3.35 ms at 4,800 GB/s" in lines
     assert any(line.split() == ["8,192", "109"] for line in lines)
     assert lines[-1] == "It fits."
 
@@ -238,7 +251,8 @@ def test_the_command_itself_does_not_import_torch(big: Path):
 
 def test_a_gpu_has_a_little_less_than_its_name_says():
     said = {"t4": 16, "l4": 24, "a100-40": 40, "l40s": 48, "a100-80": 80, "h100": 80}
-    said |= {"h200": 141, "b200": 192}
+    said |= {"h200": 141, "b200": 192, "a10g": 24, "rtx-3090": 24, "rtx-4090": 24}
+    said |= {"rtx-5090": 32, "rtx-6000-ada": 48, "rtx-pro-6000": 96}
     assert set(GPUS) == set(said)
     for name, gb in said.items():
         assert 0.9 * gb < GPUS[name].memory / GIB < gb

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any
-
-import typer
 
 from deploy.helm import Object
-from tokenpod.cli.serve_flags import serve_app
+from tokenpod.commands.serve import serve
 from tokenpod.service.config import ServerSettings, load_settings
 
 #: Settings whose files are there only in a pod.
@@ -63,7 +60,6 @@ def expanded(text: str, known: dict[str, str]) -> str:
 
 def settings_of(pod: Object) -> ServerSettings:
     """The settings that the server makes of the pod's arguments."""
-    command: Any = typer.main.get_command(serve_app())
-    context = command.make_context("serve", list(container_of(pod)["args"]))
+    context = serve.make_context("serve", list(container_of(pod)["args"]))
     given = {name: value for name, value in context.params.items() if value is not None}
     return load_settings(**{n: v for n, v in given.items() if n not in _FILES})

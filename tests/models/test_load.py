@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ def folder(golden, tmp_path) -> Path:
     return target
 
 
-def load(folder: Path, dtype: torch.dtype | None = None):
-    return load_model(folder, dtype=dtype, device=CPU, progress=lambda done, total: None)
+def load(folder: Path, dtype: torch.dtype | None = None, **more: Any):
+    return load_model(folder, dtype=dtype, device=CPU, progress=lambda done, total: None, **more)
 
 
 def change_config(folder: Path, *, drop: tuple[str, ...] = (), **values) -> None:
@@ -253,6 +254,13 @@ def test_a_config_without_a_field_that_matters(folder):
     refused(folder, "config.json: vocab_size is missing")
 
 
+def test_a_longer_sequence_than_the_models_context_is_refused(folder):
+    context = read_config(folder).max_positions
+    load(folder, max_total_tokens=context)
+    with pytest.raises(ModelError, match=f"--max-total-tokens is {context + 1}: the model's"):
+        load(folder, max_total_tokens=context + 1)
+
+
 def test_no_weights(folder):
     (folder / "model.safetensors").unlink()
     refused(folder, "neither model.safetensors nor model.safetensors.index.json")
@@ -260,7 +268,12 @@ def test_no_weights(folder):
 
 def test_pickled_weights_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(folder, "neither model.safetensors nor")
+    refused(folder, "neither model.safetensors nor .*; `tokenpod convert .*` makes them of")
+
+
+def test_a_gguf_file_instead_of_weights_is_told_how_to_be_converted(folder):
+    (folder / "model.safetensors").rename(folder / "some.gguf")
+    refused(folder, r"`tokenpod convert .*/some\.gguf .*-safetensors` makes them of some\.gguf")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])

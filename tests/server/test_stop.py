@@ -127,6 +127,18 @@ def test_a_drain_refuses_new_calls_and_finishes_old_ones() -> None:
         assert server.process.wait(60) == 0
 
 
+def test_ctrl_c_waits_for_what_runs_and_for_nothing_else() -> None:
+    with serve("--lame-duck-seconds", "600") as server:
+        stub = server.stub()
+        running = Reader(stub, text_request(PROMPT, stopping={**LONG, "max_new_tokens": 300}))
+        server.process.send_signal(signal.SIGINT)
+        wait_for(lambda: server.health() == NOT_SERVING)
+        running.wait()
+        assert running.error is None
+        assert len(collect(running.events, 1).samples[0].token_ids) == 300
+        assert server.process.wait(120) == 0
+
+
 async def test_no_client_that_calls_all_the_time_is_cancelled_by_a_stop() -> None:
     ended: Counter[tuple[grpc.StatusCode, bool]] = Counter()
     answered: Counter[int] = Counter()

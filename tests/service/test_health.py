@@ -376,6 +376,7 @@ async def test_the_health_port_describes_health_and_nothing_else(health_port: He
         answer async for answer in stub.ServerReflectionInfo(iter(asked), timeout=10)
     ]
     names = {each.name for each in listed.list_services_response.service}
-    assert names == {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    reflection = {f"grpc.reflection.{v}.ServerReflection" for v in ("v1", "v1alpha")}
+    assert names == {"grpc.health.v1.Health", *reflection}
     assert health.file_descriptor_response.file_descriptor_proto
     assert other.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]

@@ -54,7 +54,7 @@ def described() -> dict[str, bool]:
         if service.full_name != OF_THE_ENGINE
         for method in service.methods
     }
-    # The new protocol of reflection has the messages of the old one, and no descriptor here.
+    # The new protocol of reflection has the messages of the old one, and no stubs here.
     old = {name: streams for name, streams in found.items() if V1ALPHA in name}
     return found | {name.replace(V1ALPHA, V1): streams for name, streams in old.items()}
 

@@ -64,7 +64,7 @@ async def buf_curl(protocol: str, *arguments: str) -> str:
 
 async def test_grpcurl_lists_what_is_served(server: Running) -> None:
     listed = (await grpcurl(server.address, "list")).split()
-    assert listed == sorted([SERVICE, PUBLIC, HEALTH, V1ALPHA])
+    assert listed == sorted([SERVICE, PUBLIC, HEALTH, V1, V1ALPHA])
 
 
 async def test_grpcurl_describes_everything_that_is_listed(server: Running) -> None:
@@ -108,6 +108,6 @@ async def test_both_protocols_give_the_same_answers(server: Running, service: st
 
     listed, described, unknown = [answer async for answer in method(ask())]
     names = {service.name for service in listed.list_services_response.service}
-    assert names == {SERVICE, PUBLIC, HEALTH, V1ALPHA}
+    assert names == {SERVICE, PUBLIC, HEALTH, V1, V1ALPHA}
     assert described.file_descriptor_response.file_descriptor_proto
     assert unknown.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]

@@ -7,6 +7,7 @@ other steps, and its group would stand still.
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -213,11 +214,14 @@ def options_for(job: Job, folder: str) -> EngineOptions:
 
 def start(job: Job) -> subprocess.Popen[bytes]:
     """A process that does its job and prints what was said, group by group and model by model."""
+    # Its tensors are on the CPU: kernels are interpreted, whatever the machine has.
+    kernels = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if job.interpreted else {}
     process = subprocess.Popen(
         [sys.executable, "-P", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env={**os.environ, **kernels},
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.msgpack.encode(job))

@@ -1,4 +1,4 @@
-"""Try every class of transformers' causal mapping, and write what came of it to cli/models.json.
+"""Try every class of transformers' causal mapping; what came of it goes to commands/models.json.
 
 Each is tried in a process of its own, with limits on memory and time: a tiny random checkpoint is
 saved and loaded as a server would load it, self-check included.
@@ -27,7 +27,7 @@ from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.load import load_model
 
-DATA = Path(__file__).resolve().parents[2] / "cli" / "models.json"
+DATA = Path(__file__).resolve().parents[2] / "commands" / "models.json"
 #: Of a process that tries one class.
 SECONDS, BYTES = 60, 12 << 30
 #: Parameters that count as tiny.

@@ -51,7 +51,7 @@ def report(*records, load=None, clients=None, lags=(), bounds=None, prefix_token
     outcomes += [Outcome([], *other, []) for other in others]
     texts = (Text("x"),) if prefix_tokens is None else ()
     prompts = Prompts(Uniform(8, 8), Uniform(2, 2), prefix_tokens=prefix_tokens or 0, texts=texts)
-    remotes = [Remote(f"host:{i}") for i in range(addresses)]
+    remotes = [Remote(address=f"host:{i}") for i in range(addresses)]
     plan = Plan(remotes, BenchOptions(), prompts, 1, True, [level], bounds or {})
     return section(LevelReport, Measured(plan, level, outcomes))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import click
 import pytest
-import typer
 
 from tokenpod.cli.bench.flags import BenchOptions
 from tokenpod.cli.bench.messages import Level, Load
@@ -34,8 +34,14 @@ def workload(tmp_path: Path) -> Path:
     return path
 
 
+REMOTES = [Remote(address=name, token="secret") for name in ("h:1", "h:2")]
+
+
 def setup(**options):
-    return make_plan([Remote("h:1", "secret"), Remote("h:2", "secret")], BenchOptions(**options))
+    return make_plan(
+        REMOTES,
+        BenchOptions(**options),
+    )
 
 
 def loads(**options):
@@ -52,7 +58,10 @@ def test_defaults_are_a_small_closed_loop():
     warmup = Level(0, Load("closed", 4), 4, None)
     assert found.levels == [warmup, Level(1, Load("closed", 8), 64, None)]
     assert found.prompts == Prompts(Uniform(128, 128), Uniform(64, 64), (10, 1000))
-    assert found.remotes == [Remote("h:1", "secret"), Remote("h:2", "secret")]
+    assert found.remotes == [
+        Remote(address="h:1", token="secret"),
+        Remote(address="h:2", token="secret"),
+    ]
     assert found.ignore_eos
 
 
@@ -154,24 +163,24 @@ def test_no_warmup_is_no_level():
     ],
 )
 def test_what_cant_be_is_refused_with_the_option_that_says_it(options, hint, problem):
-    with pytest.raises(typer.BadParameter, match=problem) as caught:
+    with pytest.raises(click.BadParameter, match=problem) as caught:
         setup(**options)
     assert caught.value.param_hint == hint
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones(workload):
-    with pytest.raises(typer.BadParameter, match=r"is 'x': .* has one, all, timed, poisson"):
+    with pytest.raises(click.BadParameter, match=r"is 'x': .* has one, all, timed, poisson"):
         setup(workload=workload, case="x")
-    with pytest.raises(typer.BadParameter, match="is needed: "):
+    with pytest.raises(click.BadParameter, match="is needed: "):
         setup(workload=workload)
 
 
 def test_a_file_of_prompts_goes_with_no_other_source(workload, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("one\n")
-    with pytest.raises(typer.BadParameter, match="can't go with --workload"):
+    with pytest.raises(click.BadParameter, match="can't go with --workload"):
         setup(prompts=path, workload=workload, case="one")
-    with pytest.raises(typer.BadParameter, match="can't go with --prefix-tokens"):
+    with pytest.raises(click.BadParameter, match="can't go with --prefix-tokens"):
         setup(prompts=path, prefix_tokens=4)
-    with pytest.raises(typer.BadParameter, match="can't go with --output-tokens"):
+    with pytest.raises(click.BadParameter, match="can't go with --output-tokens"):
         setup(workload=workload, case="one", output_tokens="4")

@@ -83,7 +83,9 @@ def plan_of(remotes=(), *, texts=(), ignore_eos=True, **options):
 async def run(server, load, requests, *, texts=("hi",), own=None, duration=None, **options):
     """The records of a level, in the order of their ends."""
     options = {"deadline": 30.0} | options
-    plan = plan_of([Remote(server.address, "s")], texts=tuple(map(Text, texts)), **options)
+    plan = plan_of(
+        [Remote(address=server.address, token="s")], texts=tuple(map(Text, texts)), **options
+    )
     first, step = own or (0, 1)
     begin = Begin(Level(1, load, requests, duration), first, step, load.concurrency)
     async with grpc.aio.insecure_channel(server.address) as channel:
@@ -170,7 +172,7 @@ async def test_a_process_sends_its_share_when_the_whole_says(server):
 
 
 async def test_requests_take_turns_at_servers_and_connections(server):
-    plan = plan_of([Remote("a"), Remote("b")])
+    plan = plan_of([Remote(address="a"), Remote(address="b")])
     async with grpc.aio.insecure_channel(server.address) as channel:
         stub = TextGenerationServiceStub(channel)
         calls = []

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 
-from tokenpod.cli.gpus import GPUS, Device
-from tokenpod.cli.options import option, parameters, takes
-from tokenpod.cli.serve_flags import setting_flag
-from tokenpod.cli.size import Report, SizeError, as_json, as_text, report
+from tokenpod.cli.options import Command, option, parameters
+from tokenpod.commands.gpus import GPUS, Device
+from tokenpod.commands.serve import setting_flag
+from tokenpod.commands.size import Report, SizeError, as_json, as_text, report
 from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.service.config import ServerSettings, SettingsError, load_settings
@@ -73,21 +73,6 @@ class SizeOptions:
     json_output: bool = option("JSON; sizes are bytes.", flag="--json", default=False)
 
 
-def size_app() -> typer.Typer:
-    """An application of the one command `size`."""
-    app = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    shared = [setting_flag(name, ServerSettings.model_fields[name]) for name in _SETTINGS]
-    own = parameters(SizeOptions)
-
-    @app.command("size", help=SIZE_HELP)
-    @takes([*shared, *own])
-    def size(**given: Any) -> None:
-        options = SizeOptions(**{each.name: given.pop(each.name) for each in own})
-        raise typer.Exit(_run(options, {name: v for name, v in given.items() if v is not None}))
-
-    return app
-
-
 def _run(own: SizeOptions, flags: dict[str, object]) -> int:
     named = own.gpu is not None or own.memory_gib is not None
     try:
@@ -117,17 +102,17 @@ def _device(gpu: str | None, memory_gib: float | None, *, cpu: bool) -> Device:
     """What the operator names, or this CPU. Raises BadParameter unless that is one thing."""
     if gpu is not None:
         if cpu or memory_gib is not None:
-            raise typer.BadParameter("goes without --cpu and --memory-gib", param_hint="--gpu")
+            raise click.BadParameter("goes without --cpu and --memory-gib", param_hint="--gpu")
         if gpu.lower() not in GPUS:
             problem = f"is {gpu}: it must be one of {_NAMES}, or give --memory-gib"
-            raise typer.BadParameter(problem, param_hint="--gpu")
+            raise click.BadParameter(problem, param_hint="--gpu")
         return GPUS[gpu.lower()]
     if memory_gib is None and cpu:
         memory, source = _own_memory()
         return Device(f"this CPU, {source}", memory)
     if memory_gib is None:
         problem = "or --gpu is needed: which device is it?"
-        raise typer.BadParameter(problem, param_hint="--memory-gib")
+        raise click.BadParameter(problem, param_hint="--memory-gib")
     return Device("CPU" if cpu else "GPU", int(memory_gib * GIB))
 
 
@@ -136,3 +121,16 @@ def _own_memory() -> tuple[int, str]:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     least = min((each.limit for each in memory_limits()), default=machine)
     return min(least, machine), "memory limit" if least < machine else "whole machine"
+
+
+def _parameters() -> list[click.Parameter]:
+    return [*(setting_flag(name, ServerSettings.model_fields[name]) for name in _SETTINGS), *_OWN]
+
+
+def _call(**given: Any) -> int:
+    own = SizeOptions(**{str(each.name): given.pop(str(each.name)) for each in _OWN})
+    return _run(own, {name: value for name, value in given.items() if value is not None})
+
+
+_OWN = parameters(SizeOptions)
+size = Command("size", callback=_call, params=_parameters(), help=SIZE_HELP)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
-from tokenpod.service.telemetry.logs import print_error
+from tokenpod.cli.errors import print_error
+from tokenpod.cli.options import argument, command, option
 
 DATA = Path(__file__).with_name("models.json")
 
@@ -50,30 +50,33 @@ def survey() -> Survey:
     return msgspec.json.decode(DATA.read_bytes(), type=Survey)
 
 
-def models(
-    name: Annotated[
-        str, typer.Argument(help="Only architectures whose name or example contains this.")
-    ] = "",
-    json_output: Annotated[bool, typer.Option("--json", help="JSON, one object a line.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """Which architectures are listed, and how."""
+
+    name: str = argument("Only those whose name or example has this in it.", "NAME", default="")
+    json_output: bool = option("JSON, one object a line.", flag="--json", default=False)
+
+
+@command(Chosen)
+def models(wanted: Chosen) -> int:
     """List which architectures are served, by whose code, and why others are not."""
     found = survey()
-    part = name.lower()
+    part = wanted.name.lower()
     chosen = {
         architecture: entry
         for architecture, entry in found.classes.items()
         if part in architecture.lower() or part in entry.example.lower()
     }
     if not chosen:
-        print_error(
-            f"no architecture of {len(found.classes)} has {name!r} in its name", json_output=False
-        )
-        raise typer.Exit(1)
-    for line in _as_json(chosen) if json_output else _as_text(chosen):
+        print_error(f"no architecture of {len(found.classes)} has {wanted.name!r} in its name")
+        return 1
+    for line in _as_json(chosen) if wanted.json_output else _as_text(chosen):
         print(line)
     installed = metadata.version("transformers")
-    if installed != found.transformers and not json_output:
+    if installed != found.transformers and not wanted.json_output:
         print(f"\nTried with transformers {found.transformers}; {installed} is installed.")
+    return 0
 
 
 def _as_json(chosen: dict[str, Entry]) -> Iterator[str]:

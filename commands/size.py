@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tokenpod.cli.gpus import Device
+from tokenpod.commands.gpus import Device
 from tokenpod.core.capability import eight_bits_problem, problem_of
 from tokenpod.core.capacity import (
     GIB,
@@ -54,9 +54,30 @@ class Report:
     @property
     def sequences(self) -> list[tuple[int, int]]:
         """Tokens of a sequence, and how many such sequences run at once."""
-        slots = self.found.slots or 0 if self.found.fits else 0
-        rows = self.options.max_batch_size
-        return [(length, min(slots // length, rows)) for length in self.lengths]
+        rows, longest = self.options.max_batch_size, self.longest
+        return [
+            (length, min(self._slots // length, rows) if length <= longest else 0)
+            for length in self.lengths
+        ]
+
+    @property
+    def _slots(self) -> int:
+        return self.found.slots or 0 if self.found.fits else 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the cache holds; 0 if the model does not fit."""
+        return min(self._slots, positions_of(self.model, self.options))
+
+    @property
+    def read_seconds(self) -> float | None:
+        """How long a device takes at least to read all its weights once; None: it is not known.
+
+        A step of a dense model takes no less, whatever its number of sequences.
+        """
+        if self.device.bandwidth is None:
+            return None
+        return self.found.weights / (self.device.bandwidth * 1e9)
 
     @property
     def obstacle(self) -> str | None:
@@ -104,6 +125,11 @@ def report(
         raise SizeError(problem)
     options = lone_options(settings, folder)
     model = footprint(folder, options.quantize)
+    if options.max_total_tokens is not None and options.max_total_tokens > model.max_positions:
+        raise SizeError(
+            f"--max-total-tokens is {options.max_total_tokens}: the model's context has"
+            f" {model.max_positions}"
+        )
     fewest = fewest_ranks(model, options, memory=device.memory)
     if num_shard is not None and num_shard not in model.portions:
         possible = ", ".join(map(str, sorted(model.portions)))
@@ -157,9 +183,11 @@ def as_json(report: Report) -> str:
         "quantize": model.quantize,
         "kv_cache_dtype": report.options.kv_cache_dtype,
         "weight_bytes": found.weights,
+        "weight_read_seconds": report.read_seconds,
         "reserve_bytes": {_key(name): size for name, size in found.reserve.items()},
         "kv_bytes_per_token": found.slot_bytes,
         "kv_slots": found.slots if found.fits else 0,
+        "longest_sequence": report.longest,
         "sequences": [{"tokens": length, "at_once": n} for length, n in report.sequences],
     }
     return json.dumps(fields)
@@ -187,7 +215,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"shards   {found.ranks}"
     yield ""
     yield f"{'on each device':<16}{'GiB':>8}"
-    yield f"{'weights':<16}{gib(found.weights):>8}"
+    yield f"{'weights':<16}{gib(found.weights):>8}{_reading(report)}"
     parts = ", ".join(f"{name} {gib(size)}" for name, size in found.reserve.items())
     yield f"{'reserve':<16}{gib(found.reserved):>8}  {parts}"
     if found.fits:
@@ -197,20 +225,36 @@ def _lines(report: Report) -> Iterator[str]:
         yield ""
         yield f"{'tokens':>16}{'sequences at once':>20}"
         for length, count in report.sequences:
-            yield f"{length:>16,}{count:>20,}"
+            yield f"{length:>16,}{f'{count:,}' if count else 'none':>20}"
     yield ""
     yield from _verdict(report)
 
 
+def _reading(report: Report) -> str:
+    if report.read_seconds is None:
+        return ""
+    return f"  all read in {1e3 * report.read_seconds:.3g} ms at {report.device.bandwidth:,} GB/s"
+
+
 def _verdict(report: Report) -> Iterator[str]:
     if report.obstacle is None:
-        yield "It fits."
+        yield _fit(report)
         return
     yield f"It does not fit: {report.obstacle}."
     if report.fewest is None:
         yield "No number of shards does."
     else:
         yield f"The least that does is --num-shard {report.fewest}."
+
+
+def _fit(report: Report) -> str:
+    positions = positions_of(report.model, report.options)
+    if report.longest == positions:
+        return "It fits."
+    return (
+        f"It fits, with sequences of {report.longest:,} tokens at most; the model's context is"
+        f" {positions:,}."
+    )
 
 
 def gib(size: int) -> str:

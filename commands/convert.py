@@ -6,14 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from tokenpod.cli.errors import print_error
+from tokenpod.cli.options import argument, command, option
 from tokenpod.core.staging import StagingError, staging
-from tokenpod.service.telemetry.logs import print_error
 
 #: Its job is added. It imports torch, and opens what may be hostile: it is a process of its own.
 CONVERT_COMMAND = (sys.executable, "-P", "-m", "tokenpod.models.convert")
@@ -31,60 +31,55 @@ class ConvertError(Exception):
     """It can't be converted; one line."""
 
 
-def convert(
-    source: Annotated[
-        Path, typer.Argument(help="A folder with .bin files or safetensors, or a GGUF file.")
-    ],
-    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
-    lora: Annotated[
-        Path | None, typer.Option(help="Merge the LoRA adapter in this folder (PEFT's layout).")
-    ] = None,
-    dtype: Annotated[
-        Kind | None,
-        typer.Option(help="Type of real numbers; as they are, and bfloat16 for quantised ones."),
-    ] = None,
-    shard_size: Annotated[
-        float, typer.Option(min=0.001, metavar="GB", help="The most that a file holds.")
-    ] = 5,
-    memory_limit: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            metavar="GB",
-            help="Memory of the conversion; by default 8 GiB, and twice the largest .bin file.",
-        ),
-    ] = None,
-    time_limit: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="Time of the conversion.")
-    ] = 3600,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is converted, and within which limits."""
+
+    source: Path = argument("A folder with .bin files or safetensors, or a GGUF file.", "SOURCE")
+    folder: Path = argument("The folder to make.", "FOLDER")
+    lora: Path | None = option("Merge the LoRA adapter in this folder (PEFT's layout).", "FOLDER")
+    dtype: Kind | None = option(
+        "Type of real numbers; as they are, and bfloat16 for quantised ones."
+    )
+    shard_size: float = option("The most that a file holds.", "GB", min=0.001, default=5)
+    memory_limit: float | None = option(
+        "Memory of the conversion; by default 8 GiB, and twice the largest .bin file.",
+        "GB",
+        min=0.1,
+    )
+    time_limit: int = option("Time of the conversion.", "SECONDS", min=1, default=3600)
+
+
+@command(Job)
+def convert(wanted: Job) -> int:
     """Make safetensors of a .bin checkpoint or a GGUF file, or merge a LoRA adapter.
 
     Files are opened by a process without network, with limits on memory and time. The folder
     appears whole, with the digests of its files.
     """
     job = {
-        "source": str(source.absolute()),
-        "lora": str(lora.absolute()) if lora else None,
-        "dtype": dtype,
-        "shard_bytes": int(shard_size * 1e9),
-        "memory": int(memory_limit * 1e9) if memory_limit else None,
-        "seconds": time_limit,
+        "source": str(wanted.source.absolute()),
+        "lora": str(wanted.lora.absolute()) if wanted.lora else None,
+        "dtype": wanted.dtype,
+        "shard_bytes": int(wanted.shard_size * 1e9),
+        "memory": int(wanted.memory_limit * 1e9) if wanted.memory_limit else None,
+        "seconds": wanted.time_limit,
     }
     try:
-        with staging(folder) as part:
-            done = _run({**job, "folder": str(part.folder)}, time_limit)
+        with staging(wanted.folder) as part:
+            done = _run({**job, "folder": str(part.folder)}, wanted.time_limit)
             part.finish()
     except (StagingError, ConvertError) as error:
-        print_error(str(error), json_output=False)
-        raise typer.Exit(1) from None
+        print_error(str(error))
+        return 1
     except OSError as error:
-        print_error(f"{folder}: {error.strerror or error}", json_output=False)
-        raise typer.Exit(1) from None
-    print(f"{folder}: {done['tensors']} tensors, {done['bytes']:,} bytes")
+        print_error(f"{wanted.folder}: {error.strerror or error}")
+        return 1
+    print(f"{wanted.folder}: {done['tensors']} tensors, {done['bytes']:,} bytes")
     if done["problem"]:
         text = f"the server's own decoder does not read it: {done['problem']}"
-        print_error(text, json_output=False, kind="warning")
+        print_error(text, kind="warning")
+    return 0
 
 
 def _run(job: dict[str, Any], seconds: int) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""The commands that call a server once: generate, tokens, info, health.
+
+grpc and protobuf are imported by what they run, so that help and mistakes are told at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import click
+
+from tokenpod.cli.connection import Remote
+from tokenpod.cli.options import argument, command, option
+from tokenpod.cli.request import RequestOptions
+
+_json: Any = partial(option, "JSON, one object a line.", flag="--json", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What `generate` sends."""
+
+    prompt: str = argument("What to continue; - reads standard input.", "PROMPT")
+    chat: bool = option("The prompt is a user's message.", flag="--chat", default=False)
+    system: str | None = option("With --chat: the system message.")
+    json_lines: bool = option("Print events as JSON lines.", flag="--json", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What `tokens` counts."""
+
+    text: str = argument("What to count; - reads standard input.", "TEXT")
+    chat: bool = option("The text is a user's message.", flag="--chat", default=False)
+    ids: bool = option("Print the token ids too.", flag="--ids", default=False)
+    special: bool = option("Count what Generate would add.", default=True)
+    json_output: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How `info` prints."""
+
+    json_output: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Whose health is asked for."""
+
+    service: str = option(
+        "readiness, liveness, startup or a gRPC service; all if not given.", "NAME", default=""
+    )
+    watch: bool = option("Print every change.", flag="--watch", default=False)
+
+
+@command(Prompt, RequestOptions, Remote)
+def generate(prompt: Prompt, options: RequestOptions, remote: Remote) -> None:
+    """Continue a prompt and print the text as it comes."""
+    from tokenpod.cli import commands
+
+    if prompt.system is not None and not prompt.chat:
+        raise click.BadParameter("needs --chat", param_hint="--system")
+    request = commands.generate_request(
+        _text(prompt.prompt), options.fields, chat=prompt.chat, system=prompt.system
+    )
+    work = commands.generate(remote, request, stream=options.stream, json_lines=prompt.json_lines)
+    commands.run(work)
+
+
+@command(Counted, Remote)
+def tokens(counted: Counted, remote: Remote) -> None:
+    """Count the tokens of a text."""
+    from tokenpod.cli import commands
+
+    request = commands.tokens_request(
+        _text(counted.text), chat=counted.chat, ids=counted.ids, special=counted.special
+    )
+    commands.run(commands.tokens(remote, request, json_output=counted.json_output))
+
+
+@command(Output, Remote)
+def info(output: Output, remote: Remote) -> None:
+    """Show what a server runs, and what it allows."""
+    from tokenpod.cli import commands
+
+    commands.run(commands.info(remote, json_output=output.json_output))
+
+
+@command(Service, Remote, address="127.0.0.1:50052")
+def health(service: Service, remote: Remote) -> int:
+    """Ask for a server's health. Exit status 0 if it is SERVING, else 1."""
+    from tokenpod.cli import commands
+
+    work = commands.health(remote, service.service, watch=service.watch)
+    return 0 if commands.run(work) else 1
+
+
+def _text(given: str) -> str:
+    """The argument, or standard input for `-`. Raises BadParameter if it isn't UTF-8."""
+    try:
+        if given == "-":
+            return sys.stdin.buffer.read().decode()
+        given.encode()
+    except UnicodeError as error:
+        raise click.BadParameter("is not UTF-8", param_hint="PROMPT") from error
+    return given

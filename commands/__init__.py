@@ -1,0 +1,15 @@
+"""The server's commands: serve, size, models, convert and download. Imports no torch."""
+
+from tokenpod.cli.entries import Entry
+
+#: By name, for the command line: see pyproject.toml, `tokenpod.commands`.
+COMMANDS = {
+    name: Entry(summary, f"tokenpod.commands.{where}")
+    for name, summary, where in (
+        ("serve", "Start a server; without a model on the embedded one.", "serve:serve"),
+        ("size", "Estimate whether a model fits a device.", "size_flags:size"),
+        ("models", "List which architectures are served.", "models:models"),
+        ("download", "Download the files of a model that a server reads.", "download:download"),
+        ("convert", "Make safetensors of a .bin checkpoint or a GGUF file.", "convert:convert"),
+    )
+}

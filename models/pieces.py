@@ -115,7 +115,7 @@ class _Scratch:
     def note_copy(self, device: torch.device) -> None:
         """The bytes are being copied to a device."""
         if device.type == "cuda":
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(device))
 
 

@@ -106,7 +106,12 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
-    odd |= {"require_manifest": "true"}
+    odd |= {
+        "require_manifest": "true",
+        "generation_config": "none",
+        "tool_parser": "hermes",
+        "reasoning_parser": "think",
+    }
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
     odd |= {"text_memory_bytes": "200000000"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}

@@ -35,8 +35,8 @@ def locks() -> list[Lock]:
     """Every lock but the developers'."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    # An image's init container downloads from the store that most have.
-    runtime = [*project["project"]["dependencies"], *extras["s3"]]
+    # An image's init container downloads from the store that most have; gateways drive pods.
+    runtime = [*project["project"]["dependencies"], *extras["s3"], *extras["vllm"]]
     cuda = [*runtime, *extras["gpu"]]
     return [
         Lock("runtime-cpu.txt", "What a server without a GPU needs.", runtime, cpu=True),

@@ -61,6 +61,8 @@ class Output:
     prompt_logprobs: bool = False
     #: Where each token's text begins.
     text_offsets: bool = False
+    #: The text of the tokens; without it they are read for stop sequences alone.
+    text: bool = True
     #: The whole text at the end, besides the pieces of it.
     final_text: bool = True
     #: Of a chat: tell neither reasoning nor calls of tools from text. Most protocols can't.

@@ -287,6 +287,10 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     unused_tensors: str = ""
     #: Whose code computes the model: "tokenpod" or "transformers".
     runs_on: str = "tokenpod"
+    #: Sequences that can run at once; 0: not said.
+    rows: int = 0
+    #: Whether rows are padded to the longest of their batch, for which routers then budget.
+    requires_padding: bool = False
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -386,8 +390,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     quantize: str | None = None
     #: A JSON object of fields that replace those of config.json.
     config_override: str | None = None
-    #: Logit biases and stop tokens that one request can have in all.
-    max_logit_edits: int = 2048
+    #: Logit biases, stop tokens and allowed tokens that one request can have in all.
+    max_logit_edits: int = 3072
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.

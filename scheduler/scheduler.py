@@ -61,7 +61,8 @@ class Scheduler:
         batching: Callable[[int], Batching] = Mixed,
     ) -> None:
         self.limits = limits
-        self.kv = KV(limits.slots + PROBE_TOKENS, caching=limits.prefix_caching)
+        caching = limits.prefix_caching and limits.sharing
+        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching)
         self._batching = batching(limits.prefill_tokens)
         self._admission = admission(self.kv.table, limits.slots, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
@@ -105,7 +106,8 @@ class Scheduler:
             self._probes.add(*self._make(request, Owner.PROBE))
             return
         samples = self._make(request, Owner.BATCHER)
-        self._queue.add(samples)
+        for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
+            self._queue.add(together)
         self._new.append(samples[0])
         self._deadlines.add(request)
 

@@ -17,7 +17,7 @@ from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.serving.named import NamedCalls
 from tokenpod.service.serving.samples import samples_of
-from tokenpod.service.serving.sampling import sampling_params
+from tokenpod.service.serving.sampling import check_allowed, sampling_params
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.tokenizer import Tokenizer
 
@@ -195,10 +195,13 @@ class AdmittedCall:
         serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
         limit = stopping.time_limit_ns
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
+        check_allowed(call, eos)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(samples),
             prompt=prompt,
-            sampling=sampling_params(call.sampling, secrets.randbits(64) if seed is None else seed),
+            sampling=sampling_params(
+                call.sampling, secrets.randbits(64) if seed is None else seed, stopping
+            ),
             stopping=StoppingParams(
                 max_new_tokens=new_tokens,
                 min_new_tokens=min(stopping.min_new_tokens, new_tokens),

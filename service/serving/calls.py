@@ -22,6 +22,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    #: Empty: all.
+    allowed_token_ids: Sequence[int] = ()
     seed: int | None = None
     watermark: bool = False
     n: int = 0
@@ -39,6 +41,9 @@ class Stopping:
     ignore_eos: bool = False
     include_stop_sequence: bool = False
     time_limit_ns: int = 0
+    #: From which token on ends become likelier, and by what for each; a factor of 1: never.
+    eos_boost_after: int = 0
+    eos_boost_factor: float = 1.0
     #: Of `max_new_tokens` what does not fit is left out, and not refused.
     shorten: bool = False
 

@@ -32,7 +32,10 @@ def samples_of(
             index=index,
             sequence_id=sequence_id,
             detokenizer=serving.tokenizer.detokenizer(
-                request.prompt, skip_special=output.skip_special_tokens, shown=formats.shown
+                request.prompt,
+                skip_special=output.skip_special_tokens,
+                shown=formats.shown,
+                spaced=bool(output.spaces_between_special_tokens),
             )
             if output.text or stopping.stop_sequences
             else None,

@@ -87,5 +87,5 @@ def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLi
         max_top_n_tokens=settings.max_top_n_tokens,
         max_logit_bias=settings.max_logit_bias,
         slots=ready.slots,
-        rows=settings.resolved_batch_size,
+        rows=ready.rows or settings.resolved_batch_size,
     )

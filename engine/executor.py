@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import Ints, StepPlan
+from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import StepTiles
 from tokenpod.kernels.pool import KVPool
 
 

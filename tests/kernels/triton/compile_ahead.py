@@ -21,18 +21,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenpod.engine.device_sampler import DeviceSampler, Launches
+from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
+from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.ops import (
-    Activation,
-    AttentionOptions,
-    ExpertWeights,
-    HeadNorm,
-    KVScales,
-    LatentShape,
-    Routing,
-    RowNorm,
-    Score,
-)
+from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.triton import (
     OPERATIONS,
     attention_extend,

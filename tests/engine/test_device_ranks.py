@@ -57,7 +57,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.gpu
+@pytest.mark.slow
 def test_ranks_together_say_what_the_host_says(folder):
     port = free_port()
     jobs = [

@@ -64,8 +64,9 @@ from tokenpod.kernels.registry import operations_for  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402
 from tokenpod.models.families import FAMILIES, Family  # noqa: E402
 from tokenpod.models.fields import Fields  # noqa: E402
+from tokenpod.models.layer_spec import Experts, Latent, LayerSpec  # noqa: E402
 from tokenpod.models.names import Names, weights_of  # noqa: E402
-from tokenpod.models.spec import Experts, Latent, LayerSpec, ModelSpec  # noqa: E402
+from tokenpod.models.spec import ModelSpec  # noqa: E402
 from tokenpod.scheduler.scheduler import Limits, Scheduler  # noqa: E402
 
 #: Measured on an H200: bytes a second read, bf16 operations a second.

@@ -39,8 +39,8 @@ except ImportError:
     sys.modules["tokenpod"] = tokenpod
 
 from tokenpod.kernels import reference
+from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.reference.rotary import quantise
 from tokenpod.kernels.triton.attention import attention, plan_attention
 from tokenpod.kernels.triton.attention_decode import choose_splits, decode

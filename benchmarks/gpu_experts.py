@@ -48,7 +48,8 @@ def find_tokenpod() -> None:
 
 find_tokenpod()
 
-from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm  # noqa: E402
+from tokenpod.kernels.expert_ops import ExpertWeights, Routing  # noqa: E402
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm  # noqa: E402
 from tokenpod.kernels.reference.experts import choose, mixture  # noqa: E402
 from tokenpod.kernels.reference.pointwise import rms_norm as reference_norm  # noqa: E402
 from tokenpod.kernels.triton.expert_routing import Assignments, assign  # noqa: E402

@@ -49,7 +49,8 @@ find_tokenpod()
 
 from tokenpod.kernels import reference  # noqa: E402
 from tokenpod.kernels.compose import add_linear_of, norm_linear_of  # noqa: E402
-from tokenpod.kernels.ops import Activation, Linear, RowNorm  # noqa: E402
+from tokenpod.kernels.ops import Linear  # noqa: E402
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm  # noqa: E402
 from tokenpod.kernels.triton import launch, pointwise, product, rotary  # noqa: E402
 from tokenpod.kernels.triton.tiles import LIBRARY, Kind, Tile, Tiles, measured, parse  # noqa: E402
 

@@ -33,8 +33,9 @@ from tokenpod.engine.kv_scales import (  # noqa: E402
     random_prompt,
 )
 from tokenpod.kernels import reference  # noqa: E402
+from tokenpod.kernels.attention_ops import KVScales  # noqa: E402
 from tokenpod.kernels.batch import ForwardBatch  # noqa: E402
-from tokenpod.kernels.ops import KVScales, Operations  # noqa: E402
+from tokenpod.kernels.ops import Operations  # noqa: E402
 from tokenpod.kernels.pool import KVPool  # noqa: E402
 from tokenpod.models import load as loading  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402

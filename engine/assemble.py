@@ -34,8 +34,8 @@ from tokenpod.engine.memory import (
     map_ahead,
 )
 from tokenpod.engine.room import Room, room_for
+from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
-from tokenpod.kernels.ops import KVScales
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.facts import LoadedModel
 

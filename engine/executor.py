@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import Ints, StepPlan
+from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import StepTiles
 from tokenpod.kernels.pool import KVPool
 
 
@@ -59,6 +59,8 @@ class StepResult:
     prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)
     forward_ns: int = 0
     sample_ns: int = 0
+    #: As many as tokens, from 1, 0 where nobody asked; or none.
+    ranks: list[int] = field(default_factory=list)
 
 
 def new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tokenpod.kernels.ops import KVScales
+from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.pool import KVPool
 
 #: What `kv_cache_dtype` calls a pool of 8 bits, and its type.

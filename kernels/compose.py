@@ -5,17 +5,14 @@ from __future__ import annotations
 import torch
 
 from tokenpod.kernels.ops import (
-    Activation,
-    ActMul,
     AddLinear,
     Linear,
     Operations,
     PrepareAddLinear,
     PrepareLinear,
     PrepareNormLinear,
-    RmsNorm,
-    RowNorm,
 )
+from tokenpod.kernels.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
 from tokenpod.kernels.weight import Stored
 
 

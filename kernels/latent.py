@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows
-from tokenpod.kernels.ops import (
+from tokenpod.kernels.attention_ops import (
     AttendLatent,
     Attention,
     AttentionOptions,
@@ -25,6 +24,7 @@ from tokenpod.kernels.ops import (
     PlanAttention,
     PlanLatent,
 )
+from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows
 
 #: Rows of longer contexts are asked themselves: what is made of them would take too much memory.
 MOST_EXPANDED = 1 << 14

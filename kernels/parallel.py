@@ -11,19 +11,10 @@ from dataclasses import replace
 
 import torch
 
+from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing
 from tokenpod.kernels.group import Group
-from tokenpod.kernels.ops import (
-    Activation,
-    AddExperts,
-    AddLinear,
-    Embed,
-    ExpertWeights,
-    Operations,
-    PrepareAddLinear,
-    PrepareExperts,
-    Routing,
-    RowNorm,
-)
+from tokenpod.kernels.ops import AddLinear, Operations, PrepareAddLinear
+from tokenpod.kernels.pointwise_ops import Activation, Embed, RowNorm
 
 
 def parallel(ops: Operations, group: Group) -> Operations:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenpod.kernels.ops import KVScales
+from tokenpod.kernels.attention_ops import KVScales
 
 
 @dataclass(frozen=True, slots=True)

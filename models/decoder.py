@@ -7,14 +7,16 @@ from types import MappingProxyType
 
 import torch
 
+from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import Heads, KVScales, Operations, StepTiles
+from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.latent import shape_of
 from tokenpod.models.layer import Step, make_layer, make_norm
+from tokenpod.models.layer_spec import Rope
 from tokenpod.models.linear import Delta, Product, Products, Weights, no_delta
 from tokenpod.models.rope import pair_frequencies
-from tokenpod.models.spec import ModelSpec, Rope
+from tokenpod.models.spec import ModelSpec
 
 
 class Decoder:

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from tokenpod.kernels.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import KVScales, StepTiles
 from tokenpod.kernels.pool import KVLayout, KVPool
 
 

@@ -11,9 +11,10 @@ from tokenpod.kernels.formats import MADE_AT_LOAD
 from tokenpod.kernels.weight import LinearWeight, QuantisedWeight
 from tokenpod.models.checkpoint import Checkpoint, WeightReader
 from tokenpod.models.errors import ModelError
+from tokenpod.models.layer_spec import Experts
 from tokenpod.models.reading import read_dense
 from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.models.spec import Experts, ModelSpec
+from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import StoredTensor, Weight
 
 

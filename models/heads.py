@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.kernels.group import Group
-from tokenpod.kernels.ops import HeadNorm
+from tokenpod.kernels.pointwise_ops import HeadNorm
+from tokenpod.models.layer_spec import Attention, Norm, NormOver
 from tokenpod.models.linear import Products
 from tokenpod.models.shard import Shard
-from tokenpod.models.spec import Attention, Norm, NormOver
 from tokenpod.models.weights import Axis, Division
 
 #: The product [T, (H + 2K) · D] -> the same, changed; may change its argument.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.kernels.ops import KVScales
+from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
 from tokenpod.models.shard import Shard

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from tokenpod.kernels.attention_ops import LatentPlan, LatentShape, Rotation
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import LatentPlan, LatentShape, Rotation, RowNorm
+from tokenpod.kernels.pointwise_ops import RowNorm
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.layer_spec import Latent
 from tokenpod.models.linear import Product, Products
-from tokenpod.models.spec import Latent
 
 #: (x [T, in], step, pool, rotation, plan) -> [T, H · value].
 Attend = Callable[[torch.Tensor, ForwardBatch, KVPool, Rotation, LatentPlan], torch.Tensor]

@@ -13,19 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenpod.kernels.attention_ops import AttentionOptions, AttentionPlan, Rotation
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import (
-    AttentionOptions,
-    AttentionPlan,
-    ExpertWeights,
-    Rotation,
-    RowNorm,
-)
+from tokenpod.kernels.expert_ops import ExpertWeights
+from tokenpod.kernels.pointwise_ops import RowNorm
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.heads import make_heads
 from tokenpod.models.latent import make_latent
-from tokenpod.models.linear import AddProduct, Product, Products
-from tokenpod.models.spec import (
+from tokenpod.models.layer_spec import (
     SAME,
     Alibi,
     Attention,
@@ -36,6 +31,7 @@ from tokenpod.models.spec import (
     Mlp,
     Norm,
 )
+from tokenpod.models.linear import AddProduct, Product, Products
 
 
 @dataclass(frozen=True, slots=True)

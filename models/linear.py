@@ -12,7 +12,8 @@ import torch
 
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.compose import linear_of
-from tokenpod.kernels.ops import Activation, AddLinear, Linear, Operations, RowNorm
+from tokenpod.kernels.ops import AddLinear, Linear, Operations
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.weight import LinearWeight
 
 #: Weights by our names, as they were loaded.

@@ -10,18 +10,18 @@ import torch
 from torch.nn import functional
 
 from tokenpod.models.expert_names import ExpertNames
-from tokenpod.models.rope import head_order
-from tokenpod.models.spec import (
+from tokenpod.models.layer_spec import (
     Attention,
     Experts,
     Latent,
     LayerSpec,
     Mlp,
-    ModelSpec,
     Norm,
     NormOver,
     Same,
 )
+from tokenpod.models.rope import head_order
+from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Axis, Division, Segment, Source, Stack, Weight
 
 

@@ -17,7 +17,7 @@ import torch
 
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
-from tokenpod.models.spec import Alibi, Rope
+from tokenpod.models.layer_spec import Alibi, Rope
 
 DEFAULT_THETA = 10_000.0
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tokenpod.models.errors import ModelError
-from tokenpod.models.spec import Alibi, Attention, Experts, Latent, LayerSpec, ModelSpec
+from tokenpod.models.layer_spec import Alibi, Attention, Experts, Latent, LayerSpec
+from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Axis, Division, Source, Weight
 
 

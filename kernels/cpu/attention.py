@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.batch import ForwardBatch, Run
 from tokenpod.kernels.cpu.rotary import refuse_scales
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.reference.attention import attend
 
 #: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask, scale) -> (output like q,

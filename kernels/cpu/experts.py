@@ -5,18 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.ops import (
-    Activation,
-    ActMul,
-    AddExperts,
-    ExpertWeights,
-    Linear,
-    PrepareExperts,
-    PrepareLinear,
-    RmsNorm,
-    Routing,
-    RowNorm,
-)
+from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing
+from tokenpod.kernels.ops import Linear, PrepareLinear
+from tokenpod.kernels.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
 from tokenpod.kernels.reference.experts import choose
 
 

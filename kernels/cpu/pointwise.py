@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.reference import pointwise as reference
 from tokenpod.kernels.reference.pointwise import ACTIVATIONS, activate, layer_norm
 

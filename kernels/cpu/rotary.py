@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.cpu.pointwise import rms_norm
-from tokenpod.kernels.ops import HeadNorm, KVScales
+from tokenpod.kernels.pointwise_ops import HeadNorm
 from tokenpod.kernels.reference.rotary import Rotation, rotate
 
 __all__ = ["refuse_scales", "rotate", "store_key_value"]

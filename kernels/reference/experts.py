@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.ops import Activation, AddExperts, ExpertWeights, Routing, RowNorm, Score
+from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing, Score
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference.pointwise import act_mul, rms_norm
 
 

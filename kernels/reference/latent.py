@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tokenpod.kernels.ops import RowNorm
+from tokenpod.kernels.pointwise_ops import RowNorm
 from tokenpod.kernels.reference.pointwise import rms_norm
 from tokenpod.kernels.reference.rotary import Rotation, apply_rotation
 

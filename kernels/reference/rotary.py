@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from tokenpod.kernels.ops import HeadNorm, KVScales
+from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.pointwise_ops import HeadNorm
 from tokenpod.kernels.reference.pointwise import rms_norm
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, Heads, KVScales
 from tokenpod.kernels.triton.attention_decode import choose_splits, decode
 from tokenpod.kernels.triton.attention_extend import extend
 from tokenpod.kernels.triton.attention_plan import (

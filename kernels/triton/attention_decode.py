@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.batch import PagedRows
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.triton.attention_softmax import (
     LOG2E,
     add_block,

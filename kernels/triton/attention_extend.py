@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
+from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.triton.attention_plan import TileList
 from tokenpod.kernels.triton.attention_softmax import (
     LOG2E,

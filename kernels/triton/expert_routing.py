@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.ops import Routing
+from tokenpod.kernels.expert_ops import Routing
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
 
 #: Tokens whose choice one program holds; few sizes, for each is compiled.

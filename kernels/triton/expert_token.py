@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm
+from tokenpod.kernels.expert_ops import ExpertWeights, Routing
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.expert_products import load_tile
 from tokenpod.kernels.triton.expert_routing import NO_BIASES, Assignments, Biases, table_of
 from tokenpod.kernels.triton.expert_tiles import ProductTile, TokenTile

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from tokenpod.kernels.ops import Activation, AddExperts, ExpertWeights, Routing, RowNorm
+from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.expert_products import (
     SUM_BLOCK,
     most_blocks,

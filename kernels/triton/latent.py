@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import RowNorm
+from tokenpod.kernels.pointwise_ops import RowNorm
 from tokenpod.kernels.triton.attention import describe_device
 from tokenpod.kernels.triton.attention_decode import merge_splits
 from tokenpod.kernels.triton.attention_softmax import LOG2E, add_block

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.reference import pointwise as reference
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
 

@@ -6,7 +6,8 @@ import torch
 import triton
 from torch.nn import functional
 
-from tokenpod.kernels.ops import Activation, AddLinear, Linear, RowNorm
+from tokenpod.kernels.ops import AddLinear, Linear
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.peers import SymmetricBuffers
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.ops import HeadNorm, KVScales
+from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.pointwise_ops import HeadNorm
 from tokenpod.kernels.triton.launch import await_inputs, launch_options
 
 #: Heads that one program turns: few at a time as long as that gives the device more programs.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families.alibi import alibi_of
 from tokenpod.models.families.family import Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import LayerSpec, Norm, Norms
 from tokenpod.models.names import Fused, Names
-from tokenpod.models.spec import Embedding, LayerSpec, ModelSpec, Norm, Norms
+from tokenpod.models.spec import Embedding, ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

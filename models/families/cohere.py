@@ -14,7 +14,8 @@ from tokenpod.models.families.family import (
     without_rope,
 )
 from tokenpod.models.fields import Fields
-from tokenpod.models.spec import SAME, Join, LayerSpec, ModelSpec, Norm, NormOver, Norms
+from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norm, NormOver, Norms
+from tokenpod.models.spec import ModelSpec
 
 
 def _cohere(fields: Fields, served: int | None, **more: Any) -> ModelSpec:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.kernels.ops import Routing
+from tokenpod.kernels.expert_ops import Routing
 from tokenpod.models.expert_names import ExpertNames, ExpertTensor
 from tokenpod.models.families.experts import MOST_EXPERTS, MOST_FEATURES
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, sizes_of
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Experts, LayerSpec, Norm, Norms
 from tokenpod.models.names import Fused, Names
 from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import Experts, LayerSpec, ModelSpec, Norm, Norms
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

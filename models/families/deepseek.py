@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.kernels.ops import Routing
+from tokenpod.kernels.expert_ops import Routing
 from tokenpod.models.families.experts import (
     experts_of,
     gate_names,
@@ -15,9 +15,10 @@ from tokenpod.models.families.experts import (
 )
 from tokenpod.models.families.family import Family, each_layer, gated_decoder
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Experts, Latent, Norm, Rope
 from tokenpod.models.names import Names
 from tokenpod.models.rope import yarn_temperature
-from tokenpod.models.spec import Experts, Latent, ModelSpec, Norm, Rope
+from tokenpod.models.spec import ModelSpec
 
 #: Of the norms of latents, whatever the config says of others.
 _EPSILON = 1e-6

@@ -11,8 +11,9 @@ from tokenpod.models.families.family import (
     without_rope,
 )
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Norm
 from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec, Norm
+from tokenpod.models.spec import ModelSpec
 
 
 def _exaone3(fields: Fields, served: int | None) -> ModelSpec:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from tokenpod.kernels.ops import Routing, Score
+from tokenpod.kernels.expert_ops import Routing, Score
 from tokenpod.models.expert_names import ExpertNames, experts_apart
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Experts, Mlp
 from tokenpod.models.names import Names
-from tokenpod.models.spec import Experts, Mlp, ModelSpec
+from tokenpod.models.spec import ModelSpec
 
 #: More than any model has; a config that is not trusted can't ask for millions of tensors.
 MOST_EXPERTS = 1 << 10

@@ -12,18 +12,10 @@ from tokenpod.models.families.family import (
     sizes_of,
 )
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import SAME, Alibi, Join, LayerSpec, Norm, Norms, Rope
 from tokenpod.models.names import Fused, Names
 from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import (
-    SAME,
-    Alibi,
-    Join,
-    LayerSpec,
-    ModelSpec,
-    Norm,
-    Norms,
-    Rope,
-)
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -8,22 +8,13 @@ from typing import Any
 
 import torch
 
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Alibi, Attention, LayerSpec, Mlp, Norm, Norms, Rope
 from tokenpod.models.names import Names
 from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import (
-    Alibi,
-    Attention,
-    Head,
-    LayerSpec,
-    Mlp,
-    ModelSpec,
-    Norm,
-    Norms,
-    Rope,
-)
+from tokenpod.models.spec import Head, ModelSpec
 
 #: `hidden_act` in config.json, whatever the family calls it.
 ACTIVATIONS = {

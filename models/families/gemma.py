@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.models.families.family import Family, changed, each_layer, gated_decoder
 from tokenpod.models.fields import Fields
-from tokenpod.models.spec import Attention, Embedding, LayerSpec, Mlp, ModelSpec, Norm, Norms
+from tokenpod.models.layer_spec import Attention, LayerSpec, Mlp, Norm, Norms
+from tokenpod.models.spec import Embedding, ModelSpec
 
 
 def gemma_decoder(

@@ -7,8 +7,9 @@ from dataclasses import replace
 from tokenpod.models.families.family import Family, windows_but_every, with_attention
 from tokenpod.models.families.gemma import gemma_decoder
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Norms
 from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec, Norms
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

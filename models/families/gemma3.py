@@ -8,8 +8,9 @@ from tokenpod.models.families.family import Family, each_layer, windows_but_ever
 from tokenpod.models.families.gemma import gemma_decoder
 from tokenpod.models.families.gemma2 import NAMES
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import LayerSpec, Norms
 from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import LayerSpec, ModelSpec, Norms
+from tokenpod.models.spec import ModelSpec
 
 #: What the configs of checkpoints with images leave out.
 DEFAULTS = {

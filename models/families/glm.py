@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from tokenpod.models.families.family import Family, each_layer, gated_decoder
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Norms
 from tokenpod.models.names import Fused, Names
-from tokenpod.models.spec import ModelSpec, Norms
+from tokenpod.models.spec import ModelSpec
 
 _NAMES = Names(up=Fused("mlp.gate_up_proj"))
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Join, LayerSpec, Norm, Norms
 from tokenpod.models.names import Fused, Names
 from tokenpod.models.rope import DEFAULT_THETA, rope_of
-from tokenpod.models.spec import Join, LayerSpec, ModelSpec, Norm, Norms
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from tokenpod.models.families.family import ACTIVATIONS, Family, model_spec, plain_mlp, sizes_of
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norm, Norms
 from tokenpod.models.names import Names
 from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import SAME, Join, LayerSpec, ModelSpec, Norm, Norms
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -9,8 +9,9 @@ from tokenpod.models.families.family import (
     with_attention,
 )
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import QueryGrowth
 from tokenpod.models.rope import rope_parameters
-from tokenpod.models.spec import ModelSpec, QueryGrowth
+from tokenpod.models.spec import ModelSpec
 
 
 def _mistral(fields: Fields, served: int | None) -> ModelSpec:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tokenpod.models.families.family import Family, gated_decoder
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Norm
 from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec, Norm
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

@@ -15,8 +15,9 @@ from tokenpod.models.families.family import (
     with_attention,
 )
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import LayerSpec, NormOver
 from tokenpod.models.rope import rope_of
-from tokenpod.models.spec import LayerSpec, ModelSpec, NormOver
+from tokenpod.models.spec import ModelSpec
 
 
 def _olmo2(fields: Fields, served: int | None, **more: Any) -> ModelSpec:

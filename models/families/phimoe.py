@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tokenpod.kernels.ops import Routing, Score
+from tokenpod.kernels.expert_ops import Routing, Score
 from tokenpod.models.expert_names import experts_apart
 from tokenpod.models.families.experts import experts_of, stacked, with_experts
 from tokenpod.models.families.family import Family, gated_decoder, some_window
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import Norm
 from tokenpod.models.names import Names
-from tokenpod.models.spec import ModelSpec, Norm
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

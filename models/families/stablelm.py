@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from tokenpod.models.families.family import Family, each_layer, gated_decoder, with_attention
 from tokenpod.models.fields import Fields
+from tokenpod.models.layer_spec import SAME, Join, LayerSpec, Norm, NormOver, Norms
 from tokenpod.models.names import Names
-from tokenpod.models.spec import SAME, Join, LayerSpec, ModelSpec, Norm, NormOver, Norms
+from tokenpod.models.spec import ModelSpec
 
 
 def _spec(fields: Fields, served: int | None) -> ModelSpec:

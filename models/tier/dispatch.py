@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
+from tokenpod.kernels.attention_ops import AttentionOptions, AttentionPlan
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import AttentionOptions, AttentionPlan, Operations
+from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVLayout, KVPool, alike
 from tokenpod.models.tier.chunks import in_chunks
 from tokenpod.models.tier.errors import NotServed

@@ -13,8 +13,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
+from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import Heads, KVScales, Operations, StepTiles
+from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.tier.dispatch import Answer, AttentionFunction, Dispatch, RunningStep
 from tokenpod.models.tier.halves import Halves

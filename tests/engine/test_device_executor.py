@@ -26,7 +26,7 @@ from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.integers import Counts, fill, pad, views
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels import cpu, reference, triton
-from tokenpod.kernels.ops import KVScales
+from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2

@@ -10,7 +10,7 @@ import torch
 from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.assemble import EngineError, assemble
 from tokenpod.engine.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
-from tokenpod.kernels.ops import KVScales
+from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.kernels.reference.rotary import quantise
 

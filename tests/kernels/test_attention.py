@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenpod.kernels import cpu, reference
+from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions
 from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions
 
 SLOTS = 700
 

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm, Score
+from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference.experts import choose, mixture
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -10,7 +10,7 @@ from latents import SHAPES, draw_latents, truth
 
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.ops import RowNorm
+from tokenpod.kernels.pointwise_ops import RowNorm
 
 SLOTS, SCALE = 400, 0.2
 OPERATIONS = {"reference": reference, "cpu": cpu, "compiled": compiled}

@@ -8,7 +8,7 @@ import torch
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.cpu.product import filled_rows
-from tokenpod.kernels.ops import Activation, HeadNorm, RowNorm
+from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.registry import operations_for
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

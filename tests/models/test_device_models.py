@@ -76,6 +76,19 @@ MODELS = {
     "apertus": ("apertus", {"head_dim": 128}),
     "gemma4": ("gemma4-shared", GEMMA4),
     "minicpm3": ("minicpm3", {**LATENT, "kv_lora_rank": 256, "v_head_dim": 64}),
+    # The same, with caches of their own.
+    "qwen3-5": (
+        "qwen3-5",
+        {
+            "head_dim": 128,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "mamba2": ("mamba2", {"num_heads": 32, "head_dim": 64, "state_size": 64}),
 }
 
 
@@ -133,7 +146,11 @@ def serve(folder, prompts, kv_cache_dtype="auto", memory_fraction=0.01) -> Serve
     )
     made = assemble(model, options, positions=POSITIONS, device=DEVICE)
     limits = Limits(
-        slots=made.slots, max_rows=ROWS, max_positions=POSITIONS, prefill_tokens=PREFILL
+        slots=made.slots,
+        max_rows=made.room.rows,
+        max_positions=POSITIONS,
+        prefill_tokens=PREFILL,
+        sharing=model.config.own_state is None,
     )
     stopping = StoppingParams(max_new_tokens=NEW_TOKENS)
     client = Client(

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import functools
 import json
-import random
-from collections import defaultdict
 
 import pytest
 import torch
-from golden_kinds import PADDED_KINDS
+from golden_kinds import PADDED_KINDS, VOCABULARY
+from interpreted import DEVICE
+from small_engines import POSITIONS, PREFILL, ROWS, Client, Engine, load, requests_of
 from transformers.models.mamba2 import modeling_mamba2
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import (
-    EngineOptions,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-)
+from tokenpod.core.messages import Request, SamplingParams, StoppingParams
 from tokenpod.engine import assemble as assembling
-from tokenpod.engine.assemble import assemble
+from tokenpod.engine.assemble import make_pool
+from tokenpod.engine.device_executor import DeviceExecutor
+from tokenpod.engine.device_sampler import DeviceSampler, Tiles
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import FreeMemory
 from tokenpod.engine.room import room_for
+from tokenpod.kernels.triton import OPERATIONS
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
 from tokenpod.models.facts import OwnState
-from tokenpod.models.load import load_model
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.padded import Abilities, Together
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
-CPU = torch.device("cpu")
-ROWS, POSITIONS, PREFILL, NEW_TOKENS = 5, 200, 16, 24
 TOLERANCE = 1e-4
 
 #: What each of these classes does rightly: which rows decode in one batch, and whether pieces of
@@ -51,87 +45,6 @@ ABILITIES = {
 }
 
 
-class Client:
-    """The other end of an engine's link."""
-
-    def __init__(self, requests):
-        self.inbox = list(requests)
-        self.left = {i for request in requests for i in request.sequence_ids}
-        self.failures = {}
-        self.tokens, self.logprobs, self.scored = defaultdict(list), defaultdict(list), {}
-
-    def receive(self, seconds):
-        del seconds
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message):
-        assert isinstance(message, StepOutputs)
-        for failure in message.failures:
-            self.failures[failure.sequence_id] = failure.message
-            self.left.discard(failure.sequence_id)
-        for i, sequence in enumerate(message.sequence_ids):
-            self.tokens[sequence].append(message.token_ids[i])
-            self.logprobs[sequence].append(message.logprobs[i])
-            if message.finishes[i]:
-                self.left.discard(sequence)
-        for started in message.started:
-            self.scored[started.sequence_id] = started.prompt_logprobs or []
-
-
-class Engine:
-    """A loaded model, and a loop over it."""
-
-    def __init__(self, folder, **more):
-        self.model = load_model(
-            folder,
-            dtype=None,
-            device=CPU,
-            progress=lambda done, total: None,
-            max_total_tokens=POSITIONS,
-        )
-        self.options = options = EngineOptions(
-            model_folder="",
-            dtype=None,
-            device="cpu",
-            threads=1,
-            max_batch_size=ROWS,
-            max_batch_prefill_tokens=PREFILL,
-            **more,
-        )
-        made = assemble(self.model, options, positions=POSITIONS, device=CPU)
-        own = self.model.config.own_state
-        self.room, self.pool = made.room, made.executor._pool
-        self.executor = made.executor
-        self.limits = Limits(
-            made.slots,
-            made.room.rows,
-            POSITIONS,
-            PREFILL,
-            sharing=False,
-            scores_prompts=own.scores_prompts,
-        )
-
-    def answer(self, requests, *, preempt=0.0, abort=()):
-        """Serve all; before each turn every sequence is preempted by chance."""
-        self.executor.release(range(ROWS + 1))
-        client, scheduler = Client(requests), Scheduler(self.limits)
-        loop = EngineLoop(client, scheduler, self.executor)
-        chance, self.preempted, turns = random.Random(3), 0, 0
-        while client.left:
-            for sequence in sorted(client.left):
-                if chance.random() < preempt:
-                    self.preempted += scheduler.preempt(sequence)
-            loop.turn()
-            turns += 1
-            if turns == 4:
-                scheduler.abort(abort)
-                client.left -= set(abort)
-            scheduler.check()
-        loop.turn()
-        return client
-
-
 @pytest.fixture(scope="module")
 def engine_of(golden):
     """By name of a kind; loaded once."""
@@ -141,20 +54,6 @@ def engine_of(golden):
 @pytest.fixture(params=PADDED_KINDS)
 def name(request):
     return request.param
-
-
-def requests_of(prompts, *, scored):
-    return [
-        Request(
-            [i],
-            prompt,
-            SamplingParams(),
-            StoppingParams(max_new_tokens=NEW_TOKENS - 3 * (i % 3)),
-            logprobs=True,
-            prompt_logprobs=scored,
-        )
-        for i, prompt in enumerate(prompts)
-    ]
 
 
 def expected_logprobs(golden, prompt, outputs):
@@ -286,3 +185,42 @@ def test_what_needs_ranks_or_weights_of_ours_is_refused(golden, tmp_path):
     with pytest.raises(ModelError, match="no max_position_embeddings; set --max-total-tokens"):
         loading.read_config(tmp_path)
     assert loading.read_config(tmp_path, POSITIONS).max_positions == POSITIONS
+
+
+def test_steps_of_a_device_are_launched_ahead(golden, text, monkeypatch):
+    """A surplus token of a row that has ended goes nowhere; by a GPU's executor and sampler."""
+    monkeypatch.setattr(loading, "operations_for", lambda device, dtype: OPERATIONS)
+    checkpoint = golden("mamba2")
+    model = load(checkpoint.folder, DEVICE)
+    sampler = DeviceSampler(
+        rows=ROWS,
+        vocab_size=VOCABULARY,
+        device=DEVICE,
+        most_edits=4,
+        tiles=Tiles(split=64, groups=4, block=64, pivots=4),
+    )
+    executor = DeviceExecutor(
+        model,
+        make_pool(model, 200, DEVICE),
+        sampler,
+        rows=ROWS,
+        max_positions=POSITIONS,
+        max_tokens=ROWS + PREFILL,
+        device=DEVICE,
+    )
+    prompts = [text(3 + 9 * i, seed=i) for i in range(3)]
+    limits = Limits(180, ROWS - 1, POSITIONS, PREFILL, sharing=False)
+    client = Client(
+        Request(
+            [i], text(3 + 9 * i, seed=i), SamplingParams(), StoppingParams(3 + i), logprobs=True
+        )
+        for i in range(3)
+    )
+    loop = EngineLoop(client, Scheduler(limits), executor, overlap=True)
+    while client.left:
+        loop.turn()
+    for i, prompt in enumerate(prompts):
+        outputs = client.tokens[i]
+        truth = checkpoint.logprobs([*prompt, *outputs[:-1]])[len(prompt) - 1 :]
+        assert outputs == truth.argmax(-1).tolist()
+        assert client.logprobs[i] == pytest.approx(truth.amax(-1).tolist(), abs=TOLERANCE)

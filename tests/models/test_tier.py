@@ -10,6 +10,7 @@ import torch
 from golden_kinds import TIER_KINDS
 from hand_scheduler import HandScheduler
 from safetensors.torch import load_file, save_file
+from small_engines import Engine, requests_of
 from transformers.models.apertus import modeling_apertus
 from walks import walk
 
@@ -20,6 +21,7 @@ from tokenpod.models.facts import OwnState
 from tokenpod.models.fields import read_fields
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import Shard
+from tokenpod.models.tier.dispatch import Recorder
 from tokenpod.models.tier.errors import NotServed
 from tokenpod.models.tier.load import TierLoader
 from tokenpod.models.tier.masks import Reach, describe_mask
@@ -194,6 +196,30 @@ def test_attention_that_is_not_left_to_us_is_found_by_the_check(folder, monkeypa
     with pytest.raises(NotServed, match="its layers don't call the attention function"):
         over_our_pool(folder)
     assert load(folder).config.own_state == OwnState(0, 0)
+
+
+def test_an_argument_that_we_do_not_know_is_named():
+    module, x = torch.nn.Identity(), torch.zeros(1, 4, 5, 16)
+    with pytest.raises(NotServed, match="attention function has an argument slopes, which is not"):
+        Recorder()(module, x, x, x, None, slopes=torch.ones(4))
+    recorder = Recorder()
+    recorder(module, x, x, x, None, slopes=None, dropout=0.0, softcap=30.0)
+    assert len(recorder.dispatches) == 1
+
+
+def test_tokens_are_the_same_with_preemptions(golden, text):
+    checkpoint = golden("apertus")
+    engine = Engine(checkpoint.folder)
+    prompts = [text(length, seed=length) for length in (37, 5, 40, 1, 12, 12)]
+    client = engine.answer(requests_of(prompts, scored=True), preempt=0.06)
+    assert engine.preempted > 3
+    for i, prompt in enumerate(prompts):
+        outputs = client.tokens[i]
+        truth = checkpoint.logprobs([*prompt, *outputs[:-1]])
+        said = torch.tensor([*client.scored[i], *client.logprobs[i]])
+        follow = torch.tensor([*prompt[1:], *outputs])[:, None]
+        torch.testing.assert_close(said, truth.gather(1, follow)[:, 0], rtol=0, atol=1e-4)
+        assert outputs == truth[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 def over_our_pool(folder):

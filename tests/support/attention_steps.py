@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.kernels import reference
+from tokenpod.kernels.attention_ops import NO_OPTIONS, KVScales
 from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.ops import NO_OPTIONS, KVScales
 from tokenpod.kernels.reference.rotary import quantise
 from tokenpod.kernels.triton.attention import attention, plan_attention
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tokenpod.kernels.attention_ops import AttentionOptions, LatentShape
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.ops import AttentionOptions, LatentShape
 from tokenpod.kernels.reference.attention import attend
 
 #: Rows are expanded if they have more than 32 tokens, 9, 13 or 2. Values are narrower than keys, or

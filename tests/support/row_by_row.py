@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenpod.kernels import reference
+from tokenpod.kernels.attention_ops import NO_OPTIONS
 from tokenpod.kernels.batch import ForwardBatch, Run
-from tokenpod.kernels.ops import NO_OPTIONS
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.reference.attention import attend
 from tokenpod.models.decoder import Decoder

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.cpu.attention import (
     Extend,
@@ -34,7 +35,6 @@ from tokenpod.kernels.cpu.compiled.loops import (
     take,
 )
 from tokenpod.kernels.cpu.rotary import refuse_scales
-from tokenpod.kernels.ops import NO_OPTIONS, AttentionOptions, KVScales
 
 #: Positions whose scores are made before their values are read.
 BLOCK = 64

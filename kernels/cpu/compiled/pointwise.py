@@ -21,7 +21,7 @@ from tokenpod.kernels.cpu.compiled.loops import (
     real,
     take,
 )
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation
 
 _F = np.float32
 

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import torch
 
+from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.cpu.compiled.kinds import KINDS, narrow, tensor, wide
 from tokenpod.kernels.cpu.compiled.loops import (
     END,
@@ -21,7 +22,7 @@ from tokenpod.kernels.cpu.compiled.loops import (
 )
 from tokenpod.kernels.cpu.compiled.pointwise import norm_factor
 from tokenpod.kernels.cpu.rotary import refuse_scales
-from tokenpod.kernels.ops import HeadNorm, KVScales
+from tokenpod.kernels.pointwise_ops import HeadNorm
 from tokenpod.kernels.reference.rotary import Rotation
 
 _F = np.float32

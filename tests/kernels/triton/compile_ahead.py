@@ -21,18 +21,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenpod.engine.device_sampler import DeviceSampler, Launches
+from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
+from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.formats.int8 import Int8Weight
-from tokenpod.kernels.ops import (
-    Activation,
-    AttentionOptions,
-    ExpertWeights,
-    HeadNorm,
-    KVScales,
-    LatentShape,
-    Routing,
-    RowNorm,
-    Score,
-)
+from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.triton import (
     OPERATIONS,
     attention_extend,
@@ -233,7 +225,7 @@ def others() -> None:
 def sample() -> None:
     sampler = DeviceSampler(rows=4, vocab_size=5000, device=CPU, most_edits=16)
     rows = torch.zeros(4, dtype=torch.int64)
-    sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True))
+    sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True, True))
 
 
 def sample_under_masks() -> None:

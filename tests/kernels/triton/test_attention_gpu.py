@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_steps import Spec, agree, assert_close, draw_inputs, lay_out, truth
 
-from tokenpod.kernels.ops import AttentionOptions
+from tokenpod.kernels.attention_ops import AttentionOptions
 from tokenpod.kernels.triton.attention import attention, plan_attention
 from tokenpod.kernels.triton.attention_tiles import TILES
 

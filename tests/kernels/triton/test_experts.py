@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels import reference
-from tokenpod.kernels.ops import Activation, ExpertWeights, Routing, RowNorm, Score
+from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference.experts import choose, mixture
 from tokenpod.kernels.triton import experts, pointwise
 from tokenpod.kernels.triton.expert_products import most_blocks

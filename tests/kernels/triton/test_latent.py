@@ -11,7 +11,8 @@ from latents import SHAPES, draw_latents, truth
 
 from tokenpod.kernels import latent as composed
 from tokenpod.kernels import reference, triton
-from tokenpod.kernels.ops import LatentShape, RowNorm
+from tokenpod.kernels.attention_ops import LatentShape
+from tokenpod.kernels.pointwise_ops import RowNorm
 from tokenpod.kernels.triton.latent import plan_tokens
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenpod.kernels import reference
-from tokenpod.kernels.ops import Activation
+from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.triton import pointwise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

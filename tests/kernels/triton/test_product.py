@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels import reference
-from tokenpod.kernels.ops import Activation, RowNorm
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton import product
 from tokenpod.kernels.triton.tiles import Kind, Tile, Tiles
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tokenpod.kernels import reference
-from tokenpod.kernels.ops import HeadNorm, KVScales
+from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.pointwise_ops import HeadNorm
 from tokenpod.kernels.triton import rotary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -81,16 +81,16 @@ async def load(address: str, method: str, data: bytes, options: argparse.Namespa
 _OWN = [("grpc.use_local_subchannel_pool", 1)]
 
 
-def measure(method: str, data: bytes, options: argparse.Namespace) -> Outcome:
+async def measure(method: str, data: bytes, options: argparse.Namespace) -> Outcome:
     """Start a server, load it, read the clocks, stop it."""
     with (
         tempfile.TemporaryDirectory() as folder,
         front._server(options.steps, Path(folder) / "engine.json", options) as (pid, address),
     ):
         warm = argparse.Namespace(**{**vars(options), "streams": options.concurrency})
-        asyncio.run(load(address, method, data, warm))
+        await load(address, method, data, warm)
         before, began = front._cpu_seconds(pid), time.monotonic()
-        received = asyncio.run(load(address, method, data, options))
+        received = await load(address, method, data, options)
         took, spent = time.monotonic() - began, front._cpu_seconds(pid) - before
     n = options.streams
     return Outcome(n / took, received / n, 1e6 * spent / n)
@@ -102,17 +102,21 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16, help="of each stream")
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--steps", type=float, default=400, help="of the engine, a second")
-    options = parser.parse_args()
+    asyncio.run(run(parser.parse_args()))
+    return 0
+
+
+async def run(options: argparse.Namespace) -> None:
+    """All protocols in one event loop: grpc's clients are not for several."""
     options.profile, options.front_ends = False, 1
     print("streams/s   messages   front end, us a stream   streams a core and second   protocol")
     for method, request in requests(options.tokens).items():
-        got = measure(method, request.SerializeToString(), options)
+        got = await measure(method, request.SerializeToString(), options)
         print(
             f"{got.rate:9.0f}  {got.messages:9.1f}  {got.cost:23.0f}  {1e6 / got.cost:26.0f}"
             f"   {method.split('/')[1]}",
             flush=True,
         )
-    return 0
 
 
 if __name__ == "__main__":

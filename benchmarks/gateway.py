@@ -48,9 +48,8 @@ def own(address: str, tokens: int) -> Chat:
 
 
 def gateway(address: str, tokens: int) -> Chat:
-    """OpenAI's API over HTTP/1.1, with a connection for each chat under way."""
+    """OpenAI's API over HTTP/1.1, with a connection for each chat: idle ones are dropped."""
     host, _, port = address.partition(":")
-    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def chat(text: str) -> float:
         body = {"model": "demo", "messages": [{"role": "user", "content": text}], "stream": True}
@@ -60,7 +59,7 @@ def gateway(address: str, tokens: int) -> Chat:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         began, first = time.monotonic(), 0.0
-        reader, writer = idle.pop() if idle else await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(head.encode() + data)
         status = await reader.readline()
         if b" 200 " not in status:
@@ -68,8 +67,7 @@ def gateway(address: str, tokens: int) -> Chat:
         while (line := await reader.readline()) != b"0\r\n":
             if not first and b'"content":"' in line and b'"content":""' not in line:
                 first = time.monotonic() - began
-        await reader.readline()
-        idle.append((reader, writer))
+        writer.close()
         return first
 
     return chat

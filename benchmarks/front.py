@@ -47,7 +47,8 @@ from tokenpod.service.config import load_settings
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _SLOTS = 1 << 24
-#: Ids of the demo model's vocabulary that every step draws from.
+#: The demo model's, whose tokenizer the server loads; ids of it that every step draws from.
+_VOCABULARY = 4096
 _IDS = range(300, 4000)
 
 
@@ -132,7 +133,7 @@ def _ready() -> Ready:
         device_type="cpu",
         attention="none",
         window_size=None,
-        vocab_size=max(_IDS) + 1,
+        vocab_size=_VOCABULARY,
         max_positions=1 << 16,
         slots=_SLOTS,
         parameters=0,

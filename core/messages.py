@@ -62,6 +62,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     logprobs: bool = False
     #: Report so many most likely tokens at each position.
     top_n_tokens: int = 0
+    #: Report each token's rank among all, by the model's own distribution.
+    ranks: bool = False
     #: Report the log probability of each prompt token; such a prompt skips the prefix cache.
     prompt_logprobs: bool = False
     #: Higher first.
@@ -156,12 +158,16 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Top(msgspec.Struct, frozen=True, array_like=True):
-    """The most likely tokens at one position, most likely first. Ties at the end are all there."""
+    """The most likely tokens at one position, most likely first. Ties at the end are all there.
+
+    `rank`: of the token that was drawn, from 1; 0: it was not asked for.
+    """
 
     #: Index into the parallel arrays of `StepOutputs`.
     at: int
     token_ids: list[int]
     logprobs: list[float]
+    rank: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):

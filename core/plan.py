@@ -111,6 +111,7 @@ class NewRow:
             stops=len(stops),
             logprobs=request.logprobs,
             top_n=min(request.top_n_tokens, MOST_TOP_TOKENS),
+            ranks=request.ranks,
             length=len(request.prompt) + len(self.outputs),
             previous=tokens[-1] if tokens else 0,
         )

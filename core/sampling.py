@@ -147,6 +147,8 @@ class RowValues(NamedTuple):
     logprobs: int = 0
     #: How many most likely tokens to report.
     top_n: int = 0
+    #: Whether the token's rank is wanted.
+    ranks: int = 0
     #: Tokens of prompt and output so far, and the last of them; the sampler keeps both up to date.
     length: int = 0
     previous: int = 0

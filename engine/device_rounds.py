@@ -42,9 +42,12 @@ class DeviceDrawing(Drawing):
         upload: Callable[[np.ndarray], torch.Tensor],
     ) -> None:
         n, tops = first.top_ids.shape
-        room = Samples.nothing(int(plan.r_samples.sum()), tops, logits.device)
+        ranks = first.ranks is not None
+        room = Samples.nothing(int(plan.r_samples.sum()), tops, logits.device, ranks=ranks)
         super().__init__(plan, logits, room)
         room.tokens[:n], room.logprobs[:n] = first.tokens, first.logprobs
+        if room.ranks is not None and first.ranks is not None:
+            room.ranks[:n] = first.ranks
         room.top_ids[:n], room.top_logprobs[:n] = first.top_ids, first.top_logprobs
         self._sampler, self._last_token, self._upload = sampler, last_token, upload
         self._shift = first_draft - n

@@ -28,6 +28,7 @@ from tokenpod.core.sampling import (
 from tokenpod.engine.sampler import LeaderTokens, Sampler, Samples, edits_of
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
+from tokenpod.kernels.triton.token_rank import find_ranks
 
 #: The largest vocabulary.
 MOST_TOKENS = 1 << 18
@@ -54,6 +55,8 @@ class Launches:
     tops: bool
     #: Some row wants those of its processed scores.
     processed_tops: bool = False
+    #: Some row wants its tokens' ranks.
+    ranks: bool = False
 
 
 class _Asked(NamedTuple):
@@ -132,12 +135,12 @@ class DeviceSampler(Sampler):
         self._best, self._mass, self._moment, self._fitness, self._winner_score = (
             self._empty(rows, self._splits, dtype=torch.float32) for _ in range(5)
         )
-        self._best_id, self._winner = (
-            self._empty(rows, self._splits, dtype=torch.int32) for _ in range(2)
-        )
+        self._best_id = self._empty(rows, self._splits, dtype=torch.int32)
+        self._winner = self._empty(rows, self._splits, dtype=torch.int32)
         self._group_best = self._empty(rows, self._splits * self._tiles.groups, dtype=torch.float32)
         self._ranks = self._empty(rows, self._splits, MOST_TOP_TOKENS, dtype=torch.int64)
         self._tokens = self._empty(rows, dtype=torch.int64)
+        self._token_ranks = self._empty(rows, dtype=torch.int64)
         self._logprobs = self._empty(rows, dtype=torch.float32)
         self._top_ids = self._empty(rows, MOST_TOP_TOKENS, dtype=torch.int64)
         self._top_logprobs = self._empty(rows, MOST_TOP_TOKENS, dtype=torch.float32)
@@ -151,12 +154,11 @@ class DeviceSampler(Sampler):
     def launches(self) -> Launches:
         """What the live rows need."""
         if self._launches is None:
-            flags, top_n = (self._words[:, self._table.place(n)] for n in ("flags", "top_n"))
-            self._launches = Launches(
-                draws=bool((flags & DRAWS).any()),
-                tops=bool(top_n.any()),
-                processed_tops=bool((flags & PROCESSED_TOPS).any()),
-            )
+            names = "flags", "top_n", "ranks"
+            flags, top_n, ranks = (self._words[:, self._table.place(n)] for n in names)
+            draws, processed = ((flags & bit).any() for bit in (DRAWS, PROCESSED_TOPS))
+            found = draws, top_n.any(), processed, ranks.any()
+            self._launches = Launches(*map(bool, found))
         return self._launches
 
     @property
@@ -174,10 +176,8 @@ class DeviceSampler(Sampler):
         """
         ids, values = edits_of(new)
         if len(ids) > self._most_edits:
-            raise ValueError(
-                f"{len(ids)} logit biases, end tokens and allowed tokens;"
-                f" a row has room for {self._most_edits}"
-            )
+            problem = f"{len(ids)} logit biases, end tokens and allowed tokens"
+            raise ValueError(f"{problem}; a row has room for {self._most_edits}")
         super().set_row(row, new)
         self._launches = None
         if len(ids):
@@ -254,12 +254,11 @@ class DeviceSampler(Sampler):
         if launches.draws:
             self._broadcast(self._tokens[: len(rows)])
         n, k = len(rows), MOST_TOP_TOKENS if launches.tops else 0
-        return Samples(
-            tokens=self._tokens[:n],
-            logprobs=self._logprobs[:n],
-            top_ids=self._top_ids[:n, :k],
-            top_logprobs=self._top_logprobs[:n, :k],
-        )
+        if launches.ranks:
+            find_ranks(logits, rows, self.device_words, self._tokens, self._token_ranks)
+        tops = self._top_ids[:n, :k], self._top_logprobs[:n, :k]
+        ranks = self._token_ranks[:n] if launches.ranks else None
+        return Samples(self._tokens[:n], self._logprobs[:n], *tops, ranks)
 
     # -- launches ------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ class Exchange:
             load=outputs.load,
             started=[s for s in outputs.started if s.sequence_id % count == owner],
             tops=[
-                Top(where[top.at], top.token_ids, top.logprobs)
+                Top(where[top.at], top.token_ids, top.logprobs, top.rank)
                 for top in outputs.tops
                 if ids[top.at] % count == owner
             ],

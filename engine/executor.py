@@ -59,6 +59,8 @@ class StepResult:
     prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)
     forward_ns: int = 0
     sample_ns: int = 0
+    #: As many as tokens, from 1, 0 where nobody asked; or none.
+    ranks: list[int] = field(default_factory=list)
 
 
 def new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:

@@ -129,7 +129,7 @@ class _HostDrawing(Drawing):
                 self.drawn = samples
             else:
                 if self.drawn is _NOTHING:
-                    self.drawn = Samples.nothing(len(self.logits), MOST_TOP_TOKENS)
+                    self.drawn = Samples.nothing(len(self.logits), MOST_TOP_TOKENS, ranks=True)
                 self._put(samples, torch.from_numpy(at))
             # A bad row's token is never used; that it stays is good for one that was not sampled.
             drew = samples.tokens >= 0

@@ -150,7 +150,8 @@ class HostSampler(Sampler):
             sources |= {int(some.at[i]): (source, i) for i in reported}
         tokens.masked_fill_(bad, -1)
         logprobs.masked_fill_(bad, 0.0)
-        samples = Samples(tokens, logprobs, *self._tops(raw, logits, columns, sources, bad))
+        tops = self._tops(raw, logits, columns, sources, bad)
+        samples = Samples(tokens, logprobs, *tops, ranks_of(raw, tokens, columns))
         if (flags & EDITED).any():
             self._note(rows, tokens)
         self._broadcast(tokens)
@@ -262,6 +263,24 @@ class HostSampler(Sampler):
             history = self._histories.get(row)
             if history is not None and history.outputs is not None:
                 history.outputs[token] += 1
+
+
+def ranks_of(logits: torch.Tensor, tokens: torch.Tensor, columns: Records) -> torch.Tensor | None:
+    """[n] as `Samples.ranks` has them.
+
+    Args:
+        logits: [n, vocab] float32.
+        tokens: [n] int64.
+        columns: [n], the rows'.
+    """
+    asked = columns["ranks"].nonzero()[0].tolist()
+    if not asked:
+        return None
+    ranks = torch.zeros_like(tokens)
+    for i in asked:
+        if tokens[i] >= 0:
+            ranks[i] = (logits[i] > logits[i, tokens[i]]).sum() + 1
+    return ranks
 
 
 def _forbidden(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -197,9 +197,11 @@ class EngineLoop:
             for sequence_id, logprob in zip(sampled, result.logprobs, strict=True):
                 if (at := where.get(sequence_id)) is not None:
                     logprobs[at] = logprob
-            for index, ids, top_logprobs in result.tops:
+            found = {index: (ids, values) for index, ids, values in result.tops}
+            for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):
                 if (at := where.get(sampled[index])) is not None:
-                    tops.append(Top(at, ids, top_logprobs))
+                    rank = result.ranks[index] if result.ranks else 0
+                    tops.append(Top(at, *found.get(index, ([], [])), rank))
         finished = [
             msgspec.structs.replace(
                 op,

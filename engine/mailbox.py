@@ -23,6 +23,8 @@ class Posted:
     samples: int
     #: Whether there are top tokens.
     tops: bool
+    #: Whether there are tokens' ranks.
+    ranks: bool
     scored: dict[int, torch.Tensor]
 
 
@@ -42,6 +44,7 @@ class Mailbox:
         self.host_words: npt.NDArray[np.int64] = self.words.numpy()
         self._tokens = self._pinned(samples, dtype=torch.int64)
         self._logprobs = self._pinned(samples, dtype=torch.float32)
+        self._ranks = self._pinned(samples, dtype=torch.int64)
         self._top_ids = self._pinned(samples, MOST_TOP_TOKENS, dtype=torch.int64)
         self._top_logprobs = self._pinned(samples, MOST_TOP_TOKENS, dtype=torch.float32)
         self._began, self._forwarded, self._done = (_Mark(self._on_gpu) for _ in range(3))
@@ -61,9 +64,11 @@ class Mailbox:
             drawn: samples, if any row sampled.
             scored: by row of the plan: log probabilities of its prompt tokens.
         """
-        samples = tops = 0
+        samples, tops, ranks = 0, 0, drawn is not None and drawn.ranks is not None
         if drawn is not None:
             samples, tops = drawn.top_ids.shape
+            if drawn.ranks is not None:
+                self._ranks[:samples].copy_(drawn.ranks, non_blocking=True)
             self._tokens[:samples].copy_(drawn.tokens, non_blocking=True)
             self._logprobs[:samples].copy_(drawn.logprobs, non_blocking=True)
             if tops:
@@ -74,25 +79,26 @@ class Mailbox:
             for at, scores in scored.items()
         }
         self._done.record()
-        return Posted(samples, tops > 0, hosted)
+        return Posted(samples, tops > 0, ranks, hosted)
 
     def receive(self, posted: Posted) -> StepResult:
         """Wait for the copies; samples as they were drawn, round after round."""
         self._done.wait()
         drawn = self._samples(posted.samples)
+        ranks = drawn.ranks if posted.ranks else None
         return StepResult(
             tokens=drawn.tokens.tolist(),
             logprobs=drawn.logprobs.tolist(),
             tops=drawn.tops if posted.tops else [],
+            ranks=ranks.tolist() if ranks is not None else [],
             prompt_logprobs={at: scores.tolist() for at, scores in posted.scored.items()},
             forward_ns=self._began.nanoseconds_to(self._forwarded),
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
 
     def _samples(self, n: int) -> Samples:
-        return Samples(
-            self._tokens[:n], self._logprobs[:n], self._top_ids[:n], self._top_logprobs[:n]
-        )
+        tops = self._top_ids[:n], self._top_logprobs[:n]
+        return Samples(self._tokens[:n], self._logprobs[:n], *tops, self._ranks[:n])
 
     def _pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
@@ -117,7 +123,8 @@ class HostMailbox(Mailbox):
         self._drawn = drawn
         self._done.record()
         samples, tops = (0, 0) if drawn is None else drawn.top_ids.shape
-        return Posted(samples, tops > 0, scored)
+        ranks = drawn is not None and drawn.ranks is not None
+        return Posted(samples, tops > 0, ranks, scored)
 
     def _samples(self, n: int) -> Samples:
         return Samples.nothing(0, 0) if self._drawn is None else self._drawn

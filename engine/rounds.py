@@ -117,6 +117,7 @@ def row_after_row(plan: StepPlan, drawn: StepResult, late: Collection[int] = ())
         drawn,
         tokens=[tokens[at] for at in order],
         logprobs=[drawn.logprobs[at] if tokens[at] != UNSAMPLED else 0.0 for at in order],
+        ranks=[drawn.ranks[at] if tokens[at] != UNSAMPLED else 0 for at in order if drawn.ranks],
         tops=sorted(
             (place[at], ids, logprobs)
             for at, ids, logprobs in drawn.tops
@@ -143,6 +144,8 @@ class Drawing(ABC):
         tops = samples.top_ids.shape[1]
         self.drawn.tokens[at] = samples.tokens
         self.drawn.logprobs[at] = samples.logprobs
+        if samples.ranks is not None and self.drawn.ranks is not None:
+            self.drawn.ranks[at] = samples.ranks
         self.drawn.top_ids[at, :tops] = samples.top_ids
         self.drawn.top_logprobs[at, :tops] = samples.top_logprobs
 

@@ -39,6 +39,9 @@ class Samples:
     top_ids: torch.Tensor
     #: [n, k] float32: their log probabilities, of the same; 0 where there are no more.
     top_logprobs: torch.Tensor
+    #: [n] int64: the token's rank by raw logits, from 1, the best of those that tie; 0 where nobody
+    #: asked, or the token is -1. None: nobody asked.
+    ranks: torch.Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: torch.Tensor) -> Samples:
@@ -48,13 +51,16 @@ class Samples:
         return cls(tokens, logprobs, tokens.new_empty(n, 0), logprobs.new_empty(n, 0))
 
     @classmethod
-    def nothing(cls, n: int, tops: int, device: torch.device | None = None) -> Samples:
-        """Room for so many samples: token -1 each, and no top tokens."""
+    def nothing(
+        cls, n: int, tops: int, device: torch.device | None = None, *, ranks: bool = False
+    ) -> Samples:
+        """Room for so many samples: token -1 each, and no top tokens. `ranks`: for those, too."""
         return cls(
             torch.full((n,), -1, device=device),
             torch.zeros(n, device=device),
             torch.full((n, tops), -1, device=device),
             torch.zeros(n, tops, device=device),
+            torch.zeros(n, dtype=torch.int64, device=device) if ranks else None,
         )
 
     @property

@@ -24,6 +24,11 @@ from tokenpod.scheduler.sequence import Owner, Sequence
 _Entry = tuple[int, int, int, list[Sequence]]
 
 
+def _place(entry: _Entry) -> tuple[int, int]:
+    """Where an entry stands among those of other requests."""
+    return entry[:2]
+
+
 class Planner(Protocol):
     """Plans the steps of admitted sequences."""
 
@@ -92,7 +97,11 @@ class Queue:
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a sequence; False if it does not wait here."""
-        for at, (*_, samples) in enumerate(self._waiting):
+        # Every sequence that ends is looked for, and few wait: the order says where it would be.
+        place = (-sequence.request.priority, sequence.arrival)
+        at = bisect_left(self._waiting, place, key=_place)
+        while at < len(self._waiting) and _place(self._waiting[at]) == place:
+            samples = self._waiting[at][-1]
             if sequence in samples:
                 samples.remove(sequence)
                 if not samples:
@@ -100,6 +109,7 @@ class Queue:
                     self.tokens -= sequence.needed
                 self._full = False
                 return True
+            at += 1
         return False
 
     def freed(self) -> None:

@@ -36,6 +36,7 @@ WATERMARK = tl.constexpr(TABLE.place("watermark"))
 #: 0: all.
 TOP_K = tl.constexpr(TABLE.place("top_k"))
 TOP_N = tl.constexpr(TABLE.place("top_n"))
+RANKS = tl.constexpr(TABLE.place("ranks"))
 #: The kernels keep both up to date.
 LENGTH = tl.constexpr(TABLE.place("length"))
 PREVIOUS = tl.constexpr(TABLE.place("previous"))

@@ -211,6 +211,7 @@ class AdmittedCall:
             ),
             logprobs=call.output.logprobs or samples > 1,
             top_n_tokens=call.output.top_n_tokens,
+            ranks=call.output.ranks,
             prompt_logprobs=call.output.prompt_logprobs,
             priority=call.priority,
             arrived_at=self._arrived_at,

@@ -56,6 +56,8 @@ class Output:
     stream: bool = True
     logprobs: bool = False
     top_n_tokens: int = 0
+    #: Each token's rank among all.
+    ranks: bool = False
     prompt_logprobs: bool = False
     #: Where each token's text begins.
     text_offsets: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tokenpod.core.messages import Top
 from tokenpod.service.text.parsers.parts import Kind, Part
@@ -24,7 +24,7 @@ class Delta:
     """A run of a sample's output. `token_ids`, `logprobs` and `tops` have one entry per token."""
 
     __slots__ = (
-        *("_text", "_top_counts", "_top_ids", "_top_logprobs"),
+        *("_ranks", "_text", "_top_counts", "_top_ids", "_top_logprobs"),
         *("logprobs", "offsets", "part", "token_ids"),
     )
 
@@ -41,6 +41,7 @@ class Delta:
         self._top_ids: array[int] | None = None
         self._top_logprobs: array[float] = self.logprobs
         self._top_counts: array[int] = self.token_ids
+        self._ranks: array[int] = self.token_ids
 
     @property
     def text(self) -> str:
@@ -54,7 +55,7 @@ class Delta:
         if self.offsets is not None:
             size += 4 * len(self.offsets)
         if self._top_ids is not None:
-            size += 8 * len(self._top_ids) + 4 * len(self._top_counts)
+            size += 8 * len(self._top_ids) + 8 * len(self._top_counts)
         return size
 
     def tops(self) -> Iterator[tuple[array[int], array[float]]]:
@@ -67,6 +68,10 @@ class Delta:
         for count in self._top_counts:
             yield self._top_ids[at : at + count], self._top_logprobs[at : at + count]
             at += count
+
+    def ranks(self) -> Sequence[int]:
+        """The rank of each token; 0: not known."""
+        return bytes(len(self.token_ids)) if self._top_ids is None else self._ranks
 
     def add_token(self, token_id: int, logprob: float, top: Top | None) -> None:
         """One more token."""
@@ -100,10 +105,12 @@ class Delta:
         if self._top_ids is None:
             self._top_ids, self._top_logprobs = array("I"), array("f")
             self._top_counts = array("I", bytes(4 * len(self.token_ids)))
+            self._ranks = array("I", bytes(4 * len(self.token_ids)))
         if top is not None:
             self._top_ids.extend(top.token_ids)
             self._top_logprobs.extend(top.logprobs)
         self._top_counts.append(len(top.token_ids) if top is not None else 0)
+        self._ranks.append(top.rank if top is not None else 0)
 
 
 class Unread:

@@ -233,6 +233,25 @@ def test_top_tokens_are_those_of_the_specification(make: Callable):
         )
 
 
+@pytest.mark.parametrize("make", [halves, with_holes])
+def test_ranks_are_those_of_the_specification(make: Callable):
+    vocab, biased = 100, SamplingParams(logit_bias={5: 100.0})
+    rows = [(biased, {}), (biased, {"ranks": True}), (sampled(temperature=5.0), {"ranks": True})]
+    rows.append((SamplingParams(), {"ranks": True, "top_n": 2}))
+    logits = make(len(rows), vocab, seed=3)
+    want = on_cpu(rows, vocab).sample(logits, list(range(len(rows))), [0] * len(rows))
+    got = step(on_device(rows, vocab), logits)
+    assert want.ranks is not None
+    assert got.ranks is not None
+    assert got.ranks.tolist() == want.ranks.tolist()
+    drawn = logits.gather(1, want.tokens[:, None])
+    expected = ((logits > drawn).sum(1) + 1).tolist()
+    assert want.ranks.tolist() == [0, *expected[1:]]
+    assert expected[3] == 1
+    logits[2, 7] = float("nan")
+    assert step(on_device(rows, vocab), logits).ranks.tolist()[2] == 0
+
+
 def test_a_vocabulary_smaller_than_the_top_is_reported_whole():
     samples = step(on_device([(SamplingParams(), {"top_n": 20})], 2), torch.tensor([[1.0, 0.0]]))
     assert samples.top_ids[0, :3].tolist() == [0, 1, -1]

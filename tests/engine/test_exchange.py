@@ -97,7 +97,7 @@ def test_each_front_end_is_told_of_its_own_rows_alone(house: House) -> None:
         step(
             [5, 0, 3, 4, 1],
             started=[Started(4, 2, 1), Started(3, 0, 1)],
-            tops=[Top(0, [9], [-0.1]), Top(3, [8], [-0.2]), Top(4, [7], [-0.3])],
+            tops=[Top(0, [9], [-0.1]), Top(3, [8], [-0.2], 5), Top(4, [7], [-0.3])],
             failures=[Failure(8, FailureCode.DATA_LOSS, "NaN")],
             advanced=[Advanced(1)],
         )
@@ -107,7 +107,7 @@ def test_each_front_end_is_told_of_its_own_rows_alone(house: House) -> None:
     assert second == step(
         [4, 1],
         started=[Started(4, 2, 1)],
-        tops=[Top(0, [8], [-0.2]), Top(1, [7], [-0.3])],
+        tops=[Top(0, [8], [-0.2], 5), Top(1, [7], [-0.3])],
     )
     assert third == step(
         [5], tops=[Top(0, [9], [-0.1])], failures=[Failure(8, FailureCode.DATA_LOSS, "NaN")]

@@ -203,6 +203,23 @@ def test_spaces_are_put_around_special_tokens_that_are_shown(api: Any) -> None:
     assert shown.text == " ".join([name] * 3)
 
 
+def test_a_tokens_rank_is_its_place_among_all(api: Any) -> None:
+    output = {"ranks": True, "top_n_tokens": 5}
+    sampling = {"temperature": 3.0, "seed": 5, "n": 2}
+    answer = once(api, ask(sampling=sampling, output=output))
+    ranks = []
+    for result in answer.results:
+        tokens = result.tokens
+        assert len(tokens.ranks) == len(tokens.token_ids) == 8
+        for token, rank, top in zip(tokens.token_ids, tokens.ranks, tokens.top_tokens, strict=True):
+            assert (rank <= len(top.ids)) == (token in top.ids)
+            assert token not in top.ids or list(top.ids).index(token) == rank - 1
+        ranks += tokens.ranks
+    assert max(ranks) > 5
+    greedy = stream(api, ask(output={"ranks": True}))
+    assert [rank for run in tokens_of(greedy) for rank in run.ranks] == [1] * 8
+
+
 def test_only_allowed_tokens_are_drawn(api: Any) -> None:
     allowed = [44, 300, 5, 17]
     greedy = ask(sampling={"allowed_token_ids": allowed}, output={"logprobs": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -57,9 +58,10 @@ class Turns:
         self.tokenizer = tokenizer_with(template)
         encoder: Any = SimpleNamespace(tokenizer=self.tokenizer)
         settings: Any = SimpleNamespace(tool_parser=tool_parser)
-        none: Any = None
+        none = dict.fromkeys(field.name for field in dataclasses.fields(Serving))
         formats = formats_of(template, tool_parser, "auto")
-        self.serving = Serving(none, encoder, none, settings, none, formats)
+        given = {"encoder": encoder, "settings": settings, "formats": formats, "since": 0}
+        self.serving = Serving(**{**none, **given})  # type: ignore[arg-type]
 
     async def rendered(self, request: pb.GenerateRequest) -> str:
         prompt: Any = (await generate_call(request, "", stream=True)).prompt

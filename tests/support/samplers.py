@@ -38,6 +38,7 @@ def asking(
     stream: int = 0,
     logprobs: bool = True,
     top_n: int = 0,
+    ranks: bool = False,
     **stopping: object,
 ) -> NewRow:
     """A sequence that asks for log probabilities, if for nothing else."""
@@ -48,6 +49,7 @@ def asking(
         StoppingParams(max_new_tokens=1, **stopping),
         logprobs=logprobs,
         top_n_tokens=top_n,
+        ranks=ranks,
     )
     return NewRow(request, stream, list(outputs))
 
@@ -94,6 +96,7 @@ def step(
         samples.logprobs.cpu().clone(),
         samples.top_ids.cpu().clone(),
         samples.top_logprobs.cpu().clone(),
+        None if samples.ranks is None else samples.ranks.cpu().clone(),
     )
 
 

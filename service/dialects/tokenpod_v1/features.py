@@ -22,7 +22,7 @@ NOT_BUILT = frozenset(
         *("adapter", "constraint"),
         *("chat.messages.content.image", "chat.tool_choice.tool_name"),
         *("sampling.bad_words", "sampling.beam"),
-        *("output.ranks", "output.prompt_top_n_tokens"),
+        "output.prompt_top_n_tokens",
     }
 )
 #: Fields of requests with tools.

@@ -105,6 +105,8 @@ class EventWriter(SampleWriter):
             message.logprobs.extend(delta.logprobs)
         if delta.offsets is not None:
             message.text_offsets.extend(delta.offsets)
+        if self.call.output.ranks:
+            message.ranks.extend(delta.ranks())
         if self.call.output.top_n_tokens:
             for ids, logprobs in delta.tops():
                 message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self.texts(ids))

@@ -233,7 +233,7 @@ def others() -> None:
 def sample() -> None:
     sampler = DeviceSampler(rows=4, vocab_size=5000, device=CPU, most_edits=16)
     rows = torch.zeros(4, dtype=torch.int64)
-    sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True))
+    sampler.sample(draw(4, 5000), rows, rows, Launches(True, True, True, True))
 
 
 def sample_under_masks() -> None:

@@ -47,7 +47,7 @@ class PaddedLoader:
         if head is None:
             raise NotServed("its class has no head")
         vocabulary, hidden = head.weight.shape
-        #: Without sizes of states where only the weights' numbers show them.
+        #: Without the states' sizes, which are seen once it is loaded.
         self.spec = TierSpec(
             architecture=architecture,
             vocab_size=vocabulary,

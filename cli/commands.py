@@ -12,12 +12,12 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tokenpod.cli.connection import Remote
-from tokenpod.cli.remote import RemoteError, calling
-from tokenpod.cli.terminal import LiveText, json_line, table
-from tokenpod.protos.tokenpod.v1 import chat_pb2, generation_pb2, model_pb2
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.cli.connection import Remote
+from tokenpod_client.cli.remote import RemoteError, calling
+from tokenpod_client.cli.terminal import LiveText, json_line, table
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2, generation_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 Result = TypeVar("Result")
 

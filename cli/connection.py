@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tokenpod.cli.options import option
+from tokenpod_client.cli.options import option
 
 PANEL = "Connection"
 #: How an address is written.

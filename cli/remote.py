@@ -10,7 +10,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from tokenpod.cli.connection import Remote
+from tokenpod_client.cli.connection import Remote
 
 #: What grpcio says when it has no connection at all, as opposed to a server's own UNAVAILABLE.
 _NO_CONNECTION = ("failed to connect", "errors resolving", "DNS resolution failed")

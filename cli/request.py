@@ -8,7 +8,7 @@ from functools import partial
 
 import click
 
-from tokenpod.cli.options import option
+from tokenpod_client.cli.options import option
 
 UINT32 = 2**32 - 1
 

@@ -11,8 +11,8 @@ from typing import TextIO
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2 import GenerateOnceResponse
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GenerateOnceResponse
 
 #: Fewer tokens than these have no rate that would come out the same the next time.
 _LEAST_RATED = 16

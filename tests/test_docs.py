@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenpod.cli.app import app
+from tokenpod_client.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("", "benchmarks", "docs", "examples", "models", "tests")

@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenpod.cli.connection import ADDRESS, PANEL, Caller, Remote
-from tokenpod.cli.options import command, option
+from tokenpod_client.cli.connection import ADDRESS, PANEL, Caller, Remote
+from tokenpod_client.cli.options import command, option
 
 _load, _prompts = partial(option, panel="Load"), partial(option, panel="Prompts")
 _FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
@@ -123,6 +123,6 @@ def bench(servers: Servers, options: BenchOptions) -> int:
     remotes = servers.remotes
 
     # Here, not above: numpy and grpc would delay every other command's help.
-    from tokenpod.cli.bench.command import bench as measure
+    from tokenpod_client.cli.bench.command import bench as measure
 
     return measure(remotes, options)

@@ -5,8 +5,8 @@ import sys
 
 import grpc
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 
 async def main(address: str = "127.0.0.1:50051", prompt: str = "def main():\n") -> None:

@@ -15,7 +15,7 @@ import pytest
 from harness import SERVING, ServerProcess, generate, serve, text_request, violations
 from hostile import with_template, with_tokenizer
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 SECONDS = 60.0
 SHORT = {"max_new_tokens": 2, "ignore_eos": True}

@@ -10,7 +10,7 @@ import transformers
 from harness import generate, serve
 
 from tokenpod.models import demo
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 #: Demo's tokenizer has so many.
 VOCABULARY = 4096

@@ -13,10 +13,10 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from tokenpod.protos.generate.v1 import generate_pb2 as v1
-from tokenpod.protos.generate.v2 import generate_pb2 as v2
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
+from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
+from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
 
 TOKENPOD = "tokenpod"
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}

@@ -9,8 +9,6 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from tokenpod.protos.tokenpod.v1 import chat_pb2, generation_pb2
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.fields import copied, given
 from tokenpod.service.dialects.tokenpod_v1.features import check_built
@@ -24,6 +22,8 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2, generation_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 MOST_LABELS = 16
 MOST_KEY_BYTES, MOST_VALUE_BYTES = 63, 256

@@ -64,8 +64,8 @@ def installed(wheels: dict[str, Path], tmp_path_factory) -> Path:
     packages = environment(home, *wheels.values())
     # A path in a .pth file is added, but the .pth files there are not read: dependencies come
     # along, the editable install of this checkout does not.
-    theirs = sysconfig.get_path("purelib")
-    (packages / "dependencies.pth").write_text(theirs + "\n")
+    theirs = distribution("grpcio").locate_file("")
+    (packages / "dependencies.pth").write_text(f"{theirs}\n")
     return home / "bin"
 
 

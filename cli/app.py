@@ -81,9 +81,26 @@ class Commands(click.Group):
         return {**added, **ours}
 
 
+def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"tokenpod {tokenpod_client.__version__}")
+        ctx.exit()
+
+
+def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"tokenpod {tokenpod_client.__version__}")
+        ctx.exit()
+
+
 @click.group(cls=Commands, help="A text-generation server that speaks gRPC, and its clients.")
-@click.version_option(
-    tokenpod_client.__version__, prog_name="tokenpod", message="%(prog)s %(version)s"
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the version and exit.",
 )
 def app() -> None:
     """Options that stand before a command."""

@@ -11,7 +11,6 @@ protocol that the server speaks, `tokenpod_client.cli` the commands.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from tokenpod_client.requests import GenerateOptions, Prompt
     from tokenpod_client.sync import Client, Stream
 
-__version__ = version("tokenpod-client")
+    __version__: str
 
 _WHERE = {
     "AsyncClient": "aio",
@@ -48,6 +47,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what is used: grpc takes its time, and help does without it."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("tokenpod-client")
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

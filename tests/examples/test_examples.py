@@ -50,6 +50,12 @@ def test_python_streams_a_completion(server, expected):
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
+def test_python_streams_two_completions_at_once(server, expected):
+    script = ROOT / "examples" / "python" / "generate_async.py"
+    done = run(sys.executable, "-P", str(script), server.address, PROMPT)
+    assert (done.returncode, done.stdout) == (0, 2 * expected), done.stderr
+
+
 def test_node_streams_a_completion(server, node, expected):
     done = run(*node, server.address, PROMPT)
     assert (done.returncode, done.stdout) == (0, expected), done.stderr

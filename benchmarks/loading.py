@@ -1,6 +1,6 @@
 """How fast weights are read from a disk, beside `readinto` of the same files.
 
-    python benchmarks/loading.py [--folder DIR] [--rounds 5] [--layers 8] [--json OUT]
+    python benchmarks/loading.py [--folder DIR] [--rounds 5] [--layers 8] [--device cuda]
 
 Writes a checkpoint of random bf16 weights of a Llama shape in two files (1.0 GB with 8 layers), or
 takes the one that lies in --folder. Then reads it in turns, each in a process of its own: by
@@ -34,11 +34,11 @@ MIB = 2**20
 def main() -> None:
     arguments = parse()
     if arguments.read:
-        print(json.dumps(READERS[arguments.read](arguments.folder)))
+        print(json.dumps(READERS[arguments.read](arguments.folder, arguments.device)))
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder and arguments.folder.parent) as scratch:
         folder = arguments.folder or written(Path(scratch) / "model", arguments.layers)
-        report = compared(folder, arguments.rounds)
+        report = compared(folder, arguments.rounds, arguments.device)
     print(f"torch {torch.__version__}, {os.cpu_count()} cores; {report['bytes'] / 1e9:.2f} GB")
     for state in ("cold", "cached"):
         plain, ours = report[state]["readinto"], report[state]["weights"]
@@ -60,23 +60,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8, help="of the model that is made")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
+    parser.add_argument("--device", default="cpu", help="where weights go")
     parser.add_argument("--read", choices=list(READERS), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def compared(folder: Path, rounds: int) -> dict:
+def compared(folder: Path, rounds: int, device: str) -> dict:
     """GB/s of both readers, medians of interleaved rounds, and the most staging."""
     files = sorted(folder.glob("*.safetensors"))
     size = sum(path.stat().st_size for path in files)
     report: dict = {"bytes": size, "rounds": rounds, "staging": 0}
     for state in ("cold", "cached"):
         results: dict[str, list[dict]] = {name: [] for name in READERS}
-        read("readinto", folder)
+        read("readinto", folder, device)
         for _ in range(rounds):
             for name in READERS:
                 if state == "cold":
                     drop(files)
-                result = read(name, folder)
+                result = read(name, folder, device)
                 results[name].append(result)
                 report["staging"] = max(report["staging"], result.get("staging", 0))
         report[state] = {
@@ -89,9 +90,10 @@ def compared(folder: Path, rounds: int) -> dict:
     return report
 
 
-def read(name: str, folder: Path) -> dict:
+def read(name: str, folder: Path, device: str) -> dict:
     """What one reader says, in a process of its own."""
     command = [sys.executable, "-P", __file__, "--read", name, "--folder", str(folder)]
+    command += ["--device", device]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -104,7 +106,8 @@ def drop(files: list[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def by_readinto(folder: Path) -> dict:
+def by_readinto(folder: Path, device: str) -> dict:
+    del device
     buffer = memoryview(bytearray(PIECE))
     began, used = time.perf_counter(), time.process_time()
     for path in sorted(folder.glob("*.safetensors")):
@@ -114,7 +117,7 @@ def by_readinto(folder: Path) -> dict:
     return {"seconds": time.perf_counter() - began, "cpu": time.process_time() - used}
 
 
-def by_reading(folder: Path) -> dict:
+def by_reading(folder: Path, device: str) -> dict:
     """As a server does, after imports: header and config, checks, weights."""
     from tokenpod.models.checkpoint import Checkpoint
     from tokenpod.models.load import read_layout
@@ -123,15 +126,18 @@ def by_reading(folder: Path) -> dict:
     torch.set_num_threads(1)
     read: dict = {
         "dtype": torch.bfloat16,
-        "device": torch.device("cpu"),
+        "device": torch.device(device),
         "progress": lambda *_: None,
     }
+    torch.zeros(1, device=device)
     with AnonymousMemory() as memory:
         began, used = time.perf_counter(), time.process_time()
         with Checkpoint(folder) as checkpoint:
             weights = read_weights(checkpoint, read_layout(folder, checkpoint).weights, **read)
+        if device != "cpu":
+            torch.cuda.synchronize()
         spent = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - used}
-    stays = sum(weight.nbytes for weight in weights.values())
+    stays = sum(weight.nbytes for weight in weights.values() if weight.device.type == "cpu")
     return {**spent, "staging": memory.most - stays}
 
 

@@ -26,6 +26,7 @@ GROUP = "tokenpod.commands"
 
 CLIENT = {
     "generate": Entry("Continue a prompt and print the text as it comes.", "calls:generate"),
+    "chat": Entry("Talk with the model.", "calls:chat"),
     "tokens": Entry("Count the tokens of a text.", "calls:tokens"),
     "info": Entry("Show what a server runs, and what it allows.", "calls:info"),
     "health": Entry("Ask for a server's health.", "calls:health"),
@@ -79,12 +80,6 @@ class Commands(click.Group):
             added |= point.load()
         ours = {name: entry.within("tokenpod_client.cli") for name, entry in CLIENT.items()}
         return {**added, **ours}
-
-
-def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        click.echo(f"tokenpod {tokenpod_client.__version__}")
-        ctx.exit()
 
 
 def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:

@@ -30,6 +30,13 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What `chat` begins with."""
+
+    system: str | None = option("The system message.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Counted:
     """What `tokens` counts."""
 
@@ -69,6 +76,19 @@ def generate(prompt: Prompt, options: RequestOptions, remote: Remote) -> None:
     )
     work = commands.generate(remote, request, stream=options.stream, json_lines=prompt.json_lines)
     commands.run(work)
+
+
+@command(Conversation, RequestOptions, Remote)
+def chat(conversation: Conversation, options: RequestOptions, remote: Remote) -> None:
+    """Talk with the model; Ctrl-C ends an answer, Ctrl-D the conversation."""
+    from tokenpod_client.cli import commands
+    from tokenpod_client.cli.chat import talk
+
+    if (options.n or 1) > 1:
+        raise click.BadParameter("a conversation has one answer a turn", param_hint="--n")
+    request = commands.generate_request("", options.fields, chat=True, system=None)
+    with commands.remote_errors():
+        talk(remote, request, conversation.system)
 
 
 @command(Counted, Remote)

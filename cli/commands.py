@@ -131,6 +131,8 @@ def _rows(model: model_pb2.Model) -> Iterator[tuple[str, object]]:
             yield from ((name.replace("_", " "), limit) for name, limit in _fields(value))
         elif field == "chat_template":
             yield "chat template", model.HasField("chat_template")
+        elif field == "sampling_defaults":
+            yield "sampling defaults", ", ".join(f"{f.name} {x:g}" for f, x in value.ListFields())
         elif field == "eos_token_ids":
             yield "eos token ids", ", ".join(map(str, value))
         elif field != "features":

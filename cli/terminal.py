@@ -21,7 +21,7 @@ class LiveText:
     """Text on `out` as it comes, one closing line on `notes`.
 
     Several samples come interleaved: the first unfinished one is shown live and the others wait,
-    each below a line with its index.
+    each below a line with its index. Of one sample, what the model thinks goes to `notes`.
 
     Args:
         out, notes: where text and closing line go.
@@ -49,6 +49,10 @@ class LiveText:
         kind = message.WhichOneof("event")
         if kind == "tokens":
             self._first = self._first or time.monotonic()
+            if not self._several:
+                # Not of the answer, but what the reader waits for.
+                self._notes.write(message.tokens.reasoning)
+                self._notes.flush()
             self._text(message.tokens.index, message.tokens.text)
         elif kind == "finished":
             self._text(message.finished.index, "")

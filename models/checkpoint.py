@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from tokenpod.core.model_files import PICKLES
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
+from tokenpod.models.pieces import READERS, Pieces
 from tokenpod.models.shard import Shard
 from tokenpod.models.tensor_file import DTYPES, TensorFile
 from tokenpod.models.weights import Stack, StoredTensor, Weight
@@ -30,6 +32,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._files = ExitStack()
+        readers = self._files.enter_context(ThreadPoolExecutor(READERS, "weights"))
+        self._pieces = Pieces(readers)
         self._where: dict[str, TensorFile] = {}
         #: The files that it is made of.
         self.files = files_of(folder)
@@ -113,7 +117,7 @@ class Checkpoint:
         self._where[name].read(rows, name, first, shape[1:], columns)
 
     def _open(self, path: Path) -> None:
-        file = TensorFile(path)
+        file = TensorFile(path, self._pieces)
         self._files.callback(file.close)
         for name in file.entries:
             if name in self._where:

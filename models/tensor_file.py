@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tokenpod.models.errors import ModelError
+from tokenpod.models.pieces import Pieces
 
 #: Numbers by what the format calls their kinds.
 DTYPES = {
@@ -38,8 +39,6 @@ DTYPES = {
 #: Bytes of a header: 100,000 tensors with long names have a tenth.
 _MOST_HEADER_BYTES = 32 << 20
 _MOST_AXES = 16
-#: Bytes that are read at once, where they don't go straight to their place.
-PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +53,16 @@ class Entry:
 
 
 class TensorFile:
-    """A safetensors file, open until closed. Raises ModelError for one that is not whole."""
+    """A safetensors file, open until closed. Raises ModelError for one that is not whole.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the file.
+        pieces: how tensors are read; None: by the caller's thread.
+    """
+
+    def __init__(self, path: Path, pieces: Pieces | None = None) -> None:
         self.name = path.name
+        self._pieces = pieces or Pieces()
         try:
             # A pipe without a writer would not even open.
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -65,7 +70,6 @@ class TensorFile:
             raise ModelError(f"{path}: no such file") from None
         except OSError as error:
             raise ModelError(f"{path}: can't be read ({error.strerror})") from None
-        self._scratch = torch.empty(0, dtype=torch.uint8)
         try:
             self.entries = _entries(self._file)
         except (_Broken, OSError, RecursionError) as error:
@@ -98,37 +102,18 @@ class TensorFile:
         """
         entry = self.entries[name]
         dtype = DTYPES[entry.kind]
-        width = math.prod(row) * dtype.itemsize
         if not target.numel():
             return
-        start = entry.start + first * width
-        if columns is None and target.dtype == dtype and target.device.type == "cpu":
-            self._fill(target, start, name)
-            return
-        count = max(PIECE_BYTES // width, 1)
-        for begin in range(0, len(target), count):
-            part = target[begin : begin + count]
-            piece = self._piece(len(part) * width, pinned=target.is_cuda)
-            self._fill(piece, start + begin * width, name)
-            rows = piece.view(dtype).view(len(part), *row)
-            part.copy_(rows if columns is None else rows[:, columns.start : columns.stop])
-
-    def _piece(self, size: int, *, pinned: bool) -> torch.Tensor:
-        if len(self._scratch) < size:
-            self._scratch = torch.empty(
-                max(size, PIECE_BYTES), dtype=torch.uint8, pin_memory=pinned
-            )
-        return self._scratch[:size]
-
-    def _fill(self, target: torch.Tensor, start: int, name: str) -> None:
-        """Read a tensor's bytes, without holding the interpreter's lock."""
-        left = target.reshape(-1).view(torch.uint8).numpy().data
+        start = entry.start + first * math.prod(row) * dtype.itemsize
         try:
-            while left:
-                done = os.preadv(self._file, [left[:PIECE_BYTES]], start)
-                if not done:
-                    raise ModelError(f"{self.name}: {name} can't be read: the file ends before it")
-                left, start = left[done:], start + done
+            if columns is None and target.dtype == dtype and target.device.type == "cpu":
+                self._pieces.fill(self._file, target, start)
+            else:
+                self._pieces.copy(self._file, target, start, dtype, row, columns)
+        except EOFError:
+            raise ModelError(
+                f"{self.name}: {name} can't be read: the file ends before it"
+            ) from None
         except OSError as error:
             raise ModelError(f"{self.name}: {name} can't be read ({error.strerror})") from None
 

@@ -224,6 +224,11 @@ class ServerSettings(Settings):
         return f"{host_of(self.hostname)}:{self.port}"
 
     @property
+    def tgis_address(self) -> str | None:
+        """Where every service listens as well; None: nowhere."""
+        return f"{host_of(self.hostname)}:{self.tgis_port}" if self.tgis_port else None
+
+    @property
     def health_address(self) -> str | None:
         """Where the health port listens; None: nowhere."""
         return f"{host_of(self.hostname)}:{self.health_port}" if self.health_port else None

@@ -80,8 +80,9 @@ def _memory_faults(s: ServerSettings) -> Iterator[str]:
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:
-    if s.port == s.health_port != 0:
-        yield f"--port and --health-port are both {s.port}: they must differ"
+    for one, other in combinations(("port", "health_port", "tgis_port"), 2):
+        if getattr(s, one) == getattr(s, other) != 0:
+            yield f"{flag(one)} and {flag(other)} are both {getattr(s, one)}: they must differ"
     if s.uds_path is not None:
         size, folder = len(os.fsencode(s.uds_path)), Path(s.uds_path).parent
         most = _MOST_SOCKET_BYTES - len(f"-{s.first_rank}{SOCKET_SUFFIX}")

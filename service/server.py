@@ -53,7 +53,7 @@ from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind, check_port, public_server
+from tokenpod.service.rpc.listen import StartError, bind_all, check_ports, public_server
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
@@ -129,7 +129,8 @@ class Server:
         recording = telemetry.interceptors(TABLE.untraced)
         server, closing = public_server(self.settings, backend, recording)
         await board.add_to(server, TABLE.served)
-        port = bind(server, address, credentials(self.settings))
+        with_tls = credentials(self.settings)
+        port = bind_all(server, address, self.settings.tgis_address, with_tls)
         await server.start()
         return Public(server, closing, port)
 
@@ -142,7 +143,7 @@ class Server:
     ) -> Listener:
         settings = self.settings
         if settings.resolved_front_ends > 1:
-            check_port(settings)
+            check_ports(settings)
         make = functools.partial(self._public, backend, telemetry, board)
         public = await make(settings.address)
         stack.push_async_callback(public.server.stop, None)

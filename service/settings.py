@@ -72,6 +72,17 @@ class Settings(BaseSettings):
     files must have these digests, whatever this says."""
     chat_template: str | None = _model(derived="the model's default", min_length=1)
     """Chat template: the name of another one of the model's, such as tool_use, or a file."""
+    tool_parser: Literal["auto", "none", "hermes", "mistral", "pythonic", "llama3_json"] = _model(
+        "auto"
+    )
+    """How the model writes calls of tools, which tokenpod.v1 tells from its text. auto: as its chat
+    template shows."""
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = _model("auto")
+    """How the model marks what it thinks before it answers, likewise. think: `<think>`; mistral:
+    `[THINK]`."""
+    generation_config: Literal["model", "none"] = _model("model")
+    """What requests of tokenpod.v1 get that leave open how tokens are chosen: what the model's
+    generation_config.json says, or the likeliest token. Other protocols have rules of their own."""
     config_override: str | None = _model(min_length=2)
     """Fields of the model's config.json that have other values, as a JSON object: rope, lengths. An
     object in it replaces one as a whole, but rope keeps its theta."""
@@ -93,6 +104,8 @@ class Settings(BaseSettings):
     """Address to listen on."""
     port: int = _network(50051, ge=0, le=65535)
     """Port of every gRPC service. 0: any free one."""
+    tgis_port: int = _network(0, ge=0, le=65535)
+    """A second port of every gRPC service, for clients of TGIS, who look for 8033. 0: none."""
     health_port: int = _network(50052, ge=0, le=65535)
     """Port of grpc.health.v1 for probes: plaintext, without authentication. 0: none."""
     front_ends: int = _network(0, ge=0, le=64)

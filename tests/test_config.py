@@ -106,11 +106,21 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
-    odd |= {"require_manifest": "true"}
+    odd |= {
+        "require_manifest": "true",
+        "generation_config": "none",
+        "tool_parser": "hermes",
+        "reasoning_parser": "think",
+    }
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
     odd |= {"text_memory_bytes": "200000000"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}
-    odd |= {"max_message_bytes": "2048", "uds_path": str(tmp_path / "s"), "port": "11"}
+    odd |= {
+        "max_message_bytes": "2048",
+        "uds_path": str(tmp_path / "s"),
+        "port": "11",
+        "tgis_port": "10",
+    }
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "16", "max_queue_tokens": "20"}
@@ -183,6 +193,7 @@ def test_every_fault_is_told_on_a_line_of_its_own():
         ({"config_override": "[1"}, "--config-override is [1: it is not JSON"),
         ({"config_override": "[1]"}, "--config-override is [1]: it must be a JSON object"),
         ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),
+        ({"health_port": 7, "tgis_port": 7}, "--health-port and --tgis-port are both 7"),
         ({"uds_path": "/tmp/" + "x" * 101}, "--uds-path has 106 bytes: at most 101"),
         ({"uds_path": "/no/such/socket"}, "there is no folder /no/such"),
         ({"tls_cert": __file__}, "--tls-key is needed with it"),

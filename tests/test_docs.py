@@ -28,6 +28,8 @@ FOREIGN = {
     *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
     "--disable-grammar-support",
     *("--http2-prior-knowledge", "--protocol"),
+    # Of docker and pip.
+    *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url"),
     *("--waiting-served-ratio", "--max-waiting-tokens"),
     "--lora-adapters",
 }

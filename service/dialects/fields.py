@@ -74,4 +74,5 @@ def within(path: str) -> Iterator[None]:
     except FieldError as error:
         # A key of metadata lies in no message.
         inside = "" if error.field.startswith("metadata ") else f"{path}."
-        raise type(error)(f"{inside}{error.field}", error.problem) from None
+        error.rename(f"{inside}{error.field}")
+        raise

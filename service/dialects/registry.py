@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenpod.service.dialects.fmaas.methods import METHODS as FMAAS
 from tokenpod.service.dialects.generate_v1.methods import METHODS as GENERATE_V1
 from tokenpod.service.dialects.generate_v2.methods import METHODS as GENERATE_V2
 from tokenpod.service.dialects.generate_v3.methods import METHODS as GENERATE_V3
@@ -11,4 +12,14 @@ from tokenpod.service.rpc.methods import MethodTable
 from tokenpod.service.rpc.reflection import METHODS as REFLECTION
 
 #: Every rpc of every service.
-TABLE = MethodTable([*TOKENPOD_V1, *GENERATE_V3, *GENERATE_V2, *GENERATE_V1, *HEALTH, *REFLECTION])
+TABLE = MethodTable(
+    [
+        *TOKENPOD_V1,
+        *GENERATE_V3,
+        *GENERATE_V2,
+        *GENERATE_V1,
+        *FMAAS,
+        *HEALTH,
+        *REFLECTION,
+    ]
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from tokenpod.service.dialects import validate
 from tokenpod.service.serving.calls import GenerateCall
@@ -15,6 +15,19 @@ from tokenpod.service.text.tokenizer import Tokenizer
 
 #: Metadata of a call, and of its answer: the request's name.
 REQUEST_ID_KEY = "x-request-id"
+
+
+class StreamWriter(Protocol):
+    """Makes the messages of a stream, one at a time."""
+
+    generation: Generation
+
+    @property
+    def done(self) -> bool:
+        """Whether every message has been handed out."""
+
+    def next(self) -> Any:
+        """The next message; None: nothing yet, or nothing more."""
 
 
 class SampleWriter(ABC):
@@ -112,22 +125,22 @@ class SampleWriter(ABC):
         return [token in special for token in ids]
 
 
-def request_id_of(named: str, context: Any) -> str:
-    """The name of a request: what its message says, else its metadata, else a new one.
+def request_id_of(named: str, context: Any, key: str = REQUEST_ID_KEY) -> str:
+    """The name of a request: what its message says, else its metadata (`key`), else a new one.
 
     Raises InvalidArgument for a name in metadata that is too long or not printable ASCII.
     """
     if named:
         return named
-    for key, value in context.invocation_metadata() or ():
-        if key == REQUEST_ID_KEY and value:
+    for name, value in context.invocation_metadata() or ():
+        if name == key and value:
             found = value if isinstance(value, str) else value.decode("ascii", "replace")
-            validate.check_request_id(found, f"metadata {REQUEST_ID_KEY}")
+            validate.check_request_id(found, f"metadata {key}")
             return found
     return uuid.uuid4().hex
 
 
-async def write_all(writer: SampleWriter, context: Any) -> None:
+async def write_all(writer: StreamWriter, context: Any) -> None:
     """Write a stream to its end. Raises what the generation fails with.
 
     It writes where a generator would yield: each layer around a generator costs every token one

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
-    ChatPrompt,
     GenerateCall,
     Sampling,
     ShardBatch,
@@ -25,6 +24,7 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
+from tokenpod.service.serving.chats import ChatPrompt
 
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256
@@ -54,6 +54,24 @@ class RequestLimits:
     rows: int
 
 
+class PromptTooLong(InvalidArgument):
+    """A prompt leaves no room for an answer.
+
+    Args:
+        tokens: it has so many.
+        most: it may have so many.
+    """
+
+    def __init__(self, tokens: int, most: int) -> None:
+        self.tokens = tokens
+        self.most = most
+        super().__init__(
+            "prompt",
+            f"has {tokens} tokens; this server allows at most {most}"
+            " (--max-input-tokens); set `truncate` to keep the last ones only",
+        )
+
+
 @contextlib.contextmanager
 def field_names(names: Mapping[str, str]) -> Iterator[None]:
     """Let InvalidArgument name fields as a dialect's clients know them.
@@ -64,7 +82,8 @@ def field_names(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidArgument as error:
-        raise InvalidArgument(_renamed(error.field, names), error.problem) from None
+        error.rename(_renamed(error.field, names))
+        raise
 
 
 def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
@@ -88,7 +107,7 @@ def check_tokens(call: TokensCall) -> None:
 
 def check_chat_length(messages: int) -> None:
     """How many messages a chat has; asked before they are converted."""
-    _few_entries("chat.messages", messages, MOST_CHAT_MESSAGES)
+    few_entries("chat.messages", messages, MOST_CHAT_MESSAGES)
 
 
 def check_returned_ids(tokens: int) -> None:
@@ -100,7 +119,7 @@ def check_returned_ids(tokens: int) -> None:
 
 def check_detokenize(ids: Sequence[int], limits: RequestLimits) -> None:
     """The tokens whose text is asked for."""
-    _few_entries("token_ids", len(ids), MOST_RETURNED_IDS)
+    few_entries("token_ids", len(ids), MOST_RETURNED_IDS)
     _check_token_ids("token_ids", ids, limits)
 
 
@@ -113,18 +132,21 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
         raise InvalidArgument(field, "must be printable ASCII")
 
 
-def max_new_tokens(prompt_tokens: int, wanted: int | None, limits: RequestLimits) -> int:
-    """How many tokens a sequence may generate; checks prompt and output together."""
+def max_new_tokens(
+    prompt_tokens: int, wanted: int | None, limits: RequestLimits, *, shorten: bool = False
+) -> int:
+    """How many tokens a sequence may generate; checks prompt and output together.
+
+    `shorten`: what does not fit is left out, and not refused.
+    """
     if prompt_tokens == 0:
         raise InvalidArgument("prompt", "has no tokens; at least 1 is needed")
     if prompt_tokens > limits.max_input_tokens:
-        raise InvalidArgument(
-            "prompt",
-            f"has {prompt_tokens} tokens; this server allows at most {limits.max_input_tokens}"
-            " (--max-input-tokens); set `truncate` to keep the last ones only",
-        )
+        raise PromptTooLong(prompt_tokens, limits.max_input_tokens)
     room = limits.max_total_tokens - prompt_tokens
     if wanted is None:
+        return room
+    if wanted > room and shorten:
         return room
     if wanted > room:
         raise InvalidArgument(
@@ -137,8 +159,8 @@ def max_new_tokens(prompt_tokens: int, wanted: int | None, limits: RequestLimits
 
 def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:
     """All samples of a request hold their keys and values at the same time."""
-    # They share the prompt; each but the first computes its last token once more.
-    # The last tokens' keys and values are never written.
+    # They share the prompt; each but the first computes its last token once more, and the last
+    # tokens' keys and values are never written.
     need = prompt_tokens + samples * (new_tokens - 1) + samples - 1
     if need > limits.slots:
         raise InvalidArgument(
@@ -212,12 +234,12 @@ def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
         _refuse("stopping.min_new_tokens", stopping.min_new_tokens, f"must be at most {most_new}")
     _check_stops("stopping.stop_sequences", stopping.stop_sequences, limits)
     field, ids = "stopping.stop_token_ids", stopping.stop_token_ids
-    _few_entries(field, len(ids), limits.max_logit_bias, "--max-logit-bias")
+    few_entries(field, len(ids), limits.max_logit_bias, "--max-logit-bias")
     _check_token_ids(field, ids, limits)
 
 
 def _check_stops(field: str, stops: Sequence[str], limits: RequestLimits) -> None:
-    _few_entries(field, len(stops), limits.max_stop_sequences, "--max-stop-sequences")
+    few_entries(field, len(stops), limits.max_stop_sequences, "--max-stop-sequences")
     for at, stop in enumerate(stops):
         size = len(stop.encode())
         if size == 0:
@@ -264,7 +286,7 @@ def check_shard_request(request: ShardRequest, at: int, limits: RequestLimits) -
         problem = "is 0; at least 1 is needed"
         raise InvalidArgument(f"{field}.stopping_parameters.max_new_tokens", problem)
     stops = f"{field}.stopping_parameters.stop_sequences"
-    _few_entries(stops, len(request.stop_sequences), SHARD_STOP_SEQUENCES)
+    few_entries(stops, len(request.stop_sequences), SHARD_STOP_SEQUENCES)
     most_top = min(MOST_TOP_TOKENS, limits.vocab_size)
     _at_most(f"{field}.top_n_tokens", request.top_n_tokens, most_top, None)
     if request.chunk_len == 0:
@@ -328,7 +350,8 @@ def _at_most(field: str, value: int, most: int, flag: str | None) -> None:
         raise InvalidArgument(field, f"is {value}; this server allows at most {most}{source}")
 
 
-def _few_entries(field: str, count: int, most: int, flag: str | None = None) -> None:
+def few_entries(field: str, count: int, most: int, flag: str | None = None) -> None:
+    """At most so many. `flag`: where an operator allows more."""
     if count > most:
         source = f" ({flag})" if flag else ""
         raise InvalidArgument(field, f"has {count} entries; this server allows {most}{source}")

@@ -27,7 +27,7 @@ from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.front_ends import FrontEndConfig
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.certificates import credentials
-from tokenpod.service.rpc.listen import StartError, bind, public_server
+from tokenpod.service.rpc.listen import StartError, bind_all, public_server
 from tokenpod.service.rpc.relay import relay_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
@@ -70,7 +70,7 @@ async def run(config: FrontEndConfig, settings: ServerSettings) -> int:
         # As in the first one.
         gc.collect()
         gc.freeze()
-        bind(server, config.address, credentials(settings))
+        bind_all(server, config.address, settings.tgis_address, credentials(settings))
         await server.start()
         counters.set_serving()
         await _keep_in_touch(client, counters, hung_up)

@@ -87,6 +87,11 @@ class FieldError(ServiceError):
         self.field = field
         self.problem = problem
 
+    def rename(self, field: str) -> None:
+        """Name the field as another message's, or in another protocol."""
+        self.field = field
+        self.message = f"{field} {self.problem}"
+
     def details(self) -> list[AnyMessage]:
         """The violation first."""
         bad = error_details_pb2.BadRequest()

@@ -118,17 +118,31 @@ def reason(address: str, error: Exception) -> str:
     return str(error)
 
 
-def check_port(settings: ServerSettings) -> None:
+def bind_all(
+    server: grpc.aio.Server,
+    address: str,
+    second: str | None,
+    with_tls: grpc.ServerCredentials | None,
+) -> int:
+    """Listen on `address`, whose port is returned, and on `second`, if any. Raises StartError."""
+    port = bind(server, address, with_tls)
+    if second is not None:
+        bind(server, second, with_tls)
+    return port
+
+
+def check_ports(settings: ServerSettings) -> None:
     """Raise StartError if a port that front ends will share has another owner already.
 
     Sharing asks for nothing but the same user: without this look, two servers would split the
     clients of one port between them.
     """
-    try:
-        _try_port(settings.hostname, settings.port)
-    except OSError as error:
-        why = reason(settings.address, error)
-        raise StartError(f"cannot listen on {settings.address}: {why}") from error
+    for address in filter(None, (settings.address, settings.tgis_address)):
+        try:
+            _try_port(settings.hostname, int(address.rpartition(":")[2]))
+        except OSError as error:
+            why = reason(address, error)
+            raise StartError(f"cannot listen on {address}: {why}") from error
 
 
 def _try_port(host: str, port: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from tokenpod.core.messages import Request, StoppingParams
@@ -14,10 +14,10 @@ from tokenpod.service.rpc.admission import Admission, Place
 from tokenpod.service.rpc.errors import AlreadyExists
 from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
-from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.serving.generation import Generation
+from tokenpod.service.serving.samples import samples_of
 from tokenpod.service.serving.sampling import sampling_params
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.text.stops import StopMatcher
 from tokenpod.service.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -69,12 +69,20 @@ class AdmittedCall:
             problem = f"request_id is {request_id!r}; a call of that name is under way"
             raise AlreadyExists("call", request_id, problem)
 
-    def check(self, call: GenerateCall) -> None:
+    @property
+    def limits(self) -> validate.RequestLimits:
+        """What a request may ask for."""
+        return self._serving.limits
+
+    def check(self, call: GenerateCall, limits: validate.RequestLimits | None = None) -> None:
         """Check what can be said before tokenising, and count the prompt's memory.
+
+        `limits`: a protocol's own, where it promises other ones.
 
         Raises InvalidArgument or ResourceExhausted.
         """
-        validate.check_generate(call, self._serving.limits)
+        validate.check_generate(call, limits or self._serving.limits)
+        self._serving.check_tools(call)
         self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
 
     async def submit(
@@ -102,6 +110,7 @@ class AdmittedCall:
             min(tokenised.count, call.truncate or tokenised.count),
             call.stopping.max_new_tokens,
             serving.limits,
+            shorten=call.stopping.shorten,
         )
         prompt = tokenised.ids
         lease.resize(lease.size + ID_BYTES * len(prompt))
@@ -111,7 +120,7 @@ class AdmittedCall:
         request = self._engine_request(call, prompt, new_tokens, samples, deadline_at)
         generation = Generation(
             request,
-            _samples(serving.tokenizer, call, request),
+            samples_of(serving, call, request, tokenised.rendered_end),
             streamed=call.output.stream,
             failures_last=call.failures_last,
             step_at=lambda: serving.client.step_at,
@@ -202,22 +211,3 @@ def _counted(lease: Lease) -> Callable[[int], None]:
     """Counts a call's answer, as far as it is kept, besides its prompt."""
     prompt = lease.size
     return lambda answer: lease.resize(prompt + answer)
-
-
-def _samples(tokenizer: Tokenizer, call: GenerateCall, request: Request) -> Sequence[Sample]:
-    stopping, output = call.stopping, call.output
-    return [
-        Sample(
-            index=index,
-            sequence_id=sequence_id,
-            detokenizer=tokenizer.detokenizer(
-                request.prompt, skip_special=output.skip_special_tokens
-            ),
-            stops=StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence),
-            min_new_tokens=stopping.min_new_tokens,
-            streamed=output.stream,
-            offsets=output.text_offsets,
-            keep_text=output.final_text,
-        )
-        for index, sequence_id in enumerate(request.sequence_ids)
-    ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tokenpod.service.serving.chats import ChatPrompt
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -37,6 +39,8 @@ class Stopping:
     ignore_eos: bool = False
     include_stop_sequence: bool = False
     time_limit_ns: int = 0
+    #: Of `max_new_tokens` what does not fit is left out, and not refused.
+    shorten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +56,15 @@ class Output:
     text_offsets: bool = False
     #: The whole text at the end, besides the pieces of it.
     final_text: bool = True
+    #: Of a chat: tell neither reasoning nor calls of tools from text. Most protocols can't.
+    raw_text: bool = True
     skip_special_tokens: bool = True
+    #: None: as the tokenizer does.
+    spaces_between_special_tokens: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """Messages as (role, content)."""
-
-    messages: Sequence[tuple[str, str]]
-    add_generation_prompt: bool = True
-
-
-#: What Python takes for a token id in a list, and for a message besides its texts.
+#: What Python takes for a token id in a list.
 ID_BYTES = 36
-_MESSAGE_BYTES = 200
 
 #: Text, token ids or a chat; None: the client set none.
 Prompt = str | Sequence[int] | ChatPrompt | None
@@ -79,7 +78,7 @@ def prompt_bytes(prompt: Prompt) -> int:
         # Python's strings: as many bytes for each character as the widest one needs.
         return len(prompt) if prompt.isascii() else 4 * len(prompt)
     if isinstance(prompt, ChatPrompt):
-        return sum(_MESSAGE_BYTES + 4 * len(r) + 4 * len(c) for r, c in prompt.messages)
+        return prompt.memory
     return ID_BYTES * len(prompt)
 
 

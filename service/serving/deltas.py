@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from tokenpod.core.messages import Top
+from tokenpod.service.text.parsers.parts import Kind, Part
 
+#: What plain text is a piece of.
+_TEXT = Part(Kind.TEXT, "")
 #: Bytes from which on a page takes nothing more.
 _PAGE_BYTES = 8 * 1024
 
@@ -22,7 +25,7 @@ class Delta:
 
     __slots__ = (
         *("_text", "_top_counts", "_top_ids", "_top_logprobs"),
-        *("logprobs", "offsets", "token_ids"),
+        *("logprobs", "offsets", "part", "token_ids"),
     )
 
     def __init__(self) -> None:
@@ -31,6 +34,8 @@ class Delta:
         #: Where each token's text begins, in code points; None: not asked for.
         self.offsets: array[int] | None = None
         self._text = bytearray()
+        #: What `text` is a piece of: the part that it began with; None: plain text.
+        self.part: Part | None = None
         #: All top tokens, one token's after the other's, and how many each token has; none of it
         #: exists where none were asked for: most streams make one of these objects per token.
         self._top_ids: array[int] | None = None
@@ -80,6 +85,17 @@ class Delta:
         """More text, in UTF-8."""
         self._text += text
 
+    def add_part(self, part: Part) -> bool:
+        """A piece of text, reasoning or a call; whether it may share this run's."""
+        if self.part is None and not self._text:
+            self.part = part if part.kind is not Kind.TEXT else None
+        else:
+            last = self.part or _TEXT
+            if part.call_id or (part.kind, part.call) != (last.kind, last.call):
+                return False
+        self._text += part.text.encode()
+        return True
+
     def _add_top(self, top: Top | None) -> None:
         if self._top_ids is None:
             self._top_ids, self._top_logprobs = array("I"), array("f")
@@ -124,6 +140,16 @@ class Unread:
         """More text, in UTF-8."""
         self._page().add_text(text)
 
+    def add_part(self, part: Part) -> None:
+        """A piece of text, reasoning or a call, which has no other on its page.
+
+        Where the whole output is one page, the sample has the parts.
+        """
+        if self._page_bytes == sys.maxsize:
+            return
+        if not self._page().add_part(part):
+            self._new_page().add_part(part)
+
     def take(self) -> Delta:
         """The oldest page; empty if nothing waits."""
         if not self._pages:
@@ -148,6 +174,9 @@ class Unread:
         size = last.size
         if size < self._page_bytes:
             return last
-        self._full_bytes += size
-        pages.append(Delta())
-        return pages[-1]
+        return self._new_page()
+
+    def _new_page(self) -> Delta:
+        self._full_bytes += self._pages[-1].size
+        self._pages.append(Delta())
+        return self._pages[-1]

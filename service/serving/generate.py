@@ -26,6 +26,7 @@ from tokenpod.service.serving.calls import ID_BYTES, TokensCall, prompt_bytes
 from tokenpod.service.serving.serving import Serving, request_limits
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder, Tokenised
+from tokenpod.service.text.parsers.turn import formats_of
 
 #: Tokens that are decoded before others get their turn: a few milliseconds of the slowest decoder.
 _SLICE_TOKENS = 128
@@ -48,7 +49,10 @@ class GenerateService:
         limits = request_limits(settings, ready)
         self._admission.max_queue_tokens = settings.resolved_queue_tokens(ready.slots)
         self._admission.turnover.watch(client, limits.rows)
-        self._serving = Serving(client, encoder, limits, settings, ready)
+        formats = formats_of(
+            encoder.tokenizer.template_source, settings.tool_parser, settings.reasoning_parser
+        )
+        self._serving = Serving(client, encoder, limits, settings, ready, formats)
         return self._serving
 
     @property

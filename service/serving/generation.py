@@ -12,17 +12,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tokenpod.core.messages import (
-    Failure,
-    FailureCode,
-    FinishCode,
-    Request,
-    Started,
-    Top,
-)
+from tokenpod.core.messages import Failure, FailureCode, FinishCode, Request, Started, Top
 from tokenpod.service.rpc.errors import ResourceExhausted, ServiceError, engine_failure
 from tokenpod.service.serving.deltas import Delta, Unread
+from tokenpod.service.serving.turns import Turn
 from tokenpod.service.text.decoding import Detokenizer
+from tokenpod.service.text.parsers.parts import Kind, Part
 from tokenpod.service.text.stops import StopMatcher
 
 #: Bytes that may wait for a stream's reader. What gRPC holds for it (a message being sent, its
@@ -53,6 +48,7 @@ class Sample:
         streamed: hand out what comes in pages; else the whole output as one.
         offsets: note where each token's text begins.
         keep_text: the whole text is wanted at the end.
+        turn: tells reasoning and calls from the text; None: all of it is text.
     """
 
     def __init__(
@@ -66,7 +62,11 @@ class Sample:
         streamed: bool,
         offsets: bool = False,
         keep_text: bool = True,
+        turn: Turn | None = None,
     ) -> None:
+        self.turn = turn
+        #: Tokens of reasoning, its marks included.
+        self.reasoning_tokens = 0
         self.index = index
         self.sequence_id = sequence_id
         self.generated = 0
@@ -103,7 +103,9 @@ class Sample:
             self._note(token_id, logprob, top, at)
             self._read(token_id)
             if self._stops.matched is not None:
-                self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched)
+                self._end(Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched))
+            elif self.turn is not None and self.turn.over:
+                self._end(Ending(FinishCode.EOS))
             return
         self._push_last(token_id, logprob, finish, top, at)
 
@@ -124,7 +126,8 @@ class Sample:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the text so far, which ends the stream, and of what waits to be taken."""
-        return self._unread.size + len(self._text)
+        kept = self._unread.size + len(self._text)
+        return kept if self.turn is None else kept + self.turn.kept_bytes
 
     def drop(self) -> None:
         """Forget what was not taken."""
@@ -140,11 +143,17 @@ class Sample:
         if self._stops.matched is None:
             self._emit(self._stops.push(self._detokenizer.finish()))
         if self._stops.matched is not None:
-            self.ending = Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched)
+            self._end(Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched))
         else:
             self._emit(self._stops.finish())
             stop_token = token_id if finish is FinishCode.STOP_TOKEN else None
-            self.ending = Ending(finish, stop_token_id=stop_token)
+            self._end(Ending(finish, stop_token_id=stop_token))
+
+    def _end(self, ending: Ending) -> None:
+        """The text is whole."""
+        if self.turn is not None:
+            self._tell(self.turn.finish())
+        self.ending = ending
 
     def _read(self, token_id: int) -> None:
         """Emit what a token brings of the text."""
@@ -152,7 +161,10 @@ class Sample:
         if self._written is not None:
             self._written += len(text)
         active = self.generated >= self._min_new_tokens
+        reasoned = self.turn is not None and self.turn.reasons
         self._emit(self._stops.push(text, active=active))
+        if self.turn is not None and (reasoned or self.turn.reasons):
+            self.reasoning_tokens += 1
 
     def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
         self.generated += 1
@@ -162,11 +174,19 @@ class Sample:
         self._unread.add_token(token_id, logprob, top, self._written)
 
     def _emit(self, text: str) -> None:
-        if text:
+        if self.turn is not None:
+            self._tell(self.turn.push(text))
+        elif text:
             encoded = text.encode()
             if self._keep_text:
                 self._text += encoded
             self._unread.add_text(encoded)
+
+    def _tell(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part.kind is Kind.TEXT and self._keep_text:
+                self._text += part.text.encode()
+            self._unread.add_part(part)
 
 
 class Generation:
@@ -235,6 +255,11 @@ class Generation:
     def generated_tokens(self) -> int:
         """Tokens of all samples so far."""
         return sum(sample.generated for sample in self.samples)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of them that were reasoning."""
+        return sum(sample.reasoning_tokens for sample in self.samples)
 
     def best(self, n: int) -> Sequence[Sample]:
         """The `n` samples of highest mean log probability; where they are all, in their order."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
+from tokenpod.service.rpc.errors import FailedPrecondition
+from tokenpod.service.serving.calls import GenerateCall
+from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.text.encoder import Encoder
+from tokenpod.service.text.parsers.turn import Formats
 from tokenpod.service.text.tokenizer import Tokenizer
 
 
@@ -22,6 +26,8 @@ class Serving:
     limits: validate.RequestLimits
     settings: ServerSettings
     ready: Ready
+    #: How the model writes reasoning and calls of tools.
+    formats: Formats
     #: When it became ready, in nanoseconds since 1970.
     since: int = field(default_factory=time.time_ns)
 
@@ -29,6 +35,22 @@ class Serving:
     def model_id(self) -> str:
         """The model's name for clients."""
         return self.settings.served_name
+
+    def formats_for(self, call: GenerateCall) -> Formats:
+        """What is to be told from the text that answers a call."""
+        chat = call.prompt
+        if call.output.raw_text or not isinstance(chat, ChatPrompt):
+            return Formats()
+        return self.formats if chat.tools else replace(self.formats, calls=None)
+
+    def check_tools(self, call: GenerateCall) -> None:
+        """Raise FailedPrecondition for a call with tools if calls of them would be text."""
+        tools = isinstance(call.prompt, ChatPrompt) and call.prompt.tools
+        if tools and not call.output.raw_text and self.formats.calls is None:
+            raise FailedPrecondition(
+                "chat.tools: this server does not tell calls of tools from text (--tool-parser"
+                f" {self.settings.tool_parser}); with output.raw_text they are text"
+            )
 
     @property
     def tokenizer(self) -> Tokenizer:

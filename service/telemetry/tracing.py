@@ -83,7 +83,8 @@ class ServerCall:
         self._tracer = tracer
         self._instruments = instruments
         self._began = time.perf_counter()
-        self._generation: Generation | None = None
+        #: Most calls have one; a batch of prompts has one for each.
+        self._generations: list[Generation] = []
         self._model_id = self._request_id = ""
         allowed = context.time_remaining()
         # A client whose deadline passes cancels the call, and its word comes before our clock says
@@ -91,8 +92,9 @@ class ServerCall:
         self._slack = None if allowed is None else max(0.05, 0.01 * allowed)
 
     def generated(self, generation: Generation, *, model_id: str, request_id: str) -> None:
-        """What the call generated; said once, when it is over, however it ended."""
-        self._generation, self._model_id, self._request_id = generation, model_id, request_id
+        """What the call generated; said when it is over, however it ended."""
+        self._generations.append(generation)
+        self._model_id, self._request_id = model_id, request_id
 
     def end(self, error: BaseException | None) -> None:
         """The handler has ended, with `error` if by an exception."""
@@ -106,8 +108,8 @@ class ServerCall:
         if code in _ERRORS:
             attributes["error.type"] = code.name
         self._instruments.record_call(seconds, attributes)
-        if self._generation is not None:
-            self._end_generation(self._generation, seconds, code)
+        for generation in self._generations:
+            self._end_generation(generation, seconds, code)
         if self._span.is_recording():
             self._span.set_attributes(attributes)
             # The older attribute, which existing dashboards read.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -12,14 +12,18 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.text.template_values import ChatTemplateError, messages_of, tools_of
+
+__all__ = ["ChatTemplate", "ChatTemplateError", "roles_of", "takes_tools"]
+
 MAX_RENDERED_CHARS = 16 * 2**20
 MAX_RANGE_STEPS = 1_000_000
 #: The key of a message under which templates find who speaks.
 _ROLE = "role"
-
-
-class ChatTemplateError(ValueError):
-    """The messages can't become a prompt. The text is for the client (INVALID_ARGUMENT)."""
+_TOOLS = "tools"
+#: What templates call; no argument of a request stands for them.
+_FUNCTIONS = ("raise_exception", "strftime_now", "namespace", "dict")
 
 
 class ChatTemplate:
@@ -36,6 +40,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special_tokens = dict(special_tokens)
+        self._takes_tools = takes_tools(source)
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
@@ -45,26 +50,30 @@ class ChatTemplate:
         except RecursionError as error:
             raise ChatTemplateError("the model's chat template is nested too deeply") from error
 
-    def render(
-        self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """Return the prompt for `messages`, pairs of role and content.
+    def render(self, chat: ChatPrompt) -> str:
+        """Return the prompt for a conversation.
 
         A template is code that came with the model: what it can run is bounded by Jinja's
         sandbox, the steps of its `range` loops and the size of its output.
 
-        ChatTemplateError: the template refuses the messages, or fails.
+        ChatTemplateError: the template refuses the conversation, or fails; a tool's schema is no
+            JSON; an argument has the name of something else.
         """
-        variables: dict[str, Any] = {
+        if chat.tools and not self._takes_tools:
+            raise ChatTemplateError("is of no use: the model's template shows no tools", "tools")
+        own: dict[str, Any] = {
             **self._special_tokens,
-            "messages": [{"role": role, "content": content} for role, content in messages],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "messages": messages_of(chat),
+            _TOOLS: tools_of(chat.tools),
+            "add_generation_prompt": chat.add_generation_prompt,
             "range": _BoundedRange(),
         }
+        for name in chat.arguments:
+            if name in own or name in _FUNCTIONS:
+                field = f"template_arguments.{name}"
+                raise ChatTemplateError("is what the server sets, and can't be replaced", field)
         try:
-            return self._render_bounded(variables)
+            return _whole(self._render_bounded({"documents": None, **chat.arguments, **own}))
         except ChatTemplateError:
             raise
         except TemplateError as error:
@@ -89,6 +98,24 @@ class ChatTemplate:
                     f"the model's chat template wrote over {MAX_RENDERED_CHARS} characters"
                 )
         return "".join(parts)
+
+
+def _whole(text: str) -> str:
+    """`text` with a mark for each half of a character, which JSON can write and no token has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def takes_tools(source: str) -> bool:
+    """Whether a template shows the model its tools. As `roles_of`."""
+    try:
+        tree = _environment().parse(source)
+    except (TemplateSyntaxError, RecursionError):
+        return False
+    return any(name.name == _TOOLS for name in tree.find_all(nodes.Name))
 
 
 def roles_of(source: str) -> list[str]:

@@ -8,14 +8,17 @@ is a program. Both go to the text workers, which can be killed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import ChatPrompt, Prompt
+from tokenpod.service.serving.calls import Prompt
+from tokenpod.service.serving.chats import ChatPrompt
+from tokenpod.service.text.generation_defaults import read_defaults
 from tokenpod.service.text.inline_cost import is_bounded
 from tokenpod.service.text.text_messages import EncodeChat, EncodeTexts, Text, unpacked
 from tokenpod.service.text.text_workers import TextWorkers
@@ -34,18 +37,27 @@ class Tokenised:
     """A prompt's number of tokens, and the last of their ids: as many as were to be kept.
 
     `offsets`: of those, begin and end in the text in turn, in code points; empty if not asked for.
+    `rendered_end`: what the text of a chat ends with.
     """
 
     count: int
     ids: list[int]
     offsets: list[int] = field(default_factory=list)
+    rendered_end: str = ""
 
 
 class Encoder:
     """Tokenises prompts: short texts itself, long ones and chats in `workers`."""
 
-    def __init__(self, tokenizer: Tokenizer, workers: TextWorkers) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        workers: TextWorkers,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        #: Of the model's folder: how its tokens are chosen where a request leaves that open.
+        self.defaults = defaults or {}
         self._workers = workers
         self._inline_bytes = INLINE_BYTES if is_bounded(tokenizer.backend) else 0
 
@@ -56,10 +68,11 @@ class Encoder:
         Raises TokenizerError.
         """
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder, settings.chat_template)
+        defaults = read_defaults(folder) if settings.generation_config == "model" else {}
         model = await asyncio.to_thread(tokenizer.text_model)
         workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)
-        return cls(tokenizer, workers)
+        return cls(tokenizer, workers, defaults)
 
     async def encode(
         self, prompt: Prompt, *, keep: int, special: bool = True, offsets: bool = False
@@ -136,11 +149,10 @@ class Encoder:
         ]
 
     async def _encode_chat(self, chat: ChatPrompt, keep: int) -> Tokenised:
-        messages = list(chat.messages)
-        job = EncodeChat(messages, chat.add_generation_prompt, keep)
-        size = sum(len(role) + len(content) + _TEXT_BYTES for role, content in messages)
-        encoded = await self._workers.run(job, field="chat", size=size)
-        return Tokenised(encoded.counts[0], unpacked(encoded.ids[0]))
+        job = EncodeChat(chat, keep)
+        encoded = await self._workers.run(job, field="chat", size=chat.characters)
+        ids, end = unpacked(encoded.ids[0]), encoded.rendered_end
+        return Tokenised(encoded.counts[0], ids, rendered_end=end)
 
 
 def _size(text: Text) -> int:

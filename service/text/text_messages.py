@@ -12,6 +12,7 @@ from enum import IntEnum
 import msgspec
 
 from tokenpod.core.messages import Message
+from tokenpod.service.serving.chats import ChatPrompt
 
 #: `array`'s letter for token ids, and bytes of one.
 _ID = "I"
@@ -66,10 +67,9 @@ class EncodeTexts(Message, frozen=True, array_like=True, tag=True):
 
 
 class EncodeChat(Message, frozen=True, array_like=True, tag=True):
-    """Render (role, content) pairs with the model's template, and tokenise the result."""
+    """Render a conversation with the model's template, and tokenise the result."""
 
-    messages: list[tuple[str, str]]
-    add_generation_prompt: bool
+    chat: ChatPrompt
     keep: int
 
 
@@ -81,11 +81,13 @@ class Encoded(Message, frozen=True, array_like=True, tag=True):
     """The number of tokens of each text, and the last of them as packed ids.
 
     `offsets`, where asked for: the begin and end of each of those tokens in turn, packed likewise.
+    `rendered_end`: of a chat, what the template's text ends with.
     """
 
     counts: list[int]
     ids: list[bytes]
     offsets: list[bytes]
+    rendered_end: str = ""
 
 
 class Refusal(IntEnum):
@@ -100,10 +102,11 @@ class Refusal(IntEnum):
 
 
 class Refused(Message, frozen=True, array_like=True, tag=True):
-    """The job has no tokens; the worker goes on."""
+    """The job has no tokens; the worker goes on. `field`: of the job, what is to blame."""
 
     reason: Refusal
     message: str
+    field: str = ""
 
 
 Job = EncodeTexts | EncodeChat

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.parent import die_with_parent
@@ -40,6 +41,9 @@ from tokenpod.service.text.text_messages import (
     packed,
 )
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerPanic
+
+#: Characters at the end of a rendered chat that a front end is told.
+_RENDERED_END = 64
 
 
 def main() -> int:
@@ -68,14 +72,13 @@ def main() -> int:
 def _answer(tokenizer: Tokenizer, job: Job) -> FromWorker:
     try:
         if isinstance(job, EncodeChat):
-            rendered = tokenizer.render_chat(
-                job.messages, add_generation_prompt=job.add_generation_prompt
-            )
+            rendered = tokenizer.render_chat(job.chat)
             # Templates write special tokens: none is added.
-            return _encoded(tokenizer, EncodeTexts([Text(rendered, False, job.keep)]))
+            encoded = _encoded(tokenizer, EncodeTexts([Text(rendered, False, job.keep)]))
+            return structs.replace(encoded, rendered_end=rendered[-_RENDERED_END:])
         return _encoded(tokenizer, job)
     except ChatTemplateError as error:
-        return Refused(Refusal.TEMPLATE, str(error))
+        return Refused(Refusal.TEMPLATE, str(error), error.field)
     except TokenizerPanic as error:
         return Refused(Refusal.TOKENIZER, str(error))
     except MemoryError:

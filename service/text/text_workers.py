@@ -253,6 +253,8 @@ class TextWorkers:
         if refused.reason is Refusal.TOKENIZER:
             log.error("the tokenizer has panicked", extra={"reason": refused.message})
             return InvalidArgument(field, "makes the model's tokenizer fail")
+        if refused.field:
+            return InvalidArgument(f"{field}.{refused.field}", refused.message)
         return InvalidArgument(field, f"can't be rendered: {refused.message}")
 
     def _too_much_memory(self, job: Job, field: str) -> ServiceError:

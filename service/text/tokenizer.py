@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 
+from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
 from tokenpod.service.text.decoding import Decoding, Detokenizer
 from tokenpod.service.text.detokenizer import decoding_of
@@ -50,6 +51,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._decoding = decoding_of(backend, self.special_ids)
+        self._decodings: dict[frozenset[str], Decoding] = {frozenset(): self._decoding}
         self._template_source = chat_template
         self._special_tokens = special_tokens or {}
 
@@ -131,17 +133,15 @@ class Tokenizer:
             (found,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
             return found.ids, [end for pair in found.offsets for end in pair]
 
-    def render_chat(
-        self, messages: Sequence[tuple[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
-        """Return the prompt that the model's template makes of (role, content) pairs.
+    def render_chat(self, chat: ChatPrompt) -> str:
+        """Return the prompt that the model's template makes of a conversation.
 
-        ChatTemplateError: there is no template, it is broken, or it refuses the messages.
+        ChatTemplateError: there is no template, it is broken, or it refuses the conversation.
         """
         template = self._chat_template
         if isinstance(template, ChatTemplateError):
             raise ChatTemplateError(str(template))
-        return template.render(messages, add_generation_prompt=add_generation_prompt)
+        return template.render(chat)
 
     @functools.cached_property
     def _chat_template(self) -> ChatTemplate | ChatTemplateError:
@@ -162,13 +162,35 @@ class Tokenizer:
         """Decodes special tokens as the vocabulary's; made when it is first asked for."""
         return decoding_of(self._backend, frozenset())
 
-    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special: bool = True) -> Detokenizer:
+    def detokenizer(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special: bool = True,
+        shown: frozenset[str] = frozenset(),
+    ) -> Detokenizer:
         """Return a detokenizer for the sequence that follows `prompt_ids`.
+
+        Args:
+            prompt_ids: what precedes.
+            skip_special: special tokens are no text, but those that are `shown`.
+            shown: names of special tokens, and of what may be none.
 
         The prompt is whole text: a character that it leaves incomplete is never completed. Its last
         token that isn't special decides whether a leading space is text.
         """
-        return (self._decoding if skip_special else self._with_special).detokenizer(prompt_ids)
+        if skip_special:
+            return self._showing(shown).detokenizer(prompt_ids)
+        return self._with_special.detokenizer(prompt_ids)
+
+    def _showing(self, names: frozenset[str]) -> Decoding:
+        """Decodes these special tokens as the vocabulary's; made when it is first asked for."""
+        if names not in self._decodings:
+            shown = {self._backend.token_to_id(name) for name in names} & self.special_ids
+            hidden = self.special_ids - shown
+            made = decoding_of(self._backend, hidden) if shown else self._decoding
+            self._decodings[names] = made
+        return self._decodings[names]
 
 
 def _compiled(

@@ -10,13 +10,16 @@ import os
 import random
 import resource
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from tokenpod.models.errors import ModelError
-from tokenpod.models.tensor_file import PIECE_BYTES, TensorFile
+from tokenpod.models.pieces import PIECE_BYTES, Pieces
+from tokenpod.models.tensor_file import TensorFile
 
 EXAMPLES = 30 * int(os.environ.get("FUZZ_EXAMPLES", "10"))
 
@@ -99,18 +102,37 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path):
     file.close()
 
 
+@pytest.fixture(params=[0, 3], ids=["one-thread", "threads"])
+def pieces(request):
+    with ExitStack() as stack:
+        threads = request.param and stack.enter_context(ThreadPoolExecutor(request.param))
+        yield Pieces(threads or None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_and_columns_larger_than_a_piece_are_read_and_cast(tmp_path, dtype):
-    rows = PIECE_BYTES // 4 // 64 * 3 // 2
+def test_rows_and_columns_larger_than_pieces_are_read_and_cast(tmp_path, dtype, pieces):
+    rows = PIECE_BYTES // 4 // 64 * 11 // 2
     stored = torch.arange(rows * 64).remainder(251).float().view(rows, 64)
     save_file({"x": torch.ones(3), "a": stored}, tmp_path / "model.safetensors")
-    file = TensorFile(tmp_path / "model.safetensors")
+    file = TensorFile(tmp_path / "model.safetensors", pieces)
     whole, part = torch.empty(rows - 5, 64, dtype=dtype), torch.empty(rows, 9, dtype=dtype)
     file.read(whole, "a", 5, (64,))
     file.read(part, "a", 0, (64,), range(50, 59))
     file.close()
     assert torch.equal(whole, stored[5:].to(dtype))
     assert torch.equal(part, stored[:, 50:59].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_tensor_that_is_cut_while_it_is_read(tmp_path, dtype, pieces):
+    path = tmp_path / "model.safetensors"
+    count = PIECE_BYTES // 4 * 6
+    save_file({"a": torch.ones(count)}, path)
+    file = TensorFile(path, pieces)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(ModelError, match=r"model\.safetensors: a can't be read: the file ends"):
+        file.read(torch.empty(count, dtype=dtype), "a", 0, ())
+    file.close()
 
 
 def damaged(rng: random.Random, raw: bytes) -> bytes:

@@ -30,6 +30,7 @@ CODES = {
 LEGAL_MAXIMA = {
     *("id", "seed", "truncate", "top_k", "time_limit_ms", "chunk_len", "cache_len"),
     *("size", "max_tokens", "max_blocks", "current_tokens", "blocks", "slots", "request_ids"),
+    *("truncate_input_tokens", "time_limit_millis"),
 }
 
 
@@ -64,7 +65,7 @@ def _names(field: str) -> str:
 
 def _must_be_refused(case: wirefuzz.Case) -> bool:
     """A value that no request for text may have. In a Prefill such a request ends alone."""
-    if case.rpc.method.name != "Generate":
+    if case.rpc.method.name not in ("Generate", "GenerateStream"):
         return False
     value, name = case.value, case.field.name
     if case.field.is_repeated and name != "stop_sequences":

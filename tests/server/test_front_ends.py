@@ -19,6 +19,7 @@ from harness import (
     ServerProcess,
     children_of,
     collect,
+    free_port,
     generate,
     serve,
     text_request,
@@ -26,6 +27,8 @@ from harness import (
     wait_for,
 )
 
+from tokenpod_client.protos.fmaas import generation_pb2 as tgis
+from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as public
@@ -42,6 +45,7 @@ SHORT = {"max_new_tokens": 5, "ignore_eos": True}
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}
 #: Of the pod that wants a token; the others pay no attention to it.
 KNOWN = (("authorization", "Bearer open-sesame"),)
+TGIS_PORT = free_port()
 
 
 def further(server: ServerProcess) -> list[int]:
@@ -146,7 +150,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
     """A pod that wants a token; the last test that takes it drains it."""
     tokens = tmp_path_factory.mktemp("guarded") / "tokens"
     tokens.write_text("open-sesame\n")
-    with serve("--front-ends", str(FRONT_ENDS), "--auth-token-file", str(tokens)) as server:
+    flags = ("--front-ends", str(FRONT_ENDS), "--auth-token-file", str(tokens))
+    with serve(*flags, "--tgis-port", str(TGIS_PORT)) as server:
         yield server
 
 
@@ -296,6 +301,24 @@ def test_a_stuck_engine_is_seen_though_only_a_further_front_end_waits(
         os.kill(engine, signal.SIGCONT)
     wait_for(lambda: pod.health() == SERVING)
     stream.call.cancel()
+
+
+def test_a_second_port_has_every_protocol_and_asks_for_the_token_too(
+    guarded: ServerProcess,
+) -> None:
+    """Each front end listens there: whichever a connection reaches, it is answered."""
+    request = tgis.SingleGenerationRequest(request={"text": PROMPT})
+    asked = service.GetModelRequest()
+    for _ in range(2 * FRONT_ENDS):
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(f"127.0.0.1:{TGIS_PORT}", options=options) as channel:
+            stub, api = TgisStub(channel), GenerationServiceStub(channel)
+            answers = list(stub.GenerateStream(request, metadata=KNOWN, timeout=120))
+            assert answers[-1].generated_token_count == 20
+            assert api.GetModel(asked, metadata=KNOWN, timeout=120).model.name == "demo"
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ModelInfo(tgis.ModelInfoRequest(), timeout=120)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_a_second_server_cannot_share_the_port(pod: ServerProcess) -> None:

@@ -90,7 +90,9 @@ def calls(draw: st.DrawFn) -> Call:
 BUSY = [
     rpc
     for rpc in wirefuzz.rpcs()
-    for _ in range({"Generate": 9, "Prefill": 4, "Decode": 4}.get(rpc.method.name, 1))
+    for _ in range(
+        {"Generate": 9, "GenerateStream": 4, "Prefill": 4, "Decode": 4}.get(rpc.method.name, 1)
+    )
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -16,8 +17,12 @@ from harness import SERVING, ServerProcess, generate, serve, text_request, viola
 from hostile import with_template, with_tokenizer
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SECONDS = 60.0
+DEFAULTS = {"do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 1.0, "max_length": 9}
 SHORT = {"max_new_tokens": 2, "ignore_eos": True}
 #: A rendering that would take hours.
 ENDLESS = "loop"
@@ -80,6 +85,7 @@ def at_rest(server: ServerProcess) -> bool:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A pod whose chat template does what a message says."""
     model = with_template(tmp_path_factory.mktemp("model") / "hostile")
+    (model / "generation_config.json").write_text(json.dumps(DEFAULTS | {"eos_token_id": 1}))
     limits = ["--text-timeout", "3", "--text-memory-bytes", str(128 * 2**20)]
     limits += ["--max-concurrent-requests", "2", "--max-front-end-bytes", "1200000"]
     limits += ["--max-message-bytes", str(2**20)]
@@ -252,6 +258,83 @@ def test_workers_and_engine_do_not_outlive_a_killed_front_end(unlimited: list[st
         server.process.kill()
         server.process.wait()
         wait_for(lambda: not any(cpu_ticks(pid) for pid in children))
+
+
+# -- chats of tokenpod.v1 ------------------------------------------------------------------------
+
+
+def asked(content: str, **more: Any) -> v1.GenerateRequest:
+    said = [{"role": "user", "content": [{"text": content}]}]
+    return v1.GenerateRequest(chat={"messages": said, **more}, stopping=SHORT)
+
+
+SCHEMAS = {
+    "no JSON": ('{"a": ', "tools[0].parameters_schema"),
+    "too deep": ("[" * 200_000, "tools[0].parameters_schema"),
+    "too deep for the template": ('{"a": ' * 900 + "{}" + "}" * 900, ""),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_a_wrong_schema_is_refused_by_its_path_and_ends_no_worker(
+    server: ServerProcess, stub: Any, kind: str
+) -> None:
+    schema, place = SCHEMAS[kind]
+    api, workers = GenerationServiceStub(server.channel()), set(server.text_worker_pids())
+    request = asked("schema", tools=[{"name": "f", "parameters_schema": schema}])
+    with pytest.raises(grpc.RpcError) as caught:
+        list(api.Generate(request, timeout=SECONDS))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert [*violations(caught.value)] == [f"chat.{place}".rstrip(".")]
+    assert set(server.text_worker_pids()) == workers
+    request.chat.tools[0].parameters_schema = '{"type": {}}'
+    asks = service.TokenizeRequest(chat=request.chat)
+    assert api.Tokenize(asks, timeout=SECONDS).token_count > 1
+
+
+def test_reasoning_that_the_template_opens_comes_as_its_own(server: ServerProcess) -> None:
+    api = GenerationServiceStub(server.channel())
+    request = asked("think hard", template_arguments={"mood": "!"})
+    request.sampling.temperature = 0
+    events = list(api.Generate(request, timeout=SECONDS))
+    finished, usage = events[-2].finished, events[-1].completed.usage
+    assert "".join(event.tokens.reasoning for event in events).strip() == finished.reasoning.strip()
+    assert (finished.text, finished.message.reasoning) == ("", finished.reasoning)
+    assert usage.reasoning_token_count == usage.generated_token_count == 2
+    request.output.raw_text = True
+    plain = list(api.Generate(request, timeout=SECONDS))
+    assert plain[-2].finished.text.strip() == finished.reasoning
+    assert plain[-1].completed.usage.reasoning_token_count == 0
+    model = api.GetModel(service.GetModelRequest(), timeout=SECONDS).model
+    assert model.chat_template.reasoning_parser == "think"
+    assert model.chat_template.tool_parser == "hermes"
+    assert {"chat.tools.name", "chat.template_arguments", "output.raw_text"} <= {*model.features}
+
+
+def test_the_models_defaults_are_used_where_a_request_leaves_them_open(
+    server: ServerProcess,
+) -> None:
+    api = GenerationServiceStub(server.channel())
+    told = api.GetModel(service.GetModelRequest(), timeout=SECONDS).model.sampling_defaults
+    assert told == v1.SamplingOptions(do_sample=True, temperature=0.5, top_k=5)
+
+    def answer(**sampling: Any) -> Any:
+        request = v1.GenerateRequest(text="def f(", sampling=sampling, stopping=SHORT)
+        request.stopping.max_new_tokens = 40
+        asks = service.GenerateOnceRequest(request=request)
+        return api.GenerateOnce(asks, timeout=SECONDS)
+
+    def ids(answer: Any) -> list[int]:
+        return list(answer.results[0].tokens.token_ids)
+
+    open_, same = answer(seed=7), answer(seed=7, do_sample=True, temperature=0.5, top_k=5)
+    assert open_.started.seed == 7
+    assert ids(open_) == ids(same)
+    assert ids(answer(seed=7, top_k=1)) == ids(answer(temperature=0)) != ids(open_)
+    assert not answer(do_sample=False).started.HasField("seed")
+    # Other protocols have rules of their own.
+    theirs = generate(server.stub(), text_request("def f(", stopping=SHORT), timeout=SECONDS)
+    assert theirs.samples[0].token_ids == ids(answer(temperature=0))[:2]
 
 
 # -- hostile tokenizers --------------------------------------------------------------------------

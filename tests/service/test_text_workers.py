@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from chats import turns
 from hostile import TEMPLATE
 
 from tokenpod.service.config import ServerSettings
@@ -26,7 +27,7 @@ from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 DEMO = Tokenizer.load(Path(str(files("tokenpod.models.demo"))))
 MODEL = TextModel(DEMO.text_model().tokenizer, TEMPLATE, {})
-ENDLESS = EncodeChat([("user", "loop")], True, 0)
+ENDLESS = EncodeChat(turns(("user", "loop")), 0)
 SHORT = EncodeTexts([Text("a fox", True, 9)])
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from chats import turns
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
@@ -267,13 +268,13 @@ def test_a_chat_is_rendered_with_the_models_special_tokens(folder):
     tokenizer = Tokenizer.load(folder)
     messages = [("user", "fox?"), ("assistant", "<b>dog</b>")]
     expected = "<s><|user|>fox?</s><|user|><b>dog</b></s>"
-    assert tokenizer.render_chat(messages) == expected + "assistant:"
-    assert tokenizer.render_chat(messages, add_generation_prompt=False) == expected
+    assert tokenizer.render_chat(turns(*messages)) == expected + "assistant:"
+    assert tokenizer.render_chat(turns(*messages, add_generation_prompt=False)) == expected
 
 
 def test_an_encoded_chat_has_the_special_tokens_of_the_template_only(folder):
     tokenizer = Tokenizer.load(folder)
-    prompt = tokenizer.render_chat([("user", "fox")], add_generation_prompt=False)
+    prompt = tokenizer.render_chat(turns(("user", "fox"), add_generation_prompt=False))
     ids = tokenizer.encode(prompt, add_special_tokens=False)
     fox = tokenizer.encode("fox", add_special_tokens=False)
     assert ids == [0, 2, *fox, 1]
@@ -281,33 +282,33 @@ def test_an_encoded_chat_has_the_special_tokens_of_the_template_only(folder):
 
 def test_the_file_comes_before_the_configuration(folder):
     tokenizer = with_template(folder, "{{ messages[0].role }}")
-    assert tokenizer.render_chat([("system", "x")]) == "system"
+    assert tokenizer.render_chat(turns(("system", "x"))) == "system"
 
 
 def test_the_default_of_named_templates_is_used(folder):
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     write(folder / "tokenizer_config.json", {"chat_template": named})
-    assert Tokenizer.load(folder).render_chat([]) == "yes"
+    assert Tokenizer.load(folder).render_chat(turns()) == "yes"
 
 
 def test_a_model_without_a_template_says_so(folder):
     write(folder / "tokenizer_config.json", {})
     tokenizer = Tokenizer.load(folder)
     with pytest.raises(ChatTemplateError, match="no chat template"):
-        tokenizer.render_chat([("user", "x")])
+        tokenizer.render_chat(turns(("user", "x")))
 
 
 def test_a_broken_template_fails_chats_and_nothing_else(folder):
     tokenizer = with_template(folder, "line\n{% for %}")
     assert tokenizer.encode("fox")
     with pytest.raises(ChatTemplateError, match="broken: line 2"):
-        tokenizer.render_chat([("user", "x")])
+        tokenizer.render_chat(turns(("user", "x")))
 
 
 def test_the_templates_own_exception_reaches_the_client(folder):
     tokenizer = with_template(folder, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        tokenizer.render_chat([("user", "x")])
+        tokenizer.render_chat(turns(("user", "x")))
 
 
 @pytest.mark.parametrize(
@@ -325,19 +326,19 @@ def test_the_templates_own_exception_reaches_the_client(folder):
 def test_whatever_a_template_does_wrong_is_a_chat_template_error(folder, template):
     tokenizer = with_template(folder, template)
     with pytest.raises(ChatTemplateError, match="the model's chat template"):
-        tokenizer.render_chat([("user", "x")])
+        tokenizer.render_chat(turns(("user", "x")))
 
 
 def test_a_templates_loops_and_output_are_bounded(folder):
     half = MAX_RANGE_STEPS // 2 + 1
     loops = f"{{% for i in range(2) %}}{{% for j in range({half}) %}}{{% endfor %}}{{% endfor %}}"
     with pytest.raises(ChatTemplateError, match=f"more than {MAX_RANGE_STEPS} steps"):
-        with_template(folder, loops).render_chat([])
+        with_template(folder, loops).render_chat(turns())
     with pytest.raises(ChatTemplateError, match="more than"):
-        with_template(folder, "{% for i in range(10**30) %}{% endfor %}").render_chat([])
+        with_template(folder, "{% for i in range(10**30) %}{% endfor %}").render_chat(turns())
     output = "{% for i in range(40) %}{{ messages[0].content }}{% endfor %}"
     with pytest.raises(ChatTemplateError, match=f"over {MAX_RENDERED_CHARS} characters"):
-        with_template(folder, output).render_chat([("user", "x" * (MAX_RENDERED_CHARS // 30))])
+        with_template(folder, output).render_chat(turns(("user", "x" * (MAX_RENDERED_CHARS // 30))))
 
 
 def test_what_templates_of_models_use_is_there(folder):
@@ -353,7 +354,7 @@ def test_what_templates_of_models_use_is_there(folder):
     tokenizer = with_template(folder, template)
     content = "<é & 'x'>"
     message = {"role": "user", "content": content}
-    assert tokenizer.render_chat([("user", content), ("assistant", " ok ")]) == (
+    assert tokenizer.render_chat(turns(("user", content), ("assistant", " ok "))) == (
         f"ok{json.dumps(message, ensure_ascii=False)} "
         f"{len(json.dumps(message, ensure_ascii=False, indent=1))}4 True [0, 1, 2] 1"
     )
@@ -381,8 +382,8 @@ def test_a_chat_is_what_transformers_makes_of_it(folder):
     arguments = {"chat_template": template, "add_generation_prompt": True}
     rendered = theirs.apply_chat_template(messages, tokenize=False, **arguments)
     ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **arguments)
-    assert ours.render_chat(pairs) == rendered
-    assert ours.encode(ours.render_chat(pairs), add_special_tokens=False) == ids
+    assert ours.render_chat(turns(*pairs)) == rendered
+    assert ours.encode(ours.render_chat(turns(*pairs)), add_special_tokens=False) == ids
 
 
 # --- roles

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from chats import turns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -263,13 +264,13 @@ def templates(folder) -> Path:
     [(None, "config"), ("default", "config"), ("rag", "config rag"), ("tool_use", "file tools")],
 )
 def test_a_template_is_chosen_by_its_name(templates, wanted, expected):
-    assert Tokenizer.load(templates, wanted).render_chat([]) == expected
+    assert Tokenizer.load(templates, wanted).render_chat(turns()) == expected
 
 
 def test_a_template_may_be_a_file_of_the_operators(templates, tmp_path):
     own = tmp_path / "own.jinja"
     own.write_text("own {{ messages[0].content }}")
-    assert Tokenizer.load(templates, str(own)).render_chat([("user", "x")]) == "own x"
+    assert Tokenizer.load(templates, str(own)).render_chat(turns(("user", "x"))) == "own x"
 
 
 def test_a_template_that_is_not_there_is_named_with_those_that_are(templates):
@@ -279,10 +280,10 @@ def test_a_template_that_is_not_there_is_named_with_those_that_are(templates):
 
 def test_files_come_before_the_configuration(templates):
     (templates / "chat_template.jinja").write_text("file")
-    assert Tokenizer.load(templates).render_chat([]) == "file"
-    assert Tokenizer.load(templates, "rag").render_chat([]) == "config rag"
+    assert Tokenizer.load(templates).render_chat(turns()) == "file"
+    assert Tokenizer.load(templates, "rag").render_chat(turns()) == "config rag"
 
 
 def test_a_processors_template_is_read(folder):
     write(folder / "chat_template.json", {"chat_template": "of the processor"})
-    assert Tokenizer.load(folder).render_chat([]) == "of the processor"
+    assert Tokenizer.load(folder).render_chat(turns()) == "of the processor"

@@ -7,12 +7,12 @@ import math
 from typing import Any
 
 import pytest
+from chats import turns
 
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.validate import RequestLimits
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
-    ChatPrompt,
     GenerateCall,
     Output,
     Sampling,
@@ -81,7 +81,7 @@ def _check(
 ACCEPTED: list[dict[str, Any]] = [
     {},
     {"prompt": [0, 99]},
-    {"prompt": ChatPrompt([("user", "hello")])},
+    {"prompt": turns(("user", "hello"))},
     {"sampling": {"temperature": 0.0}},
     {"sampling": {"temperature": 100.0, "top_p": 1.0, "min_p": 1.0, "typical_p": 1.0}},
     {"sampling": {"presence_penalty": -2.0, "frequency_penalty": 2.0}},
@@ -106,7 +106,7 @@ REFUSED: list[tuple[str, str, dict[str, Any]]] = [
     ("text", "is empty", {"prompt": ""}),
     ("token_ids.ids", "is empty", {"prompt": []}),
     ("token_ids.ids[1]", "is 100; token ids of this model are below 100", {"prompt": [1, 100]}),
-    ("chat.messages", "is empty", {"prompt": ChatPrompt([])}),
+    ("chat.messages", "is empty", {"prompt": turns()}),
     ("sampling.temperature", "is -0.1; must be from 0 to 100", {"sampling": {"temperature": -0.1}}),
     (
         "sampling.temperature",
@@ -174,7 +174,7 @@ def test_what_is_not_finite_is_refused(name: str, value: float) -> None:
 def test_a_text_to_count_may_be_empty_but_a_chat_may_not() -> None:
     validate.check_tokens(TokensCall(""))
     with pytest.raises(InvalidArgument, match=r"chat\.messages"):
-        validate.check_tokens(TokensCall(ChatPrompt([])))
+        validate.check_tokens(TokensCall(turns()))
 
 
 # -- prompt and output together ----------------------------------------------------------------

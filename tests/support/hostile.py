@@ -24,6 +24,12 @@ TEMPLATE = """
   {{- lipsum(n=1000000) -}}
 {%- elif word == 'constant' -%}
   {{- "a" * 10 ** 12 -}}
+{%- elif word == 'schema' -%}
+  {%- macro show(schema) %}{% for name, inner in schema.items() %}{{ name }}{{ show(inner) }}
+  {%- endfor %}{% endmacro -%}
+  {{- show(tools[0].function.parameters) }} <tool_call>
+{%- elif word == 'think' -%}
+  {{- messages[-1].content + mood + '\n<think>\n' -}}
 {%- else -%}
   {{- messages[-1].content -}}
 {%- endif -%}

@@ -13,12 +13,13 @@ import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
+from tokenpod_client.protos.fmaas import generation_pb2 as fmaas_pb
 from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
 from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
 
-TOKENPOD = "tokenpod"
+TOKENPOD, FMAAS = "tokenpod", "fmaas"
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}
 ENOUGH_EVENTS = 6
 PROMPT = "def fibonacci(n):\n"
@@ -45,7 +46,7 @@ EXTREMES: dict[int, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Rpc:
-    """One rpc of one protocol: of one of TGI's wire generations, or of `tokenpod`."""
+    """One rpc of one protocol: of one of TGI's wire generations, of `tokenpod`, or of `fmaas`."""
 
     generation: str
     method: MethodDescriptor
@@ -72,8 +73,8 @@ class Rpc:
 
     def plain(self) -> Any:
         """A request that is fine; Decode and FilterBatch name batch 7, request 5."""
-        if self.generation == TOKENPOD:
-            return tokenpod_plain(self.method)
+        if (plain_of := PLAIN.get(self.generation)) is not None:
+            return GetMessageClass(self.method.input_type)(**plain_of.get(self.method.name, {}))
         return plain(self.generation, self.method.name)
 
 
@@ -88,6 +89,7 @@ def rpcs() -> list[Rpc]:
         for name, pb in GENERATIONS.items()
     }
     services[TOKENPOD] = tokenpod_pb.DESCRIPTOR.services_by_name["GenerationService"]
+    services[FMAAS] = fmaas_pb.DESCRIPTOR.services_by_name["GenerationService"]
     return [
         Rpc(name, method)
         for name, service in services.items()
@@ -96,13 +98,22 @@ def rpcs() -> list[Rpc]:
     ]
 
 
-def tokenpod_plain(method: MethodDescriptor) -> Any:
-    fields: dict[str, Any] = {
+#: Of the protocols whose clients ask for text: requests that are fine, by the rpcs' names.
+PLAIN: dict[str, dict[str, dict[str, Any]]] = {
+    TOKENPOD: {
         "Generate": {"text": PROMPT, "stopping": {"max_new_tokens": 2}},
         "Tokenize": {"text": PROMPT},
         "Detokenize": {"token_ids": [5, 6]},
-    }
-    return GetMessageClass(method.input_type)(**fields.get(method.name, {}))
+    },
+    FMAAS: {
+        "Generate": {"requests": [{"text": PROMPT}], "params": {"stopping": {"max_new_tokens": 2}}},
+        "GenerateStream": {
+            "request": {"text": PROMPT},
+            "params": {"stopping": {"max_new_tokens": 2}},
+        },
+        "Tokenize": {"requests": [{"text": PROMPT}]},
+    },
+}
 
 
 def plain(generation: str, method: str) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.fields import copied, given
 from tokenpod.service.serving.calls import (
-    ChatPrompt,
     GenerateCall,
     Output,
     Prompt,
@@ -13,6 +12,7 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
+from tokenpod.service.serving.chats import ChatMessage, ChatPrompt
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 _NANOSECONDS_OF_MS = 1_000_000
@@ -56,4 +56,4 @@ async def _prompt(request: pb.GenerateRequest) -> Prompt:
 def _chat(chat: pb.Chat) -> ChatPrompt:
     validate.check_chat_length(len(chat.messages))
     generation = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-    return ChatPrompt([(m.role, m.content) for m in chat.messages], generation)
+    return ChatPrompt([ChatMessage(m.role, m.content) for m in chat.messages], generation)

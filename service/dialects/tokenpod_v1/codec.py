@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.fields import copied, given
+from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
 from tokenpod.service.dialects.tokenpod_v1.features import check_built
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
-    ChatPrompt,
     GenerateCall,
     Output,
     Prompt,
@@ -22,7 +22,8 @@ from tokenpod.service.serving.calls import (
     Stopping,
     TokensCall,
 )
-from tokenpod_client.protos.tokenpod.v1 import chat_pb2, generation_pb2
+from tokenpod.service.text.generation_defaults import with_defaults
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 MOST_LABELS = 16
@@ -33,21 +34,24 @@ _NANOSECONDS = 1_000_000_000
 _MOST_SECONDS = 315_576_000_000
 #: A limit beyond is none: a moment must fit into 64 bits of nanoseconds.
 _FOREVER = 10**18
-#: Chat messages that are converted before others get their turn.
-_SLICE = 256
 #: Fields whose 0 would leave nothing to choose from, or is no number of samples.
 _ABOVE_ZERO = ("top_p", "typical_p", "repetition_penalty", "n", "best_of")
 _LABEL = re.compile(r"[\x20-\x7e]*")
 
 
 async def generate_call(
-    request: generation_pb2.GenerateRequest, caller: str, *, stream: bool
+    request: generation_pb2.GenerateRequest,
+    caller: str,
+    *,
+    stream: bool,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> GenerateCall:
     """What `request` asks for. Other tasks get their turn while long lists are copied.
 
     Args:
         caller: who asks.
         stream: tokens are told as they come.
+        defaults: fields of its sampling that it leaves open.
 
     Raises:
         Unimplemented: for what it does not do yet.
@@ -58,7 +62,7 @@ async def generate_call(
     _check(request, stream=stream)
     return GenerateCall(
         prompt=await _prompt(request),
-        sampling=Sampling(**given(request.sampling, Sampling)),
+        sampling=Sampling(**with_defaults(given(request.sampling, Sampling), defaults)),
         stopping=Stopping(
             **given(request.stopping, Stopping), time_limit_ns=_time_limit(request.stopping)
         ),
@@ -86,7 +90,7 @@ async def tokens_call(request: pb.TokenizeRequest) -> TokensCall:
     if is_chat and request.HasField("add_special_tokens"):
         problem = "is for a text: a chat has the special tokens that its template writes"
         raise InvalidArgument("add_special_tokens", problem)
-    prompt = await _chat(request.chat) if is_chat else request.text
+    prompt = await chat_prompt(request.chat) if is_chat else request.text
     return TokensCall(
         prompt,
         add_special_tokens=_unless_unset(request, "add_special_tokens"),
@@ -160,25 +164,6 @@ async def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:
         case "token_ids":
             return await copied(request.token_ids.ids)
         case "chat":
-            return await _chat(request.chat)
+            return await chat_prompt(request.chat)
         case _:
             return None
-
-
-async def _chat(chat: chat_pb2.Chat) -> ChatPrompt:
-    validate.check_chat_length(len(chat.messages))
-    messages = []
-    for at, message in enumerate(chat.messages):
-        if at % _SLICE == _SLICE - 1:
-            await asyncio.sleep(0)
-        content = [_text(part, at, number) for number, part in enumerate(message.content)]
-        messages.append((message.role, "".join(content)))
-    return ChatPrompt(messages, _unless_unset(chat, "add_generation_prompt"))
-
-
-def _text(part: chat_pb2.ContentPart, message: int, number: int) -> str:
-    kind = part.WhichOneof("part")
-    if kind is None:
-        field = f"chat.messages[{message}].content[{number}]"
-        raise InvalidArgument(field, "has neither a text nor anything else")
-    return part.refusal if kind == "refusal" else part.text

@@ -20,14 +20,14 @@ from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 NOT_BUILT = frozenset(
     {
         *("adapter", "constraint"),
-        *("chat.messages.content.image", "chat.messages.reasoning", "chat.messages.name"),
-        *("chat.messages.tool_calls", "chat.messages.tool_call_id"),
-        *("chat.tools", "chat.tool_choice", "chat.parallel_tool_calls", "chat.template_arguments"),
+        *("chat.messages.content.image", "chat.tool_choice.tool_name"),
         *("sampling.bad_words", "sampling.allowed_token_ids", "sampling.beam"),
         "stopping.eos_boost",
         *("output.ranks", "output.prompt_top_n_tokens", "output.spaces_between_special_tokens"),
     }
 )
+#: Fields of requests with tools.
+_TOOLS = ("chat.tools", "chat.tool_choice", "chat.parallel_tool_calls")
 #: Messages that are looked at before others get their turn: a millisecond or two.
 _SLICE = 512
 
@@ -71,13 +71,16 @@ def _check(message: Any, places: Places, path: str) -> Generator[None]:
             yield from _check(each, below, f"{name}[{at}].")
 
 
-def features(*, chats: bool) -> list[str]:
+def features(*, chats: bool, tools: bool) -> list[str]:
     """Paths of the fields of a request that this server takes.
 
     Args:
         chats: the model has a chat template.
+        tools: it shows the model its tools, and calls are told from text.
     """
-    return [path for path in _paths(pb.GenerateRequest.DESCRIPTOR, "") if chats or not _chat(path)]
+    left_out = () if chats and tools else _TOOLS if chats else ("chat",)
+    paths = _paths(pb.GenerateRequest.DESCRIPTOR, "")
+    return [path for path in paths if not f"{path}.".startswith(tuple(f"{x}." for x in left_out))]
 
 
 def _paths(kind: Descriptor, above: str) -> Iterator[str]:
@@ -94,7 +97,3 @@ def _paths(kind: Descriptor, above: str) -> Iterator[str]:
 def _own(kind: Descriptor) -> bool:
     """Whether a message is of this protocol: google's are values."""
     return bool(kind.file.package == pb.DESCRIPTOR.package)
-
-
-def _chat(path: str) -> bool:
-    return path.partition(".")[0] == "chat"

@@ -56,7 +56,8 @@ async def _submitted(
 ) -> EventWriter:
     """Check a request and hand it to the engine; who writes what becomes of it."""
     caller = caller_of(context)
-    call = await generate_call(request, caller, stream=stream)
+    defaults = backend.generate.serving.encoder.defaults
+    call = await generate_call(request, caller, stream=stream, defaults=defaults)
     backend.generate.check_model(request.model)
     admitted.check(call)
     request_id = request_id_of(call.request_id, context)

@@ -9,9 +9,9 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.tokenpod_v1.features import features
 from tokenpod.service.serving.serving import Serving
-from tokenpod.service.text.chat_template import roles_of
+from tokenpod.service.text.chat_template import roles_of, takes_tools
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
-from tokenpod_client.protos.tokenpod.v1 import model_pb2
 
 #: --quantize: nothing is quantised.
 _DENSE = "none"
@@ -20,13 +20,13 @@ _DENSE = "none"
 def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
     ready, settings, tokenizer = serving.ready, serving.settings, serving.tokenizer
-    template = tokenizer.template_source
+    template, formats = tokenizer.template_source, serving.formats
     model = model_pb2.Model(
         name=serving.model_id,
         context_length=ready.max_positions,
         vocabulary_size=ready.vocab_size,
         limits=_limits(serving),
-        features=features(chats=template is not None),
+        features=features(chats=template is not None, tools=_tools(serving)),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
         dtype=ready.dtype,
@@ -35,10 +35,13 @@ def model_of(serving: Serving) -> model_pb2.Model:
         device_type=ready.device_type,
         rope_scaling=ready.rope,
         parameter_count=ready.parameters,
+        sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
         model.chat_template.source = template
         model.chat_template.roles.extend(roles_of(template))
+        model.chat_template.tool_parser = formats.calls.name if formats.calls else ""
+        model.chat_template.reasoning_parser = formats.reasoning.name if formats.reasoning else ""
     return model
 
 
@@ -61,6 +64,12 @@ def load_of(serving: Serving, requests: int) -> pb.GetLoadResponse:
         prompt_token_count=load.prompt_tokens,
         cached_token_count=load.cached_tokens,
     )
+
+
+def _tools(serving: Serving) -> bool:
+    """Whether requests may have tools."""
+    template = serving.tokenizer.template_source
+    return template is not None and serving.formats.calls is not None and takes_tools(template)
 
 
 def _limits(serving: Serving) -> model_pb2.Limits:

@@ -6,9 +6,11 @@ from google.protobuf.duration_pb2 import Duration
 
 from tokenpod.core.messages import FinishCode
 from tokenpod.service.dialects.streams import SampleWriter
-from tokenpod.service.serving.calls import ChatPrompt, GenerateCall
+from tokenpod.service.serving.calls import GenerateCall
+from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.serving.deltas import Delta
 from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.text.parsers.parts import Kind
 from tokenpod.service.text.tokenizer import Tokenizer
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service_pb
@@ -106,20 +108,19 @@ class EventWriter(SampleWriter):
         if self.call.output.top_n_tokens:
             for ids, logprobs in delta.tops():
                 message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self.texts(ids))
-        if text and (new := delta.text):
-            message.text = new
+        if text:
+            _tell_text(message, delta)
 
     def _tell_end(self, message: pb.Finished, sample: Sample, index: int) -> None:
         ending, request = sample.ending, self.generation.request
         assert ending is not None
         message.index = index
         message.reason = _FINISH[ending.reason]
+        if ending.reason is FinishCode.EOS and sample.turn is not None and sample.turn.calls_begun:
+            message.reason = pb.FINISH_REASON_TOOL_CALLS
         message.generated_token_count = sample.generated
         if self.call.output.final_text:
-            message.text = text = sample.text
-            if isinstance(self.call.prompt, ChatPrompt):
-                message.message.role = _ASSISTANT
-                message.message.content.add(text=text)
+            self._tell_whole(message, sample)
         if request.logprobs:
             message.cumulative_logprob = sample.cumulative_logprob
         if ending.stop_sequence is not None:
@@ -127,6 +128,21 @@ class EventWriter(SampleWriter):
         elif ending.stop_token_id is not None:
             message.stop_token_id = ending.stop_token_id
         self._tell_timings(message, sample)
+
+    def _tell_whole(self, message: pb.Finished, sample: Sample) -> None:
+        """Text and reasoning and, where the prompt was a chat, the turn."""
+        message.text = text = sample.text
+        if sample.turn is not None:
+            message.reasoning = sample.turn.reasoning
+        if not isinstance(self.call.prompt, ChatPrompt):
+            return
+        answer = message.message
+        answer.role = _ASSISTANT
+        answer.reasoning = message.reasoning
+        for call in sample.turn.calls if sample.turn is not None else ():
+            answer.tool_calls.add(id=call.id, name=call.name, arguments=call.arguments)
+        if text or not answer.tool_calls:
+            answer.content.add(text=text)
 
     def _tell_timings(self, message: pb.Finished, sample: Sample) -> None:
         arrived, started = self.generation.request.arrived_at, self.generation.started
@@ -142,7 +158,21 @@ class EventWriter(SampleWriter):
             prompt_token_count=len(self.generation.request.prompt),
             cached_token_count=self.generation.cached_tokens,
             generated_token_count=self.generation.generated_tokens,
+            reasoning_token_count=self.generation.reasoning_tokens,
         )
+
+
+def _tell_text(message: pb.Tokens, delta: Delta) -> None:
+    """What became readable, as what it is."""
+    text, part = delta.text, delta.part
+    if part is not None and part.kind is Kind.CALL:
+        call = message.tool_call
+        call.call_index, call.id, call.name = part.call, part.call_id, part.name
+        call.arguments = text
+    elif part is not None and text:
+        message.reasoning = text
+    elif text:
+        message.text = text
 
 
 def _duration(nanoseconds: int) -> Duration:

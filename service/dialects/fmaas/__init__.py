@@ -1,0 +1,1 @@
+"""`fmaas`: the protocol of TGIS, and of vllm-tgis-adapter."""

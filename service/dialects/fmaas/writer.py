@@ -1,0 +1,161 @@
+"""What a generation brings, as messages of `fmaas`."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from tokenpod.core.messages import FinishCode
+from tokenpod.service.serving.calls import GenerateCall
+from tokenpod.service.serving.deltas import Delta
+from tokenpod.service.serving.generation import Generation, Sample
+from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod_client.protos.fmaas import generation_pb2 as pb
+
+_STOP = {
+    FinishCode.EOS: pb.EOS_TOKEN,
+    FinishCode.STOP_TOKEN: pb.STOP_SEQUENCE,
+    FinishCode.TIME_LIMIT: pb.TIME_LIMIT,
+}
+#: Stands for a token of which the client wants to read nothing.
+_UNTOLD = pb.TokenInfo()
+
+
+class ResponseWriter:
+    """The messages of a stream: one about the prompt, then one for each token.
+
+    Args:
+        call: what the client asked for.
+        options: what of it the client wants to read.
+        generation: where tokens arrive.
+        tokenizer: names tokens.
+    """
+
+    def __init__(
+        self,
+        call: GenerateCall,
+        options: pb.ResponseOptions,
+        generation: Generation,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.generation = generation
+        self._call = call
+        self._options = options
+        self._name = tokenizer.backend.id_to_token
+        self._opened = False
+        self._ended = False
+        #: Tokens that have come and were not told, each with where its text begins; and that text.
+        self._tokens: deque[tuple[pb.TokenInfo, int]] = deque()
+        self._text = ""
+        #: Tokens and code points that were told.
+        self._told = self._written = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every message has been handed out."""
+        return self._ended
+
+    def next(self) -> pb.GenerationResponse | None:
+        """The next message; None: nothing yet, or nothing more."""
+        sample = self.generation.samples[0]
+        if not self._opened and (self.generation.started or sample.ending):
+            self._opened = True
+            return self._opening()
+        while sample.has_news:
+            delta = sample.take()
+            self._tokens.extend(zip(self._generated(delta), delta.offsets or (), strict=True))
+            self._text += delta.text
+        if self._ended or not (self._tokens or sample.ending):
+            return None
+        return self._one(sample)
+
+    def whole(self) -> pb.GenerationResponse:
+        """The answer as one message, once the generation has ended."""
+        sample = self.generation.samples[0]
+        response = self._opening()
+        response.text += sample.text
+        response.generated_token_count = sample.generated
+        if self._options.generated_tokens:
+            response.tokens.extend(self._generated(sample.take()))
+        self._tell_end(response, sample)
+        return response
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _opening(self) -> pb.GenerationResponse:
+        request, options = self.generation.request, self._options
+        response = pb.GenerationResponse(input_token_count=len(request.prompt))
+        if request.sampling.do_sample:
+            response.seed = request.sampling.seed
+        if options.input_text:
+            assert isinstance(self._call.prompt, str)
+            response.text = self._call.prompt
+        if options.input_tokens:
+            response.input_tokens.extend(self._prompt())
+        return response
+
+    def _prompt(self) -> Iterator[pb.TokenInfo]:
+        ids, started = self.generation.request.prompt, self.generation.started
+        # Nothing precedes the first.
+        logprobs: Sequence[float] = ()
+        if self._options.token_logprobs and started is not None:
+            logprobs = [math.nan, *(started.prompt_logprobs or ())]
+        for at, token in enumerate(ids):
+            info = pb.TokenInfo(text=self._name(token) or "")
+            if logprobs:
+                info.logprob = logprobs[at]
+            yield info
+
+    def _generated(self, delta: Delta) -> Iterator[pb.TokenInfo]:
+        options = self._options
+        tops = delta.tops() if options.top_n_tokens else None
+        for at, token in enumerate(delta.token_ids):
+            if not options.generated_tokens:
+                yield _UNTOLD
+                continue
+            info = pb.TokenInfo(text=self._name(token) or "")
+            if options.token_logprobs:
+                info.logprob = delta.logprobs[at]
+            if tops is not None:
+                for each, logprob in zip(*next(tops), strict=True):
+                    top = info.top_tokens.add(text=self._name(each) or "")
+                    if options.token_logprobs:
+                        top.logprob = logprob
+            yield info
+
+    def _one(self, sample: Sample) -> pb.GenerationResponse:
+        """A message with one token; or with none, where the end comes without."""
+        response = pb.GenerationResponse()
+        if self._tokens:
+            self._told += 1
+            token, _ = self._tokens.popleft()
+            if self._options.generated_tokens:
+                response.tokens.append(token)
+        response.generated_token_count = self._told
+        response.text = self._text_before_next()
+        if not self._tokens and sample.ending is not None:
+            self._ended = True
+            self._tell_end(response, sample)
+        return response
+
+    def _text_before_next(self) -> str:
+        """What is to be told before the next token. It may lag behind the tokens told."""
+        end = len(self._text)
+        if self._tokens:
+            end = max(self._tokens[0][1] - self._written, 0)
+        text, self._text = self._text[:end], self._text[end:]
+        self._written += len(text)
+        return text
+
+    def _tell_end(self, response: pb.GenerationResponse, sample: Sample) -> None:
+        ending = sample.ending
+        assert ending is not None
+        if ending.reason is FinishCode.LENGTH:
+            wanted = self._call.stopping.max_new_tokens or 0
+            shortened = self.generation.request.stopping.max_new_tokens < wanted
+            response.stop_reason = pb.TOKEN_LIMIT if shortened else pb.MAX_TOKENS
+        else:
+            response.stop_reason = _STOP[ending.reason]
+        if ending.stop_sequence is not None:
+            response.stop_sequence = ending.stop_sequence

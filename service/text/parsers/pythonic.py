@@ -1,0 +1,193 @@
+"""Llama 3.2 and 4: a turn that is a list of Python calls with named arguments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from tokenpod.service.text.parsers.calls import CallFormat, Calls
+from tokenpod.service.text.parsers.grammar import (
+    Grammar,
+    Reading,
+    Source,
+    Unexpected,
+    literal,
+    quoted,
+    space,
+)
+
+_MOST_NAME = 256
+_QUOTE = '"'
+#: Lists and dicts within each other.
+_DEEPEST = 64
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_CONSTANTS |= {word: word for word in ("true", "false", "null")}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0"}
+_CODES = {"x": 2, "u": 4, "U": 8}
+
+
+class Pythonic(CallFormat):
+    """`[f(x=1, y=["a"]), g()]`, with `<|python_start|>` before it or not."""
+
+    name = "pythonic"
+    marks = ("<|python_start|>",)
+    shown = ("<|python_end|>",)
+    openings = "["
+
+    def matches(self, template: str) -> bool:
+        """By what it tells the model of calls."""
+        return "[func_name1(" in template
+
+    def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
+        """All calls. Only those of the request's tools are any; each is told once it is whole."""
+        yield from space(source)
+        yield from literal(source, "[")
+        while True:
+            yield from space(source)
+            name = yield from _word(source)
+            if name not in calls.tools:
+                raise Unexpected
+            arguments = yield from _arguments(source)
+            calls.begin(name)
+            calls.more(arguments)
+            calls.end()
+            yield
+            yield from space(source)
+            if source.char != ",":
+                break
+            yield
+        yield from literal(source, "]")
+        yield from space(source)
+        if marked and source.char == "<":
+            yield from literal(source, self.shown[0])
+
+
+def _word(source: Source) -> Reading:
+    """A name, or a number."""
+    taken: list[str] = []
+    while source.char and (source.char.isalnum() or source.char in "_-+."):
+        if len(taken) == _MOST_NAME:
+            raise Unexpected
+        taken.append(source.char)
+        yield
+    if not taken:
+        raise Unexpected
+    return "".join(taken)
+
+
+def _arguments(source: Source) -> Reading:
+    """What stands in parentheses, as a JSON object; it ends at the last one, not behind it."""
+    yield from literal(source, "(")
+    found: list[str] = []
+    while True:
+        yield from space(source)
+        if source.char == ")":
+            return f"{{{', '.join(found)}}}"
+        name = yield from _word(source)
+        yield from space(source)
+        yield from literal(source, "=")
+        value = yield from _value(source, 0)
+        found.append(f"{_json(name)}: {value}")
+        yield from space(source)
+        if source.char == ",":
+            yield
+        elif source.char != ")":
+            raise Unexpected
+
+
+def _value(source: Source, depth: int) -> Reading:
+    """A literal of Python as JSON."""
+    yield from space(source)
+    char = source.char
+    if depth == _DEEPEST:
+        raise Unexpected
+    if char == "[":
+        return (yield from _several(source, "]", depth))
+    if char == "{":
+        return (yield from _several(source, "}", depth))
+    if char and char in "\"'":
+        taken: list[str] = []
+        yield from quoted(source, taken.append)
+        return _json(_unescaped("".join(taken[1:-1])))
+    word = yield from _word(source)
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    try:
+        return _json(json.loads(word, parse_constant=_no_number))
+    except ValueError as error:
+        raise Unexpected from error
+
+
+def _several(source: Source, end: str, depth: int) -> Reading:
+    """The entries of a list or a dict."""
+    opening = source.char
+    found: list[str] = []
+    yield
+    while True:
+        yield from space(source)
+        if source.char == end:
+            yield
+            return f"{opening}{', '.join(found)}{end}"
+        entry = yield from _value(source, depth + 1)
+        yield from space(source)
+        if end == "}":
+            yield from literal(source, ":")
+            value = yield from _value(source, depth + 1)
+            entry = f"{entry if entry.startswith(_QUOTE) else _json(entry)}: {value}"
+            yield from space(source)
+        found.append(entry)
+        if source.char == ",":
+            yield
+        elif source.char != end:
+            raise Unexpected
+
+
+def _unescaped(text: str) -> str:
+    """What a string of Python stands for; an escape that is none stays."""
+    if "\\" not in text:
+        return text
+    found: list[str] = []
+    at = 0
+    while at < len(text):
+        char = text[at]
+        at += 1
+        if char != "\\" or at == len(text):
+            found.append(char)
+            continue
+        kind = text[at]
+        at += 1
+        if kind in _CODES:
+            digits = text[at : at + _CODES[kind]]
+            found.append(_coded(kind, digits))
+            at += len(digits)
+        else:
+            found.append(_ESCAPES.get(kind) or (kind if kind in "\\'\"" else f"\\{kind}"))
+    return "".join(found)
+
+
+def _coded(kind: str, digits: str) -> str:
+    try:
+        if len(digits) < _CODES[kind]:
+            raise Unexpected
+        return chr(int(digits, 16))
+    except ValueError as error:
+        raise Unexpected from error
+
+
+def _no_number(word: str) -> NoReturn:
+    """JSON has no NaN and no infinity."""
+    raise ValueError(word)
+
+
+def _json(value: Any) -> str:
+    """JSON text. Halves of characters stay escaped: no message could hold them."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if _is_whole(text) else json.dumps(value)
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

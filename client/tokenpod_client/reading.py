@@ -15,6 +15,8 @@ class Delta:
     #: Which sample: 0, unless several were asked for.
     index: int
     text: str
+    #: What the model thinks before it answers, where the server tells it from the text.
+    reasoning: str
     #: All that the server says of these tokens: ids, log probabilities and so on.
     tokens: pb.Tokens
 
@@ -36,7 +38,9 @@ class Reading:
             case "started":
                 self.started = event.started
             case "tokens":
-                return Delta(event.tokens.index, event.tokens.text, event.tokens)
+                return Delta(
+                    event.tokens.index, event.tokens.text, event.tokens.reasoning, event.tokens
+                )
             case "finished":
                 self.finished[event.finished.index] = event.finished
             case "completed":

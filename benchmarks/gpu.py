@@ -88,7 +88,9 @@ def random_model(family: Family, config: ModelSpec, device: torch.device) -> Dec
     weights = {}
     for weight in weights_of(config, family.names_of(config)[0], ""):
         dtype = weight.dtype or torch.bfloat16
-        made = torch.empty(weight.shape, device=device, dtype=dtype).normal_(0, 0.02)
+        # A token's own features outweigh what layers add: else routers send all rows one way.
+        spread = 8 if weight.name == "embedding" else 0.02
+        made = torch.empty(weight.shape, device=device, dtype=dtype).normal_(0, spread)
         if weight.experts:
             made = made.view(weight.experts, -1, *weight.shape[1:])
         weights[weight.name] = made if made.ndim > 1 else made.add_(1)

@@ -19,6 +19,7 @@ DATA = Path(__file__).with_name("models.json")
 WAYS = {
     "native": "by a family of ours",
     "transformers": "by transformers' code, over our KV pool, on one rank",
+    "padded": "by transformers' code with its own caches, in padded batches, on one rank",
     "no": "not served",
     "untried": "not tried",
 }

@@ -17,6 +17,10 @@ from tokenpod.core.sampling import SamplingParams
 PROBE_TOKENS = 16
 
 
+#: Tokens of a block in `CacheEvents`, as gateways count by default.
+BLOCK_TOKENS = 16
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of everything that travels: immutable, encoded as an array that begins with its type."""
 
@@ -107,6 +111,16 @@ class Advance(Message, frozen=True, array_like=True, tag=True):
     waits: bool
 
 
+class WatchCache(Message, frozen=True, array_like=True, tag=True):
+    """Tell of the prefix cache in `CacheEvents` from now on, all that it holds first; or stop."""
+
+    wanted: bool
+
+
+class FlushCache(Message, frozen=True, array_like=True, tag=True):
+    """Forget every cached prefix that no sequence uses."""
+
+
 class FailureCode(IntEnum):
     """Why the engine gave up on a sequence or an `Advance`; each maps to one gRPC status."""
 
@@ -125,6 +139,8 @@ class FinishCode(IntEnum):
     EOS = 2
     STOP_TOKEN = 3
     TIME_LIMIT = 4
+    #: Its client has ended it by its name; the service's word, which the engine never says.
+    ABORTED = 5
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -213,6 +229,31 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     advanced: list[Advanced] = []
 
 
+class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Blocks of `BLOCK_TOKENS` tokens that are in the prefix cache now, each behind the other."""
+
+    #: The block before the first of them; None: it begins a prompt.
+    parent: int | None
+    #: Of each block; of it, its tokens and all blocks before it. Below 2^63 in magnitude.
+    hashes: list[int]
+    #: Of all blocks, `BLOCK_TOKENS` for each.
+    tokens: list[int]
+
+
+class BlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Blocks that are not in the prefix cache any more."""
+
+    hashes: list[int]
+
+
+class CacheEvents(Message, frozen=True, array_like=True, tag=True):
+    """What has changed in the prefix cache, in order. For the first front end."""
+
+    #: Before the changes the cache is empty, whatever was told of it.
+    cleared: bool
+    changes: list[BlocksStored | BlocksRemoved]
+
+
 class Loading(Message, frozen=True, array_like=True, tag=True):
     """Progress of loading: bytes of weights read so far, of how many."""
 
@@ -246,6 +287,10 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     unused_tensors: str = ""
     #: Whose code computes the model: "tokenpod" or "transformers".
     runs_on: str = "tokenpod"
+    #: Sequences that can run at once; 0: not said.
+    rows: int = 0
+    #: Whether rows are padded to the longest of their batch, for which routers then budget.
+    requires_padding: bool = False
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -345,8 +390,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     quantize: str | None = None
     #: A JSON object of fields that replace those of config.json.
     config_override: str | None = None
-    #: Logit biases and stop tokens that one request can have in all.
-    max_logit_edits: int = 2048
+    #: Logit biases, stop tokens and allowed tokens that one request can have in all.
+    max_logit_edits: int = 3072
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.
@@ -355,8 +400,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
 
 
-ToEngine = Request | Abort | Advance | Ask | EngineOptions
-FromEngine = StepOutputs | Loading | Ready | Broken
+ToEngine = Request | Abort | Advance | Ask | WatchCache | FlushCache | EngineOptions
+FromEngine = StepOutputs | CacheEvents | Loading | Ready | Broken
 #: What travels on a rank's control stream, besides its link: see engine/shards/control_stream.py.
 ToRank = Drain | Over
 FromRank = Pulse | Waiting | Joined | Drain | Broken

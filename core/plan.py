@@ -88,20 +88,27 @@ class NewRow:
 
     @property
     def ends(self) -> list[int]:
-        """Tokens that may not be drawn before `min_new_tokens`, rising."""
+        """End-of-text tokens, rising, where they may not be drawn at first or are boosted later."""
+        stopping, boost = self.request.stopping, self.request.sampling.eos_boost_factor
+        return sorted(stopping.eos_token_ids) if stopping.min_new_tokens or boost != 1 else []
+
+    @property
+    def stops(self) -> list[int]:
+        """The other tokens that may not be drawn before `min_new_tokens`, rising."""
         stopping = self.request.stopping
         if not stopping.min_new_tokens:
             return []
-        return sorted(stopping.eos_token_ids | stopping.stop_token_ids)
+        return sorted(stopping.stop_token_ids - stopping.eos_token_ids)
 
     def words(self, table: SamplingTable) -> Words:
         """[ROW_WORDS] int64: its row of a sampler."""
-        request, ends = self.request, self.ends
+        request, ends, stops = self.request, self.ends, self.stops
         tokens = self.outputs or request.prompt
         values = RowValues(
             stream=self.stream,
-            min_new_tokens=request.stopping.min_new_tokens if ends else 0,
+            min_new_tokens=request.stopping.min_new_tokens if ends or stops else 0,
             ends=len(ends),
+            stops=len(stops),
             logprobs=request.logprobs,
             top_n=min(request.top_n_tokens, MOST_TOP_TOKENS),
             length=len(request.prompt) + len(self.outputs),

@@ -8,7 +8,7 @@ of the sampler's stages a row needs. docs/extend.md says how to add one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from struct import Struct
@@ -25,6 +25,9 @@ MOST_TOP_TOKENS = 64
 
 #: A row's state is so many 64-bit words: two cache lines of a GPU, with room for more knobs.
 ROW_WORDS = 32
+
+#: How much an end's logit grows by at most, in multiples of itself.
+MOST_BOOST = 1e6
 
 #: Of float32.
 _LEAST_NORMAL = float(np.finfo(np.float32).tiny)
@@ -87,12 +90,17 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
+def _different(tokens: Collection[int]) -> int:
+    return len(set(tokens))
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How a sequence's next token is chosen. Every default is neutral.
 
     Applied in this order: watermark, repetition, presence, frequency and relative frequency
-    penalty, logit bias, no end before `min_new_tokens`, temperature, top_k, top_p, min_p,
-    typical_p, softmax, draw. The draw's noise is a function of (seed, stream, position, token).
+    penalty, logit bias, boost of ends, no end before `min_new_tokens`, allowed tokens, temperature,
+    top_k, top_p, min_p, typical_p, softmax, draw. The draw's noise is a function
+    of (seed, stream, position, token).
     """
 
     do_sample: Annotated[bool, Knob(Stage.DRAW)] = False
@@ -117,6 +125,12 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     seed: Annotated[int, Knob(Stage.LUCK, stored=_signed)] = 0
     #: Top tokens are of the distribution that is drawn from, not of the raw logits.
     top_of_processed: Annotated[bool, Knob(Stage.REPORT)] = False
+    #: Only these can be drawn; empty: all. The column holds how many there are.
+    allowed_token_ids: Annotated[list[int], Knob(Stage.EDIT, stored=_different)] = []
+    #: From the output token after so many on, an end's logit grows by |logit| * (factor^n - 1), n
+    #: being how many there are beyond, and the power at most MOST_BOOST.
+    eos_boost_after: Annotated[int, Knob(Stage.LUCK)] = 0
+    eos_boost_factor: Annotated[float, Knob(Stage.EDIT)] = 1.0
 
 
 class RowValues(NamedTuple):
@@ -126,8 +140,9 @@ class RowValues(NamedTuple):
     stream: int = 0
     #: No end is drawn before so many tokens; 0 where the sequence has no ends.
     min_new_tokens: int = 0
-    #: How many end tokens there are.
+    #: How many end-of-text tokens there are, and how many more that end the sequence.
     ends: int = 0
+    stops: int = 0
     #: Whether the log probability is wanted.
     logprobs: int = 0
     #: How many most likely tokens to report.

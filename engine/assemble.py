@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, choose_slots, largest_step
+from tokenpod.core.capacity import GAPS, largest_step
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import (
     PROBE_TOKENS,
@@ -32,8 +32,8 @@ from tokenpod.engine.memory import (
     FreeMemory,
     free_memory,
     map_ahead,
-    size,
 )
+from tokenpod.engine.room import Room, room_for
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import KVScales
 from tokenpod.kernels.pool import KVPool
@@ -47,14 +47,17 @@ class Assembled:
     """An executor ready for its first step."""
 
     executor: Executor
-    #: KV slots of its pool, without those that are kept for liveness probes.
-    slots: int
+    #: Without what is kept for liveness probes.
+    room: Room
     #: Of the numbers in its pool.
     kv_dtype: torch.dtype
     #: Whether a step can be launched before the one before has been waited for.
     overlap: bool
-    #: What `slots` was computed from, for the operator.
-    slots_from: str
+
+    @property
+    def slots(self) -> int:
+        """KV slots of its pool."""
+        return self.room.slots
 
 
 def assemble(
@@ -101,8 +104,8 @@ def _on_host(
     free = free_memory(device).shared(ranks)
     if free.limited:
         free = free.less(_serving_takes(model, options, ranks), "a load takes")
-    slots, slots_from = _slots(model, options, positions, free, dtype, group)
-    pool = make_pool(model, slots + PROBE_TOKENS, device)
+    room = room_for(model, options, positions, free, dtype, group)
+    pool = make_pool(model, room.slots + PROBE_TOKENS, device)
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
         pool.take_pages()
@@ -113,8 +116,8 @@ def _on_host(
         vocab_size=model.config.vocab_size,
         group=group,
     )
-    warm_up(executor, [0] * min(options.max_batch_prefill_tokens, slots, positions, 64))
-    return Assembled(executor, slots, dtype, overlap=False, slots_from=slots_from)
+    warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
+    return Assembled(executor, room, dtype, overlap=False)
 
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> int:
@@ -168,12 +171,15 @@ def _on_device(
         device=device,
     )
     before = torch.cuda.memory_reserved(device)
+    if model.config.own_state is not None:
+        rows = 1  # others only decode: their states are counted apart
     run_worst_steps(executor, rows, prompt, positions)
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     left = free_memory(device)
     free = FreeMemory(left.bytes - step - step // GAPS, f"{left.source} less the largest step")
-    slots, slots_from = _slots(model, options, positions, free, dtype, group)
+    room = room_for(model, options, positions, free, dtype, group)
+    slots = room.slots
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
@@ -186,7 +192,7 @@ def _on_device(
     run_worst_steps(executor, rows, max(min(prompt, slots - rows), 1), positions)
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, slots, dtype, overlap=True, slots_from=slots_from)
+    return Assembled(executor, room, dtype, overlap=True)
 
 
 def run_worst_steps(executor: Executor, rows: int, prompt: int, positions: int) -> None:
@@ -240,66 +246,13 @@ def make_pool(
 ) -> KVPool:
     """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
     config = model.config
-    return KVPool(
+    return model.pool_class(
         slots=slots,
         layouts=config.kv_layouts,
         dtype=model.dtype if scales is None else EIGHT_BITS,
         device=device,
         scales=scales,
     )
-
-
-def _slots(
-    model: LoadedModel,
-    options: EngineOptions,
-    positions: int,
-    free: FreeMemory,
-    dtype: torch.dtype,
-    group: Group | None,
-) -> tuple[int, str]:
-    """How many, and what they were computed from. Raises EngineError if they don't fit."""
-    config = model.config
-    slot_bytes = KVPool.bytes_per_slot(
-        layouts=config.kv_layouts,
-        dtype=dtype,
-    )
-    slots = choose_slots(
-        slot_bytes=slot_bytes,
-        wanted=options.max_batch_total_tokens,
-        most_useful=options.max_batch_size * positions,
-        fraction=options.memory_fraction,
-        free=free.bytes,
-    )
-    mine = slots
-    if group is not None:
-        agreed = group.least(slots or 0)
-        if agreed == 0 and slots is not None:
-            raise EngineError(
-                f"max_batch_total_tokens is {options.max_batch_total_tokens}: another rank has no "
-                "memory for so many keys and values"
-            )
-        slots = agreed or None
-    if slots is None:
-        raise EngineError(
-            f"max_batch_total_tokens is {options.max_batch_total_tokens}: its "
-            f"{(options.max_batch_total_tokens or 0) * slot_bytes / 2**30:.1f} GiB of keys and "
-            f"values do not fit into {options.memory_fraction:.0%} of the {size(free.bytes)} left "
-            f"{free.source}"
-        )
-    if slots != mine:
-        return slots, "the rank that has least memory"
-    return slots, _slots_from(options, positions, free, slots, slot_bytes)
-
-
-def _slots_from(
-    options: EngineOptions, positions: int, free: FreeMemory, slots: int, slot_bytes: int
-) -> str:
-    if options.max_batch_total_tokens is not None:
-        return "--max-batch-total-tokens"
-    if slots == options.max_batch_size * positions:
-        return f"{options.max_batch_size} sequences of {positions} tokens, all that can be used"
-    memory = f"{options.memory_fraction:.0%} of the {size(free.bytes)} left {free.source}"
-    return f"{memory}, {size(slot_bytes)} each"
 
 
 def warm_up(executor: Executor, tokens: list[int]) -> None:

@@ -94,7 +94,7 @@ class DeviceSampler(Sampler):
         rows: how many sequences can be live at once, and be in a step.
         vocab_size: width of the logits, at most 262,144.
         device: where logits come from.
-        most_edits: how many logit biases and end tokens one row can have in all.
+        most_edits: how many logit biases, end and allowed tokens one row can have in all.
     """
 
     def __init__(
@@ -170,12 +170,12 @@ class DeviceSampler(Sampler):
         Copies are in the order of the current stream, so steps before it are not disturbed.
 
         Raises:
-            ValueError: it has more logit biases and end tokens than a row has room for.
+            ValueError: it has more logit biases, end and allowed tokens than a row has room for.
         """
         ids, values = edits_of(new)
         if len(ids) > self._most_edits:
             raise ValueError(
-                f"{len(ids) - len(new.ends)} logit biases and {len(new.ends)} end tokens;"
+                f"{len(ids)} logit biases, end tokens and allowed tokens;"
                 f" a row has room for {self._most_edits}"
             )
         super().set_row(row, new)

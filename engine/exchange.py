@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from tokenpod.core.link import Link, LinkClosed, PatientLink, take_link
-from tokenpod.core.messages import Abort, Ready, Request, StepOutputs, ToEngine, Top
+from tokenpod.core.messages import Abort, CacheEvents, Ready, Request, StepOutputs, ToEngine, Top
 
 #: Seconds that a further front end's link may stand still. Longer than heartbeats take to show that
 #: a front end hangs (service/pod/front_ends.py), so that one that only lags is kept.
@@ -99,9 +99,12 @@ class Exchange:
         return messages
 
     def send(self, message: msgspec.Struct) -> None:
-        """To all; of a step to each its own part."""
+        """To all; of a step to each its own part, and of the cache to the first one alone."""
         if isinstance(message, Ready):
             self._ready = message
+        if isinstance(message, CacheEvents):
+            self._send(0, message)
+            return
         if not isinstance(message, StepOutputs):
             for at in list(self._links):
                 self._send(at, message)

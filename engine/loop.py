@@ -24,12 +24,14 @@ from tokenpod.core.messages import (
     Advanced,
     Ask,
     EngineOptions,
+    FlushCache,
     Load,
     Request,
     Started,
     StepOutputs,
     ToEngine,
     Top,
+    WatchCache,
 )
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Launched, Launcher, StepResult
@@ -125,6 +127,10 @@ class EngineLoop:
                 self._advance(message)
             case Ask():
                 self._asked = True
+            case WatchCache():
+                self.scheduler.watch_cache(wanted=message.wanted)
+            case FlushCache():
+                self.scheduler.flush_cache()
             case EngineOptions():
                 raise ValueError("EngineOptions is the first message only")
 
@@ -169,6 +175,8 @@ class EngineLoop:
         stale = self._asked or (self._flying is None and self.scheduler.load() != self._sent_load)
         if events.sequence_ids or events.failures or events.advanced or silent or stale:
             self._publish(events)
+        if (changes := self.scheduler.cache_events()) is not None:
+            self.link.send(changes)
 
     def _publish(
         self,

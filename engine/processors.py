@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import NewRow
-from tokenpod.core.sampling import COUNTED
+from tokenpod.core.sampling import COUNTED, MOST_BOOST
 from tokenpod.engine.rng import philox, split
 from tokenpod.engine.sampler import Record, Records, edits_of
 
@@ -39,10 +40,20 @@ class History:
 
     def __init__(self, new: NewRow, columns: Record, vocab_size: int) -> None:
         ids, values = (torch.from_numpy(edits) for edits in edits_of(new))
-        biases = int(columns["logit_bias"])
-        self.bias_ids, self.biases = ids[:biases].long(), values[:biases]
+        sizes = [
+            int(columns[name]) for name in ("logit_bias", "ends", "stops", "allowed_token_ids")
+        ]
+        biases, ends, stops, _ = itertools.accumulate(sizes)
+        ids = ids.long()
+        self.bias_ids, self.biases = ids[:biases], values[:biases]
+        #: End-of-text tokens, which may be boosted.
+        self.ends = ids[biases:ends]
         #: Tokens that may not be drawn before `min_new_tokens`.
-        self.ends = ids[biases:].long()
+        self.late = ids[biases:stops]
+        #: [vocab] float32: -inf for tokens that can't be drawn; None: all can.
+        self.forbidden: torch.Tensor | None = None
+        if len(allowed := ids[stops:]):
+            self.forbidden = torch.full((vocab_size,), -torch.inf).index_fill_(0, allowed, 0.0)
         #: [vocab] float32 occurrences in prompt and output; None where nothing asks.
         self.prompt: torch.Tensor | None = None
         self.outputs: torch.Tensor | None = None
@@ -65,8 +76,36 @@ def edit(scores: torch.Tensor, columns: Record, history: History, position: int)
         _penalise(scores, columns, history.prompt, history.outputs)
     if len(history.bias_ids):
         scores[history.bias_ids] += history.biases
+    beyond = position - int(columns["eos_boost_after"])
+    if columns["eos_boost_factor"] != 1.0 and beyond > 0:
+        _boost(scores, history.ends, boost_of(float(columns["eos_boost_factor"]), beyond))
     if position < columns["min_new_tokens"]:
-        scores[history.ends] = -torch.inf
+        scores[history.late] = -torch.inf
+    if history.forbidden is not None:
+        # Added, so that NaN and Inf stay what they are and the row is found out.
+        scores += history.forbidden
+
+
+def boost_of(factor: float, beyond: int) -> float:
+    """`factor` to the power of `beyond`, at most MOST_BOOST, less 1; a float32.
+
+    By squares, in float64: every path that draws tokens rounds likewise.
+    """
+    power, square = 1.0, factor
+    while beyond:
+        if beyond & 1:
+            power = min(power * square, MOST_BOOST)
+        square = min(square * square, MOST_BOOST)
+        beyond >>= 1
+    return float(np.float32(power - 1.0))
+
+
+def _boost(scores: torch.Tensor, ends: torch.Tensor, boost: float) -> None:
+    """Exponential decay length penalty, as Hugging Face's libraries have it, in place."""
+    ending = scores[ends]
+    boosted = ending + ending.abs() * boost
+    # What can't be drawn stays so: -inf and inf would be NaN.
+    scores[ends] = torch.where(ending > -torch.inf, boosted, ending)
 
 
 def _penalise(

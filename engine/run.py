@@ -72,7 +72,8 @@ def load(
     if device.type == "cuda":
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
-        check_attention(read_config(Path(options.model_folder), override=override))
+        folder = Path(options.model_folder)
+        check_attention(read_config(folder, options.max_total_tokens, override))
     group = _join(member, device) if member else None
     shard = Shard(group.rank, group.world) if group else WHOLE
     torch.set_num_threads(options.threads or _own_cores(group.local_ranks if group else 1))
@@ -103,27 +104,32 @@ def load(
     loaded = time.monotonic()
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
     assembled = assemble(model, options, positions=positions, device=device, group=group)
+    own, room = config.own_state, assembled.room
     limits = Limits(
-        slots=assembled.slots,
-        max_rows=options.max_batch_size,
+        slots=room.slots,
+        max_rows=room.rows,
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
         prefix_caching=options.prefix_caching,
+        sharing=own is None,
+        scores_prompts=own is None or own.scores_prompts,
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),
         kv_cache_dtype=str(assembled.kv_dtype).removeprefix("torch."),
         device_type=device.type,
         attention="contiguous" if device.type == "cpu" else "paged",
+        requires_padding=own is not None,
         window_size=config.sliding_window,
         vocab_size=config.vocab_size,
         max_positions=positions,
-        slots=assembled.slots,
+        slots=room.slots,
+        rows=room.rows,
         parameters=model.parameters_count,
         weight_bytes=model.weight_bytes,
         load_seconds=loaded - began,
         warmup_seconds=time.monotonic() - loaded,
-        slots_from=assembled.slots_from,
+        slots_from=room.slots_from,
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,

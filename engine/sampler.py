@@ -182,11 +182,13 @@ class LeaderTokens:
 def edits_of(new: NewRow) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """[m] each: tokens, and what is added to their scores.
 
-    Logit biases by rising id, then the tokens that may not be drawn before `min_new_tokens`,
-    likewise.
+    Logit biases by rising id, then, likewise, end-of-text tokens and others that may not be drawn
+    before `min_new_tokens`, and the tokens that can be drawn at all.
     """
-    biases = sorted(new.request.sampling.logit_bias.items())
-    edits = biases + [(end, -math.inf) for end in new.ends]
+    sampling = new.request.sampling
+    edits = sorted(sampling.logit_bias.items())
+    edits += [(token, -math.inf) for token in (*new.ends, *new.stops)]
+    edits += [(token, 0.0) for token in sorted({*sampling.allowed_token_ids})]
     return (
         np.array([token for token, _ in edits], np.int32),
         np.array([value for _, value in edits], np.float32),

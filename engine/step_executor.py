@@ -94,6 +94,7 @@ class StepExecutor(ABC, Generic[S]):
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""
+        self._pool.release_rows(rows)
         for row in rows:
             self._sampler.clear_row(row)
             self._runs[row] = []
@@ -132,6 +133,8 @@ class StepExecutor(ABC, Generic[S]):
 
     def _take_rows(self, plan: StepPlan) -> None:
         self._sampler.take_rows(plan)
+        for row, new in zip(plan.n_row.tolist(), plan.asks, strict=False):  # followers have none
+            self._pool.take_row(row, len(new.request.prompt))
         for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)

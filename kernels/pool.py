@@ -80,6 +80,12 @@ class KVPool:
         for tensor in self._stored:
             tensor.zero_()
 
+    def take_row(self, row: int, prompt: int) -> None:
+        """A sequence with so many prompt tokens gets a row. All that it has lies in slots."""
+
+    def release_rows(self, rows: Sequence[int]) -> None:
+        """Rows are free again; their slots are the scheduler's."""
+
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values from slots [n] to others, all at once, in every layer."""
         source, target = source.long(), target.long()

@@ -27,6 +27,7 @@ class Decoder:
     """
 
     captures = True
+    pool_class = KVPool
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,6 +16,18 @@ from tokenpod.kernels.pool import KVLayout, KVPool
 def ends_within(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
     """Tokens that end a text, of those that there are: some files write -1 for none."""
     return frozenset(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """What a model says that keeps sequences' states by itself, row by row."""
+
+    #: Bytes of a running row's state, whatever its length.
+    row_bytes: int
+    #: More for each of its tokens.
+    token_bytes: int
+    #: Whether prompts' tokens have log probabilities: those that an encoder reads have none.
+    scores_prompts: bool = True
 
 
 class ModelFacts(Protocol):
@@ -80,9 +93,17 @@ class ModelFacts(Protocol):
         """Whose code computes it: "tokenpod" or "transformers"."""
         ...
 
+    @property
+    def own_state(self) -> OwnState | None:
+        """None: all that is kept of a sequence lies in the pool's slots."""
+        ...
+
 
 class LoadedModel(Protocol):
     """A model ready to run. It holds no state of sequences: that is all in the pool."""
+
+    #: Of the pool that it runs with.
+    pool_class: type[KVPool]
 
     #: Whether steps can be captured.
     captures: bool

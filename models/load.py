@@ -32,7 +32,7 @@ from tokenpod.models.verify import verified
 from tokenpod.models.weights import Weight
 
 if TYPE_CHECKING:
-    from tokenpod.models.tier.load import TierLoader
+    from tokenpod.models.tier.choose import Loader
 
 __all__ = ["ModelError", "load_model", "read_config", "read_layout"]
 
@@ -71,14 +71,14 @@ def tier_of(
     folder: Path,
     max_total_tokens: int | None = None,
     override: Mapping[str, Any] | None = None,
-) -> TierLoader:
+) -> Loader:
     """The model of another family: transformers computes it, if it can.
 
     Raises ModelError with the reason if it can't.
     """
     # Not above: transformers takes its time to load, and our families do without.
+    from tokenpod.models.tier.choose import loader_of
     from tokenpod.models.tier.errors import NotServed
-    from tokenpod.models.tier.load import TierLoader
 
     fields = read_fields(folder / "config.json")
     names = fields.texts("architectures")
@@ -90,7 +90,7 @@ def tier_of(
             "with its config.json as it is"
         )
     try:
-        return TierLoader(
+        return loader_of(
             name,
             fields,
             dtype=dtype_of(fields),
@@ -263,7 +263,7 @@ def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
 
 
 def _load_tier(
-    tier: TierLoader,
+    tier: Loader,
     checkpoint: Checkpoint,
     *,
     dtype: torch.dtype | None,

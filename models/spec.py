@@ -386,6 +386,10 @@ class ModelSpec:
         return "tokenpod"
 
     @property
+    def own_state(self) -> None:
+        """All that is kept of a sequence lies in the pool's slots."""
+
+    @property
     def latent(self) -> Latent | None:
         """The attention over latent rows, if layers have that."""
         attention = self.layers[0].attention

@@ -11,9 +11,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tokenpod.scheduler.blocks import BlockLog
 
 Tokens = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]
@@ -69,6 +73,8 @@ class RadixTree:
         self._leaves: list[tuple[int, int, Node]] = []
         self._tickets = itertools.count()
         self._clock = 0
+        #: Hears of what is added and removed; None: nobody asks.
+        self.log: BlockLog | None = None
 
     @property
     def evictable(self) -> int:
@@ -78,10 +84,7 @@ class RadixTree:
     def match(self, tokens: Tokens, salt: str = "") -> tuple[Node, int]:
         """The node that ends the longest known prefix of `tokens`, and that prefix's length."""
         self._clock += 1
-        node = self._roots.get(salt)
-        if node is None:
-            node = self._roots[salt] = Node(_NO_TOKENS, _NO_SLOTS, None)
-        at = 0
+        node, at = self.root(salt), 0
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
@@ -93,6 +96,13 @@ class RadixTree:
             node = child
             at += common
         return node, at
+
+    def root(self, salt: str = "") -> Node:
+        """Where the prompts of a salt begin."""
+        node = self._roots.get(salt)
+        if node is None:
+            node = self._roots[salt] = Node(_NO_TOKENS, _NO_SLOTS, None)
+        return node
 
     def known(self, tokens: Tokens, salt: str = "") -> int:
         """The length of the longest known prefix; unlike `match` it changes nothing."""
@@ -116,6 +126,8 @@ class RadixTree:
         node.children[int(tokens[0])] = child
         self.tokens += len(tokens)
         self._queue_leaf(child)
+        if self.log is not None:
+            self.log.added(child)
         return child
 
     def hang_unlisted(self, node: Node, tokens: Tokens, slots: Slots) -> Node:
@@ -169,6 +181,8 @@ class RadixTree:
                 # It is queued again when its last child or lock is gone.
                 continue
             keep = max(len(leaf.tokens) - n, 0)
+            if self.log is not None:
+                self.log.cut(leaf, keep)
             freed.append(leaf.slots[keep:])
             n -= len(leaf.tokens) - keep
             self.tokens -= len(leaf.tokens) - keep
@@ -207,6 +221,8 @@ class RadixTree:
         node.tokens, node.slots = node.tokens[at:].copy(), node.slots[at:].copy()
         node.parent = upper
         upper.children[int(node.tokens[0])] = node
+        if self.log is not None:
+            self.log.split(upper, node)
         return upper
 
 

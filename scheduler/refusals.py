@@ -19,6 +19,11 @@ def never_fits(request: Request, limits: Limits) -> str:
     new_tokens = request.stopping.max_new_tokens
     if not request.prompt or new_tokens < 1:
         return "a request needs at least one prompt token and one new token"
+    if request.prompt_logprobs and not limits.scores_prompts:
+        return (
+            "log probabilities of the prompt are asked for: an encoder reads it, and gives its "
+            "tokens none"
+        )
     length = len(request.prompt) + new_tokens
     if length > limits.max_positions:
         return f"prompt and new tokens are {length}; at most {limits.max_positions} are possible"

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Listing
 from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
+    CacheEvents,
     Failure,
     FailureCode,
     FinishCode,
@@ -23,6 +24,7 @@ from tokenpod.core.messages import (
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
+from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.given import VectorIds
@@ -59,7 +61,8 @@ class Scheduler:
         batching: Callable[[int], Batching] = Mixed,
     ) -> None:
         self.limits = limits
-        self.kv = KV(limits.slots + PROBE_TOKENS, caching=limits.prefix_caching)
+        caching = limits.prefix_caching and limits.sharing
+        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching)
         self._batching = batching(limits.prefill_tokens)
         self._admission = admission(self.kv.table, limits.slots, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
@@ -103,7 +106,8 @@ class Scheduler:
             self._probes.add(*self._make(request, Owner.PROBE))
             return
         samples = self._make(request, Owner.BATCHER)
-        self._queue.add(samples)
+        for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
+            self._queue.add(together)
         self._new.append(samples[0])
         self._deadlines.add(request)
 
@@ -205,6 +209,20 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
         )
+
+    def watch_cache(self, *, wanted: bool) -> None:
+        """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
+        tree = self.kv.tree
+        tree.log = BlockLog(tree.root()) if wanted else None
+
+    def cache_events(self) -> CacheEvents | None:
+        """What has changed in the prefix cache since the last call; None: nothing, or unwatched."""
+        log = self.kv.tree.log
+        return None if log is None else log.take()
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix that no sequence uses."""
+        self.kv.evict(self.kv.tree.tokens)
 
     def check(self) -> None:
         """Raise AssertionError unless every slot and row is in exactly one place."""

@@ -21,6 +21,11 @@ class Limits:
     prefill_tokens: int
     #: Keep keys and values for later prompts with the same prefix.
     prefix_caching: bool = True
+    #: Whether sequences can begin with slots that another has computed: samples of a request with
+    #: its prompt, later ones with a cached prefix. Not where each row keeps a state of its own.
+    sharing: bool = True
+    #: Whether the model gives tokens of prompts log probabilities.
+    scores_prompts: bool = True
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ def pins(lock: str) -> dict[str, str]:
 def wanted(lock: str) -> list[str]:
     project = PROJECT["project"]
     extras = project["optional-dependencies"]
-    runtime = [*project["dependencies"], *extras["s3"]]
+    runtime = [*project["dependencies"], *extras["s3"], *extras["vllm"]]
     return {
         "runtime-cpu": runtime,
         "runtime-cuda": [*runtime, *extras["gpu"]],

@@ -37,8 +37,9 @@ def locks() -> list[Lock]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
-    # An image's init container downloads from the store that most have.
-    runtime = [*_needed(project), *_needed(client, "bench"), *extras["s3"]]
+    # An image's init container downloads from the store that most have; gateways drive pods.
+    wanted = [*_needed(project), *_needed(client, "bench")]
+    runtime = [*wanted, *extras["s3"], *extras["vllm"]]
     cuda = [*runtime, *extras["gpu"]]
     return [
         Lock("runtime-cpu.txt", "What a server without a GPU needs.", runtime, cpu=True),

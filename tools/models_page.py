@@ -18,27 +18,30 @@ BEGIN = (
     "<!-- Written by tools/models_page.py from commands/models.json; `make docs` does it again. -->"
 )
 END = "<!-- End of the list. -->"
+#: What computes those that are served.
+WHOSE = {"native": "tokenpod", "transformers": "transformers", "padded": "transformers, padded"}
 
 
 def listed(found: Survey) -> str:
     """The list, between its marks."""
     count = {
         way: sum(entry.served == way for entry in found.classes.values())
-        for way in ("native", "transformers", "no", "untried")
+        for way in ("native", "transformers", "padded", "no", "untried")
     }
     lines = [
         BEGIN,
         "",
         f"Of transformers {found.transformers}'s causal models and ours: {count['native']} are "
-        f"native, {count['transformers']} are computed by transformers, {count['no']} are not "
-        f"served, {count['untried']} could not be tried. `make models` tries them again.",
+        f"native, {count['transformers']} are computed by transformers over our pool, "
+        f"{count['padded']} with caches of their own, {count['no']} are not served, "
+        f"{count['untried']} could not be tried. `make models` tries them again.",
         "",
         "| architecture | computed by | tested there | example |",
         "|---|---|---|---|",
     ]
     for name, entry in found.classes.items():
-        if entry.served in ("native", "transformers"):
-            whose = "tokenpod" if entry.served == "native" else "transformers"
+        if entry.served in WHOSE:
+            whose = WHOSE[entry.served]
             example = f"`{entry.example}`" if entry.example else ""
             features = "as above" if entry.served == "native" else ", ".join(entry.features)
             lines.append(f"| `{name}` | {whose} | {features} | {example} |")

@@ -23,9 +23,15 @@ SEED = tl.constexpr(TABLE.place("seed"))
 STREAM = tl.constexpr(TABLE.place("stream"))
 #: Ends are forbidden at output positions below this.
 MIN_NEW_TOKENS = tl.constexpr(TABLE.place("min_new_tokens"))
-#: The row's list of edits: so many biases, by rising id, then so many ends, by rising id.
+#: The row's list of edits: so many biases, by rising id, then, likewise, end-of-text tokens, other
+#: ends, and tokens of which one must be drawn.
 BIASES = tl.constexpr(TABLE.place("logit_bias"))
 ENDS = tl.constexpr(TABLE.place("ends"))
+STOPS = tl.constexpr(TABLE.place("stops"))
+ALLOWED = tl.constexpr(TABLE.place("allowed_token_ids"))
+EOS_BOOST_AFTER = tl.constexpr(TABLE.place("eos_boost_after"))
+EOS_BOOST_FACTOR = tl.constexpr(TABLE.place("eos_boost_factor"))
+MOST_BOOST = tl.constexpr(sampling.MOST_BOOST)
 WATERMARK = tl.constexpr(TABLE.place("watermark"))
 #: 0: all.
 TOP_K = tl.constexpr(TABLE.place("top_k"))
@@ -159,11 +165,23 @@ def _edited(
         scores = _listed(
             scores, ids, first, 0, biases, edit_id_ptr, edit_value_ptr, MOST_EDITS, SPAN
         )
+    ends = biases + tl.load(words_ptr + ENDS).to(tl.int32)
+    stops = ends + tl.load(words_ptr + STOPS).to(tl.int32)
+    factor = real(words_ptr, EOS_BOOST_FACTOR)
+    beyond = position - tl.load(words_ptr + EOS_BOOST_AFTER)
+    if (factor != 1.0) & (beyond > 0):
+        boost = _boost_of(factor, beyond)
+        scores = _boosted(scores, ids, first, biases, ends, edit_id_ptr, boost, MOST_EDITS, SPAN)
     if position < tl.load(words_ptr + MIN_NEW_TOKENS):
-        until = biases + tl.load(words_ptr + ENDS).to(tl.int32)
         scores = _listed(
-            scores, ids, first, biases, until, edit_id_ptr, edit_value_ptr, MOST_EDITS, SPAN
+            scores, ids, first, biases, ends, edit_id_ptr, edit_value_ptr, MOST_EDITS, SPAN
         )
+        scores = _listed(
+            scores, ids, first, ends, stops, edit_id_ptr, edit_value_ptr, MOST_EDITS, SPAN
+        )
+    allowed = stops + tl.load(words_ptr + ALLOWED).to(tl.int32)
+    if allowed > stops:
+        scores = _only(scores, ids, first, stops, allowed, edit_id_ptr, MOST_EDITS, SPAN)
     return scores
 
 
@@ -200,14 +218,73 @@ def _listed(
     SPAN: tl.constexpr,
 ):
     """Add the values of entries `begin` to `until` of the row's list that fall in this span."""
+    start, stop = _entries(first, begin, until, edit_id_ptr, MOST_EDITS, SPAN)
+    for entry in range(start, stop):
+        here = ids == tl.load(edit_id_ptr + entry)
+        scores = tl.where(here, scores + tl.load(edit_value_ptr + entry), scores)
+    return scores
+
+
+@triton.jit
+def _entries(first, begin, until, edit_id_ptr, MOST_EDITS: tl.constexpr, SPAN: tl.constexpr):
+    """Which entries of `begin` to `until`, whose ids rise, fall in this span: from, to below."""
     at = tl.arange(0, MOST_EDITS)
     listed = tl.load(edit_id_ptr + at, mask=(at >= begin) & (at < until), other=-1)
     before = tl.sum(((listed >= 0) & (listed < first)).to(tl.int32))
     within = tl.sum(((listed >= first) & (listed < first + SPAN)).to(tl.int32))
-    for entry in range(begin + before, begin + before + within):
-        here = ids == tl.load(edit_id_ptr + entry)
-        scores = tl.where(here, scores + tl.load(edit_value_ptr + entry), scores)
+    return begin + before, begin + before + within
+
+
+@triton.jit
+def _boost_of(factor, beyond):
+    """`boost_of` of the specification: by squares, so that both round likewise."""
+    power = tl.full((), 1.0, tl.float64)
+    square = factor
+    while beyond > 0:
+        power = tl.where((beyond & 1) != 0, tl.minimum(power * square, MOST_BOOST), power)
+        square = tl.minimum(square * square, MOST_BOOST)
+        beyond = beyond >> 1
+    return (power - 1.0).to(tl.float32)
+
+
+@triton.jit
+def _boosted(
+    scores,
+    ids,
+    first,
+    begin,
+    until,
+    edit_id_ptr,
+    boost,
+    MOST_EDITS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Raise the scores of entries `begin` to `until`, but those of -inf."""
+    start, stop = _entries(first, begin, until, edit_id_ptr, MOST_EDITS, SPAN)
+    for entry in range(start, stop):
+        here = (ids == tl.load(edit_id_ptr + entry)) & (scores > -float("inf"))
+        scores = tl.where(here, scores + tl.abs(scores) * boost, scores)
     return scores
+
+
+@triton.jit
+def _only(
+    scores,
+    ids,
+    first,
+    begin,
+    until,
+    edit_id_ptr,
+    MOST_EDITS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Add -inf to the scores of all but entries `begin` to `until`."""
+    start, stop = _entries(first, begin, until, edit_id_ptr, MOST_EDITS, SPAN)
+    allowed = ids < 0
+    for entry in range(start, stop):
+        allowed = allowed | (ids == tl.load(edit_id_ptr + entry))
+    # Added, so that NaN and Inf stay what they are and the row is found out.
+    return scores + tl.where(allowed, 0.0, -float("inf"))
 
 
 @triton.jit

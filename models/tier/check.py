@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.pool import KVPool
 from tokenpod.models.tier.errors import NotServed
-from tokenpod.models.tier.model import TierModel
+from tokenpod.models.tier.model import TransformersModel
 
 #: Of the text, and of the piece that is computed first.
 TOKENS, FIRST = 24, 11
@@ -41,7 +40,7 @@ class _Text:
 
 
 def check(
-    model: TierModel, expected: torch.Tensor, tokens: torch.Tensor, noise: float = 0.0
+    model: TransformersModel, expected: torch.Tensor, tokens: torch.Tensor, noise: float = 0.0
 ) -> None:
     """Raise NotServed, with what was seen, unless the model says in steps what it says at once.
 
@@ -51,22 +50,35 @@ def check(
         tokens: [TOKENS] int64, on the model's device.
         noise: what rounding does to logits, seen between two ways of transformers.
     """
-    steps = _Steps(model, tokens)
+    steps = Steps(model, tokens)
     whole = steps.whole()
     ways = {
         "in one step": (whole, expected, "than by transformers' own attention"),
         "in pieces, beside another text": (steps.in_pieces(), whole, "than in one step"),
         "token by token": (steps.singly(), whole, "than in one step"),
     }
-    limit = TOLERANCE[model.dtype.itemsize] + min(NOISES * noise, MOST_NOISE)
+    why = "it keeps something else than keys and values, or does not leave attention to the "
     for way, (got, wanted, than) in ways.items():
-        error = difference(got, wanted)
-        if not error <= limit:
-            raise NotServed(
-                f"its logits are others {way} {than} (by {error:.2g} of their spread; at most "
-                f"{limit:g}): it keeps something else than keys and values, or does not leave "
-                "attention to the attention function"
-            )
+        compare(model.dtype, noise, got, wanted, f"{way} {than}", why + "attention function")
+
+
+def check_text(vocabulary: int, padding: int | None, device: torch.device) -> torch.Tensor:
+    """[TOKENS] int64: many tokens of a vocabulary, none of which is for padding."""
+    tokens = torch.arange(TOKENS, device=device) * 7919 % vocabulary
+    return tokens if padding is None else torch.where(tokens == padding, padding + 1, tokens)
+
+
+def compare(
+    dtype: torch.dtype, noise: float, got: torch.Tensor, wanted: torch.Tensor, way: str, why: str
+) -> None:
+    """Raise NotServed if logits that came one way are not, but for rounding, those wanted."""
+    limit = TOLERANCE[dtype.itemsize] + min(NOISES * noise, MOST_NOISE)
+    error = difference(got, wanted)
+    if not error <= limit:
+        raise NotServed(
+            f"its logits are others {way} (by {error:.2g} of their spread; at most {limit:g}): "
+            f"{why}"
+        )
 
 
 def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -79,16 +91,25 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((off / spread.clamp(min=1e-30)).median())
 
 
-class _Steps:
-    """The ways to compute a text, each over fresh slots of one pool."""
+class Steps:
+    """The ways to compute a text, each over fresh slots, and rows, of one pool.
 
-    def __init__(self, model: TierModel, tokens: torch.Tensor) -> None:
-        self._model, self._tokens = model, tokens
-        room = 3 * TOKENS + OTHER
-        self._pool = KVPool(
+    Args:
+        model: with its operations.
+        tokens: [TOKENS] int64.
+        prompt: how many of them are a prompt.
+    """
+
+    def __init__(
+        self, model: TransformersModel, tokens: torch.Tensor, prompt: int = TOKENS
+    ) -> None:
+        self._model, self._tokens, self._prompt = model, tokens, prompt
+        room = 6 * TOKENS
+        self._pool = model.pool_class(
             layouts=model.config.kv_layouts, slots=room, dtype=model.dtype, device=tokens.device
         )
         self._used = 0
+        self._texts: list[_Text] = []
 
     def whole(self) -> torch.Tensor:
         """[TOKENS, vocabulary]."""
@@ -105,28 +126,43 @@ class _Steps:
         text = self._text(self._tokens)
         return torch.cat([self._run((text, 1))[0] for _ in range(TOKENS)])
 
-    def _text(self, tokens: torch.Tensor) -> _Text:
-        text = _Text(row=self._used, tokens=tokens, first_slot=self._used)
+    def beside(self, ahead: int) -> torch.Tensor:
+        """[TOKENS - FIRST, vocabulary]: one token per step, beside one of a longer text."""
+        text = self._text(self._tokens)
+        longer = torch.cat((self._tokens, self._tokens))[-TOKENS - ahead :].flip(0)
+        other = self._text(longer, self._prompt + ahead // 2)
+        self._run((text, FIRST))
+        self._run((other, FIRST + ahead))
+        return torch.cat([self._run((text, 1), (other, 1))[0] for _ in range(TOKENS - FIRST)])
+
+    def _text(self, tokens: torch.Tensor, prompt: int | None = None) -> _Text:
+        text = _Text(row=len(self._texts), tokens=tokens, first_slot=self._used)
+        self._pool.take_row(text.row, prompt or self._prompt)
         self._used += len(tokens)
+        self._texts.append(text)
         return text
 
     def _run(self, *works: tuple[_Text, int]) -> list[torch.Tensor]:
         """Process so many tokens of each; rows of one token first."""
-        batch = _batch(works, self._tokens.device)
+        batch = _batch(works, self._texts, self._tokens.device)
         logits = self._model.logits(self._model.forward(batch, self._pool))
         for text, count in works:
             text.done += count
         return list(torch.split(logits, [count for _, count in works]))
 
 
-def _batch(works: Sequence[tuple[_Text, int]], device: torch.device) -> ForwardBatch:
+def _batch(
+    works: Sequence[tuple[_Text, int]], texts: Sequence[_Text], device: torch.device
+) -> ForwardBatch:
     ends = [text.done + count for text, count in works]
     position = torch.cat([torch.arange(e - n, e) for e, (_, n) in zip(ends, works, strict=True)])
     slot = torch.cat(
         [torch.arange(e - n, e) + text.first_slot for e, (text, n) in zip(ends, works, strict=True)]
     )
     token = torch.cat([text.tokens[text.done : text.done + n] for text, n in works])
-    table = torch.stack([torch.arange(TOKENS) + text.first_slot for text, _ in works]).int()
+    longest = max(len(text.tokens) for text in texts)
+    table = torch.stack([torch.arange(longest) + text.first_slot for text in texts]).int()
+    rows = [text.row for text, _ in works]
     starts = [0, *torch.tensor([n for _, n in works]).cumsum(0).tolist()]
     on_device = device.type != "cpu"
     return ForwardBatch(
@@ -136,17 +172,19 @@ def _batch(works: Sequence[tuple[_Text, int]], device: torch.device) -> ForwardB
         b_start=starts,
         b_context=ends,
         b_runs=[[(t.first_slot, t.first_slot + e)] for e, (t, _) in zip(ends, works, strict=True)],
-        b_row=list(range(len(works))),
+        b_row=rows,
         row_table=table.to(device),
         single_rows=sum(n == 1 for _, n in works),
         logit_index=None,
-        paged=_paged(starts, ends, device) if on_device else None,
+        paged=_paged(rows, starts, ends, device) if on_device else None,
     )
 
 
-def _paged(starts: list[int], contexts: list[int], device: torch.device) -> PagedRows:
-    rows, begin, context = (
+def _paged(
+    rows: list[int], starts: list[int], contexts: list[int], device: torch.device
+) -> PagedRows:
+    row, begin, context = (
         torch.tensor(numbers, dtype=torch.int32, device=device)
-        for numbers in (list(range(len(contexts))), starts, contexts)
+        for numbers in (rows, starts, contexts)
     )
-    return PagedRows(rows, begin, context)
+    return PagedRows(row, begin, context)

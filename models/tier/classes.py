@@ -11,7 +11,10 @@ from typing import Any, cast
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from tokenpod.models.fields import Fields
 from tokenpod.models.tier.errors import NotServed
@@ -25,19 +28,24 @@ _CHANGING = ("dynamic", "longrope")
 
 def model_class(architecture: str) -> type[PreTrainedModel]:
     """transformers' class of that name. Raises NotServed if it generates no text by itself."""
-    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    names = {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values(),
+    }
     found = getattr(transformers, architecture, None) if architecture in names else None
     if found is None:
-        raise NotServed(f"transformers {transformers.__version__} has no such causal model")
+        raise _unknown()
     return cast(type[PreTrainedModel], found)
+
+
+def _unknown() -> NotServed:
+    return NotServed(f"transformers {transformers.__version__} has no such causal model")
 
 
 def config_of(found: type[PreTrainedModel], fields: Fields) -> PreTrainedConfig:
     """The class's config. Raises NotServed for what can't be served."""
     kind = found.config_class
     assert kind is not None
-    if getattr(found, "_is_stateful", False):
-        raise NotServed("its layers keep a recurrent state, which is no list of keys and values")
     asked = fields.text("model_type", kind.model_type)
     if asked != kind.model_type:
         raise NotServed(f"model_type is {asked}; {found.__name__} has {kind.model_type}")
@@ -46,14 +54,30 @@ def config_of(found: type[PreTrainedModel], fields: Fields) -> PreTrainedConfig:
         config = kind.from_dict(values)
     except Exception as error:  # whatever a config's own checks raise
         raise NotServed(f"transformers refuses its config ({_one_line(error)})") from None
+    causal = found.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if not (causal or config.is_encoder_decoder):
+        raise _unknown()  # it hears or sees, and that is not its text model alone
+    return config
+
+
+def check_stateless(found: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Raise NotServed for a class whose text is not all that keys and values come from."""
+    if getattr(found, "_is_stateful", False):
+        raise NotServed("its layers keep a recurrent state, which is no list of keys and values")
     if config.is_encoder_decoder:
         raise NotServed("it is an encoder with a decoder")
-    return config
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """As json gave it; views of fields with other values become plain again."""
-    return {name: plain(x) if isinstance(x, Mapping) else x for name, x in values.items()}
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        # How transformers writes what json has no number for.
+        return float(value["__float__"]) if [*value] == ["__float__"] else plain(value)
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def max_positions(config: PreTrainedConfig, served: int | None) -> int:

@@ -12,11 +12,12 @@ from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
-from tokenpod.models.tier.check import TOKENS, check, difference
-from tokenpod.models.tier.classes import config_of, max_positions, model_class
+from tokenpod.models.tier.check import TOKENS, check, check_text, difference
+from tokenpod.models.tier.classes import check_stateless, config_of, max_positions, model_class
 from tokenpod.models.tier.dispatch import Dispatch, Recorder, without_chunks
 from tokenpod.models.tier.errors import NotServed
-from tokenpod.models.tier.model import Halves, Hosted, TierModel
+from tokenpod.models.tier.halves import Halves
+from tokenpod.models.tier.model import Hosted, TierModel, hidden_of
 from tokenpod.models.tier.spec import TierSpec
 from tokenpod.models.tier.weights import load_weights
 
@@ -47,9 +48,10 @@ class TierLoader:
         self.fields = fields
         self._class = model_class(architecture)
         self._config = config_of(self._class, fields)
+        check_stateless(self._class, self._config)
         positions = max_positions(self._config, served)
         self._served = min(positions, served or positions)
-        model = _on_meta(self._class, self._config)
+        model = made_on_meta(self._class, self._config)
         #: Numbers in all weights.
         self.numbers = sum(weight.numel() for weight in model.parameters())
         dispatches = record(Halves(model), Hosted(), self._served)
@@ -72,7 +74,7 @@ class TierLoader:
             NotServed: the model does not pass the check, or needs what the device has not.
         """
         model = load_weights(self._class, self._config, checkpoint, dtype, progress).to(device)
-        tokens = torch.arange(TOKENS, device=device) * 7919 % self.spec.vocab_size
+        tokens = check_text(self.spec.vocab_size, None, device)
         with torch.inference_mode():
             truth, noise = _by_transformers(model, tokens)
             halves, hosted = Halves(model), Hosted()
@@ -127,7 +129,7 @@ def spec_of(
         vocab_size=vocabulary,
         hidden_size=text.hidden_size,
         max_positions=positions,
-        widest=_widest(model),
+        widest=widest_of(model),
         kv_layouts=tuple(dispatch.kv for dispatch in layers),
         head_counts=tuple(dispatch.heads for dispatch in layers),
         windows=tuple(dispatch.reach.window for dispatch in layers),
@@ -136,7 +138,7 @@ def spec_of(
     )
 
 
-def _on_meta(found: type[PreTrainedModel], config: PreTrainedConfig) -> Any:
+def made_on_meta(found: type[PreTrainedModel], config: PreTrainedConfig) -> Any:
     """The model without numbers."""
     try:
         with torch.device("meta"):
@@ -155,11 +157,13 @@ def record(halves: Halves, hosted: Hosted, served: int) -> tuple[Dispatch, ...]:
     are no calls, or our attention does not know how to answer one.
     """
     recorder, model = Recorder(), halves.model
+    if "position_ids" not in halves.arguments:
+        raise NotServed("its base model can't be told positions")
     tokens = torch.arange(TOKENS, device=model.device)
     model.config._attn_implementation = hosted.recording
     try:
         with torch.inference_mode(), hosted.answering(recorder):
-            halves.hidden(tokens, tokens)
+            hidden_of(halves, tokens, tokens)
     except NotServed:
         raise
     except Exception as error:  # whatever a model does with arguments that it does not expect
@@ -175,7 +179,7 @@ def record(halves: Halves, hosted: Hosted, served: int) -> tuple[Dispatch, ...]:
     return tuple(without_chunks(dispatch, served) for dispatch in recorder.dispatches)
 
 
-def _widest(model: Any) -> int:
+def widest_of(model: Any) -> int:
     """Features that a token has between two products, at most, over all its experts."""
     text = model.config.get_text_config(decoder=True)
     chosen = getattr(text, "num_experts_per_tok", None) or 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tokenpod.models.tier.errors import NotServed
+from tokenpod.models.tier.errors import NotCausal, NotServed
 
 #: transformers' predicate: (batch, head, query position, key position) -> may it be seen.
 Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -57,7 +57,8 @@ def describe_mask(
     for reach in reaches:
         if torch.equal(visible, _seen(reach, query, key)):
             return reach
-    raise NotServed("its mask is neither causal, nor a window, nor chunks")
+    why = "its mask is neither causal, nor a window, nor chunks"
+    raise NotCausal(why) if (visible & (key > query)).any() else NotServed(why)
 
 
 def _pairs(size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tokenpod.kernels.pool import KVLayout
+from tokenpod.models.facts import OwnState
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,14 @@ class TierSpec:
     eos_token_ids: frozenset[int]
     rope_variant: str = ""
     runs_on: str = "transformers"
+    own_state: OwnState | None = None
 
     @property
     def sliding_window(self) -> int | None:
         """The furthest that any layer looks back; None if one sees everything."""
         reach = [window for window in self.windows if window is not None]
         return max(reach) if len(reach) == len(self.windows) else None
+
+    def with_state(self, size: OwnState) -> TierSpec:
+        """The same, with what its rows keep."""
+        return replace(self, own_state=size)

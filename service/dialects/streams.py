@@ -65,7 +65,8 @@ class SampleWriter(ABC):
         generation = self.generation
         if not self._opened and (generation.started or generation.finished):
             self._opened = True
-            return self.started()
+            if (message := self.started()) is not None:
+                return message
         if self.call.output.stream:
             return self._next_of(generation.samples)
         if generation.finished:
@@ -99,7 +100,7 @@ class SampleWriter(ABC):
 
     @abstractmethod
     def started(self) -> Any:
-        """The first message: the prompt has been computed."""
+        """The first message: the prompt has been computed. None: there is none."""
 
     @abstractmethod
     def tokens(self, delta: Delta, index: int) -> Any:

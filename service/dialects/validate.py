@@ -201,6 +201,9 @@ def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
         value, knob = getattr(sampling, column.name, None), column.knob
         if value is not None and knob.low is not None:
             _within(f"sampling.{column.name}", value, knob.low, knob.high)
+    field, allowed = "sampling.allowed_token_ids", sampling.allowed_token_ids
+    few_entries(field, len(allowed), limits.max_logit_bias, "--max-logit-bias")
+    _check_token_ids(field, allowed, limits)
     if len(sampling.logit_bias) > limits.max_logit_bias:
         problem = f"names {len(sampling.logit_bias)} tokens; at most {limits.max_logit_bias}"
         raise InvalidArgument("sampling.logit_bias", f"{problem} are allowed (--max-logit-bias)")
@@ -219,11 +222,8 @@ def _check_samples(call: GenerateCall, limits: RequestLimits) -> None:
     if best_of < n:
         _refuse("sampling.best_of", best_of, f"must be at least sampling.n, {n}")
     if best_of > n and call.output.stream:
-        _refuse(
-            "sampling.best_of",
-            best_of,
-            f"more than sampling.n ({n}) can only be compared at the end: set output.stream false",
-        )
+        problem = f"more than sampling.n ({n}) can only be compared at the end"
+        _refuse("sampling.best_of", best_of, f"{problem}: set output.stream false")
 
 
 def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
@@ -244,12 +244,9 @@ def _check_stops(field: str, stops: Sequence[str], limits: RequestLimits) -> Non
         size = len(stop.encode())
         if size == 0:
             raise InvalidArgument(f"{field}[{at}]", "is empty")
-        if size > limits.max_stop_sequence_bytes:
-            raise InvalidArgument(
-                f"{field}[{at}]",
-                f"has {size} bytes; this server allows {limits.max_stop_sequence_bytes}"
-                " (--max-stop-sequence-bytes)",
-            )
+        if size > (most := limits.max_stop_sequence_bytes):
+            problem = f"has {size} bytes; this server allows {most} (--max-stop-sequence-bytes)"
+            raise InvalidArgument(f"{field}[{at}]", problem)
 
 
 # -- the shard protocol ------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Names of the calls that are under way, as all front ends of a pod see them.
 
-Each front end has places of its own in shared memory, writes there alone and reads all, so nothing
-is locked. Two that take a name at the same instant may both have it.
+Each front end has places of its own in shared memory, takes those alone and reads all, so nothing
+is locked. Two that take a name at the same instant may both have it. Any of them may ask for the
+end of a call by its name; its own front end finds that when it looks.
 """
 
 from __future__ import annotations
@@ -15,24 +16,40 @@ class CallNames:
     """Names as 64-bit digests; 0 is an empty place.
 
     Args:
-        numbers: int64, as many places for each of `count` front ends.
+        numbers: int64, as many places for each of `count` front ends, and a word for each place.
         index: which of them this one is.
     """
 
     def __init__(self, numbers: memoryview, index: int, count: int) -> None:
-        self._all = np.frombuffer(numbers, np.int64).reshape(count, -1)
+        both = np.frombuffer(numbers, np.int64).reshape(count, 2, -1)
+        self._all = both[:, 0]
+        #: Whether somebody wants the end of the call.
+        self._unwanted = both[:, 1]
         self._index = index
         self._free = list(range(self._all.shape[1]))
 
     def take(self, name: str) -> int | None:
         """Hold a name; its place, or None if it is taken. Raises IndexError if there is no room."""
-        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little", signed=True) or 1
+        number = _number(name)
         if (self._all == number).any():
             return None
         place = self._free.pop()
+        self._unwanted[self._index, place] = 0
         self._all[self._index, place] = number
         return place
+
+    def end(self, name: str) -> None:
+        """Ask for the end of the call of this name, if there is one, in any front end."""
+        self._unwanted[self._all == _number(name)] = 1
+
+    def to_end(self) -> list[int]:
+        """Places of this front end whose calls are to end; each is told once."""
+        mine = self._unwanted[self._index]
+        if not mine.any():
+            return []
+        places = np.flatnonzero(mine)
+        mine[places] = 0
+        return [int(place) for place in places]
 
     def give_back(self, place: int) -> None:
         """The call of this place has ended."""
@@ -42,3 +59,8 @@ class CallNames:
     def forget(self, index: int) -> None:
         """Front end `index` is gone, and its calls with it."""
         self._all[index] = 0
+
+
+def _number(name: str) -> int:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1

@@ -21,6 +21,7 @@ from tokenpod.core.messages import (
     Advanced,
     Ask,
     Broken,
+    CacheEvents,
     Failure,
     FailureCode,
     FinishCode,
@@ -112,6 +113,8 @@ class EngineClient(AsyncLink[FromEngine]):
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         #: Done, with EngineLost as its result, once the engine is gone.
         self.lost: asyncio.Future[EngineLost] = asyncio.get_running_loop().create_future()
+        #: Called with what has changed in the prefix cache, once somebody has asked for it.
+        self.on_cache: Callable[[CacheEvents], None] = lambda events: None
         self._on_loading = on_loading
         self._now = now
         self._sinks: dict[int, Sink] = {}
@@ -203,6 +206,8 @@ class EngineClient(AsyncLink[FromEngine]):
         match message:
             case StepOutputs():
                 self._step(message)
+            case CacheEvents():
+                self.on_cache(message)
             case Loading():
                 self._on_loading(message)
             case Ready():

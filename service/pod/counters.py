@@ -7,7 +7,7 @@ it is a file descriptor that children inherit, and is gone when the last process
              bytes that its calls hold, heartbeats, requests without a token yet]
     two more numbers, written by the first process: whether the pod drains, and whether the engine
     makes no progress
-    then each process's names of calls under way; see call_names.py
+    then each process's calls under way by name, and which are to end; see call_names.py
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class PodCounters:
 
 
 def _size(count: int, names: int) -> int:
-    return _NUMBER * (_HEAD + (_COLUMNS + names) * count)
+    return _NUMBER * (_HEAD + (_COLUMNS + 2 * names) * count)
 
 
 def _mapped(descriptor: int) -> memoryview:

@@ -26,7 +26,7 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         kv_cache_dtype=settings.kv_cache_dtype,
         quantize=None if settings.quantize == "none" else settings.quantize,
         config_override=settings.config_override,
-        max_logit_edits=2 * settings.max_logit_bias,
+        max_logit_edits=3 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,
         require_manifest=settings.require_manifest,
     )

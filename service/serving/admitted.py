@@ -15,8 +15,9 @@ from tokenpod.service.rpc.errors import AlreadyExists
 from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
+from tokenpod.service.serving.named import NamedCalls
 from tokenpod.service.serving.samples import samples_of
-from tokenpod.service.serving.sampling import sampling_params
+from tokenpod.service.serving.sampling import check_allowed, sampling_params
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.tokenizer import Tokenizer
 
@@ -36,19 +37,28 @@ class AdmittedCall:
         serving: engine, tokenizer and limits.
         admission: memory of the front ends, and how long calls take.
         place: the call's in the queue.
+        named: calls that can be ended by their names.
         arrived_at: CLOCK_MONOTONIC nanoseconds.
     """
 
     def __init__(
-        self, serving: Serving, admission: Admission, place: Place, arrived_at: int
+        self,
+        serving: Serving,
+        admission: Admission,
+        place: Place,
+        named: NamedCalls,
+        arrived_at: int,
     ) -> None:
         self._serving = serving
         self._admission = admission
         self._place = place
+        self._named = named
         self._arrived_at = arrived_at
         self._lease: Lease | None = None
         self._generation: Generation | None = None
         self._name: int | None = None
+        #: Its end was asked for, by its name.
+        self._unwanted = False
         self._request_id = ""
         self._labels: Mapping[str, str] = {}
 
@@ -64,7 +74,7 @@ class AdmittedCall:
 
     def hold_name(self, caller: str, request_id: str) -> None:
         """Be the only call of this caller with this id; raises AlreadyExists if there is one."""
-        self._name = self._admission.counters.names.take(f"{caller} {request_id}")
+        self._name = self._named.hold(f"{caller} {request_id}", self._stop)
         if self._name is None:
             problem = f"request_id is {request_id!r}; a call of that name is under way"
             raise AlreadyExists("call", request_id, problem)
@@ -131,6 +141,8 @@ class AdmittedCall:
         serving.client.submit(request, generation)
         self._generation, self._request_id = generation, request_id
         self._labels = call.labels
+        if self._unwanted:
+            generation.end()
         return generation
 
     def end(self, recorded: ServerCall | None) -> None:
@@ -147,7 +159,13 @@ class AdmittedCall:
         if self._lease is not None:
             self._lease.release()
         if self._name is not None:
-            self._admission.counters.names.give_back(self._name)
+            self._named.give_back(self._name)
+
+    def _stop(self) -> None:
+        """End the call; what has come so far is its answer."""
+        self._unwanted = True
+        if self._generation is not None:
+            self._generation.end()
 
     def _report(self, generation: Generation, recorded: ServerCall | None) -> None:
         # One line for a call; never its text.
@@ -177,10 +195,13 @@ class AdmittedCall:
         serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
         limit = stopping.time_limit_ns
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
+        check_allowed(call, eos)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(samples),
             prompt=prompt,
-            sampling=sampling_params(call.sampling, secrets.randbits(64) if seed is None else seed),
+            sampling=sampling_params(
+                call.sampling, secrets.randbits(64) if seed is None else seed, stopping
+            ),
             stopping=StoppingParams(
                 max_new_tokens=new_tokens,
                 min_new_tokens=min(stopping.min_new_tokens, new_tokens),

@@ -22,6 +22,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    #: Empty: all.
+    allowed_token_ids: Sequence[int] = ()
     seed: int | None = None
     watermark: bool = False
     n: int = 0
@@ -39,6 +41,9 @@ class Stopping:
     ignore_eos: bool = False
     include_stop_sequence: bool = False
     time_limit_ns: int = 0
+    #: From which token on ends become likelier, and by what for each; a factor of 1: never.
+    eos_boost_after: int = 0
+    eos_boost_factor: float = 1.0
     #: Of `max_new_tokens` what does not fit is left out, and not refused.
     shorten: bool = False
 
@@ -54,6 +59,8 @@ class Output:
     prompt_logprobs: bool = False
     #: Where each token's text begins.
     text_offsets: bool = False
+    #: The text of the tokens; without it they are read for stop sequences alone.
+    text: bool = True
     #: The whole text at the end, besides the pieces of it.
     final_text: bool = True
     #: Of a chat: tell neither reasoning nor calls of tools from text. Most protocols can't.

@@ -22,7 +22,9 @@ from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import NotFound
 from tokenpod.service.serving.admitted import AdmittedCall
+from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import ID_BYTES, TokensCall, prompt_bytes
+from tokenpod.service.serving.named import NamedCalls
 from tokenpod.service.serving.serving import Serving, request_limits
 from tokenpod.service.telemetry.recorder import Telemetry
 from tokenpod.service.text.encoder import Encoder, Tokenised
@@ -41,6 +43,8 @@ class GenerateService:
         self._admission = admission
         self._telemetry = telemetry
         self._serving: Serving | None = None
+        #: Calls that can be ended by their names.
+        self.named = NamedCalls(admission.counters.names)
 
     def start(
         self, settings: ServerSettings, client: EngineClient, encoder: Encoder, ready: Ready
@@ -52,7 +56,9 @@ class GenerateService:
         formats = formats_of(
             encoder.tokenizer.template_source, settings.tool_parser, settings.reasoning_parser
         )
-        self._serving = Serving(client, encoder, limits, settings, ready, formats)
+        self._serving = Serving(
+            client, encoder, limits, settings, ready, CacheFeed(client), formats
+        )
         return self._serving
 
     @property
@@ -82,7 +88,8 @@ class GenerateService:
         recorded = self._telemetry.current_call()
         with self._admission.enter(remaining) as place:
             place.line_up()
-            admitted = AdmittedCall(self._ready(), self._admission, place, arrived_at)
+            serving = self._ready()
+            admitted = AdmittedCall(serving, self._admission, place, self.named, arrived_at)
             try:
                 yield admitted
             finally:

@@ -42,7 +42,7 @@ class Sample:
     Args:
         index: which sample of the request.
         sequence_id: its name in the engine.
-        detokenizer: fresh, with the prompt's end as context.
+        detokenizer: fresh, with the prompt's end as context; None: nobody reads the text.
         stops: fresh, with the request's stop sequences.
         min_new_tokens: stop sequences count from this many tokens on.
         streamed: hand out what comes in pages; else the whole output as one.
@@ -56,7 +56,7 @@ class Sample:
         *,
         index: int,
         sequence_id: int,
-        detokenizer: Detokenizer,
+        detokenizer: Detokenizer | None,
         stops: StopMatcher,
         min_new_tokens: int,
         streamed: bool,
@@ -140,7 +140,7 @@ class Sample:
             self._note(token_id, logprob, top, at)
         if token_id >= 0 and finish not in (FinishCode.EOS, FinishCode.STOP_TOKEN):
             self._read(token_id)
-        if self._stops.matched is None:
+        if self._stops.matched is None and self._detokenizer is not None:
             self._emit(self._stops.push(self._detokenizer.finish()))
         if self._stops.matched is not None:
             self._end(Ending(FinishCode.STOP_TOKEN, stop_sequence=self._stops.matched))
@@ -157,6 +157,8 @@ class Sample:
 
     def _read(self, token_id: int) -> None:
         """Emit what a token brings of the text."""
+        if self._detokenizer is None:
+            return
         text = self._detokenizer.push(token_id)
         if self._written is not None:
             self._written += len(text)
@@ -293,6 +295,14 @@ class Generation:
         running = [s.sequence_id for s in self.samples if s.ending is None and not s.failed]
         if running:
             self._abort(running)
+
+    def end(self) -> None:
+        """End what still runs; what has come so far is the answer."""
+        self.cancel()
+        for sample in self.samples:
+            if sample.ending is None and not sample.failed:
+                sample.ending = Ending(FinishCode.ABORTED)
+        self.wake()
 
     # -- Sink ----------------------------------------------------------------------------------
 

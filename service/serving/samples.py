@@ -32,13 +32,18 @@ def samples_of(
             index=index,
             sequence_id=sequence_id,
             detokenizer=serving.tokenizer.detokenizer(
-                request.prompt, skip_special=output.skip_special_tokens, shown=formats.shown
-            ),
+                request.prompt,
+                skip_special=output.skip_special_tokens,
+                shown=formats.shown,
+                spaced=bool(output.spaces_between_special_tokens),
+            )
+            if output.text or stopping.stop_sequences
+            else None,
             stops=StopMatcher(stopping.stop_sequences, include=stopping.include_stop_sequence),
             min_new_tokens=stopping.min_new_tokens,
             streamed=output.stream,
             offsets=output.text_offsets,
-            keep_text=output.final_text,
+            keep_text=output.text and output.final_text,
             turn=_turn(formats, call, prompt_end),
         )
         for index, sequence_id in enumerate(request.sequence_ids)

@@ -7,15 +7,31 @@ from typing import Any
 from msgspec import structs
 
 from tokenpod.core.sampling import CUTS, TABLE, SamplingParams
-from tokenpod.service.serving.calls import Sampling, ShardRequest
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.calls import GenerateCall, Sampling, ShardRequest, Stopping
 
 #: Divisors of logits stay where float32 can hold the quotient: beyond, nothing changes but NaN.
 _LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
 
+_NO_STOPPING = Stopping()
 
-def sampling_params(sampling: Sampling, seed: int) -> SamplingParams:
-    """`sampling` with every "not set" made neutral. Expects checked values."""
-    asked: dict[str, Any] = {}
+
+def check_allowed(call: GenerateCall, eos: frozenset[int]) -> None:
+    """Raise InvalidArgument if what may be drawn leaves nothing to draw. `eos`: ends a text."""
+    allowed, ends = {*call.sampling.allowed_token_ids}, eos | {*call.stopping.stop_token_ids}
+    if call.stopping.min_new_tokens and allowed and allowed <= ends:
+        problem = "leaves only tokens that end the text, none before stopping.min_new_tokens"
+        raise InvalidArgument("sampling.allowed_token_ids", problem)
+
+
+def sampling_params(
+    sampling: Sampling, seed: int, stopping: Stopping = _NO_STOPPING
+) -> SamplingParams:
+    """Checked values with every "not set" made neutral; of `stopping`, how ends are drawn."""
+    asked: dict[str, Any] = {
+        "eos_boost_after": stopping.eos_boost_after,
+        "eos_boost_factor": stopping.eos_boost_factor,
+    }
     for column in TABLE.columns:
         value = getattr(sampling, column.name, None)
         if value:

@@ -10,6 +10,7 @@ from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.errors import FailedPrecondition
+from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.text.encoder import Encoder
@@ -26,6 +27,8 @@ class Serving:
     limits: validate.RequestLimits
     settings: ServerSettings
     ready: Ready
+    #: What changes in the prefix cache; the first front end alone hears of it.
+    cache: CacheFeed
     #: How the model writes reasoning and calls of tools.
     formats: Formats
     #: When it became ready, in nanoseconds since 1970.
@@ -84,5 +87,5 @@ def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLi
         max_top_n_tokens=settings.max_top_n_tokens,
         max_logit_bias=settings.max_logit_bias,
         slots=ready.slots,
-        rows=settings.resolved_batch_size,
+        rows=ready.rows or settings.resolved_batch_size,
     )

@@ -54,6 +54,7 @@ _FINISH = {
     FinishCode.EOS: "stop",
     FinishCode.STOP_TOKEN: "stop",
     FinishCode.TIME_LIMIT: "time_limit",
+    FinishCode.ABORTED: "abort",
 }
 _GEN_AI = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "tokenpod"}
 

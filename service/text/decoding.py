@@ -23,6 +23,33 @@ class Detokenizer(ABC):
         """Return what is held back; an incomplete character becomes U+FFFD. The last call."""
 
 
+class Spaced(Detokenizer):
+    """Puts a space between special tokens and what is beside them.
+
+    Args:
+        inner: decodes special tokens too.
+        special_ids: which they are.
+    """
+
+    def __init__(self, inner: Detokenizer, special_ids: frozenset[int]) -> None:
+        self._inner = inner
+        self._special_ids = special_ids
+        self._begun = False
+        self._after_special = False
+
+    def push(self, token_id: int) -> str:
+        """As the inner one, with a space before a special token and behind it."""
+        special = token_id in self._special_ids
+        text = self._inner.push(token_id)
+        apart = self._begun and (special or self._after_special)
+        self._begun, self._after_special = self._begun or bool(text), special
+        return f" {text}" if apart and text else text
+
+    def finish(self) -> str:
+        """As the inner one."""
+        return self._inner.finish()
+
+
 class Decoding(ABC):
     """What the sequences of one tokenizer share: how its ids become text.
 

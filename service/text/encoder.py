@@ -47,16 +47,21 @@ class Tokenised:
 
 
 class Encoder:
-    """Tokenises prompts: short texts itself, long ones and chats in `workers`."""
+    """Tokenises prompts: short texts itself, long ones and chats in `workers`.
+
+    `folder`: the model's, where the tokenizer came from; `defaults`: of that folder, how tokens are
+    chosen where a request leaves that open.
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         workers: TextWorkers,
+        folder: Path,
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        #: Of the model's folder: how its tokens are chosen where a request leaves that open.
+        self.folder = folder
         self.defaults = defaults or {}
         self._workers = workers
         self._inline_bytes = INLINE_BYTES if is_bounded(tokenizer.backend) else 0
@@ -72,7 +77,7 @@ class Encoder:
         model = await asyncio.to_thread(tokenizer.text_model)
         workers = await TextWorkers.start(model, settings)
         life.push_async_callback(workers.close)
-        return cls(tokenizer, workers, defaults)
+        return cls(tokenizer, workers, folder, defaults)
 
     async def encode(
         self, prompt: Prompt, *, keep: int, special: bool = True, offsets: bool = False

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.text.chat_template import ChatTemplate, ChatTemplateError
-from tokenpod.service.text.decoding import Decoding, Detokenizer
+from tokenpod.service.text.decoding import Decoding, Detokenizer, Spaced
 from tokenpod.service.text.detokenizer import decoding_of
 from tokenpod.service.text.text_messages import TextModel
 from tokenpod.service.text.tokenizer_files import (
@@ -168,6 +168,7 @@ class Tokenizer:
         *,
         skip_special: bool = True,
         shown: frozenset[str] = frozenset(),
+        spaced: bool = False,
     ) -> Detokenizer:
         """Return a detokenizer for the sequence that follows `prompt_ids`.
 
@@ -175,13 +176,15 @@ class Tokenizer:
             prompt_ids: what precedes.
             skip_special: special tokens are no text, but those that are `shown`.
             shown: names of special tokens, and of what may be none.
+            spaced: put spaces around special tokens, where they are text.
 
         The prompt is whole text: a character that it leaves incomplete is never completed. Its last
         token that isn't special decides whether a leading space is text.
         """
         if skip_special:
             return self._showing(shown).detokenizer(prompt_ids)
-        return self._with_special.detokenizer(prompt_ids)
+        made = self._with_special.detokenizer(prompt_ids)
+        return Spaced(made, self.special_ids) if spaced else made
 
     def _showing(self, names: frozenset[str]) -> Decoding:
         """Decodes these special tokens as the vocabulary's; made when it is first asked for."""

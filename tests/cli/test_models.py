@@ -31,9 +31,23 @@ def test_what_is_not_served_says_why_and_at_most_a_tenth_was_not_tried():
     assert len(untried) <= len(classes) / 10
 
 
-@pytest.mark.parametrize("name", ["Gemma4ForCausalLM", "Llama4ForCausalLM", "ApertusForCausalLM"])
-def test_the_families_with_golden_tests_are_listed(name):
-    assert survey().classes[name].served == "transformers"
+@pytest.mark.parametrize(
+    ("name", "served"),
+    [
+        ("Gemma4ForCausalLM", "transformers"),
+        ("Llama4ForCausalLM", "transformers"),
+        ("ApertusForCausalLM", "transformers"),
+        ("Qwen3_5ForCausalLM", "padded"),
+        ("Qwen3NextForCausalLM", "padded"),
+        ("JambaForCausalLM", "padded"),
+        ("Mamba2ForCausalLM", "padded"),
+        ("RwkvForCausalLM", "padded"),
+        ("T5ForConditionalGeneration", "padded"),
+        ("BartForConditionalGeneration", "padded"),
+    ],
+)
+def test_the_families_with_golden_tests_are_listed(name, served):
+    assert survey().classes[name].served == served
 
 
 def test_the_command_lists_who_computes_what(capsys):
@@ -44,7 +58,10 @@ def test_the_command_lists_who_computes_what(capsys):
     assert main(["models", "mambaFor", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["architecture"] for line in lines][-1] == "MambaForCausalLM"
-    assert "recurrent state" in lines[-1]["reason"]
+    assert lines[-1]["served"] == "padded"
+    assert main(["models", "RecurrentGemma", "--json"]) == 0
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "returns no cache" in line["reason"]
     assert main(["models", "no such model"]) == 1
 
 

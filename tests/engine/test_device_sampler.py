@@ -31,12 +31,14 @@ from tokenpod.core.messages import SamplingParams
 from tokenpod.engine.device_sampler import Launches, Tiles
 
 
-def same_tokens(rows: list[Row], steps: list[torch.Tensor], tiles: Tiles = SMALL) -> None:
+def same_tokens(
+    rows: list[Row], steps: list[torch.Tensor], tiles: Tiles = SMALL, first: int = 0
+) -> None:
     """Every step's tokens equal the specification's, unless rounding explains that they don't."""
     vocab = steps[0].shape[1]
     cpu, device = on_cpu(rows, vocab), on_device(rows, vocab, tiles)
     live, outputs = list(range(len(rows))), [list(row.get("outputs", [])) for _, row in rows]
-    for position, logits in enumerate(steps):
+    for position, logits in enumerate(steps, first):
         want = cpu.sample(logits[live], live, [position] * len(live))
         got = step(device, logits[live], position, live)
         for at, row in enumerate(list(live)):
@@ -63,6 +65,13 @@ def test_every_processor_alone_and_all_together_draw_the_same_tokens(make: Calla
 def test_histories_grow_by_what_was_drawn():
     rows = ALONE[:: 3 if INTERPRETED else 1]
     same_tokens(rows, [random_logits(len(rows), 97, seed=t) for t in range(3)], Tiles(split=128))
+
+
+@pytest.mark.parametrize("first", [5, 4000])
+def test_ends_are_boosted_alike_wherever_a_text_is(first: int):
+    rows = [row for row in ALONE if row[0].eos_boost_factor > 1]
+    rows = [(params, {**row, "outputs": [5] * first}) for params, row in rows]
+    same_tokens(rows, [random_logits(len(rows), 97, seed=t) for t in range(2)], first=first)
 
 
 @pytest.mark.parametrize("vocab", [2, 300])
@@ -196,7 +205,9 @@ def test_a_row_with_too_many_edits_is_refused():
     bias = dict.fromkeys(range(15), 1.0)
     ends = {"eos_token_ids": frozenset({1, 2}), "min_new_tokens": 1}
     seat(sampler, [(SamplingParams(logit_bias=bias), {})])
-    with pytest.raises(ValueError, match="15 logit biases and 2 end tokens; a row has room for 16"):
+    with pytest.raises(
+        ValueError, match="17 logit biases, end tokens and allowed tokens; a row has room for 16"
+    ):
         seat(sampler, [(SamplingParams(logit_bias=bias), ends)])
 
 

@@ -54,6 +54,9 @@ def all_params(vocab: int) -> st.SearchStrategy[SamplingParams]:
             st.integers(0, vocab - 1), st.sampled_from([-100.0, -1.0, 2.0, 100.0]), max_size=3
         ),
         watermark=st.booleans(),
+        allowed_token_ids=st.just([]) | st.lists(st.integers(0, vocab - 1), max_size=4),
+        eos_boost_after=st.integers(0, 3),
+        eos_boost_factor=st.sampled_from([1.0, 1.0, 1.2, 40.0]),
         seed=st.integers(0, 2**64 - 1),
     )
 
@@ -70,21 +73,24 @@ def cases(draw: st.DrawFn) -> dict:
     logits = draw(st.lists(score, min_size=vocab, max_size=vocab))
     if max(logits) == -INF:
         logits[0] = 0.0
-    token = st.integers(0, vocab - 1)
+    token, params = st.integers(0, vocab - 1), draw(all_params(vocab))
+    if params.allowed_token_ids and max(logits[t] for t in params.allowed_token_ids) == -INF:
+        logits[params.allowed_token_ids[0]] = 0.0
     return {
         "logits": np.array(logits, dtype=np.float32),
-        "params": draw(all_params(vocab)),
+        "params": params,
         "prompt": draw(st.lists(token, min_size=1, max_size=8)),
         "outputs": draw(st.lists(token, max_size=8)),
         "stream": draw(st.integers(0, 2**32 - 1)),
+        "eos": draw(st.frozensets(token, max_size=2)),
     }
 
 
 def check_against_reference(case: dict) -> None:
-    logits, params = case["logits"], case["params"]
+    logits, params, eos = case["logits"], case["params"], case.get("eos", frozenset())
     context = {key: case[key] for key in ("prompt", "outputs", "stream")}
-    expected = choose(logits, params, **context)
-    row = (params, {**context, "logprobs": True})
+    expected = choose(logits, params, **context, eos=eos)
+    row = (params, {**context, "logprobs": True, "eos_token_ids": eos})
     samples = draw(torch.from_numpy(logits)[None], row, position=len(case["outputs"]))
     token = int(samples.tokens[0])
     # Where a cut falls between two sums that rounding can swap, float32 may keep one token more.

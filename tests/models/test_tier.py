@@ -16,9 +16,12 @@ from walks import walk
 from tokenpod.kernels import reference
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
+from tokenpod.models.facts import OwnState
+from tokenpod.models.fields import read_fields
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import Shard
 from tokenpod.models.tier.errors import NotServed
+from tokenpod.models.tier.load import TierLoader
 from tokenpod.models.tier.masks import Reach, describe_mask
 
 
@@ -123,8 +126,16 @@ def test_weights_that_do_not_fit(folder, edit, message):
             {"architectures": ["NoSuchModel"]},
             "NoSuchModel is not supported: transformers .* has no",
         ),
-        ({"architectures": ["BartForCausalLM"], "model_type": "bart"}, "encoder with a decoder"),
-        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "a recurrent state"),
+        ({"architectures": ["BartForCausalLM"], "model_type": "bart"}, "is missing from the che"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+            "an encoder with a decoder; with its own cache: config.json has no decoder_start_tok",
+        ),
+        (
+            {"architectures": ["VoxtralForConditionalGeneration"], "model_type": "voxtral"},
+            "has no such causal model",
+        ),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "is missing from the ch"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "mask is neither causal"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),
         (
@@ -154,11 +165,6 @@ def test_ranks_and_formats_are_refused(folder):
     refused(folder, "quantize is int8: ApertusForCausalLM is computed by transf", quantize="int8")
 
 
-def test_a_state_in_a_cache_is_refused(golden):
-    """LFM2's convolutions ask the cache for what they saw last."""
-    refused(golden("lfm2-convolutions").folder, "its code can't run over one row")
-
-
 def test_a_state_beside_keys_and_values_is_found_by_the_check(folder, monkeypatch):
     """Here each token also reads the one before it in the step, whosever that is."""
     plain = modeling_apertus.ApertusMLP.forward
@@ -185,7 +191,20 @@ def test_attention_that_is_not_left_to_us_is_found_by_the_check(folder, monkeypa
         "forward",
         lambda self, hidden_states, **named: (hidden_states, None),
     )
-    refused(folder, "its layers don't call the attention function")
+    with pytest.raises(NotServed, match="its layers don't call the attention function"):
+        over_our_pool(folder)
+    assert load(folder).config.own_state == OwnState(0, 0)
+
+
+def over_our_pool(folder):
+    fields = read_fields(folder / "config.json")
+    TierLoader(
+        fields.texts("architectures")[0],
+        fields,
+        dtype=None,
+        eos_token_ids=frozenset(),
+        served=256,
+    )
 
 
 def change(folder, **fields):

@@ -26,6 +26,9 @@ from harness import (
     until_refused,
     wait_for,
 )
+from smg_grpc_proto import vllm_engine_pb2 as engine
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
 from tokenpod_client.protos.fmaas import generation_pb2 as tgis
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
@@ -301,6 +304,36 @@ def test_a_stuck_engine_is_seen_though_only_a_further_front_end_waits(
         os.kill(engine, signal.SIGCONT)
     wait_for(lambda: pod.health() == SERVING)
     stream.call.cancel()
+
+
+def test_a_call_is_ended_by_its_name_from_every_front_end(clients: list[Client]) -> None:
+    """Gateways abort on whichever connection they have, and do not cancel."""
+    for turn, client in enumerate(clients):
+        stub = VllmEngineStub(client.channel)
+        name = f"call-{turn}"
+        call = stub.Generate(
+            engine.GenerateRequest(
+                request_id=name,
+                text=PROMPT,
+                stream=True,
+                sampling_params={"max_tokens": 1900, "ignore_eos": True},
+            ),
+            timeout=120,
+        )
+        next(call)
+        other = VllmEngineStub(clients[(turn + 1) % len(clients)].channel)
+        other.Abort(engine.AbortRequest(request_ids=[name]), timeout=120)
+        *_, last = call
+        assert last.complete.finish_reason == "abort"
+        assert last.complete.completion_tokens < 1900
+
+
+def test_cache_events_come_on_every_front_end(clients: list[Client]) -> None:
+    for client in clients:
+        stub = VllmEngineStub(client.channel)
+        call = stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), timeout=120)
+        assert next(call).events[0].WhichOneof("data") == "cleared"
+        call.cancel()
 
 
 def test_a_second_port_has_every_protocol_and_asks_for_the_token_too(

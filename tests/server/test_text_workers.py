@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from harness import SERVING, ServerProcess, generate, serve, text_request, violations
-from hostile import with_template, with_tokenizer
+from hostile import with_template, with_token, with_tokenizer
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
@@ -22,6 +22,9 @@ from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SECONDS = 60.0
+#: The text of a token of the model's, which a test makes it draw.
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call>'
+CALL_ID, END_ID = 2, 1
 DEFAULTS = {"do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 1.0, "max_length": 9}
 SHORT = {"max_new_tokens": 2, "ignore_eos": True}
 #: A rendering that would take hours.
@@ -85,6 +88,7 @@ def at_rest(server: ServerProcess) -> bool:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A pod whose chat template does what a message says."""
     model = with_template(tmp_path_factory.mktemp("model") / "hostile")
+    assert with_token(model, CALL) == CALL_ID
     (model / "generation_config.json").write_text(json.dumps(DEFAULTS | {"eos_token_id": 1}))
     limits = ["--text-timeout", "3", "--text-memory-bytes", str(128 * 2**20)]
     limits += ["--max-concurrent-requests", "2", "--max-front-end-bytes", "1200000"]
@@ -290,6 +294,31 @@ def test_a_wrong_schema_is_refused_by_its_path_and_ends_no_worker(
     request.chat.tools[0].parameters_schema = '{"type": {}}'
     asks = service.TokenizeRequest(chat=request.chat)
     assert api.Tokenize(asks, timeout=SECONDS).token_count > 1
+
+
+def test_a_call_of_a_tool_is_streamed_and_ends_the_turn(server: ServerProcess) -> None:
+    api = GenerationServiceStub(server.channel())
+    request = asked("schema", tools=[{"name": "f", "parameters_schema": '{"a": {}}'}])
+    # The call, and once it is there the end.
+    request.sampling.allowed_token_ids.extend([CALL_ID, END_ID])
+    request.sampling.logit_bias[CALL_ID] = 30.0
+    request.sampling.temperature = 0
+    ends = {"max_new_tokens": 8, "eos_boost": {"factor": 100.0}}
+    request.stopping.CopyFrom(v1.StoppingOptions(**ends))
+    events = list(api.Generate(request, timeout=SECONDS))
+    finished = events[-2].finished
+    (piece,) = [e.tokens.tool_call for e in events if e.tokens.HasField("tool_call")]
+    assert (piece.call_index, piece.name, piece.arguments) == (0, "f", '{"a": "é"}')
+    (call,) = finished.message.tool_calls
+    assert (call.id, call.name, call.arguments) == (piece.id, "f", piece.arguments)
+    assert finished.reason == v1.FINISH_REASON_TOOL_CALLS
+    assert (finished.text, list(finished.message.content)) == ("", [])
+    del request.chat.tools[:]
+    request.chat.messages[0].content[0].text = "no tools"
+    (plain,) = api.GenerateOnce(
+        service.GenerateOnceRequest(request=request), timeout=SECONDS
+    ).results
+    assert (plain.text, plain.reason) == (CALL, v1.FINISH_REASON_EOS_TOKEN)
 
 
 def test_reasoning_that_the_template_opens_comes_as_its_own(server: ServerProcess) -> None:

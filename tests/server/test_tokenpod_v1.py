@@ -195,6 +195,37 @@ def test_special_tokens_are_shown_if_asked_for(api: Any) -> None:
     assert shown.text == name * 3
 
 
+def test_spaces_are_put_around_special_tokens_that_are_shown(api: Any) -> None:
+    forced = {"sampling": {"logit_bias": {0: 100.0}}, "stopping": {"max_new_tokens": 3}}
+    output = {"skip_special_tokens": False, "spaces_between_special_tokens": True}
+    shown = once(api, ask(**forced, output=output)).results[0]
+    name = api.Detokenize(service.DetokenizeRequest(token_ids=[0], skip_special_tokens=False)).text
+    assert shown.text == " ".join([name] * 3)
+
+
+def test_only_allowed_tokens_are_drawn(api: Any) -> None:
+    allowed = [44, 300, 5, 17]
+    greedy = ask(sampling={"allowed_token_ids": allowed}, output={"logprobs": True})
+    (result,) = once(api, greedy).results
+    assert {*result.tokens.token_ids} <= {*allowed}
+    drawn = ask(sampling={"allowed_token_ids": allowed, "temperature": 50.0, "seed": 3})
+    assert {*once(api, drawn).results[0].tokens.token_ids} == {*allowed}
+    alone = ask(sampling={"allowed_token_ids": [7]}, output={"logprobs": True})
+    (result,) = once(api, alone).results
+    assert list(result.tokens.token_ids) == [7] * 8
+    assert list(result.tokens.logprobs) == [0.0] * 8
+
+
+def test_an_end_becomes_likelier(api: Any) -> None:
+    def length(**stopping: Any) -> int:
+        asked = ask(stopping={"max_new_tokens": 60, **stopping})
+        return int(once(api, asked).results[0].generated_token_count)
+
+    assert length() == 60
+    assert 3 < length(eos_boost={"after_token_count": 2, "factor": 100.0}) < 7
+    assert 21 < length(eos_boost={"after_token_count": 20, "factor": 100.0}) < 25
+
+
 def test_a_salt_keeps_prefixes_apart(api: Any) -> None:
     def cached(salt: str) -> int:
         request = ask(text="zq9 salted\n" + PROMPT * 3, cache_salt=salt, stopping=SHORT)

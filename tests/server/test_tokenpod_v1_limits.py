@@ -39,6 +39,13 @@ BAD: dict[str, dict[str, Any]] = {
     "labels[a]": {"labels": {"a": "ü"}},
     "cache_salt": {"cache_salt": "x" * 65},
     "request_id": {"request_id": "x" * 257},
+    "stopping.eos_boost.factor": {"stopping": {"eos_boost": {"factor": 1.0}}},
+    "stopping.eos_boost": {"stopping": {"eos_boost": {"factor": 1.1}, "ignore_eos": True}},
+    "sampling.allowed_token_ids[1]": {"sampling": {"allowed_token_ids": [1, 4096]}},
+    "sampling.allowed_token_ids": {
+        "sampling": {"allowed_token_ids": [1]},
+        "stopping": {"min_new_tokens": 2},
+    },
     "chat.messages": {"chat": {}},
     "chat.messages[0].content[0]": {"chat": {"messages": [{"role": "user", "content": [{}]}]}},
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_kinds import BASES, KINDS, REFUSED_KINDS, SMALL, TIER_KINDS, Kind
+from golden_kinds import BASES, KINDS, PADDED_KINDS, SMALL, TIER_KINDS, Kind
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -42,7 +42,7 @@ def make_golden(
     name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **more: Any
 ) -> Golden:
     """Save the checkpoint of a kind, with `more` settings, into `folder`."""
-    kind = {**KINDS, **TIER_KINDS, **REFUSED_KINDS}[name]
+    kind = {**KINDS, **TIER_KINDS, **PADDED_KINDS}[name]
     config = _config(kind, more)
     model_class = getattr(transformers, _class_name(kind))
     torch.manual_seed(7)

@@ -43,6 +43,21 @@ def with_template(folder: Path, source: str = TEMPLATE) -> Path:
     return folder
 
 
+def with_token(folder: Path, text: str) -> int:
+    """Make the padding token of such a folder a plain one with this text; its id."""
+    path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    file = json.loads(path.read_text())
+    (token,) = (each for each in file["added_tokens"] if each["content"] == "<|pad|>")
+    del file["model"]["vocab"][token["content"]]
+    file["model"]["vocab"][text] = token["id"]
+    token |= {"content": text, "special": False}
+    path.write_text(json.dumps(file))
+    settings = json.loads(config.read_text())
+    del settings["pad_token"]
+    config.write_text(json.dumps(settings))
+    return int(token["id"])
+
+
 def with_tokenizer(folder: Path, **changes: Any) -> Path:
     """The embedded model with parts of its tokenizer.json replaced."""
     shutil.copytree(_DEMO, folder)

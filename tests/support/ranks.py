@@ -24,6 +24,7 @@ from tokenpod.engine.assemble import Assembled, assemble, make_pool
 from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.room import Room
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.models import load as loading
@@ -203,7 +204,9 @@ def as_on_a_gpu(
         device=CPU,
     )
     executor.capture()
-    return Assembled(executor, slots, model.dtype, overlap=True, slots_from="asked for")
+    return Assembled(
+        executor, Room(slots, options.max_batch_size, "asked for"), model.dtype, overlap=True
+    )
 
 
 def options_for(job: Job, folder: str) -> EngineOptions:

@@ -108,6 +108,7 @@ def near_a_border(row: Row, logits: torch.Tensor, outputs: list[int]) -> bool:
         outputs=outputs,
         stream=changes.get("stream", 0),
         ends=ends,
+        eos=changes.get("eos_token_ids", frozenset()),
         min_new_tokens=changes.get("min_new_tokens", 0),
     )
     first, second = np.sort(chosen.fitness)[[-1, -2]]
@@ -194,6 +195,22 @@ ALONE: list[Row] = [
             "stop_token_ids": frozenset({4}),
             "min_new_tokens": 3,
         },
+    ),
+    (SamplingParams(allowed_token_ids=[96, 3, 64, 63, 3]), {}),
+    (
+        SamplingParams(eos_boost_after=1, eos_boost_factor=1.7),
+        {"eos_token_ids": frozenset({3, 70}), "outputs": [5] * 6},
+    ),
+    (
+        SamplingParams(eos_boost_factor=3.0, allowed_token_ids=[2, 3, 61, 64, 65, 90, 96]),
+        {
+            **{"eos_token_ids": frozenset({3, 90}), "stop_token_ids": frozenset({64, 90})},
+            **{"outputs": [5, 5], "min_new_tokens": 3},
+        },
+    ),
+    (
+        sampled(eos_boost_factor=1.5, allowed_token_ids=[0, 7, 8, 50, 51, 90], top_p=0.9),
+        {"eos_token_ids": frozenset({7}), "outputs": [5, 5]},
     ),
 ]
 

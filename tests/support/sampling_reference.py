@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,9 +50,13 @@ def green(previous: int, vocab_size: int) -> np.ndarray:
 
 
 def processed(
-    logits: np.ndarray, params: SamplingParams, prompt: list[int], outputs: list[int]
+    logits: np.ndarray,
+    params: SamplingParams,
+    prompt: list[int],
+    outputs: list[int],
+    eos: frozenset[int] = frozenset(),
 ) -> np.ndarray:
-    """Everything before temperature, but for the ban on ends."""
+    """Everything before temperature, but for the ban on ends and on what is not allowed."""
     scores = logits.astype(np.float64)
     vocab = len(scores)
     out = np.bincount(np.array(outputs, dtype=int), minlength=vocab)
@@ -65,6 +70,11 @@ def processed(
     scores = scores - params.relative_frequency_penalty * both / max(both.sum(), 1)
     for token, bias in params.logit_bias.items():
         scores[token] += bias
+    beyond = max(len(outputs) - params.eos_boost_after, 0)
+    power = min(math.exp(min(beyond * math.log(params.eos_boost_factor), 50.0)), 1e6)
+    for end in eos if power > 1.0 else ():
+        if np.isfinite(scores[end]):
+            scores[end] += abs(scores[end]) * (power - 1.0)
     return scores
 
 
@@ -123,12 +133,15 @@ def choose(
     outputs: list[int],
     stream: int = 0,
     ends: frozenset[int] = frozenset(),
+    eos: frozenset[int] = frozenset(),
     min_new_tokens: int = 0,
 ) -> Choice:
     """The next token of one sequence."""
-    scores = processed(logits, params, prompt, outputs)
+    scores = processed(logits, params, prompt, outputs, eos)
     if len(outputs) < min_new_tokens:
         scores[list(ends)] = -np.inf
+    if params.allowed_token_ids:
+        scores[np.setdiff1d(np.arange(len(scores)), params.allowed_token_ids)] = -np.inf
     if not params.do_sample:
         return Choice(int(scores.argmax()), log_softmax(scores), scores, np.inf)
     scores = (scores - scores.max()) / params.temperature

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
+from smg_grpc_proto import vllm_engine_pb2 as vllm_pb
 
 from tokenpod_client.protos.fmaas import generation_pb2 as fmaas_pb
 from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
@@ -19,7 +20,7 @@ from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
 
-TOKENPOD, FMAAS = "tokenpod", "fmaas"
+TOKENPOD, FMAAS, VLLM = "tokenpod", "fmaas", "vllm"
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}
 ENOUGH_EVENTS = 6
 PROMPT = "def fibonacci(n):\n"
@@ -46,7 +47,7 @@ EXTREMES: dict[int, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class Rpc:
-    """One rpc of one protocol: of one of TGI's wire generations, of `tokenpod`, or of `fmaas`."""
+    """One rpc of one protocol: of one of TGI's wire generations, or by the protocol's name."""
 
     generation: str
     method: MethodDescriptor
@@ -71,6 +72,14 @@ class Rpc:
         call = channel.unary_unary(path, response_deserializer=parse)
         return [call(data, timeout=timeout)]
 
+    @property
+    def short(self) -> bytes:
+        """Fields that, behind any others, keep a legal answer short where nobody reads it early."""
+        if str(self) != f"{VLLM}.Generate":
+            return b""
+        limits = vllm_pb.GenerateRequest(sampling_params={"max_tokens": 2})
+        return bytes(limits.SerializeToString())
+
     def plain(self) -> Any:
         """A request that is fine; Decode and FilterBatch name batch 7, request 5."""
         if (plain_of := PLAIN.get(self.generation)) is not None:
@@ -78,9 +87,9 @@ class Rpc:
         return plain(self.generation, self.method.name)
 
 
-#: Rpcs whose request is another one's, in a message of its own; a legal one is answered when all
-#: of its tokens are there.
-OTHERS_MESSAGES = ("GenerateOnce",)
+#: Rpcs whose request is another one's, in a message of its own, and a legal one is answered when
+#: all of its tokens are there; and one whose stream never ends.
+OTHERS_MESSAGES = ("GenerateOnce", "SubscribeKvEvents")
 
 
 def rpcs() -> list[Rpc]:
@@ -90,6 +99,7 @@ def rpcs() -> list[Rpc]:
     }
     services[TOKENPOD] = tokenpod_pb.DESCRIPTOR.services_by_name["GenerationService"]
     services[FMAAS] = fmaas_pb.DESCRIPTOR.services_by_name["GenerationService"]
+    services[VLLM] = vllm_pb.DESCRIPTOR.services_by_name["VllmEngine"]
     return [
         Rpc(name, method)
         for name, service in services.items()
@@ -112,6 +122,11 @@ PLAIN: dict[str, dict[str, dict[str, Any]]] = {
             "params": {"stopping": {"max_new_tokens": 2}},
         },
         "Tokenize": {"requests": [{"text": PROMPT}]},
+    },
+    VLLM: {
+        "Generate": {"text": PROMPT, "sampling_params": {"max_tokens": 2}, "stream": True},
+        "Abort": {"request_ids": ["not there"]},
+        "Embed": {"tokenized": {"input_ids": [5]}},
     },
 }
 
@@ -193,6 +208,8 @@ def extremes(field: FieldDescriptor) -> Sequence[Any]:
     """Values to assign; for repeated fields, lists of them."""
     if _is_map(field):
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+        if value.message_type is not None:
+            return [{}]
         # Neither is a zero.
         a_key, a_value = EXTREMES[key.type][1], EXTREMES[value.type][2]
         one_key = [{each: a_value} for each in EXTREMES[key.type]]

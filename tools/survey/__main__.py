@@ -22,10 +22,11 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from survey.tiny import class_named, tiny_config
+from survey.tiny import WITH_ENCODER, class_named, tiny_config
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES
 from tokenpod.models.load import load_model
+from tokenpod.models.tier.padded import Together
 
 DATA = Path(__file__).resolve().parents[2] / "commands" / "models.json"
 #: Of a process that tries one class.
@@ -39,7 +40,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     native = {name for family in FAMILIES for name in family.architectures}
-    names = sorted({*native, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
+    names = sorted({*native, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *WITH_ENCODER})
     wanted = sys.argv[1:] or names
     # What children would each import again.
     _outcome("ApertusForCausalLM")
@@ -94,13 +95,12 @@ def _outcome(name: str) -> dict[str, Any]:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            if not (config.is_encoder_decoder or getattr(found, "_is_stateful", False)):
-                problem = _save(found, config, folder)
-                if problem is not None:
-                    return problem
+            problem = _save(found, config, folder)
+            if problem is not None:
+                return problem
             config.architectures = [name]
             config.save_pretrained(folder)
-            return {"served": "transformers", "features": _features(folder, config)}
+            return _served(folder, config)
     except ModelError as error:
         reason = re.search(r"is not supported: (.*?) \(supported: ", str(error))
         return {"served": "no", "reason": reason[1] if reason else str(error)}
@@ -123,8 +123,8 @@ def _save(found: type[Any], config: Any, folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _features(folder: Path, config: Any) -> list[str]:
-    """What the check has seen of a model."""
+def _served(folder: Path, config: Any) -> dict[str, Any]:
+    """By whom, and what the check has seen of a model."""
     model: Any = load_model(
         folder,
         dtype=torch.float32,
@@ -132,7 +132,24 @@ def _features(folder: Path, config: Any) -> list[str]:
         progress=lambda done, total: None,
         max_total_tokens=256,
     )
-    return sorted(_seen(model, config.get_text_config(decoder=True)))
+    if model.config.own_state is not None:
+        return {"served": "padded", "features": [*_done(model)]}
+    features = sorted(_seen(model, config.get_text_config(decoder=True)))
+    return {"served": "transformers", "features": features}
+
+
+def _done(model: Any) -> Iterator[str]:
+    """What a class with a cache of its own does rightly."""
+    if not model.config.own_state.scores_prompts:
+        yield "encoder"
+    elif not model.can.continues:
+        yield "pieces of prompts anew"
+    yield {
+        Together.ANY: "all rows in a batch",
+        Together.PADDED: "padded batches",
+        Together.ALIKE: "batches of one length",
+        Together.ALONE: "rows alone",
+    }[model.can.together]
 
 
 def _seen(model: Any, text: Any) -> Iterator[str]:

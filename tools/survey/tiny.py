@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+#: Classes whose encoder reads text.
+WITH_ENCODER = {
+    name
+    for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()
+    if name != "EncoderDecoderModel"  # any two classes
+    and getattr(transformers, name).config_class().is_encoder_decoder
+}
 
 #: By what config classes call the thing; a config gets those that it has.
 SIZES: dict[str, Any] = {
@@ -21,6 +30,12 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "global_head_dim": 32,
     "num_experts_per_tok": 2,
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 16),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "moe_intermediate_size": 40,
     "hidden_size_per_layer_input": 8,
     "qk_rope_head_dim": 8,
@@ -47,6 +62,7 @@ _LATENT = {**_ALL_HEADS, "head_dim": 8}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": _LATENT,
     "AXK2ForCausalLM": _LATENT,
+    "BambaForCausalLM": {"attn_layer_indices": [1]},
     "BigBirdForCausalLM": {"attention_type": "original_full"},
     "BitNetForCausalLM": {"num_key_value_heads": 4},
     "CodeGenForCausalLM": {"rotary_dim": 8},
@@ -54,13 +70,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "DogeForCausalLM": {"keep_window_size": 256},
     "Dots1ForCausalLM": {"n_shared_experts": 1},
     "Dots3NoteForCausalLM": _ALL_HEADS,
+    "FalconH1ForCausalLM": {"mamba_d_ssm": 128},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 0, "laurel_rank": 8},
     "Gemma4UnifiedAssistantForCausalLM": {"num_kv_shared_layers": 0},
     "Gemma4AssistantForCausalLM": {"hidden_size_per_layer_input": 0},
     "Glm4MoeLiteForCausalLM": _LATENT,
     "GlmMoeDsaForCausalLM": _LATENT,
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention", "mamba"]},
     "HYV4ForCausalLM": _LATENT,
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "LongcatFlashForCausalLM": {**_LATENT, "num_layers": 3, "num_hidden_layers": 6},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16},
     "MiniCPM3ForCausalLM": _ALL_HEADS,
@@ -77,7 +96,9 @@ def tiny_config(found: type[Any]) -> Any:
     kind = found.config_class
     settings = _sizes(kind().to_dict(), kind)
     settings |= EXCEPTIONS.get(found.__name__, {})
-    if "is_decoder" in kind().to_dict() and not kind.model_type.startswith("t5"):
+    if found.__name__ in WITH_ENCODER:
+        settings["decoder_start_token_id"] = 2
+    elif "is_decoder" in kind().to_dict() and not kind.model_type.startswith("t5"):
         settings |= DECODERS
     return kind(**settings)
 

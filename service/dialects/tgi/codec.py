@@ -113,7 +113,7 @@ class ShardCodec:
         # window_size stays unset: keys and values beyond a window are kept, so it saves no budget.
         return _known(
             self.pb.InfoResponse,
-            requires_padding=False,
+            requires_padding=ready.requires_padding,
             dtype=f"torch.{ready.dtype}",
             device_type=ready.device_type,
             speculate=0,

@@ -29,6 +29,7 @@ from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 MOST_LABELS = 16
 MOST_KEY_BYTES, MOST_VALUE_BYTES = 63, 256
 MOST_SALT_BYTES = 64
+MOST_FACTOR = 100
 #: Of google.protobuf.Duration.
 _NANOSECONDS = 1_000_000_000
 _MOST_SECONDS = 315_576_000_000
@@ -64,7 +65,9 @@ async def generate_call(
         prompt=await _prompt(request),
         sampling=Sampling(**with_defaults(given(request.sampling, Sampling), defaults)),
         stopping=Stopping(
-            **given(request.stopping, Stopping), time_limit_ns=_time_limit(request.stopping)
+            **given(request.stopping, Stopping),
+            **_eos_boost(request.stopping),
+            time_limit_ns=_time_limit(request.stopping),
         ),
         output=Output(**given(request.output, Output), stream=stream),
         truncate=request.truncate,
@@ -141,6 +144,18 @@ def _time_limit(stopping: generation_pb2.StoppingOptions) -> int:
     if seconds * _NANOSECONDS + nanos <= 0:
         raise InvalidArgument("stopping.time_limit", "must be above 0")
     return min(seconds * _NANOSECONDS + nanos, _FOREVER)
+
+
+def _eos_boost(stopping: generation_pb2.StoppingOptions) -> dict[str, Any]:
+    if not stopping.HasField("eos_boost"):
+        return {}
+    boost = stopping.eos_boost
+    if not 1 < boost.factor <= MOST_FACTOR:
+        problem = f"is {boost.factor:g}; must be above 1, up to {MOST_FACTOR}"
+        raise InvalidArgument("stopping.eos_boost.factor", problem)
+    if stopping.ignore_eos:
+        raise InvalidArgument("stopping.eos_boost", "is of no use: stopping.ignore_eos is true")
+    return {"eos_boost_after": boost.after_token_count, "eos_boost_factor": boost.factor}
 
 
 def _labels(labels: Mapping[str, str]) -> dict[str, str]:

@@ -21,9 +21,8 @@ NOT_BUILT = frozenset(
     {
         *("adapter", "constraint"),
         *("chat.messages.content.image", "chat.tool_choice.tool_name"),
-        *("sampling.bad_words", "sampling.allowed_token_ids", "sampling.beam"),
-        "stopping.eos_boost",
-        *("output.ranks", "output.prompt_top_n_tokens", "output.spaces_between_special_tokens"),
+        *("sampling.bad_words", "sampling.beam"),
+        *("output.ranks", "output.prompt_top_n_tokens"),
     }
 )
 #: Fields of requests with tools.

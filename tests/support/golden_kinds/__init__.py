@@ -2,7 +2,7 @@
 
 from golden_kinds import dense, experts, gated, images, mixtures, plain
 from golden_kinds.base import BASES, MAX_POSITIONS, SMALL, VOCABULARY, Kind
-from golden_kinds.tier import REFUSED_KINDS, TIER_KINDS
+from golden_kinds.tier import PADDED_KINDS, TIER_KINDS
 
 KINDS: dict[str, Kind] = {
     **dense.KINDS,
@@ -17,7 +17,7 @@ __all__ = [
     "BASES",
     "KINDS",
     "MAX_POSITIONS",
-    "REFUSED_KINDS",
+    "PADDED_KINDS",
     "SMALL",
     "TIER_KINDS",
     "VOCABULARY",

@@ -64,15 +64,45 @@ TIER_KINDS: dict[str, Kind] = {
         {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
-#: Checkpoints that are refused.
-REFUSED_KINDS: dict[str, Kind] = {
-    "lfm2-convolutions": Kind(
-        "Lfm2",
+_LINEAR = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 0}
+#: Checkpoints of families with caches of their own.
+PADDED_KINDS: dict[str, Kind] = {
+    "qwen3-5": Kind("Qwen3_5", _LINEAR),
+    "qwen3-next": Kind("Qwen3Next", {**_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 40}),
+    "jamba": Kind(
+        "Jamba",
         {
-            "layer_types": ["full_attention", "conv", "full_attention"],
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 8,
+            "use_mamba_kernels": False,
         },
-    )
+    ),
+    "mamba2": Kind("Mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2}),
+    "rwkv": Kind("Rwkv", {"attention_hidden_size": 64}),
+    "lfm2": Kind("Lfm2", {"layer_types": ["full_attention", "conv", "full_attention"], **_ENDS}),
+    "t5": Kind("T5ForConditionalGeneration", {**_ENDS, "d_ff": 96, "d_kv": 16}),
+    "bart": Kind(
+        "BartForConditionalGeneration",
+        {
+            **_ENDS,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 96,
+            "decoder_ffn_dim": 96,
+            "forced_eos_token_id": None,
+        },
+    ),
 }

@@ -1,0 +1,116 @@
+"""What the memory that is left holds: KV slots, and rows where models keep states of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.core.capacity import choose_slots
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import EngineOptions
+from tokenpod.engine.memory import FreeMemory, size
+from tokenpod.kernels.group import Group
+from tokenpod.kernels.pool import KVPool
+from tokenpod.models.facts import LoadedModel, OwnState
+
+#: Batches of rows' states are made anew when others join: the old and the new are there at once.
+_COPIES = 2
+#: Up to half of a batch of states that grow with their texts is padding.
+_PADDING = 2
+#: Bytes of a token's id, which states that don't grow with texts cost all the same.
+_LEAST_SLOT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many slots and rows there are."""
+
+    slots: int
+    #: Sequences that can run at once.
+    rows: int
+    #: What `slots` was computed from, for the operator.
+    slots_from: str
+
+
+def room_for(
+    model: LoadedModel,
+    options: EngineOptions,
+    positions: int,
+    free: FreeMemory,
+    dtype: torch.dtype,
+    group: Group | None,
+) -> Room:
+    """What fits into `free`, on every rank. Raises EngineError if too little does."""
+    own, rows = model.config.own_state, options.max_batch_size
+    if own is None:
+        slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
+    else:
+        rows = _rows(own, options, free)
+        slot_bytes = max(_COPIES * _PADDING * own.token_bytes, _LEAST_SLOT)
+        taken = int((rows + 1) * _COPIES * own.row_bytes / options.memory_fraction)
+        free = free.less(taken, f"{rows} rows' states take")
+    slots, slots_from = _slots(options, (rows, positions), free, slot_bytes, group)
+    if own is not None:
+        slots_from += f"; {rows} sequences at once, with {size(own.row_bytes)} of state each"
+    return Room(slots, rows, slots_from)
+
+
+def _rows(own: OwnState, options: EngineOptions, free: FreeMemory) -> int:
+    """How many fit beside a liveness probe's, in half of the memory if texts take some too."""
+    if not own.row_bytes:
+        return options.max_batch_size
+    usable = int(free.bytes * options.memory_fraction) // (2 if own.token_bytes else 1)
+    rows = min(usable // (_COPIES * own.row_bytes) - 1, options.max_batch_size)
+    if rows < 1:
+        raise EngineError(
+            f"a row's state takes {size(own.row_bytes)}: two rows, one of them for liveness probes,"
+            f" do not fit into {options.memory_fraction:.0%} of the {size(free.bytes)} left "
+            f"{free.source}"
+        )
+    return rows
+
+
+def _slots(
+    options: EngineOptions,
+    most: tuple[int, int],
+    free: FreeMemory,
+    slot_bytes: int,
+    group: Group | None,
+) -> tuple[int, str]:
+    """How many, and what they were computed from. Raises EngineError if they don't fit.
+
+    `most`: sequences that run at once, and their longest.
+    """
+    wanted = options.max_batch_total_tokens
+    slots = choose_slots(
+        slot_bytes=slot_bytes,
+        wanted=wanted,
+        most_useful=most[0] * most[1],
+        fraction=options.memory_fraction,
+        free=free.bytes,
+    )
+    mine = slots
+    if group is not None:
+        agreed = group.least(slots or 0)
+        if agreed == 0 and slots is not None:
+            raise EngineError(
+                f"max_batch_total_tokens is {wanted}: another rank has no "
+                "memory for so many keys and values"
+            )
+        slots = agreed or None
+    if slots is None:
+        raise EngineError(
+            f"max_batch_total_tokens is {wanted}: its "
+            f"{(wanted or 0) * slot_bytes / 2**30:.1f} GiB of keys and "
+            f"values do not fit into {options.memory_fraction:.0%} of the {size(free.bytes)} left "
+            f"{free.source}"
+        )
+    if slots != mine:
+        return slots, "the rank that has least memory"
+    if wanted is not None:
+        return slots, "--max-batch-total-tokens"
+    if slots == most[0] * most[1]:
+        return slots, f"{most[0]} sequences of {most[1]} tokens, all that can be used"
+    memory = f"{options.memory_fraction:.0%} of the {size(free.bytes)} left {free.source}"
+    return slots, f"{memory}, {size(slot_bytes)} each"

@@ -1,0 +1,124 @@
+"""From a folder to a model that transformers computes with a cache of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tokenpod.kernels.ops import Operations
+from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.facts import OwnState, ends_within
+from tokenpod.models.fields import Fields
+from tokenpod.models.reading import Progress
+from tokenpod.models.tier.check import TOKENS, check_text
+from tokenpod.models.tier.classes import config_of, max_positions, model_class
+from tokenpod.models.tier.errors import NotServed
+from tokenpod.models.tier.halves import Halves
+from tokenpod.models.tier.load import made_on_meta, widest_of
+from tokenpod.models.tier.padded import Cached, PaddedModel
+from tokenpod.models.tier.padded_check import PROMPT, Trials, running
+from tokenpod.models.tier.spec import TierSpec
+from tokenpod.models.tier.trees import tensor_bytes
+from tokenpod.models.tier.weights import load_weights
+
+
+class PaddedLoader:
+    """One config.json's model; see `TierLoader` for arguments and what they raise."""
+
+    def __init__(
+        self,
+        architecture: str,
+        fields: Fields,
+        *,
+        dtype: torch.dtype | None,
+        eos_token_ids: frozenset[int],
+        served: int | None,
+    ) -> None:
+        self.fields = fields
+        self._class = model_class(architecture)
+        self._config = config_of(self._class, fields)
+        positions = max_positions(self._config, served)
+        model = made_on_meta(self._class, self._config)
+        #: Numbers in all weights.
+        self.numbers = sum(weight.numel() for weight in model.parameters())
+        cached = Cached(Halves(model), _first_token(model.config))
+        head = model.get_output_embeddings()
+        if head is None:
+            raise NotServed("its class has no head")
+        vocabulary, hidden = head.weight.shape
+        #: Without sizes of states where only the weights' numbers show them.
+        self.spec = TierSpec(
+            architecture=architecture,
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            max_positions=positions,
+            widest=widest_of(model),
+            kv_layouts=(),
+            head_counts=(),
+            windows=(None,),
+            dtype=dtype,
+            eos_token_ids=ends_within(eos_token_ids, vocabulary),
+            own_state=OwnState(0, 0, scores_prompts=not cached.encodes),
+        )
+
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Operations,
+        progress: Progress,
+    ) -> PaddedModel:
+        """The model, checked; see `TierLoader.load`."""
+        model = load_weights(self._class, self._config, checkpoint, dtype, progress).to(device)
+        padding = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
+        tokens = check_text(self.spec.vocab_size, padding, device)
+        start = _first_token(model.config)
+        with torch.inference_mode():
+            with running("by itself"):
+                expected = _by_transformers(model, tokens, start)
+            cached = Cached(Halves(model), start)
+            with running("with its cache"):
+                size = _sizes(cached, tokens)
+            cached.grows = size.token_bytes > 0
+            can = Trials(self.spec.with_state(size), cached, ops, tokens, expected).abilities()
+        return PaddedModel(self.spec.with_state(size), cached, ops, can)
+
+
+def _first_token(config: Any) -> int | None:
+    """What a decoder begins with; None without an encoder. Raises NotServed if nobody says it."""
+    if not config.is_encoder_decoder:
+        return None
+    found = getattr(config, "decoder_start_token_id", None)
+    if not isinstance(found, int):
+        raise NotServed("config.json has no decoder_start_token_id")
+    return found
+
+
+def _by_transformers(model: Any, tokens: torch.Tensor, start: int | None) -> torch.Tensor:
+    """[TOKENS, vocabulary] logits; where an encoder reads the prompt, of its last token on."""
+    if start is None:
+        logits: torch.Tensor = model(input_ids=tokens[None], use_cache=False).logits[0]
+        return logits
+    decoder = torch.cat((tokens.new_tensor([start]), tokens[PROMPT:]))
+    named = {"input_ids": tokens[None, :PROMPT], "decoder_input_ids": decoder[None]}
+    logits = model(**named, use_cache=False).logits[0]
+    return logits
+
+
+def _sizes(cached: Cached, tokens: torch.Tensor) -> OwnState:
+    """What a row's state takes, seen at two lengths of prompts and of what follows them."""
+    few, many = 2, TOKENS
+
+    def size(prompt: int, length: int) -> int:
+        return tensor_bytes(cached.whole(tokens[:length], prompt)[1])
+
+    least = size(few, few)
+    grown = size(many, many) - least
+    if cached.encodes:
+        grown = max(grown, size(few, many) - least)
+    token = -(-grown // (many - few))
+    row = max(least - token * few, 0)
+    return OwnState(row, token, scores_prompts=not cached.encodes)

@@ -1,0 +1,1 @@
+"""`vllm.grpc.engine`: the protocol by which the Shepherd Model Gateway drives engines."""

@@ -1,0 +1,139 @@
+"""Requests of `vllm.grpc.engine` to plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from smg_grpc_proto import vllm_engine_pb2 as pb
+
+from tokenpod.service.dialects.fields import copied, given
+from tokenpod.service.dialects.validate import RequestLimits
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.calls import GenerateCall, Output, Prompt, Sampling, Stopping
+
+#: What OpenAI's API lets a client ask for, and vLLM by default.
+MOST_TOP_TOKENS = 20
+_MOST_SEED = 1 << 64
+
+#: Where fields of `GenerateCall` lie in a request.
+FIELDS = {
+    "sampling": "sampling_params",
+    "stopping": "sampling_params",
+    "stopping.max_new_tokens": "sampling_params.max_tokens",
+    "stopping.min_new_tokens": "sampling_params.min_tokens",
+    "stopping.stop_sequences": "sampling_params.stop",
+    "output.top_n_tokens": "sampling_params.logprobs",
+    "token_ids.ids": "tokenized.input_ids",
+    "prompt": "input",
+    "truncate": "sampling_params.truncate_prompt_tokens",
+}
+#: What this server does not do; a gateway makes HTTP's 400 of the refusal.
+_UNBUILT = (
+    *("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs"),
+    "media_refs",
+)
+
+
+async def generate_call(request: pb.GenerateRequest, limits: RequestLimits) -> GenerateCall:
+    """What `request` asks for. Other tasks get their turn while long lists are copied.
+
+    Raises InvalidArgument for what this server does not do.
+    """
+    _check_built(request)
+    params = request.sampling_params
+    top = _count(params, "logprobs")
+    return GenerateCall(
+        prompt=await _prompt(request),
+        sampling=_sampling(params, limits),
+        stopping=_stopping(params),
+        output=Output(
+            stream=request.stream,
+            logprobs=top is not None,
+            top_n_tokens=top or 0,
+            prompt_logprobs=_count(params, "prompt_logprobs") is not None,
+            text=False,
+            skip_special_tokens=params.skip_special_tokens,
+        ),
+        truncate=_truncate(params, limits),
+        request_id=request.request_id,
+    )
+
+
+# -- parts -------------------------------------------------------------------------------------
+
+
+def _check_built(request: pb.GenerateRequest) -> None:
+    for field, _ in request.ListFields():
+        if field.name in _UNBUILT:
+            raise InvalidArgument(field.name, "is not supported by this server")
+    if request.data_parallel_rank:
+        problem = f"is {request.data_parallel_rank}; this server is one rank, 0"
+        raise InvalidArgument("data_parallel_rank", problem)
+    params = request.sampling_params
+    constraint = params.WhichOneof("constraint")
+    if constraint is not None and (constraint != "json_object" or params.json_object):
+        problem = "is a constraint on the text, which this server does not support"
+        raise InvalidArgument(f"sampling_params.{constraint}", problem)
+    if params.prompt_logprobs > 0:
+        problem = f"is {params.prompt_logprobs}; only 0, without other tokens, is supported"
+        raise InvalidArgument("sampling_params.prompt_logprobs", problem)
+
+
+def _sampling(params: pb.SamplingParams, limits: RequestLimits) -> Sampling:
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    biases = dict(_biases(params, limits))
+    same = given(params, Sampling) | {"logit_bias": biases, "temperature": temperature}
+    if params.HasField("seed"):
+        same["seed"] = params.seed % _MOST_SEED
+    return Sampling(**same, do_sample=temperature != 0)
+
+
+def _biases(params: pb.SamplingParams, limits: RequestLimits) -> Iterator[tuple[int, float]]:
+    for token, bias in params.logit_bias.items():
+        if token < 0:
+            problem = f"is {token}; token ids of this model are from 0 to {limits.vocab_size - 1}"
+            raise InvalidArgument(f"sampling_params.logit_bias[{token}]", problem)
+        yield token, bias
+
+
+def _stopping(params: pb.SamplingParams) -> Stopping:
+    return Stopping(
+        **given(params, Stopping),
+        max_new_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        min_new_tokens=params.min_tokens,
+        stop_sequences=tuple(params.stop),
+        include_stop_sequence=params.include_stop_str_in_output,
+        shorten=True,
+    )
+
+
+def _count(params: pb.SamplingParams, name: str) -> int | None:
+    """How many of the most likely tokens are asked for; None: no log probabilities at all."""
+    if not params.HasField(name):
+        return None
+    count: Any = getattr(params, name)
+    if count < 0:
+        problem = f"is {count}; at most {MOST_TOP_TOKENS} tokens can be told, and not all"
+        raise InvalidArgument(f"sampling_params.{name}", problem)
+    return int(count)
+
+
+def _truncate(params: pb.SamplingParams, limits: RequestLimits) -> int:
+    if not params.HasField("truncate_prompt_tokens"):
+        return 0
+    kept = params.truncate_prompt_tokens
+    if kept == 0 or kept < -1:
+        problem = f"is {kept}; must be at least 1, or -1 for as many as fit"
+        raise InvalidArgument("sampling_params.truncate_prompt_tokens", problem)
+    return limits.max_input_tokens if kept == -1 else kept
+
+
+async def _prompt(request: pb.GenerateRequest) -> Prompt:
+    match request.WhichOneof("input"):
+        case "text":
+            return str(request.text)
+        case "tokenized":
+            return await copied(request.tokenized.input_ids)
+        case _:
+            return None

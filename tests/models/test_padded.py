@@ -1,0 +1,288 @@
+"""Families with caches of their own: through the engine, they say what transformers says."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+from golden_kinds import PADDED_KINDS
+from transformers.models.mamba2 import modeling_mamba2
+
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import (
+    EngineOptions,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    StoppingParams,
+)
+from tokenpod.engine import assemble as assembling
+from tokenpod.engine.assemble import assemble
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.memory import FreeMemory
+from tokenpod.engine.room import room_for
+from tokenpod.models import load as loading
+from tokenpod.models.errors import ModelError
+from tokenpod.models.facts import OwnState
+from tokenpod.models.load import load_model
+from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.models.tier.padded import Abilities, Together
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+
+CPU = torch.device("cpu")
+ROWS, POSITIONS, PREFILL, NEW_TOKENS = 5, 200, 16, 24
+TOLERANCE = 1e-4
+
+#: What each of these classes does rightly: which rows decode in one batch, and whether pieces of
+#: prompts follow each other.
+ABILITIES = {
+    "qwen3-5": (Together.PADDED, True),
+    "qwen3-next": (Together.PADDED, True),
+    "jamba": (Together.PADDED, False),
+    "mamba2": (Together.ANY, True),
+    "rwkv": (Together.ALONE, True),
+    "lfm2": (Together.PADDED, True),
+    "t5": (Together.PADDED, True),
+    "bart": (Together.ALIKE, True),
+}
+
+
+class Client:
+    """The other end of an engine's link."""
+
+    def __init__(self, requests):
+        self.inbox = list(requests)
+        self.left = {i for request in requests for i in request.sequence_ids}
+        self.failures = {}
+        self.tokens, self.logprobs, self.scored = defaultdict(list), defaultdict(list), {}
+
+    def receive(self, seconds):
+        del seconds
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message):
+        assert isinstance(message, StepOutputs)
+        for failure in message.failures:
+            self.failures[failure.sequence_id] = failure.message
+            self.left.discard(failure.sequence_id)
+        for i, sequence in enumerate(message.sequence_ids):
+            self.tokens[sequence].append(message.token_ids[i])
+            self.logprobs[sequence].append(message.logprobs[i])
+            if message.finishes[i]:
+                self.left.discard(sequence)
+        for started in message.started:
+            self.scored[started.sequence_id] = started.prompt_logprobs or []
+
+
+class Engine:
+    """A loaded model, and a loop over it."""
+
+    def __init__(self, folder, **more):
+        self.model = load_model(
+            folder,
+            dtype=None,
+            device=CPU,
+            progress=lambda done, total: None,
+            max_total_tokens=POSITIONS,
+        )
+        self.options = options = EngineOptions(
+            model_folder="",
+            dtype=None,
+            device="cpu",
+            threads=1,
+            max_batch_size=ROWS,
+            max_batch_prefill_tokens=PREFILL,
+            **more,
+        )
+        made = assemble(self.model, options, positions=POSITIONS, device=CPU)
+        own = self.model.config.own_state
+        self.room, self.pool = made.room, made.executor._pool
+        self.executor = made.executor
+        self.limits = Limits(
+            made.slots,
+            made.room.rows,
+            POSITIONS,
+            PREFILL,
+            sharing=False,
+            scores_prompts=own.scores_prompts,
+        )
+
+    def answer(self, requests, *, preempt=0.0, abort=()):
+        """Serve all; before each turn every sequence is preempted by chance."""
+        self.executor.release(range(ROWS + 1))
+        client, scheduler = Client(requests), Scheduler(self.limits)
+        loop = EngineLoop(client, scheduler, self.executor)
+        chance, self.preempted, turns = random.Random(3), 0, 0
+        while client.left:
+            for sequence in sorted(client.left):
+                if chance.random() < preempt:
+                    self.preempted += scheduler.preempt(sequence)
+            loop.turn()
+            turns += 1
+            if turns == 4:
+                scheduler.abort(abort)
+                client.left -= set(abort)
+            scheduler.check()
+        loop.turn()
+        return client
+
+
+@pytest.fixture(scope="module")
+def engine_of(golden):
+    """By name of a kind; loaded once."""
+    return functools.cache(lambda name: Engine(golden(name).folder))
+
+
+@pytest.fixture(params=PADDED_KINDS)
+def name(request):
+    return request.param
+
+
+def requests_of(prompts, *, scored):
+    return [
+        Request(
+            [i],
+            prompt,
+            SamplingParams(),
+            StoppingParams(max_new_tokens=NEW_TOKENS - 3 * (i % 3)),
+            logprobs=True,
+            prompt_logprobs=scored,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def expected_logprobs(golden, prompt, outputs):
+    """[n, vocabulary] by transformers at once: of what follows, from the first scored position."""
+    if not golden.model.config.is_encoder_decoder:
+        return golden.logprobs([*prompt, *outputs[:-1]])
+    decoder = torch.tensor([[golden.model.config.decoder_start_token_id, *outputs[:-1]]])
+    with torch.no_grad():
+        logits = golden.model(input_ids=torch.tensor([prompt]), decoder_input_ids=decoder).logits
+    return logits[0].log_softmax(-1)
+
+
+def test_it_says_what_transformers_says(name, golden, engine_of, text):
+    """Pieces of prompts, batches that rows join and leave, rows that begin anew; all scored."""
+    checkpoint = golden(name)
+    engine = engine_of(name)
+    model = engine.model
+    assert (model.can.together, model.can.continues) == ABILITIES[name]
+    scores = model.config.own_state.scores_prompts
+    assert scores == (name not in ("t5", "bart"))
+    prompts = [text(length, seed=length) for length in (37, 5, 6, 40, 1, 12, 17)]
+    client = engine.answer(requests_of(prompts, scored=scores), preempt=0.04)
+    assert not client.failures
+    assert engine.preempted > 3
+    for i, prompt in enumerate(prompts):
+        outputs = client.tokens[i]
+        truth = expected_logprobs(checkpoint, prompt, outputs)
+        said = [*client.scored[i], *client.logprobs[i]]
+        follow = torch.tensor([*prompt[1:], *outputs] if scores else outputs)[:, None]
+        torch.testing.assert_close(
+            torch.tensor(said), truth.gather(1, follow)[:, 0], rtol=0, atol=TOLERANCE
+        )
+        assert outputs == truth[-len(outputs) :].argmax(-1).tolist()
+    # A step's plan says which rows are free: nobody has said so of the last one's.
+    assert len(engine.pool.rows) == 1
+
+
+def test_samples_compute_the_prompt_by_themselves(engine_of, text):
+    engine, prompt = engine_of("mamba2"), text(20)
+    greedy = Request([1, 2], prompt, SamplingParams(), StoppingParams(8), logprobs=True)
+    drawn = SamplingParams(do_sample=True, temperature=0.8, seed=4)
+    others = Request([3, 4], prompt, drawn, StoppingParams(8), logprobs=True)
+    client = engine.answer([greedy, others])
+    assert client.tokens[1] == client.tokens[2]
+    assert client.logprobs[1] == pytest.approx(client.logprobs[2], abs=TOLERANCE)
+    assert client.tokens[3] != client.tokens[4]
+    again = engine.answer([others], preempt=0.1)
+    assert engine.preempted
+    assert [again.tokens[i] for i in (3, 4)] == [client.tokens[i] for i in (3, 4)]
+
+
+def test_who_is_cancelled_frees_its_state_and_leaves_the_others(golden, engine_of, text):
+    checkpoint, engine = golden("qwen3-5"), engine_of("qwen3-5")
+    prompts = [text(9 + i, seed=i) for i in range(3)]
+    client = engine.answer(requests_of(prompts, scored=False), abort=[1])
+    assert len(client.tokens[1]) < 5
+    for i in (0, 2):
+        truth = checkpoint.logprobs([*prompts[i], *client.tokens[i][:-1]])
+        assert client.tokens[i] == truth[len(prompts[i]) - 1 :].argmax(-1).tolist()
+    assert len(engine.pool.rows) == 1
+
+
+def test_log_probabilities_of_a_prompt_that_an_encoder_reads_are_refused(golden, text):
+    engine = Engine(golden("t5").folder)
+    client = engine.answer(requests_of([text(5)], scored=True))
+    assert (
+        "log probabilities of the prompt are asked for: an encoder reads it" in client.failures[0]
+    )
+    assert not client.tokens
+
+
+def test_a_state_that_is_lost_is_found_by_the_check(golden, monkeypatch):
+    plain = modeling_mamba2.Mamba2Mixer.forward
+    monkeypatch.setattr(
+        modeling_mamba2.Mamba2Mixer,
+        "forward",
+        lambda self, x, cache_params=None, **named: plain(self, x, None, **named),
+    )
+    with pytest.raises(ModelError, match="its logits are others token by token than by transf"):
+        Engine(golden("mamba2").folder)
+
+
+def test_rows_that_are_mixed_up_in_a_batch_are_left_alone(golden, monkeypatch):
+    plain = modeling_mamba2.Mamba2Mixer.forward
+    monkeypatch.setattr(
+        modeling_mamba2.Mamba2Mixer,
+        "forward",
+        lambda self, x, **named: plain(self, x.flip(0), **named),
+    )
+    assert Engine(golden("mamba2").folder).model.can == Abilities(Together.ALONE, continues=True)
+
+
+def test_memory_decides_how_many_rows_there_are(engine_of):
+    engine = engine_of("mamba2")
+    own = engine.model.config.own_state
+    # By layer: what the convolution saw last (four of 128 + 2 · 2 · 8), and a state of 8 · 16 · 8.
+    assert own == OwnState(3 * 4 * (4 * 160 + 1024), 0)
+    assert engine.room.rows == ROWS
+    free = FreeMemory(7 * own.row_bytes, "here")
+    options = engine.options
+    room = room_for(engine.model, options, POSITIONS, free, torch.float32, None)
+    # A state is there twice when a batch is made anew, and a liveness probe has a row.
+    assert room.rows == 2
+    assert "2 sequences at once, with 19.5 KiB of state each" in room.slots_from
+    little = FreeMemory(3 * own.row_bytes, "here")
+    with pytest.raises(EngineError, match=r"a row's state takes 19.5 KiB: two rows.* do not fit"):
+        room_for(engine.model, options, POSITIONS, little, torch.float32, None)
+
+
+@pytest.mark.parametrize(("checkpoint", "name"), [("mamba2", "Mamba2"), ("apertus", "Apertus")])
+def test_keys_and_values_of_8_bits_are_refused(golden, monkeypatch, checkpoint, name):
+    """As on a GPU that can read them."""
+    monkeypatch.setattr(assembling, "eight_bits_problem", lambda gpu: None)
+    said = f"kv_cache_dtype is fp8_e4m3: {name}ForCausalLM is computed by transformers; its keys"
+    with pytest.raises(EngineError, match=said):
+        Engine(golden(checkpoint).folder, kv_cache_dtype="fp8_e4m3")
+
+
+def test_what_needs_ranks_or_weights_of_ours_is_refused(golden, tmp_path):
+    folder = golden("mamba2").folder
+    config = loading.read_config(folder, POSITIONS)
+    with pytest.raises(ModelError, match="runs on 1 rank, and there are 2"):
+        loading.check_alone(config, Shard(0, 2), None)
+    with pytest.raises(ModelError, match="quantize is int8: Mamba2ForCausalLM is computed by"):
+        loading.check_alone(config, WHOLE, "int8")
+    fields = json.loads((folder / "config.json").read_text())
+    del fields["max_position_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match="no max_position_embeddings; set --max-total-tokens"):
+        loading.read_config(tmp_path)
+    assert loading.read_config(tmp_path, POSITIONS).max_positions == POSITIONS

@@ -1,0 +1,164 @@
+"""The Shepherd Model Gateway, as it comes from PyPI, before two pods: OpenAI's API.
+
+SMG_VENV names a virtual environment with the packages smg and openai, which are no dependencies of
+this project; without it these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gateway_client
+import pytest
+from harness import ServerProcess, free_port, generate, serve, wait_for
+from public_api import PROMPT
+
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+
+VENV = Path(os.environ.get("SMG_VENV", "/nowhere"))
+pytestmark = pytest.mark.skipif(
+    "SMG_VENV" not in os.environ, reason="SMG_VENV names no environment with smg and openai"
+)
+#: What the gateway's answers say about who served them.
+WORKER = "x-smg-routed-worker-id"
+
+
+@dataclass(frozen=True)
+class Gateway:
+    port: int
+    pods: tuple[ServerProcess, ServerProcess]
+
+    def complete(self, prompt: str, **fields: Any) -> tuple[int, str, Any]:
+        """Status, worker and answer of one completion."""
+        with contextlib.closing(self.connection()) as connection:
+            self.send(connection, prompt, **fields)
+            answer = connection.getresponse()
+            return answer.status, answer.getheader(WORKER) or "", json.loads(answer.read() or "{}")
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+
+    @staticmethod
+    def send(connection: http.client.HTTPConnection, prompt: str, **fields: Any) -> None:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0} | fields
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+
+    def serves(self) -> bool:
+        try:
+            return self.complete(PROMPT)[0] == 200
+        except OSError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    port, metrics = free_port(), free_port()
+    with contextlib.ExitStack() as stack:
+        one, other = (stack.enter_context(serve(wait=False)) for _ in range(2))
+        for pod in (one, other):
+            pod.wait_until_serving()
+        command = [str(VENV / "bin" / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
+        command += ["--policy", "cache_aware", "--worker-urls"]
+        command += [f"grpc://{pod.address}" for pod in (one, other)]
+        log = tmp_path_factory.mktemp("gateway") / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            found = Gateway(port, (one, other))
+            wait_for(found.serves, 120)
+            wait_for(lambda: log.read_text().count("Tokenizer 'demo'") > 0, 120)
+            yield found
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_openais_client_gets_what_our_own_gets(gateway: Gateway) -> None:
+    command = [str(VENV / "bin" / "python"), gateway_client.__file__]
+    command.append(f"http://127.0.0.1:{gateway.port}")
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300)
+    told = json.loads(done.stdout)
+    stub = gateway.pods[0].stub()
+    stopping = {"max_new_tokens": 12}
+    tokens = stub.Tokens(v3.TokensRequest(text=PROMPT, add_special_tokens=False, return_ids=True))
+    plain = v3.GenerateRequest(token_ids={"ids": tokens.ids}, stopping=stopping)
+    assert told["text"] == told["streamed"] == generate(stub, plain).samples[0].text
+    assert told["usage"] == [tokens.ntokens, 12]
+    chat = v3.GenerateRequest(
+        chat={"messages": gateway_client.CHAT}, stopping=stopping, output={"logprobs": True}
+    )
+    expected = generate(stub, chat).samples[0]
+    assert told["said"] == told["said_streamed"] == expected.text
+    assert told["logprobs"] == pytest.approx(expected.logprobs, abs=1e-3)
+    assert told["stopped"][1] == "stop"
+    assert told["stopped"][0] == told["text"].partition("(")[0]
+    for kind in ("constraint", "tool"):
+        assert told[kind].startswith("400"), "a constraint is refused, not ignored"
+    assert told["models"] == ["demo"]
+
+
+def test_prompts_go_where_their_beginning_is_cached(gateway: Gateway) -> None:
+    """The gateway knows it by the pods' own word: it routes by whole blocks."""
+    begins = [f"# {name}\n" + f"value_{name} = {name!r}\n" * 20 for name in "abcdef"]
+    first = [gateway.complete(begin) for begin in begins]
+    for begin, (_, worker, _) in zip(begins, first, strict=True):
+        status, again, answer = gateway.complete(begin + "def f():\n")
+        assert (status, again) == (200, worker)
+        usage = answer["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        assert cached > 0.8 * usage["prompt_tokens"]
+
+
+def test_a_client_that_leaves_ends_its_call(gateway: Gateway) -> None:
+    """The gateway aborts it by its name, and does not cancel the stream."""
+
+    def generated() -> list[int]:
+        """How many tokens each call had when it ended."""
+        logs = "".join(pod.log.read_text() for pod in gateway.pods)
+        return [int(found) for found in re.findall(r"generated_tokens=(\d+)", logs)]
+
+    before = len(generated())
+    with contextlib.closing(gateway.connection()) as connection:
+        gateway.send(connection, PROMPT, max_tokens=1900, stream=True, ignore_eos=True)
+        assert connection.getresponse().readline()
+    wait_for(lambda: len(generated()) == before + 1)
+    assert max(generated()) < 1900
+
+
+def test_a_pod_that_is_killed_under_load_costs_what_it_ran(gateway: Gateway) -> None:
+    """It is the last test here: one of two pods is gone."""
+    outcomes: list[tuple[int, str]] = []
+    stop = threading.Event()
+
+    def work(number: int) -> None:
+        while not stop.is_set():
+            status, worker, _ = gateway.complete(f"# {number}\nimport os\n")
+            outcomes.append((status, worker))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len({worker for _, worker in outcomes}) == 2)
+    gateway.pods[0].process.kill()
+    before = len(outcomes)
+    wait_for(lambda: len(outcomes) >= before + 60, 300)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    failed = [outcome for outcome in outcomes if outcome[0] != 200]
+    assert len(failed) <= 2 * len(threads), failed
+    assert {status for status, _ in outcomes[-20:]} == {200}
+    assert len({worker for _, worker in outcomes[-20:]}) == 1
+    assert gateway.pods[1].process.poll() is None

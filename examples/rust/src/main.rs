@@ -1,4 +1,4 @@
-//! Streams a completion: cargo run -- [HOST:PORT [PROMPT]].
+//! Streams a completion: cargo run -q -- [HOST:PORT [PROMPT]].
 use std::io::Write;
 use std::time::Duration;
 

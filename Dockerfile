@@ -53,7 +53,7 @@ RUN /opt/tools/bin/pip install --require-hashes --no-deps --only-binary :all: \
         --requirement requirements/build.txt --requirement requirements/sbom.txt
 
 COPY . .
-RUN /opt/tools/bin/pip wheel --no-build-isolation --no-deps --no-index --wheel-dir dist . \
+RUN /opt/tools/bin/pip wheel --no-build-isolation --no-deps --no-index --wheel-dir dist ./client . \
     && /opt/tools/bin/pip --python /opt/tokenpod/bin/python install --no-deps --no-index dist/*.whl \
     && /opt/tools/bin/cyclonedx-py environment --output-reproducible --output-format JSON \
         --output-file /opt/tokenpod/sbom.cdx.json /opt/tokenpod/bin/python

@@ -20,7 +20,7 @@ help: ## This list
 
 setup: $(STAMP) $(STUBS) ## The virtual environment in .venv with everything locked in requirements/dev.txt
 
-$(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml setup.py
+$(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml setup.py client/pyproject.toml client/setup.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tokenpod needs Python 3.11 or newer; $(PYTHON) is {v.major}.{v.minor}: try make PYTHON=python3.11")'
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python's venv module is incomplete here: install it (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "Creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -29,6 +29,7 @@ $(STAMP): requirements/dev.txt requirements/helm.txt pyproject.toml setup.py
 	@$(BIN)/python -m pip install -qq --requirement requirements/dev.txt
 	@$(BIN)/python -m pip install -qq --no-deps --ignore-requires-python --requirement requirements/helm.txt
 	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable .
+	@$(BIN)/python -m pip install -qq --no-build-isolation --no-deps --editable client
 	@PYTHONPATH=tools $(PY) -m torch_build weigh
 	@touch $(STAMP) $(STUBS)
 
@@ -83,8 +84,8 @@ baseline: setup ## Freeze the protos as they are: what is in the baseline can't 
 types: setup ## mypy --strict
 	@$(PY) tools/typecheck.py
 
-wheel: setup ## dist/*.whl
-	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+wheel: setup ## dist/*.whl: the server's wheel, and the client's
+	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist ./client .
 
 locks: setup ## requirements/ but for dev.txt, from pyproject.toml and the versions of dev.txt
 	@$(PY) tools/lock.py
@@ -96,5 +97,5 @@ image: image-needs setup ## Build an image for real, as root on Debian, and gene
 	@PYTHONPATH=tools $(PY) -m image --variant $(VARIANT)
 
 clean: ## Remove what the build made
-	@rm -rf $(VENV) build dist *.egg-info $(STUBS) .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf $(VENV) build client/build dist *.egg-info client/*.egg-info $(STUBS) .mypy_cache .ruff_cache .pytest_cache
 	@find protos -name '*_pb2*' -delete

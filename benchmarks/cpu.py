@@ -207,8 +207,8 @@ class Tokenpod:
     async def _run(self, requests: Requests) -> float:
         import grpc
 
-        from tokenpod.protos.generate.v3 import generate_pb2 as pb
-        from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+        from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+        from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
         async with grpc.aio.insecure_channel(self._address) as channel:
             stub = rpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]

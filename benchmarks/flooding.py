@@ -27,8 +27,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from overload import Server, cores, serving
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/support"))
 import floods

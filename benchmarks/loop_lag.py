@@ -25,11 +25,11 @@ from typing import Any
 import grpc
 import uvloop
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.model_store import resolve_model
 from tokenpod.service.server import Server
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 MOST_BYTES = 4 * 1024 * 1024
 

@@ -39,8 +39,8 @@ from typing import Any
 import grpc
 from overload import serving
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 #: Times that a soak is looked at.
 LOOKS = 6

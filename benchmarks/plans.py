@@ -24,7 +24,7 @@ from tokenpod.core.messages import Drain, Placement
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
-from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
+from tokenpod_client.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Rows of a decode step, and the seconds that such a step takes on one H200 (an 8B shape).
 STEPS = [(1, 0.004), (64, 0.008), (256, 0.014)]

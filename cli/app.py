@@ -17,9 +17,9 @@ from typing import Any
 
 import click
 
-import tokenpod
-from tokenpod.cli.entries import Entry
-from tokenpod.cli.errors import print_error
+import tokenpod_client
+from tokenpod_client.cli.entries import Entry
+from tokenpod_client.cli.errors import print_error
 
 #: Mappings of names to `Entry`, which packages add to ours.
 GROUP = "tokenpod.commands"
@@ -49,7 +49,7 @@ class Commands(click.Group):
         if entry is None:
             return None
         module, _, name = entry.where.partition(":")
-        found: click.Command = getattr(importlib.import_module(module, "tokenpod.cli"), name)
+        found: click.Command = getattr(importlib.import_module(module, "tokenpod_client.cli"), name)
         return found
 
     def resolve_command(
@@ -78,12 +78,25 @@ class Commands(click.Group):
         added: dict[str, Entry] = {}
         for point in entry_points(group=GROUP):
             added |= point.load()
-        ours = {name: entry.within("tokenpod.cli") for name, entry in CLIENT.items()}
+        ours = {name: entry.within("tokenpod_client.cli") for name, entry in CLIENT.items()}
         return {**added, **ours}
 
 
+def _version(ctx: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        click.echo(f"tokenpod {tokenpod_client.__version__}")
+        ctx.exit()
+
+
 @click.group(cls=Commands, help="A text-generation server that speaks gRPC, and its clients.")
-@click.version_option(tokenpod.__version__, prog_name="tokenpod", message="%(prog)s %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the version and exit.",
+)
 def app() -> None:
     """Options that stand before a command."""
 

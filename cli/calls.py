@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from tokenpod.cli.connection import Remote
-from tokenpod.cli.options import argument, command, option
-from tokenpod.cli.request import RequestOptions
+from tokenpod_client.cli.connection import Remote
+from tokenpod_client.cli.options import argument, command, option
+from tokenpod_client.cli.request import RequestOptions
 
 _json: Any = partial(option, "JSON, one object a line.", flag="--json", default=False)
 
@@ -67,7 +67,7 @@ class Service:
 @command(Prompt, RequestOptions, Remote)
 def generate(prompt: Prompt, options: RequestOptions, remote: Remote) -> None:
     """Continue a prompt and print the text as it comes."""
-    from tokenpod.cli import commands
+    from tokenpod_client.cli import commands
 
     if prompt.system is not None and not prompt.chat:
         raise click.BadParameter("needs --chat", param_hint="--system")
@@ -81,8 +81,8 @@ def generate(prompt: Prompt, options: RequestOptions, remote: Remote) -> None:
 @command(Conversation, RequestOptions, Remote)
 def chat(conversation: Conversation, options: RequestOptions, remote: Remote) -> None:
     """Talk with the model; Ctrl-C ends an answer, Ctrl-D the conversation."""
-    from tokenpod.cli import commands
-    from tokenpod.cli.chat import talk
+    from tokenpod_client.cli import commands
+    from tokenpod_client.cli.chat import talk
 
     if (options.n or 1) > 1:
         raise click.BadParameter("a conversation has one answer a turn", param_hint="--n")
@@ -94,7 +94,7 @@ def chat(conversation: Conversation, options: RequestOptions, remote: Remote) ->
 @command(Counted, Remote)
 def tokens(counted: Counted, remote: Remote) -> None:
     """Count the tokens of a text."""
-    from tokenpod.cli import commands
+    from tokenpod_client.cli import commands
 
     request = commands.tokens_request(
         _text(counted.text), chat=counted.chat, ids=counted.ids, special=counted.special
@@ -105,7 +105,7 @@ def tokens(counted: Counted, remote: Remote) -> None:
 @command(Output, Remote)
 def info(output: Output, remote: Remote) -> None:
     """Show what a server runs, and what it allows."""
-    from tokenpod.cli import commands
+    from tokenpod_client.cli import commands
 
     commands.run(commands.info(remote, json_output=output.json_output))
 
@@ -113,7 +113,7 @@ def info(output: Output, remote: Remote) -> None:
 @command(Service, Remote, address="127.0.0.1:50052")
 def health(service: Service, remote: Remote) -> int:
     """Ask for a server's health. Exit status 0 if it is SERVING, else 1."""
-    from tokenpod.cli import commands
+    from tokenpod_client.cli import commands
 
     work = commands.health(remote, service.service, watch=service.watch)
     return 0 if commands.run(work) else 1

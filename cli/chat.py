@@ -13,13 +13,13 @@ from typing import Any
 
 import click
 
-from tokenpod.cli import commands
-from tokenpod.cli.connection import Remote
-from tokenpod.cli.remote import RemoteError, calling
-from tokenpod.cli.terminal import finish_text
-from tokenpod.protos.tokenpod.v1 import chat_pb2
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.cli import commands
+from tokenpod_client.cli.connection import Remote
+from tokenpod_client.cli.remote import RemoteError, calling
+from tokenpod_client.cli.terminal import finish_text
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 HELP = """\
 /new            begin a new conversation

@@ -12,24 +12,18 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tokenpod.cli.connection import Remote
-from tokenpod.cli.remote import RemoteError, calling
-from tokenpod.cli.terminal import LiveText, json_line, table
-from tokenpod.protos.tokenpod.v1 import chat_pb2, generation_pb2, model_pb2
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client import requests
+from tokenpod_client.cli.connection import Remote
+from tokenpod_client.cli.remote import RemoteError, calling
+from tokenpod_client.cli.terminal import LiveText, json_line, table
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 Result = TypeVar("Result")
 
 #: Seconds that a health check may take where no deadline is given: no answer is one too.
 HEALTH_SECONDS = 5.0
-
-#: Parts of a request, by the names of its fields.
-_PARTS: dict[str, Any] = {
-    "sampling": generation_pb2.SamplingOptions,
-    "stopping": generation_pb2.StoppingOptions,
-    "output": generation_pb2.OutputOptions,
-}
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
@@ -50,21 +44,10 @@ def remote_errors() -> Iterator[None]:
 
 
 def generate_request(
-    prompt: str, given: Mapping[str, object], *, chat: bool, system: str | None
+    prompt: str, given: Mapping[str, Any], *, chat: bool, system: str | None
 ) -> generation_pb2.GenerateRequest:
-    """The message with these fields, each in the part that has one of its name."""
-    parts = {name: kind(**_fields_of(kind, given)) for name, kind in _PARTS.items()}
-    own = _fields_of(generation_pb2.GenerateRequest, given)
-    request = generation_pb2.GenerateRequest(**own, **parts)
-    if chat:
-        request.chat.CopyFrom(_chat(prompt, system))
-    else:
-        request.text = prompt
-    return request
-
-
-def _fields_of(kind: Any, given: Mapping[str, object]) -> dict[str, Any]:
-    return {name: given[name] for name in kind.DESCRIPTOR.fields_by_name if name in given}
+    """The message with these fields."""
+    return requests.generate_request(_chat(prompt, system) if chat else prompt, **given)
 
 
 async def generate(
@@ -164,7 +147,8 @@ def _fields(message: Any) -> Iterator[tuple[str, Any]]:
 def tokens_request(text: str, *, chat: bool, ids: bool, special: bool) -> pb.TokenizeRequest:
     """The message of `tokens`."""
     if chat:
-        return pb.TokenizeRequest(chat=_chat(text, None), return_token_ids=ids)
+        chats = requests.chat_of(_chat(text, None))
+        return pb.TokenizeRequest(chat=chats, return_token_ids=ids)
     return pb.TokenizeRequest(text=text, return_token_ids=ids, add_special_tokens=special)
 
 
@@ -185,12 +169,9 @@ def _call_options(remote: Remote) -> dict[str, Any]:
     return {"timeout": remote.deadline, "metadata": remote.metadata}
 
 
-def _chat(message: str, system: str | None) -> chat_pb2.Chat:
-    chat = chat_pb2.Chat()
-    if system is not None:
-        chat.messages.add(role="system").content.add(text=system)
-    chat.messages.add(role="user").content.add(text=message)
-    return chat
+def _chat(message: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": message}]
 
 
 def _state(answer: health_pb2.HealthCheckResponse) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from tokenpod.cli.options import option
+from tokenpod_client.channel import metadata_of
+from tokenpod_client.cli.options import option
 
 PANEL = "Connection"
 #: How an address is written.
@@ -54,7 +55,7 @@ class Remote(Caller):
     @property
     def metadata(self) -> Metadata:
         """What identifies the caller on every call."""
-        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+        return metadata_of(self.token)
 
     def checked(self) -> Remote:
         """Itself. Raises BadParameter for what can't be an address, a token or a key."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import click
 
-from tokenpod.cli.errors import print_error
+from tokenpod_client.cli.errors import print_error
 
 #: What help calls a value unless the table does.
 _METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}

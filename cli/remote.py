@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
-from tokenpod.cli.connection import Remote
+from tokenpod_client.channel import OPTIONS
+from tokenpod_client.cli.connection import Remote
+from tokenpod_client.errors import ServerError
 
 #: What grpcio says when it has no connection at all, as opposed to a server's own UNAVAILABLE.
 _NO_CONNECTION = ("failed to connect", "errors resolving", "DNS resolution failed")
@@ -27,7 +27,7 @@ class RemoteError(Exception):
 
 def open_channel(remote: Remote, *options: tuple[str, object]) -> grpc.aio.Channel:
     """A channel with these options besides ours. Needs a running event loop."""
-    every = [("grpc.max_receive_message_length", -1), *options]
+    every = [*OPTIONS, *options]
     if remote.tls or remote.tls_ca or remote.tls_cert:
         files = (remote.tls_ca, remote.tls_key, remote.tls_cert)
         credentials = grpc.ssl_channel_credentials(*(f.read_bytes() if f else None for f in files))
@@ -47,27 +47,12 @@ async def calling(remote: Remote) -> AsyncIterator[grpc.aio.Channel]:
 
 def describe(error: grpc.aio.AioRpcError, address: str) -> str:
     """What went wrong, for the operator: a line for each field that the server complains of."""
-    text = " ".join((error.details() or "").split())
-    if error.code() is grpc.StatusCode.UNAVAILABLE and text.startswith(_NO_CONNECTION):
+    found = ServerError.of(error)
+    text = found.message
+    if found.code is grpc.StatusCode.UNAVAILABLE and text.startswith(_NO_CONNECTION):
         return f"can't reach {address}: {_ATTEMPT.sub('', text)}"
-    violations = _violations(error)
-    if violations:
-        return "\n".join(f"{v.field} {v.description}" for v in violations)
+    if found.violations:
+        return "\n".join(f"{field} {problem}" for field, problem in found.violations)
     if not text:
-        return f"{address} answered {error.code().name} and does not say why"
-    return f"{error.code().name}: {text}"
-
-
-def _violations(error: grpc.aio.AioRpcError) -> list[error_details_pb2.BadRequest.FieldViolation]:
-    try:
-        status = rpc_status.from_call(error)
-    except ValueError:
-        # Details that contradict the status: the status alone is to be believed.
-        return []
-    bad = error_details_pb2.BadRequest()
-    return [
-        violation
-        for detail in (status.details if status else ())
-        if detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad)
-        for violation in bad.field_violations
-    ]
+        return f"{address} answered {found.code.name} and does not say why"
+    return str(found)

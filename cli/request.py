@@ -8,7 +8,7 @@ from functools import partial
 
 import click
 
-from tokenpod.cli.options import option
+from tokenpod_client.cli.options import option
 
 UINT32 = 2**32 - 1
 
@@ -76,6 +76,7 @@ class RequestOptions:
     def fields(self) -> dict[str, object]:
         """The fields that are set, by name. Raises BadParameter for a bias that can't be read."""
         given = {name: value for name, value in vars(self).items() if value is not None}
+        del given["stream"]
         if self.time_limit is not None:
             given["time_limit"] = timedelta(seconds=self.time_limit)
         return given | {"logit_bias": dict(map(_bias, self.logit_bias or ()))}

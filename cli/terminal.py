@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterable
 from typing import TextIO
 
-from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2 import GenerateOnceResponse
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2 import GenerateOnceResponse
 
 #: Fewer tokens than these have no rate that would come out the same the next time.
 _LEAST_RATED = 16
@@ -126,6 +125,9 @@ def finish_text(finished: pb.Finished) -> str:
 
 def json_line(message: Message, **more: object) -> str:
     """One line of JSON: `more`, then every field, so that readers need no defaults."""
+    # It is half of protobuf's import, and text needs none of it.
+    from google.protobuf.json_format import MessageToDict
+
     fields = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -1,6 +1,6 @@
 """The server's commands: serve, size, models, convert and download. Imports no torch."""
 
-from tokenpod.cli.entries import Entry
+from tokenpod_client.cli.entries import Entry
 
 #: By name, for the command line: see pyproject.toml, `tokenpod.commands`.
 COMMANDS = {

@@ -11,9 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tokenpod.cli.errors import print_error
-from tokenpod.cli.options import argument, command, option
 from tokenpod.core.staging import StagingError, staging
+from tokenpod_client.cli.errors import print_error
+from tokenpod_client.cli.options import argument, command, option
 
 #: Its job is added. It imports torch, and opens what may be hostile: it is a process of its own.
 CONVERT_COMMAND = (sys.executable, "-P", "-m", "tokenpod.models.convert")

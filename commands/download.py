@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenpod.cli.errors import print_error
-from tokenpod.cli.options import argument, command, option
+from tokenpod_client.cli.errors import print_error
+from tokenpod_client.cli.options import argument, command, option
 
 
 @dataclass(frozen=True, kw_only=True)

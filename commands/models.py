@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from tokenpod.cli.errors import print_error
-from tokenpod.cli.options import argument, command, option
+from tokenpod_client.cli.errors import print_error
+from tokenpod_client.cli.options import argument, command, option
 
 DATA = Path(__file__).with_name("models.json")
 

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from tokenpod.cli.options import Argument, Command, Spec, parameter
 from tokenpod.commands.foreign import foreign_flag, foreign_model, foreign_variables
 from tokenpod.service.config import (
     ServerSettings,
@@ -19,6 +18,7 @@ from tokenpod.service.config import (
 )
 from tokenpod.service.settings import default_text, descriptions, group_of
 from tokenpod.service.telemetry.logs import print_error
+from tokenpod_client.cli.options import Argument, Command, Spec, parameter
 
 HELP = """Start a server.
 

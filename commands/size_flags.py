@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from tokenpod.cli.options import Command, option, parameters
 from tokenpod.commands.gpus import GPUS, Device
 from tokenpod.commands.serve import setting_flag
 from tokenpod.commands.size import Report, SizeError, as_json, as_text, report
@@ -19,6 +18,7 @@ from tokenpod.core.capacity import GIB
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.service.config import ServerSettings, SettingsError, load_settings
 from tokenpod.service.pod.model_store import ModelNotFound, resolve_model
+from tokenpod_client.cli.options import Command, option, parameters
 
 SIZE_HELP = (
     "Estimate whether a model fits a device, how large its KV cache is and how many sequences run"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenpod.cli.app import app
+from tokenpod_client.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("", "benchmarks", "docs", "examples", "models", "tests")
@@ -28,6 +28,8 @@ FOREIGN = {
     *("--master-shard-uds-path", "--shard-uds-path", "--tokenizer-name"),
     "--disable-grammar-support",
     *("--http2-prior-knowledge", "--protocol"),
+    # Of docker and pip.
+    *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url"),
     *("--waiting-served-ratio", "--max-waiting-tokens"),
     "--lora-adapters",
 }

@@ -18,8 +18,8 @@ from image.container import bundle_of
 from image.contents import BILL, billed, canonical, check_bill, compilers, installed, size
 from packaging.requirements import Requirement
 
-from tokenpod.cli.app import app
 from tokenpod.service.config import ServerSettings
+from tokenpod_client.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements"

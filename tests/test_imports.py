@@ -19,13 +19,17 @@ MAY_IMPORT = {
     "engine": {"protos", "core", "scheduler", "kernels", "models"},
     # It starts the engine as a process, and never imports it.
     "service": {"protos", "core"},
-    "cli": {"protos", "core", "service", "commands"},
+    # The client's package: nothing of the server's.
+    "client": {"protos"},
+    "cli": {"protos", "client"},
     "commands": {"core", "service", "cli"},
     # The command's entry.
     "tokenpod": {"cli"},
 }
+#: Our packages, and the folder of what is in none of the others.
+OWN = {"tokenpod": "tokenpod", "tokenpod_client": "client"}
 #: What a process without a GPU's libraries must be able to import.
-WITHOUT_TORCH = ("core", "scheduler", "service", "cli", "commands", "tokenpod")
+WITHOUT_TORCH = ("core", "scheduler", "service", "client", "cli", "commands", "tokenpod")
 WITHOUT_PROTOBUF = ("core", "scheduler", "kernels", "models")
 
 
@@ -40,17 +44,17 @@ def imported(path: Path) -> Iterator[str]:
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
-            if node.module == "tokenpod":
-                yield from (f"tokenpod.{name.name}" for name in node.names)
+            if node.module in OWN:
+                yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
 def folder_of(module: str) -> str | None:
-    """The folder of one of our modules: `tokenpod.service.config` lies in `tokenpod`."""
+    """The folder of one of our modules: `tokenpod.service.config` lies in `service`."""
     package, _, rest = module.partition(".")
-    if package != "tokenpod" or not rest:
+    if package not in OWN or not rest:
         return None
     first = rest.partition(".")[0]
-    return first if first in MAY_IMPORT else "tokenpod"
+    return first if first in MAY_IMPORT else OWN[package]
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
@@ -80,5 +84,5 @@ def test_a_folder_does_without_a_library(folder: str, library: str) -> None:
 
 
 def test_every_folder_of_the_product_has_its_place() -> None:
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} | {"client"}
     assert packages - {"tests", "tools", "benchmarks"} == MAY_IMPORT.keys()

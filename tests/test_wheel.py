@@ -1,4 +1,4 @@
-"""The wheel, as a user gets it: built from a checkout, installed, run from an empty folder."""
+"""The wheels, as users get them: built from a checkout, installed, run from an empty folder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from harness import ServerProcess, free_port
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Those of the server's wheel.
+FOLDERS = ("commands", "service", "core", "scheduler", "engine", "kernels", "models")
 #: What is made in a checkout and must not be there when a wheel is built.
 MADE = (".*", "*_pb2*", "*.egg-info", "__pycache__", "build", "dist", "node_modules")
 
@@ -28,29 +33,39 @@ def run(*command: object, cwd: Path, seconds: float = 240) -> subprocess.Complet
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel of a checkout without stubs or builds of an earlier day."""
+def wheels(tmp_path_factory) -> dict[str, Path]:
+    """The wheels of a checkout without stubs or builds of an earlier day, by project."""
     checkout = tmp_path_factory.mktemp("check out") / "tokenpod"
-    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*MADE))
+    shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(*MADE), symlinks=True)
     options = ["--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", "dist"]
-    run(sys.executable, "-P", "-m", "pip", "wheel", *options, ".", cwd=checkout)
-    (built,) = (checkout / "dist").glob("*.whl")
-    return built
+    run(sys.executable, "-P", "-m", "pip", "wheel", *options, "./client", ".", cwd=checkout)
+    return {path.name.partition("-")[0]: path for path in (checkout / "dist").glob("*.whl")}
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory) -> Path:
-    """The folder of programs of an environment with the wheel, and our dependencies."""
-    home = tmp_path_factory.mktemp("environment")
+def wheel(wheels: dict[str, Path]) -> Path:
+    """The server's."""
+    return wheels["tokenpod"]
+
+
+def environment(home: Path, *wheels: Path) -> Path:
+    """Make an environment with these wheels alone; where it has its packages."""
     venv.create(home, with_pip=False, symlinks=True)
-    where = {"base": str(home), "platbase": str(home)}
-    packages = Path(sysconfig.get_path("purelib", "venv", where))
     pip = [sys.executable, "-P", "-m", "pip", "--python", home / "bin" / "python"]
-    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=home)
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", *wheels, cwd=home)
+    where = {"base": str(home), "platbase": str(home)}
+    return Path(sysconfig.get_path("purelib", "venv", where))
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: dict[str, Path], tmp_path_factory) -> Path:
+    """The folder of programs of an environment with both wheels, and our dependencies."""
+    home = tmp_path_factory.mktemp("environment")
+    packages = environment(home, *wheels.values())
     # A path in a .pth file is added, but the .pth files there are not read: dependencies come
     # along, the editable install of this checkout does not.
-    theirs = sysconfig.get_path("purelib")
-    (packages / "dependencies.pth").write_text(theirs + "\n")
+    theirs = distribution("grpcio").locate_file("")
+    (packages / "dependencies.pth").write_text(f"{theirs}\n")
     return home / "bin"
 
 
@@ -60,9 +75,10 @@ def empty(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def server(installed: Path, empty: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def server(installed: Path, tmp_path_factory) -> Iterator[ServerProcess]:
     """A server that the installed program runs."""
+    empty = tmp_path_factory.mktemp("empty")
     port, health_port = free_port(), free_port()
     network = ["--hostname", "127.0.0.1", "--port", port, "--health-port", health_port]
     flags = [*map(str, network), "--threads", "1", "--lame-duck-seconds", "0"]
@@ -86,28 +102,112 @@ def test_the_wheel_holds_what_runs_and_nothing_else(wheel: Path) -> None:
     assert "tokenpod/py.typed" in names
     assert "tokenpod/models/demo/model.safetensors" in names
     assert "tokenpod/models/demo/tokenizer.json" in names
-    for version in ("v1", "v2", "v3"):
-        folder = f"tokenpod/protos/generate/{version}"
-        assert f"{folder}/generate.proto" in names
-        assert f"{folder}/generate_pb2.py" in names
-        assert f"{folder}/generate_pb2_grpc.py" in names
-        assert f"{folder}/generate_pb2.pyi" in names
-    assert "tokenpod/protos/tokenpod/v1/generation_service_pb2_grpc.py" in names
-    assert "tokenpod/protos/tokenpod/v1/generation_service.proto" in names
     outside = {name for name in names if not name.startswith(("tokenpod/", "tokenpod-"))}
     assert not outside
     assert not {name for name in names if "/tests/" in name or "/tools/" in name}
 
 
-def test_every_package_of_the_checkout_is_in_the_wheel(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    folders = ("protos", "service", "scheduler", "engine", "kernels", "models")
-    ours = {
-        f"tokenpod/{path.relative_to(ROOT)}"
-        for folder in folders
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert ours <= names
+def test_the_clients_wheel_holds_the_stubs_of_every_protocol(wheels: dict[str, Path]) -> None:
+    names = set(zipfile.ZipFile(wheels["tokenpod_client"]).namelist())
+    assert "tokenpod_client/py.typed" in names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    protos = [path.relative_to(ROOT) for path in (ROOT / "protos").rglob("*.proto")]
+    assert len(protos) > 3
+    for proto in protos:
+        stem = str(proto.with_suffix(""))
+        for made in (f"{stem}.proto", f"{stem}_pb2.py", f"{stem}_pb2.pyi", f"{stem}_pb2_grpc.py"):
+            assert f"tokenpod_client/{made}" in names
+    ours = ("tokenpod_client/", "tokenpod_client-")
+    assert not {name for name in names if not name.startswith(ours)}
+
+
+def test_no_file_is_in_both_wheels(wheels: dict[str, Path]) -> None:
+    server, client = (set(zipfile.ZipFile(path).namelist()) for path in wheels.values())
+    assert not server & client
+    assert len(wheels) == 2
+
+
+def test_the_server_wants_the_client_of_its_version(wheels: dict[str, Path]) -> None:
+    _, version, _ = wheels["tokenpod"].name.split("-", 2)
+    assert wheels["tokenpod_client"].name.startswith(f"tokenpod_client-{version}-")
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"tokenpod-client[bench]=={version}" in wanted
+
+
+def test_every_package_of_the_checkout_is_in_its_wheel(wheels: dict[str, Path]) -> None:
+    for project, root, folders in (
+        ("tokenpod", ROOT, FOLDERS),
+        ("tokenpod_client", ROOT, ("protos", "cli")),
+        ("tokenpod_client", ROOT / "client" / "tokenpod_client", (".",)),
+    ):
+        names = set(zipfile.ZipFile(wheels[project]).namelist())
+        found = (path for folder in folders for path in (root / folder).rglob("*.py"))
+        ours = {f"{project}/{path.relative_to(root)}" for path in found}
+        assert ours
+        assert ours <= names
+
+
+@pytest.fixture(scope="module")
+def alone(wheels: dict[str, Path], tmp_path_factory) -> Path:
+    """The programs of an environment with the client and what it depends on, and nothing else."""
+    home = tmp_path_factory.mktemp("client")
+    packages = environment(home, wheels["tokenpod_client"])
+    for name in needed("tokenpod-client"):
+        for file in distribution(name).files or ():
+            source, target = Path(str(file.locate())), packages / str(file)
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, target)
+    return home / "bin"
+
+
+def needed(project: str) -> set[str]:
+    """What a distribution depends on, and what these depend on, without extras."""
+    found: set[str] = set()
+    todo = [project]
+    while todo:
+        for text in distribution(todo.pop()).requires or ():
+            wanted = Requirement(text)
+            name = wanted.name.lower().replace("_", "-")
+            if name not in found and (not wanted.marker or wanted.marker.evaluate({"extra": ""})):
+                found.add(name)
+                todo.append(name)
+    return found
+
+
+def test_the_client_and_its_dependencies_take_30_megabytes_at_most(alone: Path) -> None:
+    files = [path for path in alone.parent.rglob("site-packages/**/*") if path.is_file()]
+    taken = sum(path.stat().st_size for path in files if "__pycache__" not in path.parts)
+    assert taken <= 30e6, f"{taken:,} bytes"
+
+
+def test_the_client_alone_generates_and_says_what_the_server_would_do(
+    alone: Path, server: ServerProcess, empty: Path
+) -> None:
+    flags = ["--address", server.address, "--max-new-tokens", "4"]
+    done = run(alone / "tokenpod", "generate", "import ", *flags, cwd=empty)
+    assert done.stdout.strip()
+    program = """
+import sys
+from tokenpod_client import Client
+with Client(sys.argv[1]) as client:
+    print(client.generate("import ", max_new_tokens=4).text())
+    print(client.model().name)
+heavy = {"torch", "numpy", "numba", "pydantic", "rich", "transformers", "tokenpod"}
+print(sorted(heavy & sys.modules.keys()))
+"""
+    said = run(alone / "python", "-P", "-c", program, server.address, cwd=empty).stdout
+    assert said.endswith("\ndemo\n[]\n")
+    assert said.startswith(done.stdout)
+    for arguments, told in (
+        (["serve"], "error: serve is a command of the server: pip install tokenpod\n"),
+        (["bench"], "error: bench needs numpy: pip install 'tokenpod-client[bench]'\n"),
+    ):
+        refused = subprocess.run(
+            [alone / "tokenpod", *arguments], cwd=empty, capture_output=True, text=True, timeout=120
+        )
+        assert refused.returncode in (1, 2)
+        assert refused.stderr == told
 
 
 def test_the_installed_server_generates_from_an_empty_folder(

@@ -2,7 +2,7 @@
 
 import sys
 
-from tokenpod.cli.app import main
+from tokenpod_client.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

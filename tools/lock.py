@@ -12,6 +12,7 @@ import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements"
@@ -34,16 +35,26 @@ class Lock:
 def locks() -> list[Lock]:
     """Every lock but the developers'."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     # An image's init container downloads from the store that most have; gateways drive pods.
-    runtime = [*project["project"]["dependencies"], *extras["s3"], *extras["vllm"]]
+    wanted = [*_needed(project), *_needed(client, "bench")]
+    runtime = [*wanted, *extras["s3"], *extras["vllm"]]
     cuda = [*runtime, *extras["gpu"]]
     return [
         Lock("runtime-cpu.txt", "What a server without a GPU needs.", runtime, cpu=True),
         Lock("runtime-cuda.txt", "What a server with NVIDIA GPUs needs.", cuda),
-        Lock("build.txt", "What builds the wheel.", project["build-system"]["requires"]),
+        Lock("build.txt", "What builds the wheels.", client["build-system"]["requires"]),
         Lock("sbom.txt", "What writes an image's bill of materials.", ["cyclonedx-bom"]),
     ]
+
+
+def _needed(project: dict[str, Any], *extras: str) -> list[str]:
+    """What a wheel and its extras depend on, but for the wheel that is built beside it."""
+    found = list(project["project"]["dependencies"])
+    for name in extras:
+        found += project["project"]["optional-dependencies"][name]
+    return [each for each in found if not each.startswith("tokenpod-client")]
 
 
 def write(lock: Lock) -> None:

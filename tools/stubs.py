@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 #: Where the stubs are installed: protoc's own imports name files from the root of protos/.
-NAMESPACE = "tokenpod.protos"
+NAMESPACE = "tokenpod_client.protos"
 #: `import a.b_pb2`, `from a.b import c_pb2`, with or without `as`.
 _IMPORT = re.compile(r"^(from|import) ([\w.]+)(?= |$)", re.MULTILINE)
 

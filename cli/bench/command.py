@@ -15,16 +15,22 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
-import tokenpod
-from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.fleet import Fleet, Measured
-from tokenpod.cli.bench.messages import Plan
-from tokenpod.cli.bench.report import SCHEMA_VERSION, LevelReport, Report, first_error, section
-from tokenpod.cli.bench.screen import print_level, print_sweep, progress
-from tokenpod.cli.bench.setup import make_plan
-from tokenpod.cli.commands import ask_model, remote_errors, run
-from tokenpod.cli.connection import Remote
-from tokenpod.cli.remote import RemoteError
+import tokenpod_client
+from tokenpod_client.cli.bench.flags import BenchOptions
+from tokenpod_client.cli.bench.fleet import Fleet, Measured
+from tokenpod_client.cli.bench.messages import Plan
+from tokenpod_client.cli.bench.report import (
+    SCHEMA_VERSION,
+    LevelReport,
+    Report,
+    first_error,
+    section,
+)
+from tokenpod_client.cli.bench.screen import print_level, print_sweep, progress
+from tokenpod_client.cli.bench.setup import make_plan
+from tokenpod_client.cli.commands import ask_model, remote_errors, run
+from tokenpod_client.cli.connection import Remote
+from tokenpod_client.cli.remote import RemoteError
 
 #: Seconds that a server gets to say which model it runs.
 _INFO_SECONDS = 10.0
@@ -52,7 +58,7 @@ def bench(remotes: Sequence[Remote], options: BenchOptions) -> int:
     levels = [report for _, report in rows]
     report = Report(
         schema_version=SCHEMA_VERSION,
-        tokenpod_version=tokenpod.__version__,
+        tokenpod_version=tokenpod_client.__version__,
         started_at=started.isoformat(timespec="seconds"),
         seed=plan.seed,
         model_ids=models,
@@ -124,7 +130,7 @@ def _write(options: BenchOptions, report: Report, rows: _Rows) -> None:
         with options.records.open("wb") as out:
             out.writelines(line for measured, _ in rows for line in _record_lines(measured))
     if options.plot is not None:
-        from tokenpod.cli.bench.plots import plot
+        from tokenpod_client.cli.bench.plots import plot
 
         for path in plot(options.plot, rows):
             print(f"wrote {path}", file=sys.stderr)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenpod.cli.bench.prompts import Text
+from tokenpod_client.cli.bench.prompts import Text
 
 
 @dataclass(frozen=True)

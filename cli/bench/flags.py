@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tokenpod.cli.connection import ADDRESS, PANEL, Caller, Remote
-from tokenpod.cli.options import command, option
+from tokenpod_client.cli.connection import ADDRESS, PANEL, Caller, Remote
+from tokenpod_client.cli.errors import print_error
+from tokenpod_client.cli.options import command, option
 
 _load, _prompts = partial(option, panel="Load"), partial(option, panel="Prompts")
 _FILE: dict[str, Any] = {"exists": True, "dir_okay": False}
 _sampling, _report = partial(option, panel="Sampling"), partial(option, panel="Report")
+
+
+#: What the extra `bench` brings.
+_NEEDED = ("numpy", "rich", "msgspec", "uvloop")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +127,11 @@ class Servers(Caller):
 def bench(servers: Servers, options: BenchOptions) -> int:
     """Measure a running server under load: throughput, latencies, goodput."""
     remotes = servers.remotes
+    if lacking := [name for name in _NEEDED if find_spec(name) is None]:
+        print_error(f"bench needs {lacking[0]}: pip install 'tokenpod-client[bench]'")
+        return 1
 
     # Here, not above: numpy and grpc would delay every other command's help.
-    from tokenpod.cli.bench.command import bench as measure
+    from tokenpod_client.cli.bench.command import bench as measure
 
     return measure(remotes, options)

@@ -12,9 +12,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tokenpod.cli.bench.figures import Record
-from tokenpod.cli.bench.messages import Begin, Level, Outcome, Plan, Progress
-from tokenpod.cli.remote import RemoteError
+from tokenpod_client.cli.bench.figures import Record
+from tokenpod_client.cli.bench.messages import Begin, Level, Outcome, Plan, Progress
+from tokenpod_client.cli.remote import RemoteError
 
 #: Seconds from telling the workers when to start until then: enough to reach all of them.
 _HEAD_START = 0.05
@@ -62,7 +62,7 @@ class Fleet:
             own, theirs = Pipe()
             # -P: nothing is imported from the working directory. A group of its own: Ctrl-C ends
             # the command, which ends its workers.
-            command = [sys.executable, "-P", "-m", "tokenpod.cli.bench.worker"]
+            command = [sys.executable, "-P", "-m", "tokenpod_client.cli.bench.worker"]
             self._workers[own] = subprocess.Popen(command, stdin=theirs.fileno(), process_group=0)
             theirs.close()
             self._send(own, self._plan)

@@ -12,10 +12,10 @@ from typing import Literal
 
 import msgspec
 
-from tokenpod.cli.bench.figures import Record
-from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.prompts import Prompts
-from tokenpod.cli.connection import Remote
+from tokenpod_client.cli.bench.figures import Record
+from tokenpod_client.cli.bench.flags import BenchOptions
+from tokenpod_client.cli.bench.prompts import Prompts
+from tokenpod_client.cli.connection import Remote
 
 
 class Load(msgspec.Struct, frozen=True):

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tokenpod.cli.bench.figures import LATENCIES, Record, values
-from tokenpod.cli.bench.fleet import Measured
-from tokenpod.cli.bench.report import LevelReport
+from tokenpod_client.cli.bench.figures import LATENCIES, Record, values
+from tokenpod_client.cli.bench.fleet import Measured
+from tokenpod_client.cli.bench.report import LevelReport
 
 _DPI = 130
 #: Of a timeline: bins at most, and seconds of one at least.

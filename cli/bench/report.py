@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from tokenpod.cli.bench.figures import Spread, spread, total, values, within
-from tokenpod.cli.bench.fleet import Measured
-from tokenpod.cli.bench.messages import Load
+from tokenpod_client.cli.bench.figures import Spread, spread, total, values, within
+from tokenpod_client.cli.bench.fleet import Measured
+from tokenpod_client.cli.bench.messages import Load
 
 SCHEMA_VERSION = 1
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from tokenpod.cli.bench.figures import LATENCIES, Spread
-from tokenpod.cli.bench.report import LevelReport
+from tokenpod_client.cli.bench.figures import LATENCIES, Spread
+from tokenpod_client.cli.bench.report import LevelReport
 
 _SPREAD = ("mean", "p50", "p90", "p95", "p99", "max")
 

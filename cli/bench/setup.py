@@ -15,12 +15,12 @@ from typing import TypeVar
 
 import click
 
-from tokenpod.cli.bench.figures import LATENCIES
-from tokenpod.cli.bench.files import Case, read_cases, read_texts
-from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.messages import Level, Load, Plan
-from tokenpod.cli.bench.prompts import Prompts, parse_lengths
-from tokenpod.cli.connection import Remote
+from tokenpod_client.cli.bench.figures import LATENCIES
+from tokenpod_client.cli.bench.files import Case, read_cases, read_texts
+from tokenpod_client.cli.bench.flags import BenchOptions
+from tokenpod_client.cli.bench.messages import Level, Load, Plan
+from tokenpod_client.cli.bench.prompts import Prompts, parse_lengths
+from tokenpod_client.cli.connection import Remote
 
 Value = TypeVar("Value")
 

@@ -1,4 +1,4 @@
-"""`python -m tokenpod.cli.bench.worker`: one client process, which does what its pipe says.
+"""`python -m tokenpod_client.cli.bench.worker`: one client process, which does what its pipe says.
 
 The pipe is read and written between levels, and for short reports of progress, so a blocking one
 does. The event loop lives on between levels, and the connections with it.
@@ -21,12 +21,12 @@ import grpc
 import numpy as np
 import uvloop
 
-from tokenpod.cli.bench.figures import ARRIVAL, Record
-from tokenpod.cli.bench.messages import Begin, Load, Outcome, Plan, Progress
-from tokenpod.cli.connection import Remote
-from tokenpod.cli.remote import open_channel
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
+from tokenpod_client.cli.bench.figures import ARRIVAL, Record
+from tokenpod_client.cli.bench.messages import Begin, Load, Outcome, Plan, Progress
+from tokenpod_client.cli.connection import Remote
+from tokenpod_client.cli.remote import open_channel
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.generate.v3.generate_pb2_grpc import TextGenerationServiceStub
 
 #: By server, one for each connection.
 Stubs = list[list[TextGenerationServiceStub]]

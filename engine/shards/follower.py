@@ -22,7 +22,7 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.facts import PROTOCOL
 from tokenpod.engine.shards.transport import METHOD, channel
-from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
+from tokenpod_client.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Seconds to wait for the leader's first answer, and before the next attempt.
 _ANSWER_SECONDS = 5.0

@@ -29,7 +29,7 @@ from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.facts import PROTOCOL, difference
 from tokenpod.engine.shards.rival import find_rival
 from tokenpod.engine.shards.transport import SERVER_OPTIONS, SERVICE, server_credentials
-from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
+from tokenpod_client.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 #: Threads for streams that are refused, besides one per follower.
 _SPARE_THREADS = 4

@@ -7,7 +7,7 @@ import grpc
 from tokenpod.core.messages import ShardTls
 from tokenpod.engine.shards.facts import PROTOCOL
 from tokenpod.engine.shards.transport import METHOD, channel
-from tokenpod.protos.tokenpod.shard.v1 import shard_pb2 as pb
+from tokenpod_client.protos.tokenpod.shard.v1 import shard_pb2 as pb
 
 _ANSWER_SECONDS = 2.0
 

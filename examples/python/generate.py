@@ -1,26 +1,20 @@
 """Stream a completion: python generate.py [HOST:PORT [PROMPT]]."""
 
-import asyncio
 import sys
 
-import grpc
-
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client import Client
+from tokenpod_client.protos.tokenpod.v1.generation_pb2 import FinishReason
 
 
-async def main(address: str = "127.0.0.1:50051", prompt: str = "def main():\n") -> None:
-    request = pb.GenerateRequest(text=prompt, stopping=pb.StoppingOptions(max_new_tokens=32))
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = GenerationServiceStub(channel)
-        async for event in stub.Generate(request, timeout=60):
-            if event.HasField("tokens"):
-                print(event.tokens.text, end="", flush=True)
-            elif event.HasField("finished"):
-                finished = event.finished
-                reason = pb.FinishReason.Name(finished.reason)
-                print(f"\n[{finished.generated_token_count} tokens; {reason}]")
+def main(address: str = "127.0.0.1:50051", prompt: str = "def main():\n") -> None:
+    with Client(address, deadline=60) as client:
+        stream = client.generate(prompt, max_new_tokens=32)
+        for delta in stream:
+            print(delta.text, end="", flush=True)
+        finished = stream.finished[0]
+        reason = FinishReason.Name(finished.reason)
+        print(f"\n[{finished.generated_token_count} tokens; {reason}]")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -29,7 +29,7 @@ from harness import SERVING, text_request
 
 from chaos.scene import OPTIONS, Pod, answer, gone
 from chaos.waiting import wait_for
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 _CONNECTIONS = 8
 _CALL_SECONDS = 300.0

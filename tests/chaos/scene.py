@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import SERVING, ServerProcess, free_port, serve, text_request
 
 from chaos.waiting import PATIENCE_SECONDS, wait_for
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 #: What innocent clients ask.
 INNOCENT = text_request("def fibonacci(n):\n", stopping={"max_new_tokens": 24, "ignore_eos": True})

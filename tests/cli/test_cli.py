@@ -23,17 +23,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 import tokenpod
-from tokenpod.cli.app import app, main
 from tokenpod.commands import foreign
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod.protos.tokenpod.v1 import model_pb2
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import (
+from tokenpod.service.config import ServerSettings, variable
+from tokenpod.service.config_rules import flag
+from tokenpod_client.cli.app import app, main
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1 import model_pb2
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import (
     GenerationServiceServicer,
     add_GenerationServiceServicer_to_server,
 )
-from tokenpod.service.config import ServerSettings, variable
-from tokenpod.service.config_rules import flag
 
 SECONDS = 60
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tokenpod.cli.app import main
 from tokenpod.commands import convert as command
+from tokenpod_client.cli.app import main
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tokenpod.cli.app import main
 from tokenpod.commands.models import WAYS, survey
 from tokenpod.models.families import FAMILIES
+from tokenpod_client.cli.app import main
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,6 @@ import torch
 from harness import serve
 
 import tokenpod.commands.size
-from tokenpod.cli.app import main
 from tokenpod.commands.gpus import GPUS
 from tokenpod.commands.size import footprint
 from tokenpod.core.capacity import GIB
@@ -27,6 +26,7 @@ from tokenpod.models.formats import bytes_needed
 from tokenpod.models.load import read_layout
 from tokenpod.models.shard import Shard
 from tokenpod.service.pod.model_store import resolve_model
+from tokenpod_client.cli.app import main
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -241,7 +241,7 @@ def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(tmp_pa
 
 def test_the_command_itself_does_not_import_torch(big: Path):
     code = (
-        "import sys; from tokenpod.cli.app import main;"
+        "import sys; from tokenpod_client.cli.app import main;"
         f"status = main(['size', '--gpu', 'h200', '--model-id', {str(big)!r}]);"
         "sys.exit(status or ('torch' in sys.modules) * 9)"
     )

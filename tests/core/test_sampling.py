@@ -28,9 +28,9 @@ from tokenpod.core.sampling import (
 )
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.host_sampler import HostSampler
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ("core", "scheduler", "kernels", "models", "engine", "service", "protos")

@@ -10,7 +10,7 @@ from hub import hub_of
 
 from deploy.helm import Helm, Object
 from deploy.manifests import container_of, mounts, pod_of, settings_of, volumes
-from tokenpod.cli.app import main
+from tokenpod_client.cli.app import main
 
 FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
 

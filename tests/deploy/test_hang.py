@@ -13,8 +13,8 @@ import pytest
 from deploy.emulator import Namespace
 from deploy.helm import Helm
 from deploy.rollout import until, values
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 
 def engines(of: int) -> list[int]:

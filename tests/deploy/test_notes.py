@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from harness import ServerProcess
 
 from deploy.helm import Helm, Object
-from tokenpod.protos.generate.v3 import generate_pb2
+from tokenpod_client.protos.generate.v3 import generate_pb2
 
 MTLS = {
     "tls": {"existingSecret": "tls", "mtls": {"enabled": True}},

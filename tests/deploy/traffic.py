@@ -13,8 +13,8 @@ import grpc
 
 from deploy.helm import Object
 from deploy.kubelet import Pod
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 
 class ClusterIp:

@@ -16,7 +16,7 @@ import grpc
 from router.fake_rows import Rows
 from router.fake_sequence import Sequence as Request
 from router.records import LIVENESS_ID
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 
 class Refused(Exception):

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from router import fake_model as model
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 #: TGI matches stop sequences in the last 200 characters once a text exceeds 300.
 STOP_WINDOW, STOP_LIMIT = 200, 300

@@ -19,7 +19,7 @@ from router.fake_batches import Batches, Refused
 from router.fake_rows import Rows
 from router.fake_sequence import Sequence
 from router.fake_v1 import serialize_v1
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 #: Called with (method, reply) before a reply leaves; may change it or raise `Refused`.
 Tamper = Callable[[str, Any], None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenpod.protos.generate.v1 import generate_pb2 as v1_pb2
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v1 import generate_pb2 as v1_pb2
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 
 def serialize_v1(reply: Any) -> bytes:

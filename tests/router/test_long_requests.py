@@ -8,7 +8,7 @@ from typing import Any
 
 from router.driving import SETTINGS, driven, first_token, greedy, prompt, text_of, tokenize
 from router.records import FinishReason
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 SHORT_TURNS = replace(SETTINGS, generation_length=4)
 

@@ -22,12 +22,12 @@ from router.records import (
     TokenRun,
     WarmupReply,
 )
-from tokenpod.protos.generate.v1 import generate_pb2 as v1_pb2
-from tokenpod.protos.generate.v1 import generate_pb2_grpc as v1_grpc
-from tokenpod.protos.generate.v2 import generate_pb2 as v2_pb2
-from tokenpod.protos.generate.v2 import generate_pb2_grpc as v2_grpc
-from tokenpod.protos.generate.v3 import generate_pb2 as v3_pb2
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as v3_grpc
+from tokenpod_client.protos.generate.v1 import generate_pb2 as v1_pb2
+from tokenpod_client.protos.generate.v1 import generate_pb2_grpc as v1_grpc
+from tokenpod_client.protos.generate.v2 import generate_pb2 as v2_pb2
+from tokenpod_client.protos.generate.v2 import generate_pb2_grpc as v2_grpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3_pb2
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as v3_grpc
 
 
 class Wire:

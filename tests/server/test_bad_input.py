@@ -13,7 +13,7 @@ import wirefuzz
 from harness import ServerProcess, generate, violations
 from wirefuzz import F, Rpc
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 ALL = wirefuzz.rpcs()
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024

@@ -16,8 +16,8 @@ import pytest
 from harness import ServerProcess
 from public_api import once, said
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SECONDS = 120
 PROGRAM = [sys.executable, "-P", "-m", "tokenpod", "chat"]

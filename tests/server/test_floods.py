@@ -15,8 +15,8 @@ import pytest
 from costs import forget_peak, peak_bytes
 from harness import SERVING, ServerProcess, serve
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 MEGABYTE = 1024 * 1024
 

@@ -19,9 +19,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import SERVING, ServerProcess, generate, violations
 from public_api import PROMPT, refused
 
-from tokenpod.protos.fmaas import generation_pb2 as pb
-from tokenpod.protos.fmaas.generation_pb2_grpc import GenerationServiceStub
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.fmaas import generation_pb2 as pb
+from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = {"timeout": 120}

@@ -30,13 +30,13 @@ from smg_grpc_proto import vllm_engine_pb2 as engine
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from tokenpod.protos.fmaas import generation_pb2 as tgis
-from tokenpod.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as public
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.protos.fmaas import generation_pb2 as tgis
+from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as public
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 FRONT_ENDS = 3
 #: Of each front end, unless told otherwise.

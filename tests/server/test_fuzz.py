@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from wirefuzz import F, Rpc
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))
 #: A call that takes longer hangs.

@@ -23,7 +23,7 @@ import pytest
 from harness import ServerProcess, free_port, generate, serve, wait_for
 from public_api import PROMPT
 
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
 
 VENV = Path(os.environ.get("SMG_VENV", "/nowhere"))
 pytestmark = pytest.mark.skipif(

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from harness import ServerProcess, generate, text_request, violations
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 PROMPT = "def fibonacci(n):\n"
 

@@ -16,7 +16,7 @@ from router.double import Router
 from router.startup import RouterSettings
 from router.streams import Prompt
 from router.wire import V1, V3, Wire
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 PROMPT = "import os\n"
 STOPPING = {"max_new_tokens": 24, "ignore_eos": True}

@@ -17,8 +17,8 @@ import pytest
 from groups import wait_for
 from harness import NOT_SERVING, SERVING, ServerProcess, generate, serve, text_request
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 SLOTS = 1200
 #: Holds more than half of the slots for as long as it runs.
@@ -146,7 +146,7 @@ def test_a_deadline_in_the_stream_frees_slots_and_place(tight: ServerProcess) ->
 
 _CLIENT = """
 import sys, time, grpc
-from tokenpod.protos.generate.v3 import generate_pb2 as pb, generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb, generate_pb2_grpc as rpc
 stub = rpc.TextGenerationServiceStub(grpc.insecure_channel(sys.argv[1]))
 stopping = pb.StoppingOptions(max_new_tokens=1000, ignore_eos=True)
 next(stub.Generate(pb.GenerateRequest(text="import os", stopping=stopping)))

@@ -16,7 +16,7 @@ from groups import ENV, FLAGS, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import NOT_SERVING, SERVING, ServerProcess, generate, serve, text_request
 
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 SHORT = text_request("import os\n", stopping={"max_new_tokens": 2, "ignore_eos": True})
 #: Connections of their own, which look again soon.

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from harness import SERVING, ServerProcess, generate, serve, violations
 from wirefuzz import Rpc
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 MOST_BYTES = 4 * 1024 * 1024
 ALL = wirefuzz.rpcs()

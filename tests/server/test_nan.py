@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from tokenpod.models import demo
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as public
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as public
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: Its embedding is NaN.
 POISON = 4000

@@ -22,8 +22,8 @@ from router.records import Batch, Request
 from router.startup import RouterSettings
 from router.streams import Prompt
 from router.wire import V2, V3, Wire
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 ROWS = 2
 TEXT = "import os\n"

@@ -13,7 +13,7 @@ from certificates import make_authority, make_certificate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import SERVING, ServerProcess, generate, serve, text_request
 
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 REQUEST = text_request("import os\n", stopping={"max_new_tokens": 3, "ignore_eos": True})
 

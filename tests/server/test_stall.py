@@ -8,7 +8,7 @@ import grpc
 import pytest
 from harness import generate, serve, text_request
 
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 #: Room for one request of two samples with 1900 tokens each and a few short ones, not for two.
 SLOTS = 6000

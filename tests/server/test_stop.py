@@ -29,8 +29,8 @@ from harness import (
     wait_for,
 )
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 PROMPT = "import os\n"
 LONG = {"max_new_tokens": 1900, "ignore_eos": True}

@@ -16,10 +16,10 @@ import pytest
 from harness import SERVING, ServerProcess, generate, serve, text_request, violations
 from hostile import with_template, with_token, with_tokenizer
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as v1
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 SECONDS = 60.0
 #: The text of a token of the model's, which a test makes it draw.

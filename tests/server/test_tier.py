@@ -12,12 +12,12 @@ import transformers
 from harness import generate, serve
 
 from tokenpod.models import demo
-from tokenpod.protos.generate.v1 import generate_pb2 as v1
-from tokenpod.protos.generate.v1 import generate_pb2_grpc as rpc_v1
-from tokenpod.protos.generate.v2 import generate_pb2 as v2
-from tokenpod.protos.generate.v2 import generate_pb2_grpc as rpc_v2
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc_v3
+from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
+from tokenpod_client.protos.generate.v1 import generate_pb2_grpc as rpc_v1
+from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
+from tokenpod_client.protos.generate.v2 import generate_pb2_grpc as rpc_v2
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc_v3
 
 #: Demo's tokenizer has so many.
 VOCABULARY = 4096

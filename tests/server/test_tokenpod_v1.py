@@ -12,10 +12,10 @@ from grpc_status import rpc_status
 from harness import ServerProcess, generate, violations, wait_for
 from public_api import PROMPT, SHORT, ask, finished_of, once, refused, said, stream, tokens_of
 
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from google.protobuf.json_format import MessageToDict
 from harness import ServerProcess, violations
 from public_api import PROMPT, SHORT, ask, once, refused, said, stream
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import grpc
 import pytest
 
 from tokenpod.core.messages import FinishCode, Request, SamplingParams, StoppingParams, Top
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
 from tokenpod.service.serving.generation import UNREAD_BYTES, Generation, Sample
 from tokenpod.service.text.decoding import Detokenizer
 from tokenpod.service.text.stops import StopMatcher
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 TOP = Top(0, list(range(20)), [-1.0] * 20)
 

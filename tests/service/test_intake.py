@@ -10,7 +10,6 @@ import grpc
 import pytest
 from rpcs import Scripted, serving
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.admission import Admission
@@ -23,6 +22,7 @@ from tokenpod.service.rpc.wire import Size
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 INFO = "/generate.v3.TextGenerationService/Info"
 GENERATE = "/generate.v3.TextGenerationService/Generate"

@@ -39,7 +39,7 @@ def services() -> Iterator[ServiceDescriptor]:
     """Every service that the protos describe, and those of other packages that are served too."""
     for path in sorted((ROOT / "protos").rglob("*.proto")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        found = importlib.import_module(f"tokenpod.{name}_pb2").DESCRIPTOR
+        found = importlib.import_module(f"tokenpod_client.{name}_pb2").DESCRIPTOR
         yield from found.services_by_name.values()
     yield vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"]
     yield health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -151,7 +151,8 @@ def test_only_dialects_know_the_messages_of_a_protocol() -> None:
         for path in (ROOT / "service").rglob("*.py")
         if "dialects" not in path.parts
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tokenpod.protos")
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("tokenpod_client.protos")
     ]
     assert faults == []
 

@@ -12,8 +12,6 @@ import grpc
 import pytest
 from rpcs import outlast
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.admission import Admission
@@ -25,6 +23,8 @@ from tokenpod.service.rpc.relay import SECRET_KEY, Relay, RelayGuard, serve_rela
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.generate import GenerateService
 from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 SECRET = "between us"
 ROWS = MethodTable(

@@ -30,7 +30,6 @@ from tokenpod.core.messages import (
     Started,
     StoppingParams,
 )
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import DataLoss, InvalidArgument
@@ -39,6 +38,7 @@ from tokenpod.service.rpc.interceptors import ErrorInterceptor
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.serving.generation import Ending, Generation, Sample
 from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 GENERATE = "generate.v3.TextGenerationService/Generate"
 INFO = "generate.v3.TextGenerationService/Info"

@@ -15,8 +15,6 @@ from google.protobuf.json_format import ParseDict
 from tokenizers import Tokenizer as Backend
 
 from tokenpod.core.messages import FinishCode, Request, SamplingParams, StoppingParams
-from tokenpod.protos.tokenpod.v1 import chat_pb2
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod.service.dialects.tokenpod_v1.chats import MOST_CALLS, MOST_TOOLS, MOST_VALUES
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter
@@ -27,6 +25,8 @@ from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import ChatTemplateError
 from tokenpod.service.text.parsers.turn import formats_of
 from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "tokenizer.json"
 BOS, EOS = 0, 1

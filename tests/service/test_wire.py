@@ -10,7 +10,6 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.rpc.wire import (
     MESSAGE_FIELDS,
@@ -23,6 +22,7 @@ from tokenpod.service.rpc.wire import (
     shape_of,
 )
 from tokenpod.service.rpc.wire_types import Malformed
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 BAD = b"ab\xff"
 SHAPE = shape_of(pb.GenerateRequest.DESCRIPTOR)

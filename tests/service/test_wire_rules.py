@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wirefuzz import varint
 
-from tokenpod.protos.tokenpod.v1 import chat_pb2, generation_pb2
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.rpc.intake import Parser
 from tokenpod.service.rpc.wire import DEEPEST
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2, generation_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 GENERATE = "/tokenpod.v1.GenerationService/Generate"
 ONCE = "/tokenpod.v1.GenerationService/GenerateOnce"

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 
 PROMPT = "def fibonacci(n):\n"
 SHORT = {"max_new_tokens": 8, "ignore_eos": True}

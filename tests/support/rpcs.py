@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
-from tokenpod.protos.generate.v3 import generate_pb2_grpc as rpc
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.generate.v3 import generate_pb2_grpc as rpc
 
 SERVICE = "test.Arities"
 #: Every arity, and both ways to write a handler that streams its answers.

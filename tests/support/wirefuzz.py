@@ -14,11 +14,11 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message_factory import GetMessageClass
 from smg_grpc_proto import vllm_engine_pb2 as vllm_pb
 
-from tokenpod.protos.fmaas import generation_pb2 as fmaas_pb
-from tokenpod.protos.generate.v1 import generate_pb2 as v1
-from tokenpod.protos.generate.v2 import generate_pb2 as v2
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
+from tokenpod_client.protos.fmaas import generation_pb2 as fmaas_pb
+from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
+from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
 
 TOKENPOD, FMAAS, VLLM = "tokenpod", "fmaas", "vllm"
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tokenpod.protos.fmaas import generation_pb2 as pb
 from tokenpod.service.dialects.validate import PromptTooLong, RequestLimits
 from tokenpod.service.rpc.errors import InvalidArgument, Unimplemented
+from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 #: What TGIS and its adapter let a request have, whatever this server's own flags say.
 MOST_STOPS, MOST_STOP_BYTES, MOST_TOP_TOKENS = 6, 240, 10

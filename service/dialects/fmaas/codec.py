@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 
-from tokenpod.protos.fmaas import generation_pb2 as pb
 from tokenpod.service.dialects.fmaas.checks import DEFAULT_NEW_TOKENS
 from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
+from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 _NANOSECONDS_OF_MS = 1_000_000
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tokenpod.protos.fmaas import generation_pb2 as pb
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.fmaas.checks import (
     MOST_STOP_BYTES,
@@ -28,6 +27,7 @@ from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, MethodLimi
 from tokenpod.service.serving.admitted import AdmittedCall
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.calls import TokensCall
+from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 #: Metadata of a call, and of its answer: the request's name.
 CORRELATION_KEY = "x-correlation-id"

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tokenpod.core.messages import FinishCode
-from tokenpod.protos.fmaas import generation_pb2 as pb
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.deltas import Delta
 from tokenpod.service.serving.generation import Generation, Sample
 from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 _STOP = {
     FinishCode.EOS: pb.EOS_TOKEN,

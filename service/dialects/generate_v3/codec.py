@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.fields import copied, given
 from tokenpod.service.serving.calls import (
@@ -14,6 +13,7 @@ from tokenpod.service.serving.calls import (
     TokensCall,
 )
 from tokenpod.service.serving.chats import ChatMessage, ChatPrompt
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 _NANOSECONDS_OF_MS = 1_000_000
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.dialects.generate_v3.codec import generate_call, tokens_call
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.dialects.streams import REQUEST_ID_KEY, request_id_of, write_all
@@ -13,6 +12,7 @@ from tokenpod.service.dialects.tgi.methods import service_of, shard_methods
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import PROMPT, Gate, method_of
 from tokenpod.service.serving.backend import Backend
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 #: Token ids that are written to a message before others get their turn on the event loop.
 _IDS_AT_ONCE = 16_384

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from tokenpod.core.messages import FinishCode
-from tokenpod.protos.generate.v3 import generate_pb2 as pb
 from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.deltas import Delta
 from tokenpod.service.serving.generation import Generation, Sample
 from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
 
 _FINISH = {
     FinishCode.LENGTH: pb.FINISH_LENGTH,

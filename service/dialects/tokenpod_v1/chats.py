@@ -10,10 +10,10 @@ from typing import Any
 
 from google.protobuf.struct_pb2 import Struct, Value
 
-from tokenpod.protos.tokenpod.v1 import chat_pb2 as pb
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.errors import InvalidArgument, Unimplemented
 from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool, ToolCall
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2 as pb
 
 #: Messages or tools that are converted before others get their turn.
 _SLICE = 256

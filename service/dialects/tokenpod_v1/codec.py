@@ -10,8 +10,6 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
 from tokenpod.service.dialects.fields import copied, given
 from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
 from tokenpod.service.dialects.tokenpod_v1.features import check_built
@@ -25,6 +23,8 @@ from tokenpod.service.serving.calls import (
     TokensCall,
 )
 from tokenpod.service.text.generation_defaults import with_defaults
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 MOST_LABELS = 16
 MOST_KEY_BYTES, MOST_VALUE_BYTES = 63, 256

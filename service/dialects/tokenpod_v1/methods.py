@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
 from tokenpod.service.dialects.fields import copied, within
 from tokenpod.service.dialects.streams import REQUEST_ID_KEY, request_id_of, write_all
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call, skips_special, tokens_call
@@ -18,6 +16,8 @@ from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import PROMPT, SMALL, Gate, Method, MethodLimits, method_of
 from tokenpod.service.serving.admitted import AdmittedCall
 from tokenpod.service.serving.backend import Backend
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 #: Numbers that are written to a message before others get their turn on the event loop.
 _NUMBERS_AT_ONCE = 16_384

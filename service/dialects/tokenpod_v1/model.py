@@ -6,12 +6,12 @@ from importlib.metadata import version
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2, model_pb2
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as pb
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.tokenpod_v1.features import features
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import roles_of, takes_tools
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 #: --quantize: nothing is quantised.
 _DENSE = "none"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 
 from tokenpod.core.messages import FinishCode
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1 import generation_service_pb2 as service_pb
 from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
@@ -14,6 +12,8 @@ from tokenpod.service.serving.deltas import Delta
 from tokenpod.service.serving.generation import Generation, Sample
 from tokenpod.service.text.parsers.parts import Kind
 from tokenpod.service.text.tokenizer import Tokenizer
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service_pb
 
 _FINISH = {
     FinishCode.LENGTH: pb.FINISH_REASON_LENGTH,

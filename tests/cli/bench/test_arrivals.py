@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from tokenpod.cli.bench.fleet import divide
-from tokenpod.cli.bench.messages import Begin, Level, Load
-from tokenpod.cli.bench.worker import arrival_times
+from tokenpod_client.cli.bench.fleet import divide
+from tokenpod_client.cli.bench.messages import Begin, Level, Load
+from tokenpod_client.cli.bench.worker import arrival_times
 
 
 def gaps(load, count=20_000):

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from harness import free_port
 
-from tokenpod.cli.app import main
-from tokenpod.cli.bench.report import SCHEMA_VERSION, Report
+from tokenpod_client.cli.app import main
+from tokenpod_client.cli.bench.report import SCHEMA_VERSION, Report
 
 SMALL = ["--input-tokens", "8", "--output-tokens", "4", "--warmup", "1"]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenpod.cli.bench.figures import ARRIVAL, Record, spread, within
-from tokenpod.cli.bench.setup import parse_bounds
+from tokenpod_client.cli.bench.figures import ARRIVAL, Record, spread, within
+from tokenpod_client.cli.bench.setup import parse_bounds
 
 
 def record(messages=(), *, due=0.0, ended=1.0, code="OK", index=0, **more):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tokenpod.cli.bench.files import Case, read_cases
+from tokenpod_client.cli.bench.files import Case, read_cases
 
 
 def test_a_list_of_cases_is_read():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenpod.cli.bench.prompts import LogNormal, Uniform, parse_lengths
+from tokenpod_client.cli.bench.prompts import LogNormal, Uniform, parse_lengths
 
 
 def draws(lengths, count=4000):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tokenpod.cli.bench.files import read_texts
-from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.messages import Plan
-from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
-from tokenpod.cli.bench.worker import make_request
+from tokenpod_client.cli.bench.files import read_texts
+from tokenpod_client.cli.bench.flags import BenchOptions
+from tokenpod_client.cli.bench.messages import Plan
+from tokenpod_client.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod_client.cli.bench.worker import make_request
 
 ONE = Uniform(1, 1)
 DRAWN = Prompts(Uniform(5, 9), Uniform(2, 4), (100, 110))

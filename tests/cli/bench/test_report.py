@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from tokenpod.cli.bench.figures import ARRIVAL, Record
-from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.fleet import Measured
-from tokenpod.cli.bench.messages import Level, Load, Outcome, Plan
-from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
-from tokenpod.cli.bench.report import LevelReport, Report, section
-from tokenpod.cli.bench.screen import print_sweep
-from tokenpod.cli.connection import Remote
+from tokenpod_client.cli.bench.figures import ARRIVAL, Record
+from tokenpod_client.cli.bench.flags import BenchOptions
+from tokenpod_client.cli.bench.fleet import Measured
+from tokenpod_client.cli.bench.messages import Level, Load, Outcome, Plan
+from tokenpod_client.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod_client.cli.bench.report import LevelReport, Report, section
+from tokenpod_client.cli.bench.screen import print_sweep
+from tokenpod_client.cli.connection import Remote
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "benchmarking.md"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 import pytest
 
-from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.messages import Level, Load
-from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
-from tokenpod.cli.bench.setup import make_plan
-from tokenpod.cli.connection import Remote
+from tokenpod_client.cli.bench.flags import BenchOptions
+from tokenpod_client.cli.bench.messages import Level, Load
+from tokenpod_client.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod_client.cli.bench.setup import make_plan
+from tokenpod_client.cli.connection import Remote
 
 INPUT, OUTPUT = Uniform(128, 128), Uniform(64, 64)
 WORKLOAD = {

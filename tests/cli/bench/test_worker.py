@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from tokenpod.cli.bench.flags import BenchOptions
-from tokenpod.cli.bench.messages import Begin, Level, Load, Plan
-from tokenpod.cli.bench.prompts import Prompts, Text, Uniform
-from tokenpod.cli.bench.worker import LevelRun, make_request
-from tokenpod.cli.connection import Remote
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.generate.v3.generate_pb2_grpc import (
+from tokenpod_client.cli.bench.flags import BenchOptions
+from tokenpod_client.cli.bench.messages import Begin, Level, Load, Plan
+from tokenpod_client.cli.bench.prompts import Prompts, Text, Uniform
+from tokenpod_client.cli.bench.worker import LevelRun, make_request
+from tokenpod_client.cli.connection import Remote
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.generate.v3.generate_pb2_grpc import (
     TextGenerationServiceServicer,
     TextGenerationServiceStub,
     add_TextGenerationServiceServicer_to_server,

@@ -1,0 +1,54 @@
+"""Client of Tokenpod, a text-generation server that speaks gRPC.
+
+    with Client("127.0.0.1:50051") as client:
+        for delta in client.generate("def main():", max_new_tokens=32):
+            print(delta.text, end="")
+
+`AsyncClient` is the same for asyncio. `tokenpod_client.protos` has the messages and stubs of every
+protocol that the server speaks, `tokenpod_client.cli` the commands.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenpod_client.aio import AsyncClient, AsyncStream
+    from tokenpod_client.errors import ServerError
+    from tokenpod_client.reading import Delta
+    from tokenpod_client.requests import GenerateOptions, Prompt
+    from tokenpod_client.sync import Client, Stream
+
+    __version__: str
+
+_WHERE = {
+    "AsyncClient": "aio",
+    "AsyncStream": "aio",
+    "Client": "sync",
+    "Delta": "reading",
+    "GenerateOptions": "requests",
+    "Prompt": "requests",
+    "ServerError": "errors",
+    "Stream": "sync",
+}
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "Delta",
+    "GenerateOptions",
+    "Prompt",
+    "ServerError",
+    "Stream",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is used: grpc takes its time, and help does without it."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("tokenpod-client")
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

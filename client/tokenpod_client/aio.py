@@ -1,0 +1,199 @@
+"""The client for programs with asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc
+
+from tokenpod_client.channel import OPTIONS, metadata_of
+from tokenpod_client.errors import ServerError
+from tokenpod_client.patience import Patience
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1 import model_pb2
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.reading import Answer, Delta, Reading
+from tokenpod_client.requests import GenerateOptions, Prompt, generate_request
+
+Message = TypeVar("Message")
+
+
+class AsyncClient:
+    """A connection to a server, within one event loop. Calls raise ServerError.
+
+    A call that the server can't take now is sent again when the server wants it; one whose answer
+    has begun never is.
+
+    Args:
+        address: `host:port`, or `unix:/path`.
+        token: bearer token.
+        credentials: of TLS, from `grpc.ssl_channel_credentials`; None: plaintext.
+        deadline: seconds of each call, tries included; None: no bound.
+        attempts: how often a call is sent at most.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        token: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        deadline: float | None = None,
+        attempts: int = 5,
+    ) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, OPTIONS)
+        self._stub: Any = GenerationServiceStub(self._channel)
+        self._metadata = metadata_of(token)
+        self._deadline, self._attempts = deadline, attempts
+
+    def generate(
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncStream:
+        """Generate, and read the text as it comes. Nothing is sent until the stream is read."""
+        request = generate_request(prompt, **options)
+        return AsyncStream(self._stub.Generate, request, self._patience(deadline), self._metadata)
+
+    async def generate_once(
+        self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> service.GenerateOnceResponse:
+        """Generate, and return the whole answer."""
+        request = service.GenerateOnceRequest(request=generate_request(prompt, **options))
+        answer: service.GenerateOnceResponse = await self._call(
+            self._stub.GenerateOnce, request, deadline
+        )
+        return answer
+
+    async def tokenize(self, text: str, *, deadline: float | None = None) -> list[int]:
+        """Ids of a text's tokens, with those that a prompt gets."""
+        request = service.TokenizeRequest(text=text, return_token_ids=True)
+        return list((await self._call(self._stub.Tokenize, request, deadline)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, deadline: float | None = None) -> str:
+        """The text of tokens."""
+        request = service.DetokenizeRequest(token_ids=token_ids)
+        return str((await self._call(self._stub.Detokenize, request, deadline)).text)
+
+    async def model(self, *, deadline: float | None = None) -> model_pb2.Model:
+        """What is served, and every limit in force."""
+        found: model_pb2.Model
+        found = (await self._call(self._stub.GetModel, service.GetModelRequest(), deadline)).model
+        return found
+
+    async def load(self, *, deadline: float | None = None) -> service.GetLoadResponse:
+        """What runs and waits."""
+        found: service.GetLoadResponse
+        found = await self._call(self._stub.GetLoad, service.GetLoadRequest(), deadline)
+        return found
+
+    async def close(self) -> None:
+        """End the connection, and every call on it."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _patience(self, deadline: float | None) -> Patience:
+        return Patience(self._attempts, self._deadline if deadline is None else deadline)
+
+    async def _call(
+        self, method: Callable[..., Awaitable[Message]], request: Any, deadline: float | None
+    ) -> Message:
+        patience = self._patience(deadline)
+        while True:
+            try:
+                return await method(request, timeout=patience.seconds, metadata=self._metadata)
+            except grpc.aio.AioRpcError as error:
+                problem = ServerError.of(error)
+            pause = patience.pause(problem)
+            if pause is None:
+                raise problem
+            await asyncio.sleep(pause)
+
+
+class AsyncStream(Answer):
+    """The answer of `AsyncClient.generate`: iterate over it once. Raises ServerError.
+
+    A stream that is closed, or that nobody reads any more, is cancelled on the server.
+    """
+
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        request: pb.GenerateRequest,
+        patience: Patience,
+        metadata: tuple[tuple[str, str], ...],
+    ) -> None:
+        super().__init__()
+        self._deltas = _read(self._reading, method, request, patience, metadata)
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._deltas
+
+    async def __anext__(self) -> Delta:
+        return await anext(self._deltas)
+
+    async def text(self) -> str:
+        """Read to the end; the text of the first sample that was left."""
+        return "".join([delta.text async for delta in self._deltas if delta.index == 0])
+
+    async def close(self) -> None:
+        """Cancel what has not come yet. May be called while another task reads."""
+        self._reading.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+async def _read(
+    reading: Reading,
+    method: Callable[..., Any],
+    request: pb.GenerateRequest,
+    patience: Patience,
+    metadata: tuple[tuple[str, str], ...],
+) -> AsyncGenerator[Delta, None]:
+    begun = False
+    while not reading.closed:
+        reading.call = method(request, timeout=patience.seconds, metadata=metadata)
+        try:
+            async for event in reading.call:
+                begun = True
+                if (delta := reading.take(event)) is not None:
+                    yield delta
+            return
+        except grpc.aio.AioRpcError as error:
+            problem = ServerError.of(error)
+        except asyncio.CancelledError:
+            if not reading.closed:
+                raise
+            return
+        finally:
+            reading.call.cancel()
+        if reading.closed:
+            return
+        pause = None if begun else patience.pause(problem)
+        if pause is None:
+            raise problem
+        await asyncio.sleep(pause)

@@ -1,0 +1,93 @@
+"""Requests from arguments: each is put where the message of tokenpod.v1 has a field of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypedDict, cast
+
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2, generation_pb2
+
+#: The protocol's, or {"role": ..., "content": ...} with a text.
+Message = chat_pb2.ChatMessage | Mapping[str, str]
+#: A text, token ids, or the messages of a chat.
+Prompt = str | Sequence[int] | Sequence[Message]
+
+#: Parts of a request, by the names of its fields.
+PARTS: dict[str, Any] = {
+    "sampling": generation_pb2.SamplingOptions,
+    "stopping": generation_pb2.StoppingOptions,
+    "output": generation_pb2.OutputOptions,
+}
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Fields of `GenerateRequest` and of its parts that have a plain value; protos say more."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    stop_sequences: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop_sequence: bool
+    #: Seconds, or a timedelta.
+    time_limit: float | timedelta
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    watermark: bool
+    n: int
+    best_of: int
+    logprobs: bool
+    top_n_tokens: int
+    prompt_logprobs: bool
+    text_offsets: bool
+    truncate: int
+    request_id: str
+    priority: int
+    model: str
+    adapter: str
+    labels: Mapping[str, str]
+    cache_salt: str
+
+
+def generate_request(prompt: Prompt, **options: Any) -> generation_pb2.GenerateRequest:
+    """The message. Raises TypeError for an option that no field has the name of."""
+    if isinstance(limit := options.get("time_limit"), (int, float)):
+        options["time_limit"] = timedelta(seconds=limit)
+    parts = {name: kind(**_fields_of(kind, options)) for name, kind in PARTS.items()}
+    own = _fields_of(generation_pb2.GenerateRequest, options)
+    known = {*own, *(field for kind in PARTS.values() for field in _fields_of(kind, options))}
+    if unknown := options.keys() - known:
+        raise TypeError(f"tokenpod.v1.GenerateRequest has no field {min(unknown)}")
+    request = generation_pb2.GenerateRequest(**parts, **own)
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif all(isinstance(each, int) for each in prompt):
+        request.token_ids.ids.extend(cast(Sequence[int], prompt))
+    else:
+        request.chat.CopyFrom(chat_of(cast(Sequence[Message], prompt)))
+    return request
+
+
+def chat_of(messages: Sequence[Message]) -> chat_pb2.Chat:
+    """A chat of messages, in their order."""
+    chat = chat_pb2.Chat()
+    for each in messages:
+        if isinstance(each, Mapping):
+            chat.messages.add(role=each["role"]).content.add(text=each["content"])
+        else:
+            chat.messages.add().CopyFrom(each)
+    return chat
+
+
+def _fields_of(kind: Any, given: Mapping[str, object]) -> dict[str, Any]:
+    return {name: given[name] for name in kind.DESCRIPTOR.fields_by_name if name in given}

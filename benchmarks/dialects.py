@@ -24,9 +24,9 @@ from smg_grpc_proto import vllm_engine_pb2
 sys.path.insert(0, str(Path(__file__).parent))
 import front
 
-from tokenpod.protos.fmaas import generation_pb2 as fmaas
-from tokenpod.protos.generate.v3 import generate_pb2 as v3
-from tokenpod.protos.tokenpod.v1 import generation_pb2
+from tokenpod_client.protos.fmaas import generation_pb2 as fmaas
+from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2
 
 PROMPT = "def fibonacci(n):\n    " * 8
 

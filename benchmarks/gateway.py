@@ -20,8 +20,8 @@ from typing import Any
 
 import grpc
 
-from tokenpod.protos.tokenpod.v1 import generation_pb2 as pb
-from tokenpod.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 #: Runs one chat; seconds until its first text.
 Chat = Callable[[str], Awaitable[float]]

@@ -86,17 +86,27 @@ def test_details_of_tokens_are_told_where_asked_for(api: Any, stub: Any) -> None
     expected = reference(stub, stopping=stopping, output={"logprobs": True, "top_n_tokens": 3})
     told = [token.logprob for token in answer.tokens]
     assert told == pytest.approx(expected.logprobs, abs=1e-4)
-    assert (
-        "".join(token.text for token in answer.tokens)
-        .replace("Ġ", " ")
-        .startswith(expected.text.split()[0][:3].strip() or "")
-        or answer.tokens
-    )
+    names = "".join(token.text for token in answer.tokens)
+    assert names.replace("Ġ", " ").replace("Ċ", "\n") == expected.text
     for token in answer.tokens:
         assert len(token.top_tokens) >= 3
         best = max(token.top_tokens, key=lambda top: top.logprob)
         assert best.text == token.text, "greedy takes the likeliest"
         assert best.logprob == pytest.approx(token.logprob, abs=1e-4)
+
+
+def test_ranks_are_told_where_asked_for(api: Any) -> None:
+    options = {"generated_tokens": True, "token_ranks": True}
+    (greedy,) = whole(api, PROMPT, response=options)
+    assert {token.rank for token in greedy.tokens} == {1}
+    hot = {"temperature": 5.0, "seed": 1}
+    events = stream(api, single(method=pb.SAMPLE, sampling=hot, response=options))
+    ranks = [token.rank for event in events for token in event.tokens]
+    assert len(ranks) == 20
+    assert min(ranks) >= 1
+    assert max(ranks) > 10
+    (plain,) = whole(api, PROMPT, response={"generated_tokens": True})
+    assert not any(token.rank for token in plain.tokens)
 
 
 def test_the_prompts_tokens_are_told_where_asked_for(api: Any) -> None:
@@ -133,6 +143,17 @@ def test_nothing_is_drawn_unless_asked_for(api: Any) -> None:
 
 
 # -- how a text ends ---------------------------------------------------------------------------
+
+
+def test_a_length_penalty_ends_a_text_soon(api: Any) -> None:
+    stopping = {"max_new_tokens": 60}
+    (plain,) = whole(api, PROMPT, stopping=stopping)
+    assert plain.generated_token_count > 10
+    decoding = {"length_penalty": {"start_index": 8, "decay_factor": 10.0}}
+    (short,) = whole(api, PROMPT, stopping=stopping, decoding=decoding)
+    assert short.stop_reason == pb.EOS_TOKEN
+    assert 8 < short.generated_token_count < plain.generated_token_count
+    assert plain.text.startswith(short.text)
 
 
 def test_a_stop_sequence_is_named_and_stays_in_the_text(api: Any) -> None:
@@ -228,10 +249,9 @@ def test_lengths_are_refused_in_tgis_words(api: Any) -> None:
 
 
 UNBUILT: dict[str, dict[str, Any]] = {
-    "decoding.length_penalty": {"decoding": {"length_penalty": {"decay_factor": 2}}},
     "decoding.json_schema": {"decoding": {"json_schema": "{}"}},
     "decoding.format": {"decoding": {"format": "JSON"}},
-    "response.token_ranks": {"response": {"token_ranks": True, "generated_tokens": True}},
+    "response.token_ranks": {"response": {"token_ranks": True, "input_tokens": True}},
     "response.top_n_tokens": {"response": {"top_n_tokens": 2, "input_tokens": True}},
 }
 

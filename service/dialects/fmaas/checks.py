@@ -53,13 +53,11 @@ def check_built(params: pb.Parameters) -> None:
     guided = decoding.WhichOneof("guided")
     if guided is not None and (guided != "format" or decoding.format):
         raise Unimplemented(f"params.decoding.{guided}", "is not supported by this server")
-    if decoding.HasField("length_penalty") and decoding.length_penalty.decay_factor > 1:
-        raise Unimplemented("params.decoding.length_penalty", "is not supported by this server")
-    if response.token_ranks:
-        raise Unimplemented("params.response.token_ranks", "is not supported by this server")
-    if response.top_n_tokens and response.input_tokens:
-        problem = "is not supported for the tokens of a prompt by this server"
-        raise Unimplemented("params.response.top_n_tokens", problem)
+    if response.input_tokens:
+        for field in ("token_ranks", "top_n_tokens"):
+            if getattr(response, field):
+                problem = "is not supported for the tokens of a prompt by this server"
+                raise Unimplemented(f"params.response.{field}", problem)
 
 
 def too_long(error: PromptTooLong) -> Refused:

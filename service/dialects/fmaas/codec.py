@@ -23,6 +23,7 @@ FIELDS = {
 def generate_call(text: str, params: pb.Parameters, *, stream: bool) -> GenerateCall:
     """What is asked for one prompt; expects checked parameters."""
     stopping, response = params.stopping, params.response
+    decay = params.decoding.length_penalty
     return GenerateCall(
         prompt=text,
         sampling=_sampling(params),
@@ -37,11 +38,14 @@ def generate_call(text: str, params: pb.Parameters, *, stream: bool) -> Generate
             ),
             time_limit_ns=stopping.time_limit_millis * _NANOSECONDS_OF_MS,
             shorten=True,
+            eos_boost_after=decay.start_index,
+            eos_boost_factor=decay.decay_factor or 1.0,
         ),
         output=Output(
             stream=stream,
             logprobs=response.token_logprobs and response.generated_tokens,
             top_n_tokens=response.top_n_tokens if response.generated_tokens else 0,
+            ranks=response.token_ranks and response.generated_tokens,
             prompt_logprobs=response.token_logprobs and response.input_tokens,
             text_offsets=stream,
             final_text=not stream,

@@ -110,6 +110,7 @@ class ResponseWriter:
     def _generated(self, delta: Delta) -> Iterator[pb.TokenInfo]:
         options = self._options
         tops = delta.tops() if options.top_n_tokens else None
+        ranks = delta.ranks() if options.token_ranks else None
         for at, token in enumerate(delta.token_ids):
             if not options.generated_tokens:
                 yield _UNTOLD
@@ -117,6 +118,8 @@ class ResponseWriter:
             info = pb.TokenInfo(text=self._name(token) or "")
             if options.token_logprobs:
                 info.logprob = delta.logprobs[at]
+            if ranks is not None:
+                info.rank = ranks[at]
             if tops is not None:
                 for each, logprob in zip(*next(tops), strict=True):
                     top = info.top_tokens.add(text=self._name(each) or "")

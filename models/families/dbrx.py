@@ -18,16 +18,12 @@ from tokenpod.models.spec import ModelSpec
 def _spec(fields: Fields, served: int | None) -> ModelSpec:
     fields.only("tie_word_embeddings", False)
     attn, ffn = fields.fields("attn_config"), fields.fields("ffn_config")
-    kv_heads = attn.integer("kv_n_heads", 1, most=1 << 14)
-    sizes = sizes_of(
-        fields, hidden="d_model", layers="n_layers", heads="n_heads", kv_heads=kv_heads
-    )
+    kv = attn.integer("kv_n_heads", 1, most=1 << 14)
+    sizes = sizes_of(fields, hidden="d_model", layers="n_layers", heads="n_heads", kv_heads=kv)
     most, theta = fields.integer("max_seq_len", 2048), attn.real("rope_theta", 10_000.0)
     rope = rope_of(fields, sizes.head_dim, most, served=served, theta=theta)
-    attention = replace(
-        sizes.attention(rope, bias=False), clip=attn.optional_real("clip_qkv", None)
-    )
-    norm = Norm("layer", 1e-5)
+    clip, norm = attn.optional_real("clip_qkv", None), Norm("layer", 1e-5)
+    attention = replace(sizes.attention(rope, bias=False), clip=clip)
     layers = (LayerSpec(attention, _experts(ffn), Norms(norm, mlp_in=norm)),) * sizes.layers
     return model_spec(fields, sizes, tied=False, max_positions=most, layers=layers, norm=norm)
 

@@ -20,13 +20,10 @@ def _spec(fields: Fields, served: int | None) -> ModelSpec:
     max_positions = fields.integer("max_position_embeddings")
     positions = Positions(max_positions + OFFSET, OFFSET)
     width = fields.integer("word_embed_proj_dim", sizes.hidden, most=1 << 20)
+    activation = fields.choice("activation_function", ACTIVATIONS, "relu")
     layer = LayerSpec(
         sizes.attention(None, bias=bias),
-        plain_mlp(
-            fields.integer("ffn_dim", most=1 << 24),
-            fields.choice("activation_function", ACTIVATIONS, "relu"),
-            bias=bias,
-        ),
+        plain_mlp(fields.integer("ffn_dim", most=1 << 24), activation, bias=bias),
         Norms(attention_in=norm, mlp_in=norm) if before else Norms(None, norm, None, norm),
         Join.SEQUENTIAL if before else Join.POST_NORM,
     )

@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import Drain, Placement
+from tokenpod.core.group_messages import Drain
+from tokenpod.core.placement import Placement
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
+from tokenpod.core.placement import Placement
 from tokenpod.core.sampling import SamplingParams
 
 #: KV slots that are reserved for liveness probes, whose prompts have up to ten tokens.
@@ -307,73 +308,6 @@ class Broken(Message, frozen=True, array_like=True, tag=True):
     peer: bool = False
 
 
-class Pulse(Message, frozen=True, array_like=True, tag=True):
-    """A rank's process is alive; sent several times a second, whatever else it does."""
-
-
-class Waiting(Message, frozen=True, array_like=True, tag=True):
-    """What the start-up of a group waits for; one line for the operator."""
-
-    message: str
-
-
-class Joined(Message, frozen=True, array_like=True, tag=True):
-    """A follower has found its leader."""
-
-    #: Where clients reach the leader's pod, as host:port.
-    leader_address: str
-
-
-class Drain(Message, frozen=True, array_like=True, tag=True):
-    """A follower's pod asks the leader's to drain; as the answer: it has drained.
-
-    Front ends of different pods send it to each other through their ranks.
-    """
-
-    #: The follower whose pod asks.
-    rank: int
-
-
-class Over(Message, frozen=True, array_like=True, tag=True):
-    """The group ends, because another rank of this pod is lost; one line for the operator."""
-
-    message: str
-
-
-class ShardTls(msgspec.Struct, frozen=True, array_like=True):
-    """Files (PEM) with which ranks of different pods know each other, both ways."""
-
-    cert: str
-    key: str
-    ca: str
-
-
-class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's place in its group."""
-
-    rank: int
-    #: Ranks in all, at least 2.
-    world: int
-    #: Which of this pod's ranks, and so which of its GPUs.
-    local_rank: int
-    #: Where the leader's plans come from, as gRPC writes addresses: served by rank 0.
-    plans: str
-    #: Host and port where the ranks meet for collectives; port 0: the leader takes a free one.
-    rendezvous: str
-    rendezvous_port: int
-    #: Where clients reach the leader's pod; for the leader, who tells the others.
-    leader_address: str
-    #: What the processes of one pod share; "" between pods.
-    secret: str = ""
-    #: Between pods: where followers find `plans`, by the address that they are given.
-    found_at: str = ""
-    tls: ShardTls | None = None
-    #: Seconds that ranks wait for each other in a collective.
-    timeout: float = 600.0
-    #: Descriptor of the control stream to the pod's front end.
-    control_fd: int = -1
-
-
 class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     """The first message to a new engine process."""
 
@@ -408,6 +342,3 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
 
 ToEngine = Request | Abort | Advance | Ask | WatchCache | FlushCache | EngineOptions
 FromEngine = StepOutputs | CacheEvents | Loading | Ready | Broken
-#: What travels on a rank's control stream, besides its link: see engine/shards/control_stream.py.
-ToRank = Drain | Over
-FromRank = Pulse | Waiting | Joined | Drain | Broken

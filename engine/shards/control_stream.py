@@ -12,8 +12,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+from tokenpod.core.group_messages import Drain, FromRank, Over, ToRank
 from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.messages import Drain, FromRank, Over, ToRank
 
 
 class ControlStream:

@@ -23,7 +23,8 @@ from typing import Any
 import grpc
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import Drain, Placement
+from tokenpod.core.group_messages import Drain
+from tokenpod.core.placement import Placement
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.facts import PROTOCOL, difference

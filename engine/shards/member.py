@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from tokenpod.core.errors import EngineError, RankLost
-from tokenpod.core.messages import Broken, Drain, EngineOptions, Joined, Pulse, Waiting
+from tokenpod.core.group_messages import Drain, Joined, Pulse, Waiting
+from tokenpod.core.messages import Broken, EngineOptions
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.silence import (
     BEAT_SECONDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from tokenpod.core.messages import ShardTls
+from tokenpod.core.placement import ShardTls
 from tokenpod.engine.shards.facts import PROTOCOL
 from tokenpod.engine.shards.transport import METHOD, channel
 from tokenpod_client.protos.tokenpod.shard.v1 import shard_pb2 as pb

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import ShardTls
+from tokenpod.core.placement import ShardTls
 
 SERVICE = "tokenpod.shard.v1.PlanService"
 METHOD = f"/{SERVICE}/Follow"

@@ -11,7 +11,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from tokenpod.core.async_link import AsyncLink
-from tokenpod.core.messages import Broken, Drain, FromRank, Joined, Pulse, Waiting
+from tokenpod.core.group_messages import Drain, FromRank, Joined, Pulse, Waiting
+from tokenpod.core.messages import Broken
 from tokenpod.service.rpc.errors import Unavailable
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from tokenpod.core.group_messages import Drain
 from tokenpod.core.link import give_link
-from tokenpod.core.messages import Drain, EngineOptions, Loading, Ready
+from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.pod.control_stream import ControlStream
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from tokenpod.core.messages import EngineOptions, Placement, ShardTls
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.placement import Placement, ShardTls
 from tokenpod.service.config import ServerSettings, host_of
 
 

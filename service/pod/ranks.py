@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenpod.core.messages import Drain, EngineOptions, Loading, Over, Ready
+from tokenpod.core.group_messages import Drain, Over
+from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.core.silence import (
     BEAT_SECONDS,
     LOADING_PATIENCE_SECONDS,

@@ -17,7 +17,8 @@ from certificates import make_authority, make_certificate
 from harness import free_port
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import Drain, Placement, ShardTls
+from tokenpod.core.group_messages import Drain
+from tokenpod.core.placement import Placement, ShardTls
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer

@@ -1,6 +1,6 @@
 """The commands that call a server once: generate, tokens, info, health.
 
-grpc and protobuf are imported by what they run, so that help and mistakes are told at once.
+grpc and protobuf are imported by what they run, so that help and mistakes are printed at once.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ HEAD = """\
 What `tokenpod serve` takes. A flag wins over its variable, a variable over the file that `--config`
 names, that over the default; a variable that is set to nothing counts as not set. Keys of the file
 are flags without their dashes in front: `max-best-of: 4`. Names are those of TGI's launcher
-wherever both have the thing. Wrong values are told in one line each before anything is loaded, with
-exit status 2.
+wherever both have the thing. Each wrong value gets an error of one line before anything is loaded,
+with exit status 2.
 
 In Kubernetes, a Service called `tokenpod` in the same namespace gives every pod a variable
 `TOKENPOD_PORT` that holds a URL. Such values (`tcp://...`) are ignored.

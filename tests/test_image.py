@@ -33,6 +33,7 @@ IMAGE = {
     "sys_platform": "linux",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CLIENT = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())
 
 
 def pins(lock: str) -> dict[str, str]:
@@ -43,13 +44,16 @@ def pins(lock: str) -> dict[str, str]:
 
 
 def wanted(lock: str) -> list[str]:
-    project = PROJECT["project"]
+    project, client = PROJECT["project"], CLIENT["project"]
     extras = project["optional-dependencies"]
-    runtime = [*project["dependencies"], *extras["s3"], *extras["vllm"]]
+    # Both wheels are built in the image; of what the client's needs the server's asks for `bench`.
+    ours = [need for need in project["dependencies"] if not need.startswith("tokenpod-client")]
+    ours += [*client["dependencies"], *client["optional-dependencies"]["bench"]]
+    runtime = [*ours, *extras["s3"], *extras["vllm"]]
     return {
         "runtime-cpu": runtime,
         "runtime-cuda": [*runtime, *extras["gpu"]],
-        "build": PROJECT["build-system"]["requires"],
+        "build": [*PROJECT["build-system"]["requires"], *CLIENT["build-system"]["requires"]],
         "sbom": ["cyclonedx-bom"],
     }[lock]
 

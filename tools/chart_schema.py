@@ -33,6 +33,8 @@ DERIVED = frozenset(
         "config",
     }
 )
+#: Of these, what a pod has no use for: its settings are flags.
+UNUSED = frozenset({"config"})
 _KEPT = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength")
 
 

@@ -28,6 +28,8 @@ REFUSALS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     #: A batch that the bytes happen to name.
     grpc.StatusCode.NOT_FOUND,
+    #: A method that is not built, whatever it is asked.
+    grpc.StatusCode.UNIMPLEMENTED,
 }
 
 

@@ -21,7 +21,10 @@ from tokenpod.service.rpc.reflection import V1, V1ALPHA, enable_reflection
 SERVICE = "generate.v3.TextGenerationService"
 PUBLIC = "tokenpod.v1.GenerationService"
 HEALTH = "grpc.health.v1.Health"
-OTHERS = ("generate.v1.TextGenerationService", "generate.v2.TextGenerationService")
+OTHERS = (
+    *("generate.v1.TextGenerationService", "generate.v2.TextGenerationService"),
+    *("fmaas.GenerationService", "vllm.grpc.engine.VllmEngine"),
+)
 TOOLS = Path(sys.executable).parent
 
 

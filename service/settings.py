@@ -136,6 +136,9 @@ class Settings(BaseSettings):
     unknown_fields: Literal["refuse", "ignore"] = _limit("refuse")
     """What becomes of requests of tokenpod.v1 with fields or enum values that this server does not
     know. The other protocols ignore them, as their own servers do."""
+    kv_cache_events: bool = _limit(False)
+    """Let clients hear what the prefix cache holds, and empty it: SubscribeKvEvents and FlushCache
+    of vllm.grpc.engine, for gateways. It holds the token ids of all callers' prompts."""
     max_concurrent_requests: int | None = _limit(derived="4 times max-batch-size", ge=1)
     """Requests running and waiting; one more is refused."""
     max_queue_tokens: int | None = _limit(

@@ -142,7 +142,7 @@ def fuzz(pod: Pod, draw: random.Random, amount: int) -> str:
         wirefuzz.clear(channel)
     allowed = {_OK, "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "CANCELLED"}
     # Of tokenpod.v1: fields that are not built.
-    allowed |= {"UNIMPLEMENTED"}
+    allowed |= {"UNIMPLEMENTED", "FAILED_PRECONDITION"}
     return _said(codes, allowed)
 
 

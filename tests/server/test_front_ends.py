@@ -139,7 +139,7 @@ def gone(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def pod() -> Iterator[ServerProcess]:
     flags = ("--front-ends", str(FRONT_ENDS), "--max-concurrent-requests", "6")
-    with serve(*flags, "--served-model-name", SERVED) as server:
+    with serve(*flags, "--kv-cache-events", "--served-model-name", SERVED) as server:
         yield server
 
 
@@ -352,6 +352,20 @@ def test_a_second_port_has_every_protocol_and_asks_for_the_token_too(
             with pytest.raises(grpc.RpcError) as caught:
                 stub.ModelInfo(tgis.ModelInfoRequest(), timeout=120)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_nobody_hears_of_others_prompts_unless_the_operator_says_so(
+    guarded: ServerProcess,
+) -> None:
+    stub, known = VllmEngineStub(guarded.channel()), {"metadata": KNOWN, "timeout": 120}
+    for call in (
+        lambda: list(stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(), **known)),
+        lambda: stub.FlushCache(common.FlushCacheRequest(), **known),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "--kv-cache-events" in caught.value.details()
 
 
 def test_a_second_server_cannot_share_the_port(pod: ServerProcess) -> None:

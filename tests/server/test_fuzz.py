@@ -99,7 +99,7 @@ BUSY = [
 @pytest.fixture(scope="module")
 def house() -> Iterator[ServerProcess]:
     """A server of its own: its log and its processes are looked at in the end."""
-    with serve() as running:
+    with serve("--kv-cache-events") as running:
         yield running
 
 

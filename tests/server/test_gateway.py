@@ -65,7 +65,7 @@ class Gateway:
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     port, metrics = free_port(), free_port()
     with contextlib.ExitStack() as stack:
-        one, other = (stack.enter_context(serve(wait=False)) for _ in range(2))
+        one, other = (stack.enter_context(serve("--kv-cache-events", wait=False)) for _ in range(2))
         for pod in (one, other):
             pod.wait_until_serving()
         command = [str(VENV / "bin" / "smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]

@@ -64,7 +64,7 @@ HOSTILE = {
 @pytest.fixture(scope="module")
 def plain() -> Iterator[ServerProcess]:
     """A server of its own: what it spends is looked at."""
-    with serve() as running:
+    with serve("--kv-cache-events") as running:
         yield running
         assert "Traceback" not in running.log.read_text()
 

@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from tokenpod.core.messages import BLOCK_TOKENS, BlocksRemoved, BlocksStored, CacheEvents
 from tokenpod.service.dialects.vllm.model import hit_rate, used_tokens
-from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.serving.backend import Backend
 from tokenpod.service.serving.serving import Serving
@@ -33,7 +33,7 @@ async def subscribe(
     Whoever comes back with a number hears of the whole cache again, which takes the place of what
     it knew; its numbers go on.
     """
-    serving = backend.generate.serving
+    serving = _switched_on(backend)
     number = request.start_sequence_number
     if number >= _MOST_NUMBER:
         raise InvalidArgument("start_sequence_number", f"is {number}; must be below {_MOST_NUMBER}")
@@ -62,7 +62,8 @@ async def flush_cache(
     if not 0 <= seconds <= _MOST_WAIT_SECONDS:
         problem = f"is {seconds:g}; must be from 0 to {_MOST_WAIT_SECONDS:g}"
         raise InvalidArgument("timeout_s", problem)
-    counters, client = backend.admission.counters, backend.generate.serving.client
+    serving = _switched_on(backend)
+    counters, client = backend.admission.counters, serving.client
     until = time.monotonic() + seconds
     # Routers' requests are no calls, and calls that tokenise are not in the engine yet.
     while busy := max(counters.requests, client.load.running + client.load.waiting):
@@ -70,11 +71,19 @@ async def flush_cache(
             message = f"requests under way: {busy}"
             return common.FlushCacheResponse(success=False, message=message)
         await asyncio.sleep(_LOOK_SECONDS)
-    backend.generate.serving.cache.flush()
+    serving.cache.flush()
     return common.FlushCacheResponse(success=True)
 
 
 # -- parts -------------------------------------------------------------------------------------
+
+
+def _switched_on(backend: Backend) -> Serving:
+    """Raise FailedPrecondition unless the operator lets clients hear of others' prompts."""
+    serving = backend.generate.serving
+    if not serving.settings.kv_cache_events:
+        raise FailedPrecondition("this server is started without --kv-cache-events")
+    return serving
 
 
 def _cut(events: CacheEvents) -> Iterator[list[common.KvCacheEvent]]:

@@ -32,7 +32,7 @@ def read_weights(
     """Each weight in `dtype` on `device`, by our name; one weight at a time twice in memory.
 
     Weights that `reader` quantises are read by it instead. Of what ranks divide only this rank's
-    shard is read, except where a format needs more for its scales. `progress` is told the bytes
+    shard is read, except where a format needs more for its scales. `progress` gets the bytes
     read from the files so far, and in all.
     """
     sizes = [_stored_bytes(checkpoint, weight, shard, reader) for weight in weights]

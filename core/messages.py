@@ -89,6 +89,8 @@ class Abort(Message, frozen=True, array_like=True, tag=True):
     """Forget these sequences and free what they hold. Unknown ids are fine."""
 
     sequence_ids: list[int]
+    #: They are complete: a stop sequence was found in their text. Else nobody wants them any more.
+    stopped: bool = False
 
 
 class Ask(Message, frozen=True, array_like=True, tag=True):
@@ -194,6 +196,19 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     waiting: list[int] = []
 
 
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """Requests that have ended, counted by vLLM's states."""
+
+    #: By end of text, a stop token or a stop sequence.
+    stopped: int = 0
+    #: At their most new tokens, or their time limit.
+    length: int = 0
+    #: Given up by the client, late, or failed.
+    aborted: int = 0
+    #: Refused, because they could never fit.
+    ignored: int = 0
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What the engine holds after a step, or after an abort that no step follows."""
 
@@ -205,12 +220,18 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     slots: int
     free_slots: int
     evictable_slots: int
-    #: Running sequences whose memory was taken since the start, to be computed again.
+    #: Times since the start that a running sequence's memory was taken.
     preemptions: int = 0
     #: Prompt tokens since the start of all requests that have a token, and those of them that were
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Preempted sequences whose keys and values wait in host memory, and tokens since the start
+    #: that went there.
+    swapped: int = 0
+    swapped_tokens: int = 0
+    #: Requests that have ended since the start, by how: of several samples, the last one.
+    ended: Ended = Ended()
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
@@ -336,6 +357,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
+    #: Who may join, by name (see scheduler/policies.py).
+    admission: str = "exact"
+    #: What a step holds, likewise; and TGI's numbers for "alternate".
+    batching: str = "mixed"
+    waiting_served_ratio: float = 0.3
+    max_waiting_tokens: int = 20
     #: None: this engine is alone.
     placement: Placement | None = None
 

@@ -120,7 +120,7 @@ class EngineLoop:
             case Request():
                 self.scheduler.submit(message)
             case Abort():
-                self.scheduler.abort(message.sequence_ids)
+                self.scheduler.abort(message.sequence_ids, stopped=message.stopped)
                 for sequence_id in message.sequence_ids:
                     self._scored.pop(sequence_id, None)
             case Advance():

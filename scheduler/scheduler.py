@@ -7,6 +7,7 @@ n: a plan needs the lengths of sequences, not their tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 
@@ -14,6 +15,7 @@ from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
     CacheEvents,
+    Ended,
     Failure,
     FailureCode,
     FinishCode,
@@ -35,7 +37,7 @@ from tokenpod.scheduler.queue import Planner, Queue
 from tokenpod.scheduler.refusals import malformed, never_fits, too_much
 from tokenpod.scheduler.routed import Routed
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Owner, Sequence
+from tokenpod.scheduler.sequence import END_STATES, EndState, Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits, Settled
@@ -48,23 +50,23 @@ class Scheduler:
 
     Args:
         limits: the engine's resources.
-        admission: makes the admission policy from the table of sequences, the slots, and the
+        admission: makes the admission policy from the table of sequences, the limits, and the
             prompt tokens that every step with prompts is sure to compute.
-        batching: makes the batching policy from the step's budget of prompt tokens.
+        batching: makes the batching policy from the limits.
     """
 
     def __init__(
         self,
         limits: Limits,
         *,
-        admission: Callable[[Table, int, int], Admission] = Exact,
-        batching: Callable[[int], Batching] = Mixed,
+        admission: Callable[[Table, Limits, int], Admission] = Exact,
+        batching: Callable[[Limits], Batching] = Mixed,
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
         self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching)
-        self._batching = batching(limits.prefill_tokens)
-        self._admission = admission(self.kv.table, limits.slots, self._batching.quantum)
+        self._batching = batching(limits)
+        self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
         self._batcher = Batcher(self.kv, self._rows, self._admission, self._batching, self._requeue)
         self._routed = Routed()
@@ -90,6 +92,7 @@ class Scheduler:
         self._settled_at = 0
         self._steps = 0
         self._prompt_tokens = self._cached_tokens = 0
+        self._ended: Counter[EndState] = Counter()
         self._events = Settled()
 
     # -- requests ------------------------------------------------------------------------------
@@ -101,6 +104,7 @@ class Scheduler:
             for sequence_id in request.sequence_ids:
                 failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
                 self._events.failures.append(failure)
+            self._ended[EndState.IGNORED] += 1
             return
         if request.probe:
             self._probes.add(*self._make(request, Owner.PROBE))
@@ -133,11 +137,14 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         return sequence is not None and not sequence.dead and self._batcher.preempt(sequence)
 
-    def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences: their slots are free at once, or when the step in flight settles."""
+    def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
+        """End sequences: their slots are free at once, or when the step in flight settles.
+
+        `stopped`: their output is complete.
+        """
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
-                self._end(sequence)
+                self._end(sequence, EndState.STOPPED if stopped else EndState.ABORTED)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -208,6 +215,12 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            ended=Ended(
+                stopped=self._ended[EndState.STOPPED],
+                length=self._ended[EndState.LENGTH],
+                aborted=self._ended[EndState.ABORTED],
+                ignored=self._ended[EndState.IGNORED],
+            ),
         )
 
     def watch_cache(self, *, wanted: bool) -> None:
@@ -285,7 +298,7 @@ class Scheduler:
         settled.token_ids.append(token)
         settled.finishes.append(finish)
         if finish:
-            self._end(sequence)
+            self._end(sequence, END_STATES[finish])
 
     def _drop_late(self, now: int) -> None:
         """End sequences whose deadline or time limit has passed."""
@@ -306,7 +319,7 @@ class Scheduler:
                 self._events.sequence_ids.append(sequence.id)
                 self._events.token_ids.append(-1)
                 self._events.finishes.append(FinishCode.TIME_LIMIT)
-                self._end(sequence)
+                self._end(sequence, EndState.LENGTH)
             elif not sequence.began_at:
                 self._give_up(request, now, "calls take longer than that now")
 
@@ -336,14 +349,21 @@ class Scheduler:
                 self._events.failures.append(failure)
                 self._end(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, state: EndState = EndState.ABORTED) -> None:
         if sequence.dead:
             return
-        sequence.dead = True
+        sequence.ended_as = state
+        if sequence.owner is not Owner.PROBE and not self._runs_on(sequence.request):
+            self._ended[state] += 1
         if not self._queue.remove(sequence):
             self._batcher.remove(sequence)
         if not sequence.in_flight:
             self._free(sequence)
+
+    def _runs_on(self, request: Request) -> bool:
+        """Whether a sample of a request has not ended."""
+        samples = map(self._sequences.get, request.sequence_ids)
+        return any(sample is not None and not sample.dead for sample in samples)
 
     def _free(self, sequence: Sequence) -> None:
         self._admission.ended(sequence)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from scheduler_driver import Driver, request
 
+from tokenpod.scheduler.policies import ADMISSIONS, batching
+
 #: Prompts are cut from few texts, so that many begin alike.
 TEXTS = [[1] * 60, [1, 2] * 30, [2, 2, 1] * 20, [1] * 10 + [2] * 50]
 EOS, STOP = 8, 9
@@ -42,8 +44,10 @@ class SchedulerLife(RuleBasedStateMachine):
         nan=st.sampled_from([0.0, 0.0, 0.03]),
         end=st.sampled_from([0.0, 0.1]),
         caching=st.sampled_from([True, True, False]),
+        admission=st.sampled_from(["exact", "exact", *ADMISSIONS]),
+        alternate=st.sampled_from([False, False, True]),
     )
-    def begin(self, seed, slots, rows, prefill, overlap, nan, end, caching):
+    def begin(self, seed, slots, rows, prefill, overlap, nan, end, caching, admission, alternate):
         chance = random.Random(seed)
 
         def choose(sequence_id, index):
@@ -60,6 +64,8 @@ class SchedulerLife(RuleBasedStateMachine):
             max_positions=52,
             prefill_tokens=prefill,
             prefix_caching=caching,
+            admission=ADMISSIONS[admission],
+            batching=batching("alternate" if alternate else "mixed", max_waiting_tokens=4),
         )
         self.ids = 0
 

@@ -7,8 +7,10 @@ import random
 import pytest
 from scheduler_driver import Driver, request
 
+from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 
-def soak(seed: int, turns: int) -> Driver:
+
+def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed") -> Driver:
     chance = random.Random(seed)
     nan = chance.choice([0.0, 0.0, 0.02])
     driver = Driver(
@@ -17,6 +19,8 @@ def soak(seed: int, turns: int) -> Driver:
         slots=chance.randint(36, 70),
         max_rows=chance.randint(6, 16),
         prefill_tokens=chance.choice([2, 4, 8, 30]),
+        admission=ADMISSIONS[admission],
+        batching=batching(turned, max_waiting_tokens=3),
     )
     texts = [[1] * 30, [1, 2] * 15, [2, 2, 1] * 10]
     ids = op = 0
@@ -60,3 +64,15 @@ LATER = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 120, 2
 def test_nothing_ever_runs_out_of_memory(seed):
     steps = sum(soak(each, 150).steps for each in range(seed, seed + 20))
     assert steps > 2000
+
+
+PAIRS = [(a, b) for a in ADMISSIONS for b in BATCHINGS if (a, b) != ("exact", "mixed")]
+
+
+@pytest.mark.parametrize(("admission", "turned"), PAIRS)
+def test_nothing_is_lost_under_any_pair_of_policies(admission, turned):
+    preemptions = 0
+    for seed in range(4):
+        driver = soak(seed, 150, admission, turned)
+        preemptions += driver.scheduler.load().preemptions
+    assert preemptions or admission in ("exact", "reserve")

@@ -24,6 +24,8 @@ from tokenpod.core.messages import (
     StoppingParams,
 )
 from tokenpod.core.plan import LAST, NewRow, StepPlan
+from tokenpod.scheduler.exact import Exact
+from tokenpod.scheduler.reserve import Reserve
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
 
@@ -225,7 +227,7 @@ class Driver:
 
     def __init__(self, *, overlap=False, choose=lambda sequence_id, index: 0, **limits) -> None:
         policies = {name: limits.pop(name) for name in ("admission", "batching") if name in limits}
-        self.exact = "admission" not in policies
+        self.safe = policies.get("admission", Exact) in (Exact, Reserve)
         self.scheduler = Scheduler(Limits(**{"max_positions": 10_000} | limits), **policies)
         self.executor = ReferenceExecutor(self.scheduler, choose)
         self.overlap = overlap
@@ -293,7 +295,7 @@ class Driver:
             self._settle(*flying)
         self._hear(self.scheduler.drain_events())
         self.scheduler.check()
-        assert self.scheduler.stalls == 0 or not self.exact
+        assert not self.safe or self.scheduler.stalls == 0
         return step is not None or previous is not None
 
     def run(self, turns: int = 100_000) -> None:

@@ -83,6 +83,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     adapter: int = 0
     #: Positions whose embeddings are given; penalties alone count their tokens.
     given: list[GivenVectors] = []
+    #: Tokens that may be drafted in a step, at most, where the engine drafts any.
+    drafts: int = 0
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
@@ -232,13 +234,26 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     swapped_tokens: int = 0
     #: Requests that have ended since the start, by how: of several samples, the last one.
     ended: Ended = Ended()
+    #: Tokens drafted since the start, and those of them that were accepted.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence had drafts in this step."""
+
+    sequence_id: int
+    drafted: int
+    #: Drafts that were drawn and kept: the first ones.
+    accepted: int
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     """Everything one step brought.
 
-    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token. A
-    sequence that ends without a token (its time limit passed in the queue) has token id -1.
+    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token, and
+    several in order of a sequence with drafts. A sequence that ends without a token (its time limit
+    passed in the queue) has token id -1.
     """
 
     #: Number of the last step that has settled; the same as before if this message brings none.
@@ -255,6 +270,7 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     tops: list[Top] = []
     failures: list[Failure] = []
     advanced: list[Advanced] = []
+    drafted: list[Drafted] = []
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):

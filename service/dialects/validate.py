@@ -204,6 +204,9 @@ def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
     field, allowed = "sampling.allowed_token_ids", sampling.allowed_token_ids
     few_entries(field, len(allowed), limits.max_logit_bias, "--max-logit-bias")
     _check_token_ids(field, allowed, limits)
+    field, words = "sampling.bad_words", sampling.bad_words
+    few_entries(field, len(words), limits.max_logit_bias, "--max-logit-bias")
+    _check_texts(field, words, limits)
     if len(sampling.logit_bias) > limits.max_logit_bias:
         problem = f"names {len(sampling.logit_bias)} tokens; at most {limits.max_logit_bias}"
         raise InvalidArgument("sampling.logit_bias", f"{problem} are allowed (--max-logit-bias)")
@@ -232,16 +235,18 @@ def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
     most_new = stopping.max_new_tokens or limits.max_total_tokens
     if stopping.min_new_tokens > most_new:
         _refuse("stopping.min_new_tokens", stopping.min_new_tokens, f"must be at most {most_new}")
-    _check_stops("stopping.stop_sequences", stopping.stop_sequences, limits)
+    field, stops = "stopping.stop_sequences", stopping.stop_sequences
+    few_entries(field, len(stops), limits.max_stop_sequences, "--max-stop-sequences")
+    _check_texts(field, stops, limits)
     field, ids = "stopping.stop_token_ids", stopping.stop_token_ids
     few_entries(field, len(ids), limits.max_logit_bias, "--max-logit-bias")
     _check_token_ids(field, ids, limits)
 
 
-def _check_stops(field: str, stops: Sequence[str], limits: RequestLimits) -> None:
-    few_entries(field, len(stops), limits.max_stop_sequences, "--max-stop-sequences")
-    for at, stop in enumerate(stops):
-        size = len(stop.encode())
+def _check_texts(field: str, texts: Sequence[str], limits: RequestLimits) -> None:
+    """None is empty, and none longer than a stop sequence may be."""
+    for at, text in enumerate(texts):
+        size = len(text.encode())
         if size == 0:
             raise InvalidArgument(f"{field}[{at}]", "is empty")
         if size > (most := limits.max_stop_sequence_bytes):

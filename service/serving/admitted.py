@@ -13,6 +13,7 @@ from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
 from tokenpod.service.rpc.errors import AlreadyExists
 from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.serving.bad_words import token_runs
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.serving.named import NamedCalls
@@ -123,11 +124,12 @@ class AdmittedCall:
             shorten=call.stopping.shorten,
         )
         prompt = tokenised.ids
-        lease.resize(lease.size + ID_BYTES * len(prompt))
+        bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
+        lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         samples = call.sampling.best_of or call.sampling.n or 1
         validate.check_group(len(prompt), new_tokens, samples, serving.limits)
         self._place.queue(len(prompt))
-        request = self._engine_request(call, prompt, new_tokens, samples, deadline_at)
+        request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -189,18 +191,18 @@ class AdmittedCall:
         call: GenerateCall,
         prompt: list[int],
         new_tokens: int,
-        samples: int,
+        bad_words: list[list[int]],
         deadline_at: int | None,
     ) -> Request:
         serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
-        limit = stopping.time_limit_ns
+        limit, samples = stopping.time_limit_ns, call.sampling.best_of or call.sampling.n or 1
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
-        check_allowed(call, eos)
+        check_allowed(call, eos, bad_words)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(samples),
             prompt=prompt,
             sampling=sampling_params(
-                call.sampling, secrets.randbits(64) if seed is None else seed, stopping
+                call.sampling, secrets.randbits(64) if seed is None else seed, stopping, bad_words
             ),
             stopping=StoppingParams(
                 max_new_tokens=new_tokens,

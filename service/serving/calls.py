@@ -24,6 +24,8 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     #: Empty: all.
     allowed_token_ids: Sequence[int] = ()
+    #: Texts; what they are as tokens, `bad_words.token_runs` says.
+    bad_words: Sequence[str] = ()
     seed: int | None = None
     watermark: bool = False
     n: int = 0

@@ -233,6 +233,51 @@ def test_only_allowed_tokens_are_drawn(api: Any) -> None:
     assert list(result.tokens.logprobs) == [0.0] * 8
 
 
+def test_the_tokens_of_a_bad_word_never_follow_each_other(api: Any) -> None:
+    def generated(words: list[str]) -> list[int]:
+        asked = ask(sampling={"bad_words": words}, stopping={"max_new_tokens": 32})
+        return list(once(api, asked).results[0].tokens.token_ids)
+
+    def tokens(text: str) -> list[int]:
+        asked = service.TokenizeRequest(text=text, add_special_tokens=False, return_token_ids=True)
+        return list(api.Tokenize(asked).token_ids)
+
+    def runs(ids: list[int], size: int) -> list[list[int]]:
+        return [ids[at : at + size] for at in range(len(ids) - size + 1)]
+
+    words: dict[str, list[int]] = {}
+    said = generated([])
+    for size in (1, 2, 3, 2, 1):
+        # A text that the tokenizer writes as the model did.
+        texts = (
+            (api.Detokenize(service.DetokenizeRequest(token_ids=run)).text, run)
+            for run in runs(said, size)
+        )
+        text, run = next((text, run) for text, run in texts if tokens(text) == run)
+        words[text] = run
+        said = generated([*words])
+        assert not any(run in runs(said, len(run)) for run in words.values())
+    assert len(words) == 5
+
+
+def test_a_words_tokens_are_counted_in_each_spelling(api: Any) -> None:
+    def tokens(text: str) -> int:
+        return api.Tokenize(
+            service.TokenizeRequest(text=text, add_special_tokens=False)
+        ).token_count
+
+    words = [f"word{at} of {at * at}" for at in range(200)]
+    sizes = {word: tokens(word) + tokens(f" {word}") for word in words}
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, once, api, ask(sampling={"bad_words": words}))
+    assert f"has {sum(sizes.values())} tokens" in error.details()
+    assert "allows 1024 (--max-logit-bias)" in error.details()
+    fits = []
+    while sum(sizes[word] for word in fits) + max(sizes.values()) <= 1000:
+        fits.append(words[len(fits)])
+    allowed = [*range(24)]
+    once(api, ask(sampling={"bad_words": fits, "allowed_token_ids": allowed}))
+
+
 def test_an_end_becomes_likelier(api: Any) -> None:
     def length(**stopping: Any) -> int:
         asked = ask(stopping={"max_new_tokens": 60, **stopping})

@@ -55,7 +55,8 @@ class BadWords:
     @property
     def armed(self) -> Armed:
         """[m]: 1 where the output ends with what comes before this entry in its word, else 0."""
-        return self._armed.astype(np.float32)
+        armed: Armed = self._armed.astype(np.float32)
+        return armed
 
     @property
     def banned(self) -> npt.NDArray[np.int64]:

@@ -34,6 +34,9 @@ MOST_CHAT_MESSAGES = 4096
 #: Ids that `Tokens` lists: writing a message of more would hold up the event loop.
 MOST_RETURNED_IDS = 262_144
 MOST_REQUEST_ID_BYTES = 256
+#: Likeliest tokens of all positions of a prompt: writing the message of more would hold up the
+#: event loop.
+MOST_PROMPT_TOPS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,9 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     _check_sampling(call.sampling, limits)
     _check_samples(call, limits)
     _check_stopping(call.stopping, limits)
-    top_n, most = call.output.top_n_tokens, min(limits.max_top_n_tokens, limits.vocab_size)
-    _at_most("output.top_n_tokens", top_n, most, "--max-top-n-tokens")
+    most = min(limits.max_top_n_tokens, limits.vocab_size)
+    for field in ("top_n_tokens", "prompt_top_n_tokens"):
+        _at_most(f"output.{field}", getattr(call.output, field), most, "--max-top-n-tokens")
     if abs(call.priority) > MOST_PRIORITY:
         _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
     check_request_id(call.request_id)
@@ -155,6 +159,16 @@ def max_new_tokens(
             f" (--max-total-tokens {limits.max_total_tokens})",
         )
     return wanted
+
+
+def check_prompt_tops(prompt_tokens: int, top_n: int) -> None:
+    """How many tokens are told in the place of a prompt's."""
+    if prompt_tokens * top_n > MOST_PROMPT_TOPS:
+        raise InvalidArgument(
+            "output.prompt_top_n_tokens",
+            f"is {top_n}; with {prompt_tokens} prompt tokens at most"
+            f" {MOST_PROMPT_TOPS // prompt_tokens} are possible ({MOST_PROMPT_TOPS} in all)",
+        )
 
 
 def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:

@@ -124,6 +124,7 @@ class AdmittedCall:
             shorten=call.stopping.shorten,
         )
         prompt = tokenised.ids
+        validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         samples = call.sampling.best_of or call.sampling.n or 1
@@ -214,7 +215,9 @@ class AdmittedCall:
             logprobs=call.output.logprobs or samples > 1,
             top_n_tokens=call.output.top_n_tokens,
             ranks=call.output.ranks,
-            prompt_logprobs=call.output.prompt_logprobs,
+            prompt_logprobs=call.output.scores_prompt,
+            prompt_top_n_tokens=min(call.output.prompt_top_n_tokens, serving.limits.vocab_size),
+            prompt_ranks=call.output.prompt_ranks,
             priority=call.priority,
             arrived_at=self._arrived_at,
             deadline_at=deadline_at,

@@ -220,6 +220,49 @@ def test_a_tokens_rank_is_its_place_among_all(api: Any) -> None:
     assert [rank for run in tokens_of(greedy) for rank in run.ranks] == [1] * 8
 
 
+def test_the_likeliest_tokens_at_each_position_of_a_prompt_are_told(api: Any) -> None:
+    """They are those that the model would have generated there."""
+    (result,) = once(api, ask(output={"top_n_tokens": 2, "logprobs": True})).results
+    generated = result.tokens
+    first = stream(api, ask(stopping={"max_new_tokens": 1}, output={"prompt_logprobs": True}))[0]
+    before = list(first.started.prompt_tokens.ids)
+    ids = {"ids": [*before, *generated.token_ids]}
+    asked = pb.GenerateRequest(
+        token_ids=ids,
+        stopping={"max_new_tokens": 1},
+        output={"prompt_top_n_tokens": 2, "ranks": True, "final_text": False},
+    )
+    for told in (
+        once(api, asked).started.prompt_tokens,
+        stream(api, asked)[0].started.prompt_tokens,
+    ):
+        assert list(told.ids) == ids["ids"]
+        assert len(told.texts) == len(told.ids)
+        assert not told.logprobs, "not asked for"
+        assert len(told.ranks) == len(told.top_tokens) == len(told.ids) - 1, "none of the first"
+        for position, top in enumerate(generated.top_tokens, len(before) - 1):
+            scored = told.top_tokens[position]
+            assert list(scored.ids) == list(top.ids)[:2]
+            assert list(scored.logprobs) == pytest.approx(list(top.logprobs)[:2], abs=1e-3)
+            assert len(scored.texts) == 2
+            assert told.ranks[position] == 1, "it was generated greedily"
+        assert max(told.ranks) > 1
+    assert not first.started.prompt_tokens.top_tokens
+    assert not first.started.prompt_tokens.ranks
+
+
+def test_a_long_prompts_top_tokens_are_told_in_pieces(api: Any) -> None:
+    def request(tokens: int, top_n: int) -> pb.GenerateRequest:
+        return pb.GenerateRequest(
+            token_ids={"ids": [at % 500 for at in range(tokens)]},
+            stopping={"max_new_tokens": 1},
+            output={"prompt_top_n_tokens": top_n},
+        )
+
+    told = once(api, request(1900, 5)).started.prompt_tokens
+    assert [len(top.ids) for top in told.top_tokens] == [5] * 1899
+
+
 def test_only_allowed_tokens_are_drawn(api: Any) -> None:
     allowed = [44, 300, 5, 17]
     greedy = ask(sampling={"allowed_token_ids": allowed}, output={"logprobs": True})

@@ -51,6 +51,7 @@ BAD: dict[str, dict[str, Any]] = {
     "sampling.bad_words": {
         "sampling": {"bad_words": ["y z " * 60] * 16 + ["y z" * at for at in range(1, 60)]}
     },
+    "output.prompt_top_n_tokens": {"output": {"prompt_top_n_tokens": 6}},
     "chat.messages": {"chat": {}},
     "chat.messages[0].content[0]": {"chat": {"messages": [{"role": "user", "content": [{}]}]}},
 }

@@ -22,7 +22,6 @@ NOT_BUILT = frozenset(
         *("adapter", "constraint"),
         *("chat.messages.content.image", "chat.tool_choice.tool_name"),
         "sampling.beam",
-        "output.prompt_top_n_tokens",
     }
 )
 #: Fields of requests with tools.

@@ -174,7 +174,8 @@ class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
 
     def rank_list(self) -> list[int]:
         """All ranks."""
-        return np.frombuffer(self.ranks, "<i4").tolist()
+        ranks: list[int] = np.frombuffer(self.ranks, "<i4").tolist()
+        return ranks
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

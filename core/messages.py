@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import msgspec
+import numpy as np
 
 from tokenpod.core.placement import Placement
 from tokenpod.core.sampling import SamplingParams
@@ -85,6 +86,10 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     given: list[GivenVectors] = []
     #: Tokens that may be drafted in a step, at most, where the engine drafts any.
     drafts: int = 0
+    #: With `prompt_logprobs`: so many most likely tokens at each position of the prompt, and the
+    #: ranks of its tokens.
+    prompt_top_n_tokens: int = 0
+    prompt_ranks: bool = False
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
@@ -150,6 +155,33 @@ class FinishCode(IntEnum):
     ABORTED = 5
 
 
+class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
+    """What the model thought possible in the place of prompt tokens 1 to n-1; little-endian.
+
+    They travel as bytes: so many Python numbers would hold up the front end's event loop.
+    """
+
+    #: Tokens at each position, the most likely first; of those that tie, the lowest ids.
+    top_n: int
+    #: [n - 1, top_n] int32, and float32 of their log probabilities.
+    top_ids: bytes
+    top_logprobs: bytes
+    #: [n - 1] int32, from 1: the tokens' ranks, the best of those that tie; empty: not asked for.
+    ranks: bytes
+
+    def tops(self, at: int) -> tuple[list[int], list[float]]:
+        """Ids and log probabilities at the position of token `at + 1`."""
+        begin, end = 4 * self.top_n * at, 4 * self.top_n * (at + 1)
+        ids = np.frombuffer(self.top_ids[begin:end], "<i4")
+        logprobs = np.frombuffer(self.top_logprobs[begin:end], "<f4")
+        return ids.tolist(), logprobs.tolist()
+
+    def rank_list(self) -> list[int]:
+        """All ranks."""
+        ranks: list[int] = np.frombuffer(self.ranks, "<i4").tolist()
+        return ranks
+
+
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """A sequence's prompt is complete; comes with its first token."""
 
@@ -160,6 +192,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     began_at: int
     #: Log probabilities of prompt tokens 1 to n-1, where asked for.
     prompt_logprobs: list[float] | None = None
+    #: What more was asked of them.
+    prompt_details: PromptDetails | None = None
 
 
 class Top(msgspec.Struct, frozen=True, array_like=True):

@@ -172,7 +172,8 @@ class Settings(BaseSettings):
     max_top_n_tokens: int = _limit(5, ge=0, le=64)
     """Most likely tokens that a request may ask for."""
     max_logit_bias: int = _limit(1024, ge=0)
-    """Entries of logit_bias, of allowed_token_ids and of stop_token_ids."""
+    """Entries of logit_bias and of stop_token_ids, and of allowed_token_ids and tokens of bad_words
+    together."""
 
     max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
     """Sequences that run at once."""

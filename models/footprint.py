@@ -91,11 +91,16 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
         portion = Portion(shard.numbers(layout.weights), sum(kv.numbers for kv in local.kv_layouts))
         reader = layout.reader
         if reader is not None:
-            quantised = [weight for weight in layout.weights if reader.quantises(weight)]
+            quantised = [
+                # A rank whose part does not begin with the weight cuts groups, if any does.
+                reader.quantised(weight, Shard(min(1, world - 1), world))
+                for weight in layout.weights
+                if reader.quantises(weight)
+            ]
             portion = msgspec.structs.replace(
                 portion,
-                quantised_numbers=shard.numbers(quantised),
-                quantised_bytes=sum(reader.bytes_of(weight, shard) for weight in quantised),
+                quantised_numbers=sum(each.numbers for each in quantised),
+                quantised_bytes=sum(each.size for each in quantised),
             )
         yield world, portion
 

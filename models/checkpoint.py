@@ -179,6 +179,11 @@ class Quantised(NamedTuple):
 class WeightReader(Protocol):
     """Reads weights that are stored, or held, in a format of fewer bits."""
 
+    @property
+    def name(self) -> str:
+        """Of the layout, if the checkpoint has one, and of the formats of what was read so far."""
+        ...
+
     def quantises(self, weight: Weight) -> bool:
         """Whether it reads a weight; others are read as dense ones."""
         ...

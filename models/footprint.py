@@ -39,9 +39,9 @@ def footprint_of(folder: Path, quantize: str | None = None) -> Footprint:
     if not is_native(folder):
         return _through_transformers(folder, quantize)
     if not any(folder.glob("*.safetensors")):
-        return _footprint(read_layout(folder, None, None, quantize), quantize, tensors=False)
+        return _footprint(read_layout(folder, None, None, quantize), tensors=False)
     with Checkpoint(folder) as checkpoint:
-        return _footprint(read_layout(folder, checkpoint, None, quantize), quantize, tensors=True)
+        return _footprint(read_layout(folder, checkpoint, None, quantize), tensors=True)
 
 
 def _through_transformers(folder: Path, quantize: str | None) -> Footprint:
@@ -66,8 +66,8 @@ def _through_transformers(folder: Path, quantize: str | None) -> Footprint:
     )
 
 
-def _footprint(layout: Layout, quantize: str | None, *, tensors: bool) -> Footprint:
-    spec = layout.spec
+def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
+    spec, portions = layout.spec, dict(_portions(layout))
     return Footprint(
         architecture=spec.architecture,
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
@@ -76,8 +76,8 @@ def _footprint(layout: Layout, quantize: str | None, *, tensors: bool) -> Footpr
         intermediate_size=spec.widest,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
-        portions=dict(_portions(layout)),
-        quantize=quantize or "none",
+        portions=portions,
+        quantize=layout.reader.name if layout.reader else "none",
     )
 
 

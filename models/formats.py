@@ -55,7 +55,7 @@ def reader_for(
         raise ModelError(
             f"quantize is {quantize}: {spec.architecture} has experts, which are held as they are"
         )
-    return MadeAtLoad(MADE_AT_LOAD[made])
+    return MadeAtLoad(made, MADE_AT_LOAD[made])
 
 
 def _check_layout(quantize: str | None, layout: PublishedLayout) -> None:
@@ -72,6 +72,7 @@ def _check_layout(quantize: str | None, layout: PublishedLayout) -> None:
 class MadeAtLoad:
     """Makes weights of a format from those of a dense checkpoint."""
 
+    name: str
     format: type[QuantisedWeight]
 
     def quantises(self, weight: Weight) -> bool:

@@ -258,6 +258,7 @@ def load_model(
         parameters=WHOLE.numbers(weights),
         kv_scales=scales,
         unused=layout.unused,
+        quantization=layout.reader.name if layout.reader else "",
     )
 
 

@@ -31,6 +31,13 @@ class PublishedReader:
     there: Collection[str] | None
     _schemes: dict[tuple[str, bool], Scheme | None] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """Of the layout, and of the formats of the modules that have been asked for."""
+        formats = {scheme.format for scheme in self._schemes.values() if scheme is not None}
+        held = " and ".join(sorted(formats))
+        return held if held == self.layout.name else f"{self.layout.name} {held}".rstrip()
+
     def quantises(self, weight: Weight) -> bool:
         """Whether any of its sources is quantised."""
         return any(self._scheme(weight, source) is not None for source in weight.sources)

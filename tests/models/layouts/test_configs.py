@@ -203,6 +203,18 @@ def test_size_counts_what_is_held(tmp_path):
     assert footprint_of(pair.packed).weight_bytes(2, 4) == found
 
 
+@pytest.mark.parametrize(
+    ("config", "module", "name"),
+    [(GPTQ, gptq, "gptq int4"), (FP8, packers.floats, "fp8"), (None, packers.signed, "")],
+)
+def test_a_model_names_what_its_weights_are_held_in(config, module, name, tmp_path):
+    pair = make_pair(tmp_path, config, module)
+    folder = pair.packed if config else pair.dense
+    model = load_model(folder, dtype=None, device=CPU, progress=lambda done, total: None)
+    assert model.quantization == name
+    assert footprint_of(folder).quantize == (name or "none")
+
+
 def group(**changes):
     weights = INT8["config_groups"]["group_0"]["weights"] | changes
     return {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}

@@ -8,7 +8,7 @@ from math import gcd
 import torch
 
 from tokenpod.kernels.formats.grouped import GroupedWeight
-from tokenpod.kernels.formats.int4 import Int4Weight
+from tokenpod.kernels.formats.int4 import Int4Weight, block_of
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.weight import QuantisedWeight
 
@@ -64,11 +64,12 @@ class Grouping:
             return len(outputs) * (len(inputs) + per_group * groups) + 4 * len(inputs)
         # As Int4Weight cuts a group at the first input: none is longer than what divides both.
         length = self.length(whole)
-        groups = -(-len(inputs) // gcd(length, inputs.start))
-        groups = self.count(whole) if ordered else groups
-        words = -(-len(inputs) // 128) * 16
+        length = length if ordered else gcd(length, inputs.start)
+        groups = self.count(whole) if ordered else -(-len(inputs) // length)
+        block = block_of(length)
+        numbers = -(-len(inputs) // block) * block // 2
         index = 12 * len(inputs) if ordered else 0
-        return len(outputs) * (4 * words + (3 if zeros else 2) * groups) + index
+        return len(outputs) * (numbers + (3 if zeros else 2) * groups) + index
 
     def held(
         self,
@@ -89,8 +90,10 @@ class Grouping:
             # Fewer bits are numbers of 4 with zeros of their own.
             if zero is None and self.bits < 4:
                 zero = torch.full_like(scale, self.middle, dtype=torch.uint8)
-            length = self.length(numbers.shape[1])
-            return Int4Weight.of(numbers, scale.contiguous(), zero, length, index)
+            length = self.length(numbers.shape[1]) if index is None else self.size
+            return Int4Weight.of(
+                numbers, scale.contiguous(), zero, length or numbers.shape[1], index
+            )
         if scale.shape[1] == 1 and zero is None:
             signed = (numbers.to(torch.int16) - MIDDLE).to(torch.int8)
             return Int8Weight(signed, scale[:, 0].float().contiguous())

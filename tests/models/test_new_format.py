@@ -91,6 +91,7 @@ class Published:
     """A layout of checkpoints, with the inputs of every second layer's groups out of order."""
 
     NAMES = ("packed", "scale", "zero", "group")
+    name = "published"
 
     def quantises(self, weight):
         return weight.multiplied and not weight.name.startswith("2.")

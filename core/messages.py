@@ -369,6 +369,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rows: int = 0
     #: Whether rows are padded to the longest of their batch, for which routers then budget.
     requires_padding: bool = False
+    #: What weights of fewer bits are held in; empty: there are none.
+    quantization: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -397,7 +399,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     memory_fraction: float = 0.9
     #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
     kv_cache_dtype: str = "auto"
-    #: "int8" for products' weights of 8 bits; None: as the rest of the model.
+    #: A value of `core.formats.Quantize`; None: as the checkpoint has its weights.
     quantize: str | None = None
     #: A JSON object of fields that replace those of config.json.
     config_override: str | None = None

@@ -91,7 +91,10 @@ class Settings(BaseSettings):
     checkpoint's on a GPU, float32 on a CPU."""
     quantize: Quantize = _model("none")
     """Format of the weights of products, made while they are loaded. {formats}; embedding, head and
-    norms stay as they are. Not for mixtures of experts."""
+    norms stay as they are. Not for mixtures of experts. A checkpoint that is quantised needs no
+    value: its config says how, and the name of a layout (gptq, awq, marlin, compressed-tensors,
+    modelopt, fp8, bitsandbytes) is compared with it. Of a dense checkpoint eetq and bitsandbytes
+    make int8, bitsandbytes-nf4 and bitsandbytes-fp4 int4."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""

@@ -84,6 +84,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     adapter: int = 0
     #: Positions whose embeddings are given; penalties alone count their tokens.
     given: list[GivenVectors] = []
+    #: Tokens that may be drafted in a step, at most, where the engine drafts any.
+    drafts: int = 0
     #: With `prompt_logprobs`: so many most likely tokens at each position of the prompt, and the
     #: ranks of its tokens.
     prompt_top_n_tokens: int = 0
@@ -94,6 +96,8 @@ class Abort(Message, frozen=True, array_like=True, tag=True):
     """Forget these sequences and free what they hold. Unknown ids are fine."""
 
     sequence_ids: list[int]
+    #: They are complete: a stop sequence was found in their text. Else nobody wants them any more.
+    stopped: bool = False
 
 
 class Ask(Message, frozen=True, array_like=True, tag=True):
@@ -228,6 +232,19 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     waiting: list[int] = []
 
 
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """Requests that have ended, counted by vLLM's states."""
+
+    #: By end of text, a stop token or a stop sequence.
+    stopped: int = 0
+    #: At their most new tokens, or their time limit.
+    length: int = 0
+    #: Given up by the client, late, or failed.
+    aborted: int = 0
+    #: Refused, because they could never fit.
+    ignored: int = 0
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What the engine holds after a step, or after an abort that no step follows."""
 
@@ -239,19 +256,38 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     slots: int
     free_slots: int
     evictable_slots: int
-    #: Running sequences whose memory was taken since the start, to be computed again.
+    #: Times since the start that a running sequence's memory was taken.
     preemptions: int = 0
     #: Prompt tokens since the start of all requests that have a token, and those of them that were
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Preempted sequences whose keys and values wait in host memory, and tokens since the start
+    #: that went there.
+    swapped: int = 0
+    swapped_tokens: int = 0
+    #: Requests that have ended since the start, by how: of several samples, the last one.
+    ended: Ended = Ended()
+    #: Tokens drafted since the start, and those of them that were accepted.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence had drafts in this step."""
+
+    sequence_id: int
+    drafted: int
+    #: Drafts that were drawn and kept: the first ones.
+    accepted: int
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     """Everything one step brought.
 
-    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token. A
-    sequence that ends without a token (its time limit passed in the queue) has token id -1.
+    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token, and
+    several in order of a sequence with drafts. A sequence that ends without a token (its time limit
+    passed in the queue) has token id -1.
     """
 
     #: Number of the last step that has settled; the same as before if this message brings none.
@@ -268,6 +304,7 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     tops: list[Top] = []
     failures: list[Failure] = []
     advanced: list[Advanced] = []
+    drafted: list[Drafted] = []
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -332,6 +369,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rows: int = 0
     #: Whether rows are padded to the longest of their batch, for which routers then budget.
     requires_padding: bool = False
+    #: What weights of fewer bits are held in; empty: there are none.
+    quantization: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -360,7 +399,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     memory_fraction: float = 0.9
     #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
     kv_cache_dtype: str = "auto"
-    #: "int8" for products' weights of 8 bits; None: as the rest of the model.
+    #: A value of `core.formats.Quantize`; None: as the checkpoint has its weights.
     quantize: str | None = None
     #: A JSON object of fields that replace those of config.json.
     config_override: str | None = None
@@ -370,6 +409,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
+    #: Who may join, by name (see scheduler/policies.py).
+    admission: str = "exact"
+    #: What a step holds, likewise; and TGI's numbers for "alternate".
+    batching: str = "mixed"
+    waiting_served_ratio: float = 0.3
+    max_waiting_tokens: int = 20
     #: None: this engine is alone.
     placement: Placement | None = None
 

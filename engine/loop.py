@@ -96,8 +96,9 @@ class EngineLoop:
         for message in self.link.receive(self._patience()):
             self._take(message)
         step = self.scheduler.plan(self.clock())
-        self._stuck = step is None
         previous, self._flying = self._flying, None
+        # What waits for the step in flight to settle (rows with drafts) can run after that.
+        self._stuck = step is None and previous is None
         if step is not None:
             self._flying = _InFlight(step, self.executor.launch(step.plan))
         if previous is not None:
@@ -121,7 +122,7 @@ class EngineLoop:
             case Request():
                 self.scheduler.submit(message)
             case Abort():
-                self.scheduler.abort(message.sequence_ids)
+                self.scheduler.abort(message.sequence_ids, stopped=message.stopped)
                 for sequence_id in message.sequence_ids:
                     self._scored.pop(sequence_id, None)
             case Advance():
@@ -193,14 +194,11 @@ class EngineLoop:
         tops: list[Top] = []
         if step is not None and result is not None:
             # A surplus token, sampled after its sequence had ended, is in `result` only.
-            sampled = [sequence.id for sequence in step.sampled]
-            where = {sequence_id: at for at, sequence_id in enumerate(settled.sequence_ids)}
-            for sequence_id, logprob in zip(sampled, result.logprobs, strict=True):
-                if (at := where.get(sequence_id)) is not None:
-                    logprobs[at] = logprob
+            logprobs = [result.logprobs[sample] for sample in settled.samples]
+            where = {sample: at for at, sample in enumerate(settled.samples)}
             found = {index: (ids, values) for index, ids, values in result.tops}
             for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):
-                if (at := where.get(sampled[index])) is not None:
+                if (at := where.get(index)) is not None:
                     rank = result.ranks[index] if result.ranks else 0
                     tops.append(Top(at, *found.get(index, ([], [])), rank))
         finished = [
@@ -226,6 +224,7 @@ class EngineLoop:
                 tops=tops,
                 failures=settled.failures,
                 advanced=finished + (advanced or []),
+                drafted=settled.drafted,
             )
         )
         # A prompt that was being scored may have failed, or run out of time, half-way.

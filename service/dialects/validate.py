@@ -57,7 +57,11 @@ class RequestLimits:
     rows: int
 
 
-class PromptTooLong(InvalidArgument):
+class NeverFits(InvalidArgument):
+    """The request is larger than this server could ever take, whatever else runs."""
+
+
+class PromptTooLong(NeverFits):
     """A prompt leaves no room for an answer.
 
     Args:
@@ -153,7 +157,7 @@ def max_new_tokens(
     if wanted > room and shorten:
         return room
     if wanted > room:
-        raise InvalidArgument(
+        raise NeverFits(
             "stopping.max_new_tokens",
             f"is {wanted}; with {prompt_tokens} prompt tokens at most {room} are possible"
             f" (--max-total-tokens {limits.max_total_tokens})",
@@ -177,7 +181,7 @@ def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: Reque
     # tokens' keys and values are never written.
     need = prompt_tokens + samples * (new_tokens - 1) + samples - 1
     if need > limits.slots:
-        raise InvalidArgument(
+        raise NeverFits(
             "sampling.n",
             f"{samples} samples of up to {new_tokens} new tokens need {need} tokens of KV cache;"
             f" this server has {limits.slots} (--max-batch-total-tokens)",

@@ -117,18 +117,15 @@ class AdmittedCall:
         serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
         tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
-        new_tokens = validate.max_new_tokens(
-            min(tokenised.count, call.truncate or tokenised.count),
-            call.stopping.max_new_tokens,
-            serving.limits,
-            shorten=call.stopping.shorten,
-        )
-        prompt = tokenised.ids
+        prompt, samples = tokenised.ids, call.sampling.best_of or call.sampling.n or 1
+        try:
+            new_tokens = self._new_tokens(call, tokenised.count, len(prompt), samples)
+        except validate.NeverFits:
+            self._admission.counters.add(ignored=1)
+            raise
         validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
-        samples = call.sampling.best_of or call.sampling.n or 1
-        validate.check_group(len(prompt), new_tokens, samples, serving.limits)
         self._place.queue(len(prompt))
         request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
         generation = Generation(
@@ -147,6 +144,21 @@ class AdmittedCall:
         if self._unwanted:
             generation.end()
         return generation
+
+    def _new_tokens(self, call: GenerateCall, asked: int, kept: int, samples: int) -> int:
+        """How many tokens each sample may generate, of a prompt of `asked` tokens, `kept` of them.
+
+        Raises NeverFits, or InvalidArgument where there is no token.
+        """
+        limits, stopping = self._serving.limits, call.stopping
+        new_tokens = validate.max_new_tokens(
+            min(asked, call.truncate or asked),
+            stopping.max_new_tokens,
+            limits,
+            shorten=stopping.shorten,
+        )
+        validate.check_group(kept, new_tokens, samples, limits)
+        return new_tokens
 
     def end(self, recorded: ServerCall | None) -> None:
         """Cancel what still runs and report the call; its memory is free.

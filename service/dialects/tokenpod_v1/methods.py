@@ -113,7 +113,7 @@ async def get_load(
     backend: Backend, request: pb.GetLoadRequest, context: Context
 ) -> pb.GetLoadResponse:
     """How busy the pod is."""
-    return load_of(backend.generate.serving, backend.admission.counters.requests)
+    return load_of(backend.generate.serving, backend.admission)
 
 
 async def _extend(numbers: Any, more: Sequence[int]) -> None:

@@ -79,7 +79,7 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: A router's liveness probe: one new token at once, in a row and slots that are reserved for
     #: it. Its prompt has less than PROBE_TOKENS tokens.
     probe: bool = False
-    #: The adapter of its products, from 1; 0: none. Those of one adapter share a salt.
+    #: The number of its adapter, from 1; 0: none. Those of one adapter share a salt.
     adapter: int = 0
     #: Positions whose embeddings are given; penalties alone count their tokens.
     given: list[GivenVectors] = []
@@ -132,6 +132,7 @@ class FailureCode(IntEnum):
     DATA_LOSS = 3
     UNAVAILABLE = 4
     INVALID_ARGUMENT = 5
+    NOT_FOUND = 6
 
 
 class FinishCode(IntEnum):
@@ -268,6 +269,20 @@ class Loading(Message, frozen=True, array_like=True, tag=True):
     total_bytes: int
 
 
+class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that can be used."""
+
+    #: Names this version: what `Request.adapter` says. Never used again.
+    number: int
+    name: str
+    #: SHA-256 of its files, in hexadecimal digits.
+    digest: str
+    #: Largest rank of its modules.
+    rank: int
+    #: Bytes of host memory on rank 0.
+    nbytes: int
+
+
 class Ready(Message, frozen=True, array_like=True, tag=True):
     """The model is warm and can generate."""
 
@@ -298,6 +313,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rows: int = 0
     #: Whether rows are padded to the longest of their batch, for which routers then budget.
     requires_padding: bool = False
+    #: Those that were loaded with the model.
+    adapters: list[AdapterFacts] = []
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -336,6 +353,11 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
+    #: Adapters that running sequences can have at once, and the largest rank of their modules.
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
+    #: Adapters to load with the model: names and folders.
+    adapters: list[tuple[str, str]] = []
     #: None: this engine is alone.
     placement: Placement | None = None
 

@@ -34,6 +34,7 @@ from tokenpod.engine.memory import (
     map_ahead,
 )
 from tokenpod.engine.room import Room, room_for
+from tokenpod.engine.step_executor import no_adapters
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -115,6 +116,7 @@ def _on_host(
         rows=options.max_batch_size + 1,
         vocab_size=model.config.vocab_size,
         group=group,
+        put_adapter=model.adapters.put if model.adapters else no_adapters,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
     return Assembled(executor, room, dtype, overlap=False)
@@ -169,6 +171,7 @@ def _on_device(
         max_positions=positions,
         max_tokens=rows + prompt,
         device=device,
+        put_adapter=model.adapters.put if model.adapters else no_adapters,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:

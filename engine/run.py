@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 
 from tokenpod.core.messages import EngineOptions, Loading, Ready
+from tokenpod.engine.adapters import read_given, space_of
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.device_check import check_attention, check_device
 from tokenpod.engine.exchange import Face
@@ -99,8 +100,10 @@ def load(
         quantize=options.quantize,
         require_manifest=options.require_manifest,
         override=override,
+        adapters=space_of(options),
     )
     config = model.config
+    adapters = read_given(model.adapters, options)
     loaded = time.monotonic()
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
     assembled = assemble(model, options, positions=positions, device=device, group=group)
@@ -113,6 +116,8 @@ def load(
         prefix_caching=options.prefix_caching,
         sharing=own is None,
         scores_prompts=own is None or own.scores_prompts,
+        adapter_slots=options.max_adapters,
+        adapters=frozenset(adapter.number for adapter in adapters),
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),
@@ -133,6 +138,7 @@ def load(
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
+        adapters=adapters,
     )
     return assembled, ready, limits
 

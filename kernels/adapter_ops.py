@@ -55,9 +55,7 @@ class PlanAdapters(Protocol):
 class Adapt(Protocol):
     """What adapters add to one product."""
 
-    def __call__(
-        self, x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
         """X [T, in] -> [T, out] in x's dtype: (x · downᵀ) · upᵀ + bias of each token's adapter.
 
         Zeros for tokens without one. Both products are summed in float32; what lies between them

@@ -104,9 +104,7 @@ class ForwardBatch:
         """The step for products of the tokens at t_index [N] int64 alone, as rows 0 to N - 1."""
         if self.t_adapter is None:
             return self
-        return replace(
-            self, t_adapter=self.t_adapter.index_select(0, t_index), adapters=None
-        )
+        return replace(self, t_adapter=self.t_adapter.index_select(0, t_index), adapters=None)
 
     @property
     def tokens(self) -> int:

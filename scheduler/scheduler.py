@@ -21,6 +21,7 @@ from tokenpod.core.messages import (
     Request,
     Started,
 )
+from tokenpod.scheduler.adapter_slots import AdapterSlots
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
@@ -66,6 +67,7 @@ class Scheduler:
         self._batching = batching(limits.prefill_tokens)
         self._admission = admission(self.kv.table, limits.slots, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
+        self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
         self._batcher = Batcher(self.kv, self._rows, self._admission, self._batching, self._requeue)
         self._routed = Routed()
         self._probes = Probes(self.kv, self._rows)
@@ -79,6 +81,7 @@ class Scheduler:
             planners,
             ledger=self._ledger,
             joining=lambda waiting: self._batching.joining(self._batcher.running, waiting),
+            adapters=self.adapters,
         )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
@@ -96,11 +99,12 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once (see `drain_events`)."""
-        problem = never_fits(request, self.limits)
+        problem, code = never_fits(request, self.limits), FailureCode.INVALID_ARGUMENT
+        if not problem and not self.adapters.knows(request.adapter):
+            problem, code = "its adapter has been unloaded", FailureCode.NOT_FOUND
         if problem:
             for sequence_id in request.sequence_ids:
-                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
-                self._events.failures.append(failure)
+                self._events.failures.append(Failure(sequence_id, code, problem))
             return
         if request.probe:
             self._probes.add(*self._make(request, Owner.PROBE))
@@ -151,7 +155,10 @@ class Scheduler:
         if builder.empty:
             return None
         self._steps += 1
-        return builder.finish(self._steps, self._rows.take_fresh(), self._rows.take_freed())
+        rows = self._rows
+        return builder.finish(
+            self._steps, rows.take_fresh(), rows.take_freed(), self.adapters.take_puts()
+        )
 
     def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
         """Take a step's outcome.
@@ -228,6 +235,7 @@ class Scheduler:
         """Raise AssertionError unless every slot and row is in exactly one place."""
         self.kv.check(self._sequences.values())
         self._rows.check(self._sequences.values())
+        self.adapters.check(self._sequences.values())
         promised = sum(s.bound - s.computed for s in self._routed.sequences)
         assert promised == self._routed.reserved, (promised, self._routed.reserved)
 
@@ -252,6 +260,8 @@ class Scheduler:
         return ledger
 
     def _requeue(self, samples: list[Sequence]) -> None:
+        for sequence in samples:
+            self.adapters.give_back(sequence)
         self._queue.add_again(samples)
         self._queue.freed()
 
@@ -260,6 +270,8 @@ class Scheduler:
         table, samples = self.kv.table, len(request.sequence_ids)
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}
+        for sequence in sequences:
+            self.adapters.enter(sequence)
         return sequences
 
     def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
@@ -354,6 +366,7 @@ class Scheduler:
         self._queue.freed()
         self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
+        self.adapters.leave(sequence)
         sequence.leave()
 
 

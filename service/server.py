@@ -29,6 +29,7 @@ import uvloop
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.dialects.registry import TABLE
+from tokenpod.service.pod.adapters import adapter_folders
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.counters import PodCounters
@@ -71,11 +72,19 @@ log = logging.getLogger("tokenpod")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A pod's first front end; `engine_command` is what runs the engine."""
+    """A pod's first front end.
+
+    Args:
+        settings: the operator's.
+        model_folder: where the model lies.
+        engine_command: what runs the engine.
+        adapters: names and folders of those that are loaded with the model.
+    """
 
     settings: ServerSettings
     model_folder: Path
     engine_command: Sequence[str] = ENGINE_COMMAND
+    adapters: Sequence[tuple[str, str]] = ()
 
     async def run(self) -> int:
         """Serve until a signal; the process's exit status. Raises StartError."""
@@ -216,7 +225,7 @@ class Server:
         drains = DrainRequests(leads=settings.leads)
         life.callback(drains.close)
         ranks = await Ranks.start(
-            engine_options(settings, self.model_folder, state.listener.address),
+            engine_options(settings, self.model_folder, state.listener.address, self.adapters),
             bar.update,
             self.engine_command,
             links=state.counters.count,
@@ -340,8 +349,8 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
     """Run a server in this process; its exit status. One line on standard error if it can't."""
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
-        folder = model_folder(settings)
-        return uvloop.run(Server(settings, folder, engine_command).run())
+        folder, adapters = model_folder(settings), adapter_folders(settings.lora_adapters)
+        return uvloop.run(Server(settings, folder, engine_command, adapters).run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)
         return 1

@@ -92,6 +92,17 @@ class Settings(BaseSettings):
     quantize: Quantize = _model("none")
     """Format of the weights of products, made while they are loaded. {formats}; embedding, head and
     norms stay as they are. Not for mixtures of experts."""
+    lora_adapters: str | None = _model(min_length=1)
+    """LoRA adapters that are loaded with the model, as `NAME=PATH,NAME=PATH@REVISION`: folders in
+    PEFT's layout, or names that are looked up in the local Hugging Face cache. A place without a
+    name is its own. TGI's variable LORA_ADAPTERS means the same."""
+    max_adapters: int | None = _memory(
+        derived="as many as lora-adapters names, 32 at most", ge=0, le=1024
+    )
+    """Adapters that running sequences can have at once; others wait in the host's memory. Their
+    memory is taken at the start."""
+    max_adapter_rank: int = _memory(64, ge=1, le=512)
+    """Largest rank of an adapter. Each of max-adapters takes memory for it."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenpod.core.adapter_files import CONFIG
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import Fields, read_fields
-
-CONFIG = "adapter_config.json"
 
 #: Fields that say nothing about what is computed from the saved tensors.
 _NEUTRAL = frozenset(
@@ -28,9 +27,7 @@ _NEUTRAL = frozenset(
     }
 )
 #: Fields that `read_lora` understands.
-_READ = frozenset(
-    {"r", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"}
-)
+_READ = frozenset({"r", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"})
 #: Ways of initialising that leave the base's weights as they are.
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 

@@ -7,24 +7,22 @@ of A: then what a rank adds is its part of the sum over ranks.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from tokenpod.models.adapters.config import CONFIG, LoraConfig, read_lora
+from tokenpod.core.adapter_files import CONFIG, WEIGHTS, digest_of
+from tokenpod.models.adapters.config import LoraConfig, read_lora
 from tokenpod.models.adapters.targets import Place, Product, Targets
 from tokenpod.models.errors import ModelError
 from tokenpod.models.shard import Shard
 from tokenpod.models.tensor_file import DTYPES, TensorFile
 from tokenpod.models.weights import Division
 
-WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-_HASHED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +68,6 @@ class Base:
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def digest_of(folder: Path) -> str:
-    """SHA-256 of the digests of an adapter's files; ModelError if one can't be read."""
-    whole = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS):
-        own = hashlib.sha256()
-        try:
-            with (folder / name).open("rb") as file:
-                while block := file.read(_HASHED_AT_ONCE):
-                    own.update(block)
-        except OSError as error:
-            raise ModelError(f"{folder / name}: can't be read ({error.strerror})") from None
-        whole.update(own.digest())
-    return whole.hexdigest()
-
-
 def read_adapter(folder: Path, base: Base) -> HostAdapter:
     """This rank's part of the LoRA adapter in `folder`.
 
@@ -98,7 +81,10 @@ def read_adapter(folder: Path, base: Base) -> HostAdapter:
         others = sorted(path.name for path in folder.glob("adapter_model.*"))
         found = f"; {', '.join(others)} is not read" if others else ""
         raise ModelError(f"{folder}: there is no {WEIGHTS}{found}")
-    digest = digest_of(folder)
+    try:
+        digest = digest_of(folder)
+    except OSError as error:
+        raise ModelError(f"{folder}: can't be read ({error.strerror})") from None
     file = TensorFile(folder / WEIGHTS)
     try:
         return _Reader(file, config, base).read(digest)
@@ -215,7 +201,9 @@ class _Reader:
             rows = base.shard.part(source.axes[0])
             stored = source.stored_rows(rows)
             read = self._tensor(name).float()
-            read = read[rows.start : rows.stop] if stored is None else read[torch.from_numpy(stored)]
+            read = (
+                read[rows.start : rows.stop] if stored is None else read[torch.from_numpy(stored)]
+            )
             first = sum(product.rows[: place.part])
             at = slice(first, first + len(read))
             own[at] = read - base.biases[place.weight][at]

@@ -13,6 +13,7 @@ from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
 from tokenpod.service.rpc.errors import AlreadyExists
 from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.serving.adapters import salted
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.serving.named import NamedCalls
@@ -89,8 +90,9 @@ class AdmittedCall:
 
         `limits`: a protocol's own, where it promises other ones.
 
-        Raises InvalidArgument or ResourceExhausted.
+        Raises InvalidArgument, NotFound or ResourceExhausted.
         """
+        self._serving.adapters.find(call.adapter)
         validate.check_generate(call, limits or self._serving.limits)
         self._serving.check_tools(call)
         self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
@@ -196,6 +198,8 @@ class AdmittedCall:
         limit = stopping.time_limit_ns
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
         check_allowed(call, eos)
+        # Found by name at the last moment: what has been replaced meanwhile is not asked for.
+        adapter = serving.adapters.find(call.adapter)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(samples),
             prompt=prompt,
@@ -217,7 +221,8 @@ class AdmittedCall:
             arrived_at=self._arrived_at,
             deadline_at=deadline_at,
             begin_by=self._begin_by(deadline_at, new_tokens),
-            salt=call.salt,
+            salt=salted(call.salt, adapter),
+            adapter=0 if adapter is None else adapter.number,
         )
 
     def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:

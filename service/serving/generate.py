@@ -21,6 +21,7 @@ from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import NotFound
+from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.admitted import AdmittedCall
 from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import ID_BYTES, TokensCall, prompt_bytes
@@ -57,7 +58,14 @@ class GenerateService:
             encoder.tokenizer.template_source, settings.tool_parser, settings.reasoning_parser
         )
         self._serving = Serving(
-            client, encoder, limits, settings, ready, CacheFeed(client), formats
+            client,
+            encoder,
+            limits,
+            settings,
+            ready,
+            CacheFeed(client),
+            formats,
+            Adapters(settings.resolved_adapters, ready.adapters),
         )
         return self._serving
 

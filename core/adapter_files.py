@@ -1,0 +1,23 @@
+"""The files of an adapter in PEFT's layout, and what names their content."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_READ_AT_ONCE = 1 << 20
+
+
+def digest_of(folder: Path) -> str:
+    """SHA-256, in hexadecimal digits, of the SHA-256s of both files. Raises OSError."""
+    whole = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        own = hashlib.sha256()
+        with (folder / name).open("rb") as file:
+            while block := file.read(_READ_AT_ONCE):
+                own.update(block)
+        whole.update(own.digest())
+    return whole.hexdigest()

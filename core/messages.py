@@ -212,6 +212,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Different adapters of running sequences.
+    adapters: int = 0
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):

@@ -215,6 +215,7 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            adapters=len(self.adapters.in_use),
         )
 
     def watch_cache(self, *, wanted: bool) -> None:

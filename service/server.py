@@ -72,13 +72,9 @@ log = logging.getLogger("tokenpod")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A pod's first front end.
+    """A pod's first front end; `engine_command` is what runs the engine.
 
-    Args:
-        settings: the operator's.
-        model_folder: where the model lies.
-        engine_command: what runs the engine.
-        adapters: names and folders of those that are loaded with the model.
+    `adapters`: names and folders of those that are loaded with the model.
     """
 
     settings: ServerSettings

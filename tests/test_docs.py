@@ -31,7 +31,6 @@ FOREIGN = {
     # Of docker and pip.
     *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url"),
     *("--waiting-served-ratio", "--max-waiting-tokens"),
-    "--lora-adapters",
 }
 COMMANDS = {name: app.get_command(None, name) for name in app.list_commands()}
 

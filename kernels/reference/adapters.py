@@ -13,7 +13,7 @@ Segments = list[tuple[int, torch.Tensor]]
 def plan_adapters(t_adapter: torch.Tensor, slots: int) -> AdapterPlan:
     """`Segments`; see `PlanAdapters`. On a GPU it waits for the device."""
     del slots
-    found = [slot for slot in t_adapter.unique().tolist() if slot]
+    found = [slot for slot in torch.unique(t_adapter).tolist() if slot]
     segments: Segments = [(slot - 1, (t_adapter == slot).nonzero().squeeze(1)) for slot in found]
     return segments
 

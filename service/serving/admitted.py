@@ -60,7 +60,7 @@ class AdmittedCall:
         self._name: int | None = None
         #: Its end was asked for, by its name.
         self._unwanted = False
-        self._request_id = ""
+        self._request_id = self._adapter = ""
         self._labels: Mapping[str, str] = {}
 
     @property
@@ -142,7 +142,7 @@ class AdmittedCall:
         )
         serving.client.submit(request, generation)
         self._generation, self._request_id = generation, request_id
-        self._labels = call.labels
+        self._labels, self._adapter = call.labels, call.adapter
         if self._unwanted:
             generation.end()
         return generation
@@ -179,12 +179,15 @@ class AdmittedCall:
                 "cached_tokens": generation.cached_tokens,
                 "generated_tokens": generation.generated_tokens,
                 "finished": generation.finished and generation.late_failure is None,
+                **({"adapter": self._adapter} if self._adapter else {}),
                 **({"labels": self._labels} if self._labels else {}),
             },
         )
         if recorded is not None:
             model_id, request_id = self._serving.model_id, self._request_id
-            recorded.generated(generation, model_id=model_id, request_id=request_id)
+            recorded.generated(
+                generation, model_id=model_id, request_id=request_id, adapter=self._adapter
+            )
 
     def _engine_request(
         self,

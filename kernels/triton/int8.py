@@ -44,6 +44,8 @@ def prepare_int8_linear(
     chosen = Int8Tile() if tile is None else tile
 
     def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.rounding is not None:
+            return weight.multiply(x, bias, delta)
         if len(x) > MOST_TOKENS or x.itemsize > 2:
             y = multiply_widened(x, weight, bias)
             return y if delta is None else y.add_(delta)

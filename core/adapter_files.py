@@ -11,6 +11,15 @@ WEIGHTS = "adapter_model.safetensors"
 _READ_AT_ONCE = 1 << 20
 
 
+def folder_within(root: str, path: str) -> Path:
+    """The folder `path` below `root`, wherever links lead; ValueError if it is not below it."""
+    above = Path(root).resolve()
+    folder = (above / path).resolve()
+    if folder == above or not folder.is_relative_to(above):
+        raise ValueError(f"{path[:200]!r} is no folder below the folder of adapters")
+    return folder
+
+
 def digest_of(folder: Path) -> str:
     """SHA-256, in hexadecimal digits, of the SHA-256s of both files. Raises OSError."""
     whole = hashlib.sha256()

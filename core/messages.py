@@ -124,6 +124,24 @@ class FlushCache(Message, frozen=True, array_like=True, tag=True):
     """Forget every cached prefix that no sequence uses."""
 
 
+class LoadAdapter(Message, frozen=True, array_like=True, tag=True):
+    """Read an adapter, and point its name to it once every rank has it; then `AdapterDone`."""
+
+    op: int
+    name: str
+    #: Of its folder, below each rank's own folder of adapters.
+    path: str
+    #: SHA-256 of its files that is expected, in hexadecimal digits; empty: any.
+    digest: str = ""
+
+
+class UnloadAdapter(Message, frozen=True, array_like=True, tag=True):
+    """Give no request this adapter any more; `AdapterDone` once the last that has it has ended."""
+
+    op: int
+    name: str
+
+
 class FailureCode(IntEnum):
     """Why the engine gave up on a sequence or an `Advance`; each maps to one gRPC status."""
 
@@ -285,6 +303,24 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
+class AdapterList(Message, frozen=True, array_like=True, tag=True):
+    """The adapters that requests can have from now on; for every front end."""
+
+    loaded: list[AdapterFacts]
+
+
+class AdapterDone(Message, frozen=True, array_like=True, tag=True):
+    """What became of a `LoadAdapter` or an `UnloadAdapter`. For the first front end."""
+
+    op: int
+    #: Of an adapter that was loaded.
+    facts: AdapterFacts | None = None
+    #: None: it is done.
+    failure: FailureCode | None = None
+    #: One line for the operator.
+    message: str = ""
+
+
 class Ready(Message, frozen=True, array_like=True, tag=True):
     """The model is warm and can generate."""
 
@@ -358,11 +394,25 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: Adapters that running sequences can have at once, and the largest rank of their modules.
     max_adapters: int = 0
     max_adapter_rank: int = 0
+    #: Adapters that are kept in the host's memory at once.
+    max_loaded_adapters: int = 128
+    #: Where those lie that are loaded while serving.
+    adapter_folder: str = ""
     #: Adapters to load with the model: names and folders.
     adapters: list[tuple[str, str]] = []
     #: None: this engine is alone.
     placement: Placement | None = None
 
 
-ToEngine = Request | Abort | Advance | Ask | WatchCache | FlushCache | EngineOptions
-FromEngine = StepOutputs | CacheEvents | Loading | Ready | Broken
+ToEngine = (
+    Request
+    | Abort
+    | Advance
+    | Ask
+    | WatchCache
+    | FlushCache
+    | LoadAdapter
+    | UnloadAdapter
+    | EngineOptions
+)
+FromEngine = StepOutputs | CacheEvents | AdapterList | AdapterDone | Loading | Ready | Broken

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from tokenpod.core.messages import EngineOptions, Loading, Ready
-from tokenpod.engine.adapters import read_given, space_of
+from tokenpod.engine.adapters import Adapters, OwnAdapters, read_given, space_of
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.device_check import check_attention, check_device
 from tokenpod.engine.exchange import Face
@@ -40,19 +40,31 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     if member is not None:
         member.come_up(ready.slots)
     link.send(ready)
+    store = assembled.adapters
     if member is not None and not member.leads:
-        follow(member, assembled.executor)
+        own = OwnAdapters(store, options.adapter_folder, member.placement.rank)
+        follow(member, assembled.executor, own)
     launcher = member.leading(assembled.executor) if member else assembled.executor
-    EngineLoop(link, Scheduler(limits), launcher, overlap=assembled.overlap).run()
+    scheduler = Scheduler(limits)
+    adapters = Adapters(
+        store,
+        scheduler.adapters,
+        ready.adapters,
+        root=options.adapter_folder,
+        most=options.max_loaded_adapters,
+        send=link.send,
+        followers=member.followers if member else None,
+    )
+    EngineLoop(link, scheduler, launcher, overlap=assembled.overlap, adapters=adapters).run()
 
 
-def follow(member: Member, executor: Executor) -> NoReturn:
+def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:
     """Take every step that the leader plans, one ahead of the step that is waited for.
 
     Raises RankLost when the group is over.
     """
     flying = None
-    for plan in member.plans():
+    for plan in member.plans(adapters):
         launched = executor.launch(plan)
         if flying is not None:
             flying.wait()

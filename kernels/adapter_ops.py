@@ -16,39 +16,32 @@ AdapterPlan = Any
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """Every slot's part of one product. The tensors stay where they are; what they hold changes.
+    """Every slot's part of one product: views of memory that stays; what it holds changes.
 
-    Ranks that an adapter does not use are zeros, and so is a slot without an adapter.
+    Along R only the ranks that a slot's adapter has mean anything. An adapter that leaves a product
+    as it is has zeros there.
     """
 
-    #: [S, P · R, in]: each part's factor that inputs are multiplied with.
+    #: [S, P, R, in]: each part's factor that inputs are multiplied with.
     down: torch.Tensor
-    #: [S, out, R]: what these are multiplied with then, scale and all; a row has its part's ranks.
+    #: [S, R, out]: what these are multiplied with then, scale and all; an output has its part's.
     up: torch.Tensor
     #: [S, out] is added to each token; None: the product has no bias that could be another.
     bias: torch.Tensor | None
-    #: Rows of `up` of each part; they add up to out.
+    #: Outputs of each part; they add up to out.
     rows: tuple[int, ...]
-    #: [S] int32: the largest rank that an adapter has in any product.
-    ranks: torch.Tensor
-
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.up.shape[2]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the product's own tensors."""
-        tensors = (self.down, self.up, self.bias)
-        return sum(x.nbytes for x in tensors if x is not None)
 
 
 class PlanAdapters(Protocol):
     """Find, once a step, which tokens have which adapter."""
 
-    def __call__(self, t_adapter: torch.Tensor, slots: int) -> AdapterPlan:
-        """T_adapter [T] int64: each token's slot, from 1; 0: none."""
+    def __call__(self, t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
+        """What each token has, and how much of it there is.
+
+        Args:
+            t_adapter: [T] int64, each token's slot, from 1; 0: none.
+            ranks: [S] int32, the rank of each slot's adapter.
+        """
         ...
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 
+import msgspec
+
 from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
@@ -121,7 +123,12 @@ class Scheduler:
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
             return failure
-        fresh = [sequence for r in op.start for sequence in self._make(r, Owner.ROUTER)]
+        # A router's request of an adapter that has gone is the base model's, as of any other name.
+        known = [
+            r if self.adapters.knows(r.adapter) else msgspec.structs.replace(r, adapter=0)
+            for r in op.start
+        ]
+        fresh = [sequence for r in known for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
             self._queue.add([sequence])
         resumed = [self._sequences[sequence_id] for sequence_id in op.resume]

@@ -24,6 +24,7 @@ _FILES = (
     "tls_key",
     "tls_client_ca",
     "auth_token_file",
+    "adapter_token_file",
     "shard_tls_cert",
     "shard_tls_key",
     "shard_tls_ca",
@@ -113,6 +114,19 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
         return
     if named and s.max_adapters == 0:
         yield "--max-adapters is 0: --lora-adapters names some"
+    if len(named) > s.max_loaded_adapters:
+        yield (
+            f"--lora-adapters names {len(named)}: at most --max-loaded-adapters, which is"
+            f" {s.max_loaded_adapters}, are kept"
+        )
+    if s.adapter_folder is not None and not s.adapter_folder.is_dir():
+        yield f"--adapter-folder is {s.adapter_folder}: there is no such folder"
+    if s.adapter_token_file is None:
+        return
+    if s.adapter_folder is None:
+        yield f"--adapter-token-file is {s.adapter_token_file}: --adapter-folder is needed with it"
+    if not s.resolved_adapters:
+        yield f"--adapter-token-file is {s.adapter_token_file}: --max-adapters is needed with it"
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

@@ -54,7 +54,13 @@ from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind_all, check_ports, public_server
+from tokenpod.service.rpc.listen import (
+    StartError,
+    authorising_adapters,
+    bind_all,
+    check_ports,
+    public_server,
+)
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
@@ -156,6 +162,7 @@ class Server:
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
             trusting = [*telemetry.interceptors(TABLE.untraced), ErrorInterceptor()]
+            trusting += authorising_adapters(settings, TABLE)
             trusting.append(intake_of(settings, backend, trusted=True))
             socket = await RouterSocket.listen(settings, path, backend, board, trusting)
             stack.push_async_callback(socket.stop, None)

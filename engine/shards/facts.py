@@ -12,11 +12,12 @@ from tokenpod.core.adapter_files import digest_of
 from tokenpod.core.messages import EngineOptions
 
 #: Of the messages in protos/tokenpod/shard/v1.
-PROTOCOL = 2
+PROTOCOL = 3
 
 #: Options that each rank may have its own way. A new option must agree unless it is named here.
 _LOCAL = frozenset(
-    {"model_folder", "device", "threads", "memory_fraction", "placement", "adapters"}
+    {"model_folder", "device", "threads", "memory_fraction", "placement"}
+    | {"adapters", "adapter_folder"}
 )
 _DIGITS = 12
 _INDEX = "model.safetensors.index.json"

@@ -47,12 +47,6 @@ class HostAdapter:
     digest: str
     products: dict[str, Factors] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the host."""
-        tensors = [t for f in self.products.values() for t in (f.down, f.up, f.bias)]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
 
 @dataclass(frozen=True, slots=True)
 class Base:

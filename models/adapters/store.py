@@ -15,8 +15,8 @@ import torch
 from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
-from tokenpod.models.adapters.files import Base, HostAdapter, read_adapter
-from tokenpod.models.adapters.targets import Product, Targets, products_of
+from tokenpod.models.adapters.files import Base, read_adapter
+from tokenpod.models.adapters.targets import Targets, aligned, products_of, slot_shape
 from tokenpod.models.linear import Read, Weights
 from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Weight
@@ -32,8 +32,26 @@ class Space:
     rank: int
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An adapter on the host, as a slot has it."""
+
+    rank: int
+    digest: str
+    #: [rows, numbers] as `targets.slot_shape`, without ranks that it does not have.
+    numbers: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return self.numbers.nbytes
+
+
 class AdapterStore:
     """The adapters of one rank of a model, and what they add to its products.
+
+    A slot has the numbers of a rank, of all products, beside each other: so an adapter is put there
+    by one copy of as many bytes as it has.
 
     Args:
         base: what adapters must fit.
@@ -44,35 +62,56 @@ class AdapterStore:
 
     def __init__(self, base: Base, space: Space, ops: Operations, device: torch.device) -> None:
         self._base, self._ops, self._device = base, ops, device
-        self.slots = space.slots
         self._ranks = torch.zeros(space.slots, dtype=torch.int32, device=device)
-        self._weights = {
-            name: _slots_of(product, space, base.dtype, self._ranks)
-            for name, product in base.products.items()
-        }
+        shape = (space.slots, *slot_shape(base.products.values(), space.rank))
+        # Written at once: memory that is only promised would be taken under load.
+        self._slots = torch.empty(shape, dtype=base.dtype, device=device).zero_()
+        self._weights = self._views(self._slots)
         #: By the number that requests have.
-        self._read: dict[int, HostAdapter] = {}
+        self._read: dict[int, Packed] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return sum(weights.nbytes for weights in self._weights.values())
+        return self._slots.nbytes
+
+    def _views(self, slots: torch.Tensor) -> dict[str, AdapterWeights]:
+        """Each product's part of slots [S, rows, numbers]."""
+        products = self._base.products.values()
+        biases = any(product.has_bias for product in products)
+        ranks, at, found = slots[:, int(biases) :], 0, {}
+        for product in products:
+            parts, end = len(product.rows), at + product.numbers
+            up = end - aligned(product.outputs)
+            down = ranks[:, :, at : at + parts * product.inputs]
+            found[product.name] = AdapterWeights(
+                down=down.unflatten(2, (parts, product.inputs)).transpose(1, 2),
+                up=ranks[:, :, up : up + product.outputs],
+                bias=slots[:, 0, up : up + product.outputs] if product.has_bias else None,
+                rows=product.rows,
+            )
+            at = end
+        return found
 
     # -- adapters on the host ------------------------------------------------------------------
 
-    def read(self, folder: Path) -> HostAdapter:
+    def read(self, folder: Path) -> Packed:
         """This rank's part of an adapter. Any thread may read. Raises ModelError."""
         adapter = read_adapter(folder, self._base)
-        if self._device.type != "cuda":
-            return adapter
-        # So that copies to the device need not wait for the host.
-        pinned = {
-            name: replace(f, down=f.down.pin_memory(), up=f.up.pin_memory())
-            for name, f in adapter.products.items()
-        }
-        return replace(adapter, products=pinned)
+        shape = slot_shape(self._base.products.values(), adapter.rank)
+        # Pinned, so that its copy to a GPU need not wait for the host.
+        pinned = self._device.type == "cuda"
+        numbers = torch.zeros(shape, dtype=self._base.dtype, pin_memory=pinned)
+        views = self._views(numbers[None])
+        for name, factors in adapter.products.items():
+            weights, rank = views[name], factors.up.shape[1]
+            weights.down[0, :, :rank] = factors.down
+            weights.up[0, :rank] = factors.up.t()
+            if weights.bias is not None and factors.bias is not None:
+                weights.bias[0] = factors.bias
+        return Packed(adapter.rank, adapter.digest, numbers)
 
-    def keep(self, number: int, adapter: HostAdapter) -> None:
+    def keep(self, number: int, adapter: Packed) -> None:
         """Know an adapter by its number from now on."""
         self._read[number] = adapter
 
@@ -85,20 +124,7 @@ class AdapterStore:
     def put(self, slot: int, number: int) -> None:
         """Put an adapter into a slot, from 1, in the order of the device's queue."""
         adapter, at = self._read[number], slot - 1
-        for name, weights in self._weights.items():
-            factors = adapter.products.get(name)
-            weights.down[at].zero_()
-            weights.up[at].zero_()
-            if weights.bias is not None:
-                weights.bias[at].zero_()
-            if factors is None:
-                continue
-            parts, rank, inputs = factors.down.shape
-            down = weights.down[at].view(parts, weights.rank, inputs)
-            down[:, :rank].copy_(factors.down, non_blocking=True)
-            weights.up[at, :, :rank].copy_(factors.up, non_blocking=True)
-            if weights.bias is not None and factors.bias is not None:
-                weights.bias[at].copy_(factors.bias, non_blocking=True)
+        self._slots[at, : len(adapter.numbers)].copy_(adapter.numbers, non_blocking=True)
         self._ranks[at : at + 1].fill_(adapter.rank)
 
     # -- steps ---------------------------------------------------------------------------------
@@ -107,7 +133,7 @@ class AdapterStore:
         """A step whose products know which tokens have which adapter."""
         if batch.t_adapter is None:
             return batch
-        return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self.slots))
+        return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
 
     def delta(self, name: str, x: Read, step: ForwardBatch | None) -> torch.Tensor | None:
         """What is added to a product's sum; see `models.linear.Delta`."""
@@ -144,19 +170,3 @@ def store_of(
     }
     base = Base(targets, products, shard, table.dtype, space.rank, biases)
     return AdapterStore(base, space, ops, table.device)
-
-
-def _slots_of(
-    product: Product, space: Space, dtype: torch.dtype, ranks: torch.Tensor
-) -> AdapterWeights:
-    def zeros(*shape: int) -> torch.Tensor:
-        # Written at once: memory that is only promised would be taken under load.
-        return torch.empty(space.slots, *shape, dtype=dtype, device=ranks.device).zero_()
-
-    return AdapterWeights(
-        down=zeros(len(product.rows) * space.rank, product.inputs),
-        up=zeros(product.outputs, space.rank),
-        bias=zeros(product.outputs) if product.has_bias else None,
-        rows=product.rows,
-        ranks=ranks,
-    )

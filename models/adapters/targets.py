@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
+
 from tokenpod.models.families.family import Family
 from tokenpod.models.names import weights_of
 from tokenpod.models.shard import Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Source, Weight
+
+_ALIGNMENT = 16
 
 _EXPERTS = "experts are adapted only if an adapter is fused into the base at load"
 
@@ -43,10 +47,10 @@ class Product:
         """Of all parts."""
         return sum(self.rows)
 
-    def numbers(self, rank: int) -> int:
-        """Numbers of one slot of that rank."""
-        bias = self.outputs if self.has_bias else 0
-        return rank * (len(self.rows) * self.inputs + self.outputs) + bias
+    @property
+    def numbers(self) -> int:
+        """Numbers of each rank, those of the first factor before those of the second."""
+        return aligned(len(self.rows) * self.inputs) + aligned(self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,19 @@ def products_of(weights: Iterable[Weight], shard: Shard) -> list[Product]:
 
 def slot_numbers(weights: Iterable[Weight], shard: Shard, rank: int) -> int:
     """Numbers of one slot for adapters of that rank, on one rank of the model."""
-    return sum(product.numbers(rank) for product in products_of(weights, shard))
+    return slot_shape(products_of(weights, shard), rank).numel()
+
+
+def slot_shape(products: Iterable[Product], rank: int) -> torch.Size:
+    """Of a slot: what belongs to biases, if any can change, then to each rank, in all products."""
+    products = list(products)
+    biases = any(product.has_bias for product in products)
+    return torch.Size((rank + biases, sum(product.numbers for product in products)))
+
+
+def aligned(numbers: int) -> int:
+    """So many, and up to the next multiple of 16: kernels read whole lines."""
+    return -(-numbers // _ALIGNMENT) * _ALIGNMENT
 
 
 def _adapted(weight: Weight) -> bool:

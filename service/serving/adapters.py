@@ -28,6 +28,10 @@ class Adapters:
         """The adapters that can be used from now on."""
         self._named = {each.name: each for each in facts}
 
+    def remove(self, name: str) -> None:
+        """Nobody finds this adapter any more."""
+        self._named.pop(name, None)
+
     @property
     def loaded(self) -> list[AdapterFacts]:
         """All of them, by name."""

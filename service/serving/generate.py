@@ -57,6 +57,9 @@ class GenerateService:
         formats = formats_of(
             encoder.tokenizer.template_source, settings.tool_parser, settings.reasoning_parser
         )
+        told = ready.adapters if client.adapters is None else client.adapters
+        adapters = Adapters(settings.resolved_adapters, told)
+        client.on_adapters = lambda told: adapters.take(told.loaded)
         self._serving = Serving(
             client,
             encoder,
@@ -65,7 +68,7 @@ class GenerateService:
             ready,
             CacheFeed(client),
             formats,
-            Adapters(settings.resolved_adapters, ready.adapters),
+            adapters,
         )
         return self._serving
 

@@ -218,7 +218,7 @@ def test_what_ranks_add_together_is_what_one_adds(family, golden, tmp_path):
     targets = whole._base.targets
     divided = {p.weight: p.source for places in targets.places.values() for p in places}
     for product, weights in whole._weights.items():
-        x = torch.randn(3, weights.down.shape[2], generator=torch.Generator().manual_seed(1))
+        x = torch.randn(3, weights.down.shape[3], generator=torch.Generator().manual_seed(1))
         expected = _delta(whole, product, x)
         inputs = divided[product].axes[1].division is not Division.WHOLE
         own = x.chunk(world, dim=-1) if inputs else [x] * world
@@ -261,7 +261,7 @@ def _store(base, shard, lora):
 def _delta(store, product, x):
     from tokenpod.kernels.reference.adapters import adapt, plan_adapters
 
-    plan = plan_adapters(torch.ones(len(x), dtype=torch.int64), 1)
+    plan = plan_adapters(torch.ones(len(x), dtype=torch.int64), store._ranks)
     return adapt(x, store._weights[product], plan)
 
 

@@ -21,8 +21,10 @@ from tokenpod.models.load import load_model
 from tokenpod_client.protos.fmaas import generation_pb2 as tgis
 from tokenpod_client.protos.fmaas.generation_pb2_grpc import GenerationServiceStub as TgisStub
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import adapter_service_pb2 as service_pb
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 DEMO = Path(tokenpod.models.demo.__file__).parent
@@ -69,11 +71,18 @@ def named(adapters: dict[str, Any]) -> str:
     return ",".join(f"{name}={lora.folder}" for name, lora in adapters.items())
 
 
+def changing(folder: Path) -> list[str]:
+    """Flags of a server whose adapters below `folder` can come and go."""
+    (folder / "tokens").write_text("secret\n")
+    flags = ["--max-adapters", "2", "--max-loaded-adapters", "4"]
+    return [*flags, "--adapter-folder", str(folder), "--adapter-token-file", f"{folder}/tokens"]
+
+
 @pytest.fixture(scope="module")
 def pod(adapters: dict[str, Any]) -> Iterator[ServerProcess]:
     """Two slots for three adapters, whose names TGI's variable has."""
-    env = {**ENV, "LORA_ADAPTERS": named(adapters)}
-    with serve(*FLAGS, "--max-adapters", "2", "--max-adapter-rank", "8", env=env) as running:
+    env, folder = {**ENV, "LORA_ADAPTERS": named(adapters)}, adapters["sql"].folder.parent
+    with serve(*FLAGS, "--max-adapter-rank", "8", *changing(folder), env=env) as running:
         yield running
         assert running.stop() == 0
 
@@ -144,6 +153,137 @@ def test_without_adapters_the_field_is_no_feature(server: ServerProcess) -> None
     assert error.details() == "there is no adapter 'x'; this server has none"
 
 
+# -- coming and going --------------------------------------------------------------------------
+
+TOKEN = {"metadata": (("authorization", "Bearer secret"),), "timeout": 60}
+
+
+@pytest.fixture(scope="module")
+def admin(pod: ServerProcess) -> Any:
+    return AdapterServiceStub(pod.channel())
+
+
+def load(admin: Any, name: str, path: str, digest: str = "") -> Any:
+    asked = service_pb.LoadAdapterRequest(name=name, path=path, digest=digest)
+    return admin.LoadAdapter(asked, **TOKEN).adapter
+
+
+def unload(admin: Any, name: str) -> None:
+    admin.UnloadAdapter(service_pb.UnloadAdapterRequest(name=name), **TOKEN)
+
+
+def test_an_adapter_comes_is_replaced_and_goes(
+    admin: Any, api: Any, expected: dict[str, Any]
+) -> None:
+    first = load(admin, "new", "sql")
+    assert (first.name, first.rank) == ("new", 4)
+    assert tokens(api, "new") == expected["sql"]
+    second = load(admin, "new", "law", digest=api_digest(api, "law"))
+    assert second.digest != first.digest
+    assert tokens(api, "new") == expected["law"]
+    unload(admin, "new")
+    error = refused(grpc.StatusCode.NOT_FOUND, tokens, api, "new")
+    assert "'chat', 'law', 'sql'" in str(error.details())
+    error = refused(grpc.StatusCode.NOT_FOUND, unload, admin, "new")
+    assert "there is no adapter 'new'" in str(error.details())
+    assert tokens(api, "law") == expected["law"]
+
+
+def api_digest(api: Any, name: str) -> str:
+    model = api.GetModel(service.GetModelRequest(), timeout=30).model
+    return next(each.digest for each in model.adapters if each.name == name)
+
+
+def test_what_runs_keeps_its_version_and_unloading_waits_for_it(admin: Any, api: Any) -> None:
+    load(admin, "long", "sql")
+    asked = request("long")
+    asked.stopping.max_new_tokens = 300
+
+    def ids(events: Any) -> list[int]:
+        return [i for e in events if e.WhichOneof("event") == "tokens" for i in e.tokens.token_ids]
+
+    alone = ids(api.Generate(asked, timeout=120))
+    stream = api.Generate(asked, timeout=120)
+    assert next(stream).WhichOneof("event") == "started"
+    load(admin, "long", "law")
+    with ThreadPoolExecutor(1) as pool:
+        unloading = pool.submit(unload, admin, "long")
+        assert ids(stream) == alone
+        unloading.result(60)
+    assert len(alone) == 300
+
+
+BAD_LOADS = {
+    "no such folder": ({"path": "nowhere"}, "path is 'nowhere': below --adapter-folder there is"),
+    "outside": ({"path": f"../../../../../..{DEMO}"}, "below --adapter-folder there is no adapter"),
+    "the folder itself": ({"path": "."}, "below --adapter-folder there is no adapter"),
+    "no path": ({}, "path is empty"),
+    "no name": ({"name": "", "path": "law"}, "name is not 1 to 256"),
+    "a list": ({"name": "a,b", "path": "law"}, "name is not 1 to 256"),
+    "a digest of another kind": ({"path": "law", "digest": "md5:1"}, "digest is not `sha256:`"),
+    "another digest": ({"path": "law", "digest": f"sha256:{'0' * 64}"}, "was asked for"),
+    "a rank too large": ({"path": "wide"}, "has rank 9; at most 8 is served (--max-adapter-rank)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LOADS)
+def test_a_load_that_fails_leaves_the_version_that_serves(
+    case: str, admin: Any, api: Any, adapters: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    fields, said = BAD_LOADS[case]
+    if fields.get("path") == "wide":
+        folder = adapters["sql"].folder.parent / "wide"
+        write_lora(folder, DEMO, {"model.layers.0.mlp.up_proj": 9}, r=9)
+    asked = service_pb.LoadAdapterRequest(**{"name": "sql"} | fields)
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, lambda: admin.LoadAdapter(asked, **TOKEN))
+    assert said in str(error.details())
+    assert tokens(api, "sql") == expected["sql"]
+
+
+def test_more_adapters_than_the_host_may_keep_are_refused(admin: Any) -> None:
+    load(admin, "four", "sql")
+    error = refused(grpc.StatusCode.RESOURCE_EXHAUSTED, load, admin, "five", "sql")
+    assert error.details() == ("4 adapters are loaded; at most 4 are kept (--max-loaded-adapters)")
+    unload(admin, "four")
+
+
+def test_adapters_are_listed_in_pages(admin: Any, adapters: dict[str, Any]) -> None:
+    def page(**fields: Any) -> Any:
+        return admin.ListAdapters(service_pb.ListAdaptersRequest(**fields), **TOKEN)
+
+    first = page(page_size=2)
+    rest = page(page_size=2, page_token=first.next_page_token)
+    assert [each.name for each in [*first.adapters, *rest.adapters]] == sorted(adapters)
+    assert rest.next_page_token == ""
+    refused(grpc.StatusCode.INVALID_ARGUMENT, lambda: page(page_token="?"))
+    refused(grpc.StatusCode.INVALID_ARGUMENT, lambda: page(page_size=1001))
+
+
+@pytest.mark.parametrize("place", ["port", "unix socket"])
+def test_changes_need_a_token_of_their_own_everywhere(pod: ServerProcess, place: str) -> None:
+    channel = pod.channel(None if place == "port" else f"unix:{pod.uds}")
+    stub, asked = AdapterServiceStub(channel), service_pb.ListAdaptersRequest()
+    refused(grpc.StatusCode.UNAUTHENTICATED, lambda: stub.ListAdapters(asked, timeout=30))
+    wrong = (("authorization", "Bearer another"),)
+    refused(
+        grpc.StatusCode.UNAUTHENTICATED,
+        lambda: stub.ListAdapters(asked, metadata=wrong, timeout=30),
+    )
+    assert stub.ListAdapters(asked, **TOKEN).adapters
+
+
+def test_they_are_off_unless_switched_on(server: ServerProcess) -> None:
+    stub = AdapterServiceStub(server.channel())
+    error = refused(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        lambda: stub.LoadAdapter(service_pb.LoadAdapterRequest(name="a", path="b"), timeout=30),
+    )
+    assert "--adapter-token-file switches that on" in str(error.details())
+
+
+# -- other protocols, ranks, start -------------------------------------------------------------
+
+
 @pytest.mark.parametrize("field", ["adapter_id", "prefix_id"])
 def test_clients_of_tgis_name_adapters(pod: ServerProcess, api: Any, field: str) -> None:
     stub = TgisStub(pod.channel())
@@ -182,9 +322,17 @@ def test_routers_name_adapters_and_other_models_are_the_base(pod: ServerProcess)
 
 
 def test_two_ranks_adapt_what_one_does(adapters: dict[str, Any], expected: dict[str, Any]) -> None:
-    flags = ("--num-shard", "2", "--lora-adapters", named(adapters), "--max-adapters", "2")
-    with serve(*FLAGS, *flags, env=ENV) as pod:
-        stub = GenerationServiceStub(pod.channel())
+    """Those of the start, and one that comes later; a load that fails changes nothing."""
+    given = {name: lora for name, lora in adapters.items() if name != "law"}
+    flags = ("--num-shard", "2", "--lora-adapters", named(given))
+    folder = adapters["sql"].folder.parent
+    with serve(*FLAGS, *flags, *changing(folder), env=ENV) as pod:
+        stub, admin = GenerationServiceStub(pod.channel()), AdapterServiceStub(pod.channel())
+        load(admin, "law", "law")
+        broken = folder / "broken"
+        write_lora(broken, DEMO, {"model.layers.0.mlp.up_proj": 4}, use_dora=True)
+        error = refused(grpc.StatusCode.INVALID_ARGUMENT, load, admin, "sql", "broken")
+        assert "adapter sql: adapter_config.json: use_dora is True" in str(error.details())
         with ThreadPoolExecutor(4) as pool:
             found = list(pool.map(lambda name: tokens(stub, name), expected))
         assert found == list(expected.values())

@@ -113,10 +113,13 @@ class OwnAdapters:
 class Followers(Protocol):
     """The other ranks of a group, as their leader knows them. Any thread may call."""
 
-    #: How many there are.
-    count: int
     #: What they have answered.
     reads: SimpleQueue[RankRead]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
 
     def read_adapter(self, number: int, name: str, path: str) -> None:
         """Ask all to read an adapter; each answers in `reads`."""

@@ -85,7 +85,7 @@ class AdapterStore:
             up = end - aligned(product.outputs)
             down = ranks[:, :, at : at + parts * product.inputs]
             found[product.name] = AdapterWeights(
-                down=down.unflatten(2, (parts, product.inputs)).transpose(1, 2),
+                down=down.view(*down.shape[:2], parts, product.inputs).transpose(1, 2),
                 up=ranks[:, :, up : up + product.outputs],
                 bias=slots[:, 0, up : up + product.outputs] if product.has_bias else None,
                 rows=product.rows,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -199,7 +199,8 @@ class EngineClient(AsyncLink[FromEngine]):
         self._changes[change.op] = done
         try:
             self.send(change)
-            await asyncio.wait([done, self.lost], return_when="FIRST_COMPLETED")
+            ends: set[asyncio.Future[Any]] = {done, self.lost}
+            await asyncio.wait(ends, return_when="FIRST_COMPLETED")
             if not done.done():
                 raise Unavailable(_LOST, retry_after=1.0)
             return done.result()

@@ -24,6 +24,7 @@ from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.scheduler.policies import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 
@@ -45,7 +46,15 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         own = OwnAdapters(store, options.adapter_folder, member.placement.rank)
         follow(member, assembled.executor, own)
     launcher = member.leading(assembled.executor) if member else assembled.executor
-    scheduler = Scheduler(limits)
+    scheduler = Scheduler(
+        limits,
+        admission=ADMISSIONS[options.admission],
+        batching=batching(
+            options.batching,
+            ratio=options.waiting_served_ratio,
+            max_waiting_tokens=options.max_waiting_tokens,
+        ),
+    )
     adapters = Adapters(
         store,
         scheduler.adapters,
@@ -151,6 +160,7 @@ def load(
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
         adapters=adapters,
+        quantization=model.quantization,
     )
     return assembled, ready, limits
 

@@ -118,6 +118,8 @@ class LoadedModel(Protocol):
     unused: Mapping[str, int]
     #: None: its products are never adapted.
     adapters: AdapterStore | None
+    #: What weights of fewer bits are held in, such as "int8" or "gptq int4"; empty: there are none.
+    quantization: str
 
     @property
     def config(self) -> ModelFacts:

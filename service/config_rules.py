@@ -75,6 +75,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _order_faults(settings)
     yield from _memory_faults(settings)
     yield from _adapter_faults(settings)
+    yield from _batching_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
@@ -127,6 +128,19 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
         yield f"--adapter-token-file is {s.adapter_token_file}: --adapter-folder is needed with it"
     if not s.resolved_adapters:
         yield f"--adapter-token-file is {s.adapter_token_file}: --max-adapters is needed with it"
+
+
+def _batching_faults(s: ServerSettings) -> Iterator[str]:
+    whole = s.most_whole_prompt
+    if whole is None:
+        for name in ("waiting_served_ratio", "max_waiting_tokens"):
+            if (value := getattr(s, name)) is not None:
+                yield f"{flag(name)} is {value}: it needs --batching alternate"
+    elif s.max_input_tokens is not None and s.max_input_tokens > whole:
+        yield (
+            f"--max-input-tokens is {s.max_input_tokens}: with --batching alternate it must be at"
+            f" most --max-batch-prefill-tokens, which is {whole}"
+        )
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

@@ -118,6 +118,7 @@ class TransformersModel(ABC):
         #: transformers loads all parts of a checkpoint.
         self.unused: Mapping[str, int] = MappingProxyType({})
         self.adapters: AdapterStore | None = None
+        self.quantization = ""
         held = list(halves.model.parameters())
         self.parameters_count = sum(weight.numel() for weight in held)
         self.weight_bytes = sum(weight.nbytes for weight in [*held, *halves.model.buffers()])

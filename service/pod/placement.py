@@ -41,6 +41,10 @@ def lone_options(
         max_loaded_adapters=settings.max_loaded_adapters,
         adapter_folder=str(settings.adapter_folder or ""),
         adapters=list(adapters),
+        admission=settings.admission,
+        batching=settings.batching,
+        waiting_served_ratio=settings.resolved_waiting_served_ratio,
+        max_waiting_tokens=settings.resolved_max_waiting_tokens,
     )
 
 

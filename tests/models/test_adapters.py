@@ -244,7 +244,8 @@ def _store(base, shard, lora):
     from tokenpod.models.adapters.targets import targets_of
     from tokenpod.models.load import _read_config
 
-    family, spec = _read_config(base, MAX_POSITIONS, None)
+    read = _read_config(base, MAX_POSITIONS, None)
+    family, spec = read.family, read.spec
     layout = read_layout(base, None, MAX_POSITIONS)
     tensors = {"embedding": torch.zeros(1)}
     for weight in layout.weights:

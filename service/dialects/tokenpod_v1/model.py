@@ -9,18 +9,16 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from tokenpod.core.messages import AdapterFacts
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.tokenpod_v1.features import features
+from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
-#: --quantize: nothing is quantised.
-_DENSE = "none"
-
 
 def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
-    ready, settings, tokenizer = serving.ready, serving.settings, serving.tokenizer
+    ready, tokenizer = serving.ready, serving.tokenizer
     template, formats = tokenizer.template_source, serving.formats
     adapters = serving.adapters
     model = model_pb2.Model(
@@ -34,7 +32,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
         dtype=ready.dtype,
-        quantization="" if settings.quantize == _DENSE else settings.quantize,
+        quantization=ready.quantization,
         kv_cache_dtype=ready.kv_cache_dtype,
         device_type=ready.device_type,
         rope_scaling=ready.rope,
@@ -42,7 +40,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         adapter_count=len(adapters.loaded),
         max_adapter_count=adapters.slots,
         adapters=[adapter_of(each) for each in adapters.loaded],
-        max_adapter_rank=settings.max_adapter_rank if adapters.slots else 0,
+        max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -64,16 +62,17 @@ def adapter_of(facts: AdapterFacts) -> adapter_pb2.Adapter:
     )
 
 
-def load_of(serving: Serving, requests: int) -> pb.GetLoadResponse:
-    """How busy the pod is; `requests`: calls that have been admitted."""
-    load, slots = serving.client.load, serving.ready.slots
+def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
+    """How busy the pod is."""
+    load, slots = admission.whole(serving.client.load), serving.ready.slots
+    ended = load.ended
     # Before its first step the engine has told nothing.
     free = load.free_slots + load.evictable_slots if load.slots else slots
     since = Timestamp()
     since.FromNanoseconds(serving.since)
     return pb.GetLoadResponse(
         start_time=since,
-        request_count=requests,
+        request_count=admission.counters.requests,
         running_count=load.running,
         waiting_count=load.waiting,
         waiting_token_count=load.waiting_tokens,
@@ -82,6 +81,13 @@ def load_of(serving: Serving, requests: int) -> pb.GetLoadResponse:
         total_token_count=slots,
         prompt_token_count=load.prompt_tokens,
         cached_token_count=load.cached_tokens,
+        swapped_count=load.swapped,
+        preemption_count=load.preemptions,
+        swapped_token_count=load.swapped_tokens,
+        stopped_request_count=ended.stopped,
+        length_request_count=ended.length,
+        aborted_request_count=ended.aborted,
+        ignored_request_count=ended.ignored,
     )
 
 

@@ -26,13 +26,16 @@ from tokenpod.core.messages import (
     EngineOptions,
     FlushCache,
     Load,
+    LoadAdapter,
     Request,
     Started,
     StepOutputs,
     ToEngine,
     Top,
+    UnloadAdapter,
     WatchCache,
 )
+from tokenpod.engine.adapters import Adapters
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Launched, Launcher, StepResult
 from tokenpod.engine.prompt_scores import PromptScores
@@ -68,6 +71,8 @@ class EngineLoop:
     executor: Launcher
     overlap: bool = False
     clock: Callable[[], int] = time.monotonic_ns
+    #: None: adapters neither come nor go.
+    adapters: Adapters | None = None
     _settled: int = 0
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
@@ -95,6 +100,8 @@ class EngineLoop:
         """One turn; waits for messages if there is nothing else to do."""
         for message in self.link.receive(self._patience()):
             self._take(message)
+        if self.adapters is not None:
+            self.adapters.settle()
         step = self.scheduler.plan(self.clock())
         previous, self._flying = self._flying, None
         # What waits for the step in flight to settle (rows with drafts) can run after that.
@@ -113,7 +120,8 @@ class EngineLoop:
         if self._flying is not None or not (self._stuck or not self.scheduler.busy):
             return 0.0
         # What is queued and cannot run waits for a router to let go, or for its own deadline.
-        return _NAP_SECONDS if self.scheduler.busy else None
+        reading = self.adapters is not None and self.adapters.busy
+        return _NAP_SECONDS if self.scheduler.busy or reading else None
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -133,6 +141,12 @@ class EngineLoop:
                 self.scheduler.watch_cache(wanted=message.wanted)
             case FlushCache():
                 self.scheduler.flush_cache()
+            case LoadAdapter():
+                assert self.adapters is not None
+                self.adapters.load(message)
+            case UnloadAdapter():
+                assert self.adapters is not None
+                self.adapters.unload(message)
             case EngineOptions():
                 raise ValueError("EngineOptions is the first message only")
 

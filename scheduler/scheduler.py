@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 
+import msgspec
+
 from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
@@ -25,6 +27,7 @@ from tokenpod.core.messages import (
     Started,
 )
 from tokenpod.core.plan import UNSAMPLED
+from tokenpod.scheduler.adapter_slots import AdapterSlots
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
@@ -73,6 +76,7 @@ class Scheduler:
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
+        self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
             self.kv,
@@ -94,6 +98,7 @@ class Scheduler:
             planners,
             ledger=self._ledger,
             joining=lambda waiting: self._batching.joining(self._batcher.running, waiting),
+            adapters=self.adapters,
         )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
@@ -115,11 +120,12 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once (see `drain_events`)."""
-        problem = never_fits(request, self.limits)
+        problem, code = never_fits(request, self.limits), FailureCode.INVALID_ARGUMENT
+        if not problem and not self.adapters.knows(request.adapter):
+            problem, code = "its adapter has been unloaded", FailureCode.NOT_FOUND
         if problem:
             for sequence_id in request.sequence_ids:
-                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
-                self._events.failures.append(failure)
+                self._events.failures.append(Failure(sequence_id, code, problem))
             self._ended[EndState.IGNORED] += 1
             return
         if request.probe:
@@ -137,7 +143,12 @@ class Scheduler:
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
             return failure
-        fresh = [sequence for r in op.start for sequence in self._make(r, Owner.ROUTER)]
+        # A router's request of an adapter that has gone is the base model's, as of any other name.
+        known = [
+            r if self.adapters.knows(r.adapter) else msgspec.structs.replace(r, adapter=0)
+            for r in op.start
+        ]
+        fresh = [sequence for r in known for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
             self._queue.add([sequence])
         resumed = [self._sequences[sequence_id] for sequence_id in op.resume]
@@ -179,7 +190,10 @@ class Scheduler:
         builder.gap = now - self._settled_at if busy else None
         self._under_way += 1
         self._rested = False
-        return builder.finish(self._steps, self._rows.take_fresh(), self._rows.take_freed())
+        rows = self._rows
+        return builder.finish(
+            self._steps, rows.take_fresh(), rows.take_freed(), self.adapters.take_puts()
+        )
 
     def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
         """Take a step's outcome.
@@ -246,6 +260,7 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            adapters=len(self.adapters.in_use),
             ended=Ended(
                 stopped=self._ended[EndState.STOPPED],
                 length=self._ended[EndState.LENGTH],
@@ -274,6 +289,7 @@ class Scheduler:
         """Raise AssertionError unless every slot and row is in exactly one place."""
         self.kv.check(self._sequences.values())
         self._rows.check(self._sequences.values())
+        self.adapters.check(self._sequences.values())
         promised = sum(s.bound - s.computed for s in self._routed.sequences)
         assert promised == self._routed.reserved, (promised, self._routed.reserved)
 
@@ -298,6 +314,8 @@ class Scheduler:
         return ledger
 
     def _requeue(self, samples: list[Sequence]) -> None:
+        for sequence in samples:
+            self.adapters.give_back(sequence)
         self._queue.add_again(samples)
         self._queue.freed()
 
@@ -306,6 +324,8 @@ class Scheduler:
         table, samples = self.kv.table, len(request.sequence_ids)
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}
+        for sequence in sequences:
+            self.adapters.enter(sequence)
         if self._drafting:
             self._drafting.began(sequences)
         return sequences
@@ -417,6 +437,7 @@ class Scheduler:
         self._queue.freed()
         self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
+        self.adapters.leave(sequence)
         sequence.leave()
 
 

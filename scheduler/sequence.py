@@ -106,6 +106,8 @@ class Sequence:
         self.outputs: list[int] = []
         #: Prompt tokens that were found in the tree when it was first admitted.
         self.cached = 0
+        #: Where its adapter lies while it runs, from 1; 0: it has none.
+        self.adapter_slot = 0
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING

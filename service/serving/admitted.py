@@ -13,6 +13,7 @@ from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
 from tokenpod.service.rpc.errors import AlreadyExists
 from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.serving.adapters import salted
 from tokenpod.service.serving.bad_words import token_runs
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
@@ -60,7 +61,7 @@ class AdmittedCall:
         self._name: int | None = None
         #: Its end was asked for, by its name.
         self._unwanted = False
-        self._request_id = ""
+        self._request_id = self._adapter = ""
         self._labels: Mapping[str, str] = {}
 
     @property
@@ -90,8 +91,9 @@ class AdmittedCall:
 
         `limits`: a protocol's own, where it promises other ones.
 
-        Raises InvalidArgument or ResourceExhausted.
+        Raises InvalidArgument, NotFound or ResourceExhausted.
         """
+        self._serving.adapters.find(call.adapter)
         validate.check_generate(call, limits or self._serving.limits)
         self._serving.check_tools(call)
         self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
@@ -140,7 +142,7 @@ class AdmittedCall:
         )
         serving.client.submit(request, generation)
         self._generation, self._request_id = generation, request_id
-        self._labels = call.labels
+        self._labels, self._adapter = call.labels, call.adapter
         if self._unwanted:
             generation.end()
         return generation
@@ -192,12 +194,15 @@ class AdmittedCall:
                 "cached_tokens": generation.cached_tokens,
                 "generated_tokens": generation.generated_tokens,
                 "finished": generation.finished and generation.late_failure is None,
+                **({"adapter": self._adapter} if self._adapter else {}),
                 **({"labels": self._labels} if self._labels else {}),
             },
         )
         if recorded is not None:
             model_id, request_id = self._serving.model_id, self._request_id
-            recorded.generated(generation, model_id=model_id, request_id=request_id)
+            recorded.generated(
+                generation, model_id=model_id, request_id=request_id, adapter=self._adapter
+            )
 
     def _engine_request(
         self,
@@ -211,6 +216,8 @@ class AdmittedCall:
         limit, samples = stopping.time_limit_ns, call.sampling.best_of or call.sampling.n or 1
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
         check_allowed(call, eos, bad_words)
+        # Found by name at the last moment: what has been replaced meanwhile is not asked for.
+        adapter = serving.adapters.find(call.adapter)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(samples),
             prompt=prompt,
@@ -234,7 +241,8 @@ class AdmittedCall:
             arrived_at=self._arrived_at,
             deadline_at=deadline_at,
             begin_by=self._begin_by(deadline_at, new_tokens),
-            salt=call.salt,
+            salt=salted(call.salt, adapter),
+            adapter=0 if adapter is None else adapter.number,
         )
 
     def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:

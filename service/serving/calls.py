@@ -118,6 +118,8 @@ class GenerateCall:
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Prompts share cached prefixes within one salt alone.
     salt: str = ""
+    #: The name of one; empty: none.
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.errors import FailedPrecondition
+from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
@@ -31,6 +32,7 @@ class Serving:
     cache: CacheFeed
     #: How the model writes reasoning and calls of tools.
     formats: Formats
+    adapters: Adapters = field(default_factory=lambda: Adapters(0))
     #: When it became ready, in nanoseconds since 1970.
     since: int = field(default_factory=time.time_ns)
 

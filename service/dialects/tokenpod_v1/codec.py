@@ -77,6 +77,7 @@ async def generate_call(
         labels=_labels(request.labels),
         # Two callers that choose the same salt share nothing.
         salt=f"{caller} {request.cache_salt}" if request.cache_salt else "",
+        adapter=request.adapter,
     )
 
 

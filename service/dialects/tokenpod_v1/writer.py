@@ -112,6 +112,7 @@ class EventWriter(SampleWriter):
         generation, request = self.generation, self.generation.request
         message.request_id = self._request_id
         message.model = self._model_id
+        message.adapter = self.call.adapter
         message.prompt_token_count = len(request.prompt)
         message.cached_token_count = generation.cached_tokens
         message.max_new_tokens = request.stopping.max_new_tokens

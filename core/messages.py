@@ -11,6 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
+from tokenpod.core.constraints import Constraint, ConstraintLimits
 from tokenpod.core.placement import Placement
 from tokenpod.core.sampling import SamplingParams
 
@@ -83,6 +84,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     adapter: int = 0
     #: Positions whose embeddings are given; penalties alone count their tokens.
     given: list[GivenVectors] = []
+    #: What the text must conform to.
+    constraint: Constraint | None = None
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
@@ -120,6 +123,14 @@ class WatchCache(Message, frozen=True, array_like=True, tag=True):
     wanted: bool
 
 
+class Vocabulary(Message, frozen=True, array_like=True, tag=True):
+    """The bytes of each token, for constraints; from the first front end, before any request."""
+
+    tokens: list[bytes]
+    #: Those that are no text: a grammar allows them by name alone.
+    special: list[int]
+
+
 class FlushCache(Message, frozen=True, array_like=True, tag=True):
     """Forget every cached prefix that no sequence uses."""
 
@@ -144,6 +155,8 @@ class FinishCode(IntEnum):
     TIME_LIMIT = 4
     #: Its client has ended it by its name; the service's word, which the engine never says.
     ABORTED = 5
+    #: Its constraint allows no token, or one of the constraint's limits was reached.
+    CONSTRAINT = 6
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -194,6 +207,20 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     waiting: list[int] = []
 
 
+class MaskCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What constraints have cost since the start."""
+
+    #: Masks that steps needed, and those of them that came too late for their step.
+    needed: int = 0
+    late: int = 0
+    #: Nanoseconds of the workers, in all.
+    nanoseconds: int = 0
+    #: Compiled constraints: found in the cache, made, and refused.
+    cached: int = 0
+    compiled: int = 0
+    refused: int = 0
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What the engine holds after a step, or after an abort that no step follows."""
 
@@ -211,6 +238,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    masks: MaskCounts = MaskCounts()
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
@@ -234,6 +262,8 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     tops: list[Top] = []
     failures: list[Failure] = []
     advanced: list[Advanced] = []
+    #: Of constrained sequences that end: whether the text is whole by the constraint, by id.
+    satisfied: dict[int, bool] = {}
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -336,9 +366,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
+    constraints: ConstraintLimits = ConstraintLimits()
     #: None: this engine is alone.
     placement: Placement | None = None
 
 
-ToEngine = Request | Abort | Advance | Ask | WatchCache | FlushCache | EngineOptions
+ToEngine = (
+    Request | Abort | Advance | Ask | WatchCache | Vocabulary | FlushCache | EngineOptions
+)
 FromEngine = StepOutputs | CacheEvents | Loading | Ready | Broken

@@ -13,6 +13,9 @@ import torch
 
 from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.constraints.guidance import Guidance
+from tokenpod.engine.constraints.masked_steps import MaskedSteps
+from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.device_check import check_attention, check_device
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
@@ -42,7 +45,10 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     if member is not None and not member.leads:
         follow(member, assembled.executor)
     launcher = member.leading(assembled.executor) if member else assembled.executor
-    EngineLoop(link, Scheduler(limits), launcher, overlap=assembled.overlap).run()
+    overlap = assembled.overlap
+    masks = Masks(Guidance, ready.vocab_size, options.constraints)
+    masked = MaskedSteps(masks, overlap=overlap)
+    EngineLoop(link, Scheduler(limits), launcher, overlap=overlap, masked=masked).run()
 
 
 def follow(member: Member, executor: Executor) -> NoReturn:

@@ -193,6 +193,8 @@ class Batcher:
         sequences, places = self._lockstep
         table = self._kv.table
         going_on = table.computed[places] < table.bound[places]
+        if table.constrained:
+            going_on &= table.paused[places] == 0
         if going_on.all():
             return sequences, places
         return [*compress(sequences, going_on.tolist())], places[going_on]

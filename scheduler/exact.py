@@ -75,7 +75,14 @@ class Forecast:
         """See `Ledger`."""
         table, at = self._table, _places(sequences)
         growth = table.bound[at] - table.computed[at]
-        self._many(sequences, table.computed[at] - table.shared[at], growth, growth + _SLACK)
+        tokens, ends = table.computed[at] - table.shared[at], growth + _SLACK
+        if table.constrained:
+            # Those that may miss steps do not run in lockstep: all of their bound counts, always.
+            uneven = table.masked[at] > 0
+            tokens += growth * uneven
+            ends[uneven] = FOREVER
+            growth = growth * ~uneven
+        self._many(sequences, tokens, growth, ends)
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""
@@ -139,6 +146,8 @@ class Forecast:
         # The last of these steps brings the first new token; the last one is not written.
         growth = sequence.bound - len(sequence.inputs)
         end = delay + growth + _SLACK
+        if sequence.constrained:
+            need, growth, end = need + growth, 0, FOREVER
         self._add(sequence.private + need, growth, end)
         self._ends_at[sequence.id] = end
         if sequence.node is not None:

@@ -128,6 +128,20 @@ class KV:
         slots[roomy] = self._allocator.grow_each(tails[roomy])
         return np.flatnonzero(~roomy), slots
 
+    def retract(self, sequence: Sequence) -> None:
+        """Forget the last position of a sequence: nothing was sampled after it.
+
+        It is computed again; its slot is free, and the next one that the sequence takes.
+        """
+        assert sequence.private > 0, "the last position is in the tree"
+        extents = sequence.extents
+        while not extents[-1].used:
+            self._allocator.release(extents.pop())
+        self._allocator.shrink(extents[-1])
+        self.table.tail[sequence.place] = extents[-1].at
+        sequence.computed -= 1
+        sequence.launched -= 1
+
     def publish_inputs(self, sequence: Sequence, *, awaited: bool) -> None:
         """Move the slots of a sequence's needed positions, which are computed, to the tree.
 

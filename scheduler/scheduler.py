@@ -21,10 +21,12 @@ from tokenpod.core.messages import (
     Request,
     Started,
 )
+from tokenpod.core.plan import UNSAMPLED
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
 from tokenpod.scheduler.blocks import BlockLog
+from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.given import VectorIds
@@ -82,6 +84,7 @@ class Scheduler:
         )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
+        self._constrained = Constrained(self._queue.add_again)
         #: Requests that came since `_drop_hopeless` last looked.
         self._new: list[Sequence] = []
         self._vectors = VectorIds()
@@ -107,7 +110,7 @@ class Scheduler:
             return
         samples = self._make(request, Owner.BATCHER)
         for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
-            self._queue.add(together)
+            self._enqueue(together)
         self._new.append(samples[0])
         self._deadlines.add(request)
 
@@ -119,7 +122,7 @@ class Scheduler:
             return failure
         fresh = [sequence for r in op.start for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
-            self._queue.add([sequence])
+            self._enqueue([sequence])
         resumed = [self._sequences[sequence_id] for sequence_id in op.resume]
         self._routed.begin(op, fresh, resumed)
         return None
@@ -139,12 +142,32 @@ class Scheduler:
             if sequence := self._sequences.get(sequence_id):
                 self._end(sequence)
 
+    # -- constraints ---------------------------------------------------------------------------
+
+    @property
+    def waiting_for_masks(self) -> list[Sequence]:
+        """Sequences that can't go on before their next mask is there: see `masked`."""
+        return self._constrained.waiting
+
+    def masked(self, sequence_id: int) -> None:
+        """The next mask of a sequence is there."""
+        self._constrained.masked(sequence_id)
+
+    def end_constrained(self, sequence_id: int, problem: str = "") -> None:
+        """End a sequence: its constraint allows nothing more; or with a problem, refuse it.
+
+        A router's ends once the router asks for it, so that it hears of it.
+        """
+        if sequence := self._sequences.get(sequence_id):
+            self._constrained.over[sequence_id] = sequence, problem
+
     # -- steps ---------------------------------------------------------------------------------
 
     def plan(self, now: int) -> Step | None:
         """The next step, or None if nothing can run."""
         self._drop_late(now)
         self._drop_hopeless(now)
+        self._end_constrained()
         self._queue.admit()
         builder = StepBuilder(self.kv, now)
         self._plan(builder)
@@ -158,10 +181,14 @@ class Scheduler:
 
         Args:
             step: as planned; steps settle in the order in which they were planned.
-            tokens: one for each row that samples, in order; -1: its logits had NaN or Inf.
+            tokens: one for each row that samples, in order; -1: its logits had NaN or Inf;
+                `UNSAMPLED`: its mask was late.
             now: in nanoseconds.
         """
         settled = Settled()
+        if self.kv.table.constrained:
+            # What has become of constraints is told no later than the answer to a router's step.
+            settled, self._events = self._events, settled
         # A step that was planned during another began no sooner than that one ended.
         self._pace.note(step.prompt_tokens, now - max(step.planned_at, self._settled_at))
         self._settled_at = now
@@ -188,7 +215,11 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether any sequence could be advanced."""
         return bool(
-            self._batcher.running or len(self._queue) or self._routed.ops or len(self._probes)
+            self._batcher.running
+            or len(self._queue)
+            or self._routed.ops
+            or len(self._probes)
+            or self._constrained.held
         )
 
     @property
@@ -200,8 +231,8 @@ class Scheduler:
         """The counts that go to the service with every step."""
         return Load(
             running=self._batcher.running + len(self._routed.sequences),
-            waiting=len(self._queue),
-            waiting_tokens=self._queue.tokens,
+            waiting=len(self._queue) + len(self._constrained.held),
+            waiting_tokens=self._queue.tokens + self._constrained.held_tokens,
             slots=self.limits.slots,
             free_slots=max(self.kv.free - PROBE_TOKENS, 0),
             evictable_slots=self.kv.tree.evictable,
@@ -252,8 +283,19 @@ class Scheduler:
         return ledger
 
     def _requeue(self, samples: list[Sequence]) -> None:
-        self._queue.add_again(samples)
+        if samples[0].constrained:
+            self._constrained.hold(samples)
+        else:
+            self._queue.add_again(samples)
         self._queue.freed()
+
+    def _enqueue(self, samples: list[Sequence]) -> None:
+        """Queue new samples; under a constraint once it is compiled and has its first mask."""
+        self._queue.number(samples)
+        if samples[0].constrained:
+            self._constrained.hold(samples)
+        else:
+            self._queue.add_again(samples)
 
     def _make(self, request: Request, owner: Owner) -> list[Sequence]:
         prompt = self._vectors.prompt_of(request)
@@ -266,6 +308,12 @@ class Scheduler:
         sequence.keep = sequence.keep and token >= 0
         if sequence.dead:
             # Sampled after its end, before that was seen.
+            return
+        if token == UNSAMPLED:
+            self.kv.retract(sequence)
+            if sequence.owner is Owner.ROUTER:
+                self._routed.unsampled(sequence)
+            self._constrained.pause(sequence)
             return
         if token < 0:
             problem = "the model computed NaN or Inf for this sequence"
@@ -325,6 +373,20 @@ class Scheduler:
                 why = f"the prompt takes {least / 1e9:.3f} s at the least"
                 self._give_up(sequence.request, now, why)
 
+    def _end_constrained(self) -> None:
+        """End sequences whose constraints allow nothing more, or were refused."""
+        for sequence_id, (sequence, problem) in [*self._constrained.over.items()]:
+            if sequence.owner is Owner.ROUTER and not self._routed.names(sequence):
+                continue
+            if problem:
+                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
+                self._events.failures.append(failure)
+            else:
+                self._events.sequence_ids.append(sequence_id)
+                self._events.token_ids.append(-1)
+                self._events.finishes.append(FinishCode.CONSTRAINT)
+            self._end(sequence)
+
     def _give_up(self, request: Request, now: int, why: str) -> None:
         """End all samples of a request that would be late."""
         left = max((request.deadline_at or now) - now, 0) / 1e9
@@ -340,7 +402,7 @@ class Scheduler:
         if sequence.dead:
             return
         sequence.dead = True
-        if not self._queue.remove(sequence):
+        if not (self._constrained.forget(sequence) or self._queue.remove(sequence)):
             self._batcher.remove(sequence)
         if not sequence.in_flight:
             self._free(sequence)

@@ -71,6 +71,9 @@ class Sequence:
         self.table = table
         self.place = table.take()
         table.adapted += request.adapter > 0
+        self.constrained = request.constraint is not None
+        table.constrained += self.constrained
+        table.masked[self.place] = self.constrained
         #: [needed] the tokens at the positions that must be computed.
         self.inputs = prompt
         table.needed[self.place] = self.needed
@@ -98,6 +101,7 @@ class Sequence:
         """Give the place in the table back: the sequence has ended and has no slots."""
         self.table.give_back(self.place)
         self.table.adapted -= self.request.adapter > 0
+        self.table.constrained -= self.constrained
         self.place = 0
 
     def restart(self) -> None:
@@ -117,6 +121,7 @@ class Sequence:
     shared = Counted("Of these, the first ones that are in the tree.")
     launched = Counted("Outputs that have been sampled or are being sampled.")
     in_flight = Counted("Steps launched and not settled.")
+    paused = Counted("Whether its next mask is late; nothing of it is planned until it comes.")
 
     @property
     def prompt_length(self) -> int:

@@ -144,6 +144,12 @@ class SlotAllocator:
         self.free -= len(at)
         return slots
 
+    def shrink(self, extent: Extent) -> None:
+        """Let the last slot of an extent be room again."""
+        self.used[extent.at] -= 1
+        self.rooms[extent.at] += 1
+        self.free += 1
+
     def release(self, extent: Extent) -> None:
         """Free all slots of an extent, and its room."""
         self.free += extent.used

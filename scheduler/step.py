@@ -148,6 +148,7 @@ class StepBuilder:
             new=len(fresh),
             prefix=sum(map(len, prefixes)),
             adapters=len(places) if self._kv.table.adapted else 0,
+            masked=len(places) if self._kv.table.constrained else 0,
             given=sum(map(len, given)),
             width=given[0].shape[1] if given else 0,
         )
@@ -163,6 +164,8 @@ class StepBuilder:
             plan.t_token[plan.t_token <= GIVEN] = GIVEN - np.arange(counts.given)
         if counts.adapters:
             plan.r_adapter[:] = [sequence.request.adapter for sequence in sequences]
+        if counts.masked:
+            plan.r_masked[:] = self._kv.table.masked[places] & plan.r_samples
         if freed:
             plan.freed[:] = freed
         if fresh:

@@ -152,6 +152,18 @@ class Tokenizer:
         """Return the text of one token alone: a special token's name, '' outside the vocabulary."""
         return self._decoding.token_text(token_id)
 
+    def token_bytes(self) -> tuple[list[bytes], list[int]] | None:
+        """Return what each token adds to a text, by id, and which are special: those have names.
+
+        Takes a tenth of a second for 100,000 tokens. None: what a token adds depends on others.
+        """
+        found = [self._decoding.token_bytes(token_id) for token_id in range(self.vocab_size)]
+        for token_id in self.special_ids:
+            if token_id < len(found):
+                found[token_id] = (self._backend.id_to_token(token_id) or "").encode()
+        known = [token for token in found if token is not None]
+        return (known, sorted(self.special_ids)) if len(known) == len(found) else None
+
     @property
     def template_source(self) -> str | None:
         """The chat template, as it came with the model; None: there is none."""

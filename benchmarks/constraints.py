@@ -80,30 +80,35 @@ class Library(Protocol):
 
 
 class LLGuidance:
-    """llguidance, without torch."""
+    """llguidance as the engine uses it: limits set, no tokens forced."""
 
     name = "llguidance"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        import llguidance
+        from tokenpod.engine.constraints.guidance import Guidance
+        from tokenpod.service.text.tokenizer import Tokenizer as Ours
 
-        self._of = llguidance
-        self._tokenizer = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=0)
+        known = Ours(tokenizer).token_bytes()
+        assert known is not None
+        self._library = Guidance(*known)
 
     def compile(self, kind: str, source: str) -> Any:
-        made = getattr(self._of.LLMatcher, f"grammar_from_{kind}")(source)
-        matcher = self._of.LLMatcher(self._tokenizer, made)
-        assert not matcher.is_error(), matcher.get_error()
-        return matcher
+        from tokenpod.core.constraints import JsonSchema, Regex
+
+        return self._library.compile(Regex(source) if kind == "regex" else JsonSchema(source))
 
     def matcher(self, compiled: Any) -> Any:
-        return compiled.deep_copy()
+        return compiled.copy()
 
     def fill(self, matcher: Any, mask: np.ndarray) -> None:
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        matcher.fill(mask)
 
     def accept(self, matcher: Any, token: int) -> bool:
-        return bool(matcher.consume_token(token)) and not matcher.is_stopped()
+        try:
+            matcher.take(token)
+        except Exception:
+            return False
+        return True
 
 
 class XGrammar:
@@ -200,6 +205,16 @@ def measure(library: Library, words: int, tokens: int) -> None:
             f"  mask p50 {p50:7.3f}  p99 {p99:8.3f}  max {times.max():8.3f} ms",
             flush=True,
         )
+    memory = _resident()
+    kept = [
+        library.compile("json_schema", json.dumps(_PERSON | {"title": str(i)})) for i in range(100)
+    ]
+    for each in kept:
+        library.fill(library.matcher(each), np.zeros(words, np.int32))
+    print(
+        f"  a compiled schema of {len(json.dumps(_PERSON))} bytes takes"
+        f" {(_resident() - memory) / 100 / 1024:.0f} KiB"
+    )
     compiled = library.compile(*GRAMMARS["person"])
     one = _wall(lambda: walk(library, compiled, words, tokens, 2))
     with ThreadPoolExecutor(2) as pool:
@@ -207,6 +222,11 @@ def measure(library: Library, words: int, tokens: int) -> None:
             lambda: list(pool.map(lambda s: walk(library, compiled, words, tokens, s), (2, 2)))
         )
     print(f"  two threads do {2 * one / two:.2f} times the work of one")
+
+
+def _resident() -> int:
+    """Bytes of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def _wall(work: Callable[[], object]) -> float:
@@ -217,7 +237,9 @@ def _wall(work: Callable[[], object]) -> float:
 
 def main() -> None:
     """Measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--vocabularies", default="32768,131072,262144")
     parser.add_argument("--tokens", type=int, default=200)
     asked = parser.parse_args()

@@ -1,7 +1,7 @@
 """What a text must conform to, as it travels to the engine; checked before, compiled there.
 
-    JsonSchema, Regex, Grammar, Choice    the whole text
-    Tagged                                free text with regions, each of one of these kinds
+JsonSchema, Regex, Grammar, Choice    the whole text
+Tagged                                regions of these kinds, with free text around or not
 """
 
 from __future__ import annotations
@@ -38,30 +38,53 @@ class Choice(_Part, frozen=True, array_like=True, tag=True):
     texts: tuple[str, ...]
 
 
+class Arguments(_Part, frozen=True, array_like=True, tag=True):
+    """Named arguments as Python writes them, `x=1, y="a"`, in this order; values are JSON."""
+
+    #: Name, schema as JSON text, and whether it must be there.
+    each: tuple[tuple[str, str, bool], ...]
+
+
 class Tag(_Part, frozen=True, array_like=True, tag=True):
-    """A region: `begin`, what is inside, `end`. `begin` starts with one of the triggers."""
+    """A region: `begin`, what is inside, `end`. Names of special tokens stand for these."""
 
     begin: str
     #: None: free text up to `end`.
-    inside: JsonSchema | Regex | Grammar | Choice | None
+    inside: JsonSchema | Regex | Grammar | Choice | Arguments | None
     end: str
 
 
 class Tagged(_Part, frozen=True, array_like=True, tag=True):
-    """Free text in which each trigger begins a tag."""
+    """A run of tags, or free text with such runs.
+
+    without text    before tag (separator tag)* after
+    with text       (text run)* text, where each run begins with one of the triggers
+    """
 
     tags: tuple[Tag, ...]
-    triggers: tuple[str, ...]
-    #: Tags that there are at least, and at most (None: any number); no text after the last.
-    least: int = 0
-    most: int | None = None
-    #: Whether text may stand before, between and behind tags.
-    text: bool = True
-    #: Stands between tags where there is no text.
+    before: str = ""
     separator: str = ""
+    after: str = ""
+    #: Tags of a run; with text and no `before` a run is one tag, and so many runs. None: any.
+    least: int = 1
+    most: int | None = None
+    #: How runs begin within text; empty: there is no text.
+    triggers: tuple[str, ...] = ()
+    #: Where the schema of a tag can't be compiled, its inside is any JSON object.
+    lenient: bool = False
 
 
-Constraint = JsonSchema | Regex | Grammar | Choice | Tagged
+class Reasoned(_Part, frozen=True, array_like=True, tag=True):
+    """Reasoning between two marks, as far as the model writes any, and then what is asked for."""
+
+    begin: str
+    end: str
+    #: The prompt has begun it already.
+    open: bool
+    answer: JsonSchema | Regex | Choice | Tagged
+
+
+Constraint = JsonSchema | Regex | Grammar | Choice | Tagged | Reasoned
 
 
 class ConstraintLimits(msgspec.Struct, frozen=True, array_like=True):

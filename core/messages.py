@@ -371,7 +371,5 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
 
 
-ToEngine = (
-    Request | Abort | Advance | Ask | WatchCache | Vocabulary | FlushCache | EngineOptions
-)
+ToEngine = Request | Abort | Advance | Ask | WatchCache | Vocabulary | FlushCache | EngineOptions
 FromEngine = StepOutputs | CacheEvents | Loading | Ready | Broken

@@ -7,17 +7,20 @@ and it lets go of the interpreter's lock while it compiles and while it makes a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import llguidance
+import msgspec
 import numpy as np
 
-from tokenpod.core.constraints import Constraint
+from tokenpod.core.constraints import Constraint, JsonSchema, Reasoned, Tagged
 from tokenpod.engine.constraints.lark import grammar_of
 from tokenpod.engine.constraints.library import LimitReached, Refused, Words
 
 #: Its tree of tokens holds none that is longer; those are never drawn under a constraint.
 _MOST_TOKEN_BYTES = 255
 _WORD_BYTES = 4
+_ANY_OBJECT = JsonSchema('{"type": "object"}')
 #: Fuel is what its lexer does, some 14 to 50 of a thousand a millisecond; items are its parser's.
 _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1_000,
@@ -62,19 +65,27 @@ class Guidance:
     def __init__(self, tokens: Sequence[bytes], special: Sequence[int]) -> None:
         self._vocab = len(tokens)
         known = [token if len(token) <= _MOST_TOKEN_BYTES else b"" for token in tokens]
-        self._special = {known[i].decode(errors="replace") for i in special if known[i]}
+        self._special = {known[i].decode(errors="replace"): i for i in special if known[i]}
         # One more token stands for the end of the text: which of the model's tokens end a
         # sequence is each request's to say.
-        wrapped = _Tokens([*known, b"<|the end of the text|>"], [*special, self._vocab], self._vocab)
+        wrapped: Any = _Tokens(
+            [*known, b"<|the end of the text|>"], [*special, self._vocab], self._vocab
+        )
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=[self._vocab])
 
     def compile(self, constraint: Constraint) -> GuidanceMatcher:
         """See `Library`."""
-        grammar = grammar_of(constraint, self._special)
-        made = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        made = self._compile(constraint)
+        loose = _loosened(constraint)
+        if made.is_error() and loose is not constraint:
+            made = self._compile(loose)
         if made.is_error():
             raise Refused(_told(made.get_error()))
         return GuidanceMatcher(made, self._vocab)
+
+    def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
+        grammar = grammar_of(constraint, self._special)
+        return llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
 
 
 class GuidanceMatcher:
@@ -110,6 +121,25 @@ class GuidanceMatcher:
     def whole(self) -> bool:
         """See `Matcher`."""
         return bool(self._matcher.is_accepting())
+
+
+def _loosened(constraint: Constraint) -> Constraint:
+    """With any JSON object in the place of each tag's schema, where that is allowed."""
+    match constraint:
+        case Reasoned(answer=Tagged(lenient=True) as tagged):
+            return msgspec.structs.replace(constraint, answer=_with_objects(tagged))
+        case Tagged(lenient=True):
+            return _with_objects(constraint)
+        case _:
+            return constraint
+
+
+def _with_objects(tagged: Tagged) -> Tagged:
+    tags = []
+    for tag in tagged.tags:
+        inside = _ANY_OBJECT if isinstance(tag.inside, JsonSchema) else tag.inside
+        tags.append(msgspec.structs.replace(tag, inside=inside))
+    return msgspec.structs.replace(tagged, tags=tuple(tags))
 
 
 def _told(error: str) -> str:

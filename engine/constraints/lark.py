@@ -8,12 +8,22 @@ model's under the mask of all tokens that fit.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Mapping
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from tokenpod.core.constraints import Choice, Constraint, Grammar, JsonSchema, Regex, Tagged
+from tokenpod.core.constraints import (
+    Arguments,
+    Choice,
+    Constraint,
+    Grammar,
+    JsonSchema,
+    Reasoned,
+    Regex,
+    Tagged,
+)
 from tokenpod.engine.constraints.library import Refused
 
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -21,17 +31,21 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 #: model may else write whitespace for ever.
 WHITESPACE = r"\n? {0,32}"
 _TEXT = r"/(.|\n)*/"
+_EMPTY = '""'
+#: Behind reasoning.
+_SPACE = r"/[ \n]{0,4}/"
 
 
-def grammar_of(constraint: Constraint, special: Collection[str]) -> str:
-    """A grammar for the library. `special`: names of tokens that are no text. Raises Refused."""
-    match constraint:
-        case Tagged():
-            return _HEADER + _Tags(constraint, special).grammar()
-        case Grammar():
-            return _HEADER + lark_of(constraint.source)
-        case _:
-            return f"{_HEADER}start: {_inline(constraint)}\n"
+def grammar_of(constraint: Constraint, special: Mapping[str, int]) -> str:
+    """A grammar for the library. `special`: tokens that are no text, by name. Raises Refused."""
+    if isinstance(constraint, Grammar):
+        return _HEADER + lark_of(constraint.source)
+    rules = _Rules(special)
+    if isinstance(constraint, Reasoned):
+        body = f"{rules.reasoning(constraint)} {rules.body(constraint.answer)}"
+    else:
+        body = rules.body(constraint)
+    return _HEADER + "\n".join([f"start: {body}", *rules.made, ""])
 
 
 def lark_of(source: str) -> str:
@@ -61,73 +75,131 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-class _Tags:
-    """The rules of free text with tags."""
+class _Rules:
+    """The rules of a grammar, as far as it needs any.
 
-    def __init__(self, tagged: Tagged, special: Collection[str]) -> None:
-        self._tagged = tagged
+    Args:
+        special: tokens that are no text, by name.
+    """
+
+    def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
-        self._rules: list[str] = []
+        names = sorted(filter(None, special), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self.made = [f"TEXT: {_TEXT}"]
+        self._tagged = Tagged(())
 
-    def grammar(self) -> str:
-        tagged = self._tagged
-        names = [self._tag(i) for i in range(len(tagged.tags))]
-        one = self._rule("one", " | ".join(names))
-        most = "" if tagged.most is None else tagged.most
-        if tagged.text:
-            again = f"{one}{{{tagged.least},{most}}}"
-            body = f"{again} TEXT"
-            if tagged.most is not None or tagged.least:
-                # Behind the tags that must come nothing more may.
-                body = again
-            self._rules.append(f"TEXT: {_TEXT}")
+    def body(self, constraint: JsonSchema | Regex | Choice | Tagged) -> str:
+        """The right side of a rule."""
+        if not isinstance(constraint, Tagged):
+            return self._rule("answer", _inline(constraint))
+        self._tagged = tagged = constraint
+        if not tagged.triggers:
+            return self._run(tagged.before, [self._tag(i) for i in range(len(tagged.tags))])
+        times = "*" if tagged.before else _times(tagged.least, tagged.most)
+        return f"{self._in_text()}{times} TEXT"
+
+    def reasoning(self, reasoned: Reasoned) -> str:
+        """What may come before the answer, and the space behind it."""
+        if reasoned.end in self._special:
+            inside = f"TEXT {self._literal(reasoned.end)}"
         else:
-            body = one
-            if tagged.most != 1:
-                between = f"{_quoted(tagged.separator)} " if tagged.separator else ""
-                following = self._rule("following", f"{between}{one}")
-                last = "" if tagged.most is None else tagged.most - 1
-                body = f"{one} {following}{{{max(tagged.least - 1, 0)},{last}}}"
-            if not tagged.least:
-                body = f"({body})?"
-        return "\n".join([f"start: {body}", *self._rules, ""])
+            inside = self._rule("reasoning_end", f"TEXT {_quoted(reasoned.end)}", "[lazy]")
+        if reasoned.open:
+            return f"{inside} {_SPACE}"
+        return f"({self._literal(reasoned.begin)} {inside} {_SPACE})?"
 
-    def _tag(self, at: int) -> str:
-        """The rule of one tag, with the text before its trigger where there may be any."""
-        tag, tagged = self._tagged.tags[at], self._tagged
-        trigger = next((t for t in tagged.triggers if tag.begin.startswith(t)), tag.begin)
-        rest = tag.begin[len(trigger) :]
-        parts = [self._begin(trigger, at), _quoted(rest) if rest else ""]
-        parts += self._content(at)
-        return self._rule(f"tag_{at}", " ".join(filter(None, parts)))
+    def _in_text(self) -> str:
+        """Text and the run behind it."""
+        tagged = self._tagged
+        if tagged.before:
+            trigger, rest = self._divided(tagged.before)
+            tags = [self._tag(i) for i in range(len(tagged.tags))]
+            body = f"{self._after_text(trigger, 0)} {self._run(rest, tags)}"
+        else:
+            bodies = []
+            for i, tag in enumerate(tagged.tags):
+                trigger, rest = self._divided(tag.begin)
+                bodies.append(f"{self._after_text(trigger, i)} {self._tag(i, rest)}")
+            body = " | ".join(bodies)
+        return self._rule("in_text", body)
 
-    def _begin(self, trigger: str, at: int) -> str:
-        token = self._token(trigger)
-        if not self._tagged.text:
-            return token or _quoted(trigger)
-        if token:
-            return f"TEXT {token}"
-        self._rules.append(f"trigger_{at}[lazy]: TEXT {_quoted(trigger)}")
-        return f"trigger_{at}"
+    def _run(self, before: str, tags: list[str]) -> str:
+        tagged = self._tagged
+        one = self._rule("one", " | ".join(tags))
+        body = one
+        if tagged.most != 1:
+            following = self._rule("following", f"{self._literal(tagged.separator)} {one}")
+            most = None if tagged.most is None else tagged.most - 1
+            body = f"{one} {following}{_times(max(tagged.least - 1, 0), most)}"
+        if not tagged.least:
+            body = f"({body})?"
+        return f"{self._literal(before)} {body} {self._literal(tagged.after)}"
+
+    def _divided(self, begin: str) -> tuple[str, str]:
+        """The trigger that a run begins with, and what follows it."""
+        found = next((t for t in self._tagged.triggers if begin.startswith(t)), begin)
+        return found, begin[len(found) :]
+
+    def _after_text(self, trigger: str, at: int) -> str:
+        """Text that ends with the trigger."""
+        if trigger in self._special:
+            return f"TEXT {self._literal(trigger)}"
+        return self._rule(f"trigger_{at}", f"TEXT {_quoted(trigger)}", "[lazy]")
+
+    def _tag(self, at: int, begin: str | None = None) -> str:
+        """The rule of one tag; `begin`: what is left of its own."""
+        tag = self._tagged.tags[at]
+        parts = [self._literal(tag.begin if begin is None else begin), *self._content(at)]
+        return self._rule(f"tag_{at}", " ".join(filter(None, parts)) or '""')
 
     def _content(self, at: int) -> list[str]:
         tag = self._tagged.tags[at]
-        end = (self._token(tag.end) or _quoted(tag.end)) if tag.end else ""
-        if tag.inside is None:
-            if not tag.end or self._token(tag.end):
-                return [_TEXT, end]
-            self._rules.append(f"inside_{at}[lazy]: /(.|\\n)*/ {end}")
-            return [f"inside_{at}"]
-        if isinstance(tag.inside, Grammar):
-            raise Refused("a grammar inside of a tag is not supported")
-        return [f"({_inline(tag.inside)})", end]
+        match tag.inside:
+            case None if not tag.end or tag.end in self._special:
+                return ["TEXT", self._literal(tag.end)]
+            case None:
+                # The first `end` ends it.
+                return [self._rule(f"inside_{at}", f"TEXT {_quoted(tag.end)}", "[lazy]")]
+            case Grammar():
+                raise Refused("a grammar inside of a tag is not supported")
+            case Arguments():
+                return [self._arguments(tag.inside, at), self._literal(tag.end)]
+            case _:
+                return [f"({_inline(tag.inside)})", self._literal(tag.end)]
 
-    def _token(self, name: str) -> str:
-        """A special token by its name; empty if there is none."""
-        if name not in self._special:
-            return ""
-        return name if name.startswith("<") and name.endswith(">") else f"<{name}>"
+    def _arguments(self, arguments: Arguments, at: int) -> str:
+        """Rules from the last argument to the first; what comes may be the first that is there."""
+        first = following = ""
+        for i, (name, schema, needed) in reversed([*enumerate(arguments.each)]):
+            one = f"{_quoted(f'{name}=')} ({_inline(JsonSchema(schema))})"
+            now_first = f"{one} {following}"
+            now_following = f'", " {one}'
+            if not needed:
+                now_first += f" | {first or _EMPTY}"
+                now_following = f"({now_following})?"
+            following = self._rule(f"more_{at}_{i}", f"{now_following} {following}")
+            first = self._rule(f"args_{at}_{i}", now_first)
+        return first
 
-    def _rule(self, name: str, body: str) -> str:
-        self._rules.append(f"{name}: {body}")
+    def _literal(self, text: str) -> str:
+        """A text in which names of special tokens stand for these."""
+        parts, done = [], 0
+        for found in self._names.finditer(text):
+            if plain := text[done : found.start()]:
+                parts.append(_quoted(plain))
+            parts.append(f"<[{self._special[found[0]]}]>")
+            done = found.end()
+        if plain := text[done:]:
+            parts.append(_quoted(plain))
+        return " ".join(parts)
+
+    def _rule(self, name: str, body: str, options: str = "") -> str:
+        self.made.append(f"{name}{options}: {body}")
         return name
+
+
+def _times(least: int, most: int | None) -> str:
+    if most is None:
+        return f"{{{least},}}" if least else "*"
+    return f"{{{least},{most}}}"

@@ -1,8 +1,8 @@
 """What the step loop does for constrained sequences, in the order of a turn.
 
-    look      requests that are refused or compiled; masks that were late and are there now
-    sample    a step's masked rows, while its forward runs or once it has run
-    settled   tokens go to the workers, which make the next masks
+look      requests that are refused or compiled; masks that were late and are there now
+sample    a step's masked rows, while its forward runs or once it has run
+settled   tokens go to the workers, which make the next masks
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenpod.core.constraints import Constraint, ConstraintLimits
 from tokenpod.core.messages import FinishCode, MaskCounts, Request, Vocabulary
-from tokenpod.engine.constraints.cache import Compiled, CompileCache
+from tokenpod.engine.constraints.cache import CompileCache, Compiled
 from tokenpod.engine.constraints.library import Library, LimitReached, Refused, Words
 from tokenpod.engine.constraints.text import ConstrainedText
 from tokenpod.engine.constraints.workers import Workers

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from tokenpod.core.messages import Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
@@ -126,8 +128,11 @@ class AdmittedCall:
         lease.resize(lease.size + ID_BYTES * len(prompt))
         samples = call.sampling.best_of or call.sampling.n or 1
         validate.check_group(len(prompt), new_tokens, samples, serving.limits)
+        constraint = await serving.conforming(call, tokenised.rendered_end)
         self._place.queue(len(prompt))
         request = self._engine_request(call, prompt, new_tokens, samples, deadline_at)
+        if constraint is not None:
+            request = structs.replace(request, constraint=constraint)
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -137,6 +142,7 @@ class AdmittedCall:
             abort=serving.client.abort,
             on_begin=self._place.leave_queue,
             on_size=_counted(lease),
+            constraint_field=call.constraint.field if call.constraint else "constraint",
         )
         serving.client.submit(request, generation)
         self._generation, self._request_id = generation, request_id

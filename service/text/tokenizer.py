@@ -152,6 +152,11 @@ class Tokenizer:
         """Return the text of one token alone: a special token's name, '' outside the vocabulary."""
         return self._decoding.token_text(token_id)
 
+    @property
+    def tells_bytes(self) -> bool:
+        """Whether each token adds bytes of its own to a text, as constraints need it."""
+        return self._decoding.token_bytes(0) is not None
+
     def token_bytes(self) -> tuple[list[bytes], list[int]] | None:
         """Return what each token adds to a text, by id, and which are special: those have names.
 

@@ -249,8 +249,6 @@ def test_lengths_are_refused_in_tgis_words(api: Any) -> None:
 
 
 UNBUILT: dict[str, dict[str, Any]] = {
-    "decoding.json_schema": {"decoding": {"json_schema": "{}"}},
-    "decoding.format": {"decoding": {"format": "JSON"}},
     "response.token_ranks": {"response": {"token_ranks": True, "input_tokens": True}},
     "response.top_n_tokens": {"response": {"top_n_tokens": 2, "input_tokens": True}},
 }

@@ -47,7 +47,9 @@ def ask(number, constraint, *, n=1, new=60, prompt=(5, 6, 7), stopping=None, **s
         list(range(number, number + n)),
         list(prompt),
         SamplingParams(**({"seed": number} | sampling)),
-        StoppingParams(**{"max_new_tokens": new, "eos_token_ids": frozenset({END})} | (stopping or {})),
+        StoppingParams(
+            **{"max_new_tokens": new, "eos_token_ids": frozenset({END})} | (stopping or {})
+        ),
         constraint=constraint,
     )
 

@@ -19,8 +19,8 @@ from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 #: chats.
 NOT_BUILT = frozenset(
     {
-        *("adapter", "constraint"),
-        *("chat.messages.content.image", "chat.tool_choice.tool_name"),
+        "adapter",
+        "chat.messages.content.image",
         *("sampling.bad_words", "sampling.beam"),
         "output.prompt_top_n_tokens",
     }

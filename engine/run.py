@@ -26,6 +26,7 @@ from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.scheduler.policies import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 
@@ -45,10 +46,18 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     if member is not None and not member.leads:
         follow(member, assembled.executor)
     launcher = member.leading(assembled.executor) if member else assembled.executor
+    scheduler = Scheduler(
+        limits,
+        admission=ADMISSIONS[options.admission],
+        batching=batching(
+            options.batching,
+            ratio=options.waiting_served_ratio,
+            max_waiting_tokens=options.max_waiting_tokens,
+        ),
+    )
     overlap = assembled.overlap
-    masks = Masks(Guidance, ready.vocab_size, options.constraints)
-    masked = MaskedSteps(masks, overlap=overlap)
-    EngineLoop(link, Scheduler(limits), launcher, overlap=overlap, masked=masked).run()
+    masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
+    EngineLoop(link, scheduler, launcher, overlap=overlap, masked=masked).run()
 
 
 def follow(member: Member, executor: Executor) -> NoReturn:
@@ -139,6 +148,7 @@ def load(
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
+        quantization=model.quantization,
     )
     return assembled, ready, limits
 

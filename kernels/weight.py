@@ -16,8 +16,8 @@ class QuantisedWeight(ABC):
     """A weight [out, in] in a format of fewer bits. A subclass is a format, in its own module.
 
     Subclasses are frozen dataclasses whose fields are the tensors that a rank keeps, and numbers
-    such as where its first input lies inside a group. A format that quantises what it multiplies
-    overrides `multiply` too.
+    such as how many inputs share a scale. A format that rounds what it multiplies overrides
+    `rounded_inputs` too.
     """
 
     #: Whether each output's numbers are made without those of others: then a rank reads no more
@@ -62,6 +62,10 @@ class QuantisedWeight(ABC):
         values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
+    def rounded_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """X [T, in] as a product multiplies it: the same, or rounded; of any float type."""
+        return x
+
     def multiply(
         self, x: torch.Tensor, bias: torch.Tensor | None, delta: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -70,7 +74,7 @@ class QuantisedWeight(ABC):
         Every path makes products so until it has a kernel for the format.
         """
         exact = torch.promote_types(x.dtype, torch.float32)
-        y = functional.linear(x.to(exact), self.dequantised(exact))
+        y = functional.linear(self.rounded_inputs(x).to(exact), self.dequantised(exact))
         for added in (bias, delta):
             if added is not None:
                 y += added

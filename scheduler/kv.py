@@ -111,6 +111,16 @@ class KV:
         self.table.tail[sequence.place] = extents[-1].at
         return _slots_from(extents, position, n)
 
+    def take_back(self, sequence: Sequence, n: int) -> None:
+        """Uncompute the last `n` positions, which are private: the next ones take their slots."""
+        sequence.computed -= n
+        extents = sequence.extents
+        while (over := n - extents[-1].used) > 0:
+            self._allocator.release(extents.pop())
+            n = over
+        self._allocator.shrink(extents[-1], n)
+        self.table.tail[sequence.place] = extents[-1].at
+
     def extend_each(self, places: Ints) -> tuple[Ints, Slots]:
         """A slot for the next position of each sequence whose last extent has room for it.
 
@@ -127,20 +137,6 @@ class KV:
         slots = np.empty(len(places), np.int64)
         slots[roomy] = self._allocator.grow_each(tails[roomy])
         return np.flatnonzero(~roomy), slots
-
-    def retract(self, sequence: Sequence) -> None:
-        """Forget the last position of a sequence: nothing was sampled after it.
-
-        It is computed again; its slot is free, and the next one that the sequence takes.
-        """
-        assert sequence.private > 0, "the last position is in the tree"
-        extents = sequence.extents
-        while not extents[-1].used:
-            self._allocator.release(extents.pop())
-        self._allocator.shrink(extents[-1])
-        self.table.tail[sequence.place] = extents[-1].at
-        sequence.computed -= 1
-        sequence.launched -= 1
 
     def publish_inputs(self, sequence: Sequence, *, awaited: bool) -> None:
         """Move the slots of a sequence's needed positions, which are computed, to the tree.

@@ -144,11 +144,11 @@ class SlotAllocator:
         self.free -= len(at)
         return slots
 
-    def shrink(self, extent: Extent) -> None:
-        """Let the last slot of an extent be room again."""
-        self.used[extent.at] -= 1
-        self.rooms[extent.at] += 1
-        self.free += 1
+    def shrink(self, extent: Extent, n: int) -> None:
+        """The last `n` used slots of an extent are its room again."""
+        self.used[extent.at] -= n
+        self.rooms[extent.at] += n
+        self.free += n
 
     def release(self, extent: Extent) -> None:
         """Free all slots of an extent, and its room."""

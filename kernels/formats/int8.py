@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch.nn import functional
 
+from tokenpod.kernels.formats.rounding import Rounding, alike, joined
 from tokenpod.kernels.weight import QuantisedWeight
 
 #: The largest multiple of a row's scale.
@@ -23,6 +24,8 @@ class Int8Weight(QuantisedWeight):
     numbers: torch.Tensor
     #: [out] float32
     scale: torch.Tensor
+    #: How inputs are rounded before they are multiplied; None: they are not.
+    rounding: Rounding | None = None
 
     @classmethod
     def made_of(cls, weight: torch.Tensor) -> Self:
@@ -42,10 +45,14 @@ class Int8Weight(QuantisedWeight):
         return len(outputs) * (len(inputs) + torch.float32.itemsize)
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """All rows' numbers and scales."""
+    def joined(cls, parts: Sequence[Self]) -> Self | None:
+        """All rows' numbers and scales, if their inputs are rounded alike."""
+        if not alike([part.rounding for part in parts]):
+            return None
         return cls(
-            torch.cat([part.numbers for part in parts]), torch.cat([part.scale for part in parts])
+            torch.cat([part.numbers for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            joined([part.rounding for part in parts]),
         )
 
     @property
@@ -56,16 +63,20 @@ class Int8Weight(QuantisedWeight):
 
     def outputs(self, rows: torch.Tensor | slice) -> Self:
         """Rows, by their numbers [n] int64 or as a slice, with their scales."""
-        return type(self)(self.numbers[rows], self.scale[rows])
+        return replace(self, numbers=self.numbers[rows], scale=self.scale[rows])
 
     def inputs(self, part: range) -> Self:
         """Columns; scales stay those of whole rows, so that ranks have the same numbers."""
-        return type(self)(self.numbers[:, part.start : part.stop].contiguous(), self.scale)
+        return replace(self, numbers=self.numbers[:, part.start : part.stop].contiguous())
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in] as `dtype`."""
         out = torch.empty(self.shape, dtype=dtype, device=self.numbers.device)
         return torch.mul(self.numbers, self.scale[:, None], out=out)
+
+    def rounded_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """As `rounding` says."""
+        return x if self.rounding is None else self.rounding.applied(x)
 
 
 def multiply_widened(

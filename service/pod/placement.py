@@ -37,6 +37,10 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         ),
         prefix_caching=settings.prefix_caching,
         require_manifest=settings.require_manifest,
+        admission=settings.admission,
+        batching=settings.batching,
+        waiting_served_ratio=settings.resolved_waiting_served_ratio,
+        max_waiting_tokens=settings.resolved_max_waiting_tokens,
     )
 
 

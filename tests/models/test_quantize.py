@@ -1,4 +1,4 @@
-"""Weights of 8 bits, made while loading: the model says what one of their float values says."""
+"""Weights of fewer bits, made while loading: the model says what one of their float values says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.formats import MADE_AT_LOAD
 from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
@@ -41,15 +41,15 @@ def read(folder, shard=Shard()):  # noqa: B008 - it is frozen
 
 @pytest.fixture
 def rounded(golden, tmp_path):
-    """A checkpoint of what a kind's weights of 8 bits stand for."""
+    """A checkpoint of what a kind's weights of fewer bits stand for."""
 
-    def make(name):
+    def make(name, quantize):
         folder = golden(name).folder
         stored = load_file(folder / "model.safetensors")
         layers = re.compile(r"\.(layers|h)\.\d+\..*\.weight$")
         for key, tensor in stored.items():
             if layers.search(key) and tensor.ndim == 2:
-                stored[key] = Int8Weight.made_of(tensor).dequantised(torch.float32)
+                stored[key] = MADE_AT_LOAD[quantize].made_of(tensor).dequantised(torch.float32)
         save_file(stored, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
         return tmp_path
@@ -57,11 +57,16 @@ def rounded(golden, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_logprobs_are_those_of_the_rounded_weights(name, golden, rounded, schedule, text):
+@pytest.mark.parametrize(
+    ("quantize", "name"),
+    [("int8", name) for name in KINDS] + [("int4", "llama-biases"), ("int4", "falcon-40b")],
+)
+def test_logprobs_are_those_of_the_rounded_weights(
+    quantize, name, golden, rounded, schedule, text
+):  # fmt: skip
     tokens = text(21)
     results = []
-    for model in (load(golden(name).folder, quantize="int8"), load(rounded(name))):
+    for model in (load(golden(name).folder, quantize=quantize), load(rounded(name, quantize))):
         scheduler = schedule(model)
         sequence = scheduler.sequence(tokens)
         results.append(torch.cat([scheduler.step([(sequence, n)])[0] for n in (12, 1, 7, 1)]))
@@ -100,7 +105,7 @@ def test_experts_are_refused(golden):
 
 
 def test_an_unknown_format_is_refused(golden):
-    with pytest.raises(ModelError, match="quantize is 'int3'; supported: int8"):
+    with pytest.raises(ModelError, match="quantize is 'int3'; supported: int8, fp8, int4"):
         load(golden("llama").folder, quantize="int3")
 
 

@@ -18,7 +18,7 @@ from tokenpod.core.messages import FinishCode, Request, SamplingParams, Stopping
 from tokenpod.service.dialects.tokenpod_v1.chats import MOST_CALLS, MOST_TOOLS, MOST_VALUES
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter
-from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.serving.samples import samples_of
 from tokenpod.service.serving.serving import Serving
@@ -82,7 +82,7 @@ class Turns:
             samples,
             streamed=stream,
             step_at=lambda: 1,
-            abort=aborted.extend,
+            abort=lambda ids, *, stopped=False: aborted.extend(ids),
             on_begin=lambda: None,
         )
         writer = EventWriter(call, generation, self.tokenizer, model_id="m", request_id="r")

@@ -32,7 +32,7 @@ def prepare_int8_linear(weight: Int8Weight, bias: torch.Tensor | None) -> Linear
     offset = torch.zeros(n) if bias is None else bias.float().contiguous()
 
     def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
-        rows = x.shape[0]
+        x, rows = weight.rounded_inputs(x).to(x.dtype), x.shape[0]
         if rows >= MANY_TOKENS:
             y = multiply_widened(x, weight, bias)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenpod.service.dialects.validate import PromptTooLong, RequestLimits
-from tokenpod.service.rpc.errors import InvalidArgument, Unimplemented
+from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 #: What TGIS and its adapter let a request have, whatever this server's own flags say.
@@ -29,13 +29,11 @@ def check_params(params: pb.Parameters, limits: RequestLimits) -> None:
 
     Raises:
         Refused: in TGIS's words.
-        Unimplemented: for what this server does not do.
     """
     _check_decoding(params.decoding)
     _check_stopping(params.stopping, limits)
     _check_response(params.response)
     _check_sampling(params.sampling)
-    check_built(params)
 
 
 def check_adapter(
@@ -45,16 +43,6 @@ def check_adapter(
     for field in ("adapter_id", "prefix_id"):
         if getattr(request, field):
             raise Refused(field, "adapter_id supplied but no adapter store was configured")
-
-
-def check_built(params: pb.Parameters) -> None:
-    """Raise Unimplemented for what would be ignored otherwise."""
-    response = params.response
-    if response.input_tokens:
-        for field in ("token_ranks", "top_n_tokens"):
-            if getattr(response, field):
-                problem = "is not supported for the tokens of a prompt by this server"
-                raise Unimplemented(f"params.response.{field}", problem)
 
 
 def too_long(error: PromptTooLong) -> Refused:

@@ -21,8 +21,7 @@ NOT_BUILT = frozenset(
     {
         "adapter",
         "chat.messages.content.image",
-        *("sampling.bad_words", "sampling.beam"),
-        "output.prompt_top_n_tokens",
+        "sampling.beam",
     }
 )
 #: Fields of requests with tools.

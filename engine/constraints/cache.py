@@ -14,7 +14,7 @@ from tokenpod.engine.constraints.library import Matcher, Words
 
 #: What a compiled constraint takes, about, as measured (benchmarks/constraints.py): so much
 #: whatever it says, and so many bytes for each of its text.
-_BASE_BYTES, _BYTES_PER_BYTE = 200_000, 60
+_BASE_BYTES, _BYTES_PER_BYTE = 200_000, 100
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,6 +184,7 @@ class StepBuilder:
             new=len(fresh),
             prefix=sum(map(len, prefixes)),
             adapters=len(places) if self._adapted(sequences) else 0,
+            masked=len(places) if self._kv.table.constrained else 0,
             given=sum(map(len, given)),
             width=given[0].shape[1] if given else 0,
             puts=len(puts or ()),
@@ -202,6 +203,8 @@ class StepBuilder:
             plan.r_adapter[:] = [sequence.adapter_slot for sequence in sequences]
         if puts:
             plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
+        if counts.masked:
+            plan.r_masked[:] = self._kv.table.masked[places] & plan.r_samples
         if freed:
             plan.freed[:] = freed
         if fresh:

@@ -61,6 +61,9 @@ class Sink(Protocol):
     ) -> None:
         """One token; or none (-1), where the sequence ends without."""
 
+    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
+        """Whether a constrained sequence conforms; its end follows in the same message."""
+
     def on_failure(self, failure: Failure) -> None:
         """The engine gave up on a sequence; nothing follows."""
 
@@ -268,6 +271,9 @@ class EngineClient(AsyncLink[FromEngine]):
         for started in outputs.started:
             if sink := self._sinks.get(started.sequence_id):
                 sink.on_started(started)
+        for sequence_id, whole in outputs.satisfied.items():
+            if sink := self._sinks.get(sequence_id):
+                sink.on_satisfied(sequence_id, whole=whole)
         tops = {top.at: top for top in outputs.tops}
         entries = zip(
             outputs.sequence_ids,

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from tokenpod.core.messages import Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
@@ -127,9 +129,12 @@ class AdmittedCall:
             raise
         validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
+        constraint = await serving.conforming(call, tokenised.rendered_end)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         self._place.queue(len(prompt))
         request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
+        if constraint is not None:
+            request = structs.replace(request, constraint=constraint)
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -139,6 +144,7 @@ class AdmittedCall:
             abort=serving.client.abort,
             on_begin=self._place.leave_queue,
             on_size=_counted(lease),
+            constraint_field=call.constraint.field if call.constraint else "constraint",
         )
         serving.client.submit(request, generation)
         self._generation, self._request_id = generation, request_id

@@ -39,6 +39,8 @@ from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 _NAP_SECONDS = 0.01
 _PULSE_NS = 1_000_000_000
+#: No sequence has this id.
+_NOBODY = -1
 
 
 @dataclass(slots=True)
@@ -155,7 +157,8 @@ class EngineLoop:
                 # A prompt that was preempted half-way is scored again from its beginning.
                 start = int(flying.step.plan.r_start[at])
                 self._scored.setdefault(sequence.id, [])[start:] = logprobs
-        settled = self.scheduler.settle(flying.step, result.tokens, self.clock())
+        tops = {index: (ids, values) for index, ids, values in result.tops}
+        settled = self.scheduler.settle(flying.step, result.tokens, self.clock(), tops)
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 
@@ -192,11 +195,14 @@ class EngineLoop:
         tops: list[Top] = []
         if step is not None and result is not None:
             # A surplus token, sampled after its sequence had ended, is in `result` only.
-            sampled = [sequence.id for sequence in step.sampled]
+            # And no token is told that a beam's row has sampled.
+            sampled = [s.id if s.group is None else _NOBODY for s in step.sampled]
             where = {sequence_id: at for at, sequence_id in enumerate(settled.sequence_ids)}
             for sequence_id, logprob in zip(sampled, result.logprobs, strict=True):
                 if (at := where.get(sequence_id)) is not None:
                     logprobs[at] = logprob
+            for at, logprob in settled.logprobs.items():
+                logprobs[at] = logprob
             found = {index: (ids, values) for index, ids, values in result.tops}
             for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):
                 if (at := where.get(sampled[index])) is not None:

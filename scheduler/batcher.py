@@ -21,6 +21,7 @@ import numpy as np
 
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batching import Batching
+from tokenpod.scheduler.beams import Beams, Group
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
@@ -64,6 +65,8 @@ class Batcher:
         self._lockstep: tuple[list[Sequence], Ints] | None = None
         #: Ended, but with a step in flight, so that their slots are not free yet.
         self._leaving: dict[int, Sequence] = {}
+        #: Searches whose prompts have been launched.
+        self._beams = Beams(kv, rows)
         #: The same for preempted ones.
         self._vacating: dict[int, Sequence] = {}
 
@@ -72,7 +75,8 @@ class Batcher:
         """Admitted sequences."""
         siblings = sum(map(len, self._siblings.values()))
         queued = len(self._ready) + len(self._prefilling)
-        return queued + len(self._decoding) + len(self._vacating) + siblings
+        decoding = len(self._decoding) + self._beams.running
+        return queued + decoding + len(self._vacating) + siblings
 
     @property
     def has_prompts(self) -> bool:
@@ -102,10 +106,12 @@ class Batcher:
         """Add what these sequences need."""
         ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         ledger.decoding([*self._decoding.values()])
+        self._beams.add_to(ledger)
         for sequence in self._ready:
             ledger.prefilling(sequence)
         for first, siblings in self._siblings.items():
             computed = self._decoding.get(first) or self._vacating.get(first)
+            computed = computed or self._beams.first(first)
             if computed is not None:
                 ledger.siblings(computed, siblings)
         for sequence in self._prefilling:
@@ -119,9 +125,12 @@ class Batcher:
             prompt_tokens: left of the step's budget.
             slots: that may be taken. Too few are never left under exact admission.
         """
+        decoding = bool(self._decoding or self._beams.running)
         portion = self._batching.portion(
-            decoding=bool(self._decoding), prompts=self.has_prompts, prompt_tokens=prompt_tokens
+            decoding=decoding, prompts=self.has_prompts, prompt_tokens=prompt_tokens
         )
+        if portion.decode:
+            slots -= self._beams.plan(step, slots)
         sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
         if len(sequences) + self.has_prompts > slots:
             slots = self._make_room(slots, decode=portion.decode)
@@ -145,6 +154,14 @@ class Batcher:
             self._kv.follow(sibling, sequence)
             self._rows.give(sibling)
             self._ready.append(sibling)
+
+    def branched(self, group: Group, parents: dict[Sequence, Sequence]) -> None:
+        """A step of a search has settled: which sequence goes on from which."""
+        if not group.begun:
+            group.first.proven = True
+            self._kv.publish_inputs(group.first, awaited=True)
+            self._beams.begin(group, self._siblings.pop(group.first.id))
+        self._beams.continue_with(group, parents)
 
     def preempt(self, sequence: Sequence) -> bool:
         """Take row and slots from a running sequence, which goes back to its place in the queue.
@@ -172,7 +189,11 @@ class Batcher:
         """A sequence has ended; its slots stay with it until `released`."""
         if sequence.row < 0:
             self._remove_sibling(sequence)
-        elif sequence.id in self._vacating or self._take_out(sequence):
+        elif (
+            sequence.id in self._vacating
+            or self._take_out(sequence)
+            or self._beams.remove(sequence)
+        ):
             self._vacating.pop(sequence.id, None)
             if siblings := self._take_siblings(sequence):
                 # The prompt that they wait for may never come.
@@ -207,6 +228,9 @@ class Batcher:
             budget -= n
             if not sequence.prefilling:
                 line.popleft()
+                if sequence.group is not None:
+                    self._beams.add(sequence.group)
+                    continue
                 self._decoding[sequence.id] = sequence
                 self._lockstep = None
 

@@ -20,6 +20,9 @@ from tokenpod.scheduler.table import Ints, Table
 #: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
 _SLACK = 1
 
+#: Steps that beams take for a token at most: overlapped, they are in every other one.
+_STEPS_OF_BEAMS = 2
+
 _numbers = itertools.count(1)
 
 
@@ -76,6 +79,13 @@ class Forecast:
         table, at = self._table, _places(sequences)
         growth = table.bound[at] - table.computed[at]
         self._many(sequences, table.computed[at] - table.shared[at], growth, growth + _SLACK)
+
+    def searching(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`."""
+        table, at = self._table, _places(sequences)
+        growth = table.bound[at] - table.computed[at]
+        ends = _STEPS_OF_BEAMS * growth + 1 + _SLACK
+        self._many(sequences, table.computed[at] - table.shared[at], growth, ends)
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""
@@ -138,7 +148,8 @@ class Forecast:
         delay = -(-self._prompt_tokens // self._quantum) + 3
         # The last of these steps brings the first new token; the last one is not written.
         growth = sequence.bound - len(sequence.inputs)
-        end = delay + growth + _SLACK
+        steps = growth if sequence.group is None else _STEPS_OF_BEAMS * growth + 1
+        end = delay + steps + _SLACK
         self._add(sequence.private + need, growth, end)
         self._ends_at[sequence.id] = end
         if sequence.node is not None:

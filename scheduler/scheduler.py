@@ -7,8 +7,9 @@ n: a plan needs the lengths of sequences, not their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
+from types import MappingProxyType
 
 from tokenpod.core.messages import (
     PROBE_TOKENS,
@@ -24,6 +25,8 @@ from tokenpod.core.messages import (
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
+from tokenpod.scheduler.beam_search import Top
+from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.exact import Exact
@@ -153,13 +156,20 @@ class Scheduler:
         self._steps += 1
         return builder.finish(self._steps, self._rows.take_fresh(), self._rows.take_freed())
 
-    def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
+    def settle(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        now: int,
+        tops: Mapping[int, Top] = MappingProxyType({}),
+    ) -> Settled:
         """Take a step's outcome.
 
         Args:
             step: as planned; steps settle in the order in which they were planned.
             tokens: one for each row that samples, in order; -1: its logits had NaN or Inf.
             now: in nanoseconds.
+            tops: by index into `tokens`: the most likely ones, of rows that are beams.
         """
         settled = Settled()
         # A step that was planned during another began no sooner than that one ended.
@@ -167,8 +177,11 @@ class Scheduler:
         self._settled_at = now
         self.kv.table.in_flight[step.places] -= 1
         left = [sequence for sequence in step.sequences if sequence.dead]
-        for sequence, token in zip(step.sampled, tokens, strict=True):
-            self._take(sequence, token, now, settled)
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if sequence.group is not None:
+                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
+            else:
+                self._take(sequence, token, now, settled)
         for sequence in left:
             if not sequence.in_flight:
                 self._free(sequence)
@@ -260,6 +273,10 @@ class Scheduler:
         table, samples = self.kv.table, len(request.sequence_ids)
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}
+        if request.beam is not None:
+            group = Group(request, request.beam, sequences)
+            for sequence in sequences:
+                sequence.group = group
         return sequences
 
     def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
@@ -268,18 +285,12 @@ class Scheduler:
             # Sampled after its end, before that was seen.
             return
         if token < 0:
-            problem = "the model computed NaN or Inf for this sequence"
-            settled.failures.append(Failure(sequence.id, FailureCode.DATA_LOSS, problem))
-            self._end(sequence)
+            self._spoil(sequence, settled)
             return
         finish = sequence.append(token, now)
         if not sequence.proven:
             if len(sequence.outputs) == 1:
-                settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
-                if not sequence.stream:
-                    # Samples share their prompt: it counts once.
-                    self._prompt_tokens += len(sequence.request.prompt)
-                    self._cached_tokens += sequence.cached
+                self._start(sequence, settled)
             self._batcher.inputs_proven(sequence)
         settled.sequence_ids.append(sequence.id)
         settled.token_ids.append(token)
@@ -287,25 +298,67 @@ class Scheduler:
         if finish:
             self._end(sequence)
 
+    def _take_tops(
+        self, group: Group, sequence: Sequence, top: Top | None, now: int, settled: Settled
+    ) -> None:
+        """Take what the search of a beam needs; once it has that of all beams, they go on."""
+        sequence.keep = sequence.keep and top is not None
+        if sequence.dead:
+            return
+        if top is None:
+            self._spoil(sequence, settled)
+            return
+        if not group.take(sequence, top):
+            return
+        if not group.begun:
+            self._start(group.first, settled)
+        if parents := group.advance(now):
+            self._batcher.branched(group, parents)
+            return
+        for sequence_id, result in zip(group.request.told, group.results, strict=False):
+            for token, logprob in zip(result.beam.tokens, result.beam.logprobs, strict=True):
+                settled.logprobs[len(settled.token_ids)] = logprob
+                settled.sequence_ids.append(sequence_id)
+                settled.token_ids.append(token)
+                settled.finishes.append(FinishCode.RUNNING)
+            settled.finishes[-1] = result.finish
+        self._end(group.first)
+
+    def _start(self, sequence: Sequence, settled: Settled) -> None:
+        """The first token of a sequence has come."""
+        settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
+        if not sequence.stream:
+            # Samples share their prompt: it counts once.
+            self._prompt_tokens += len(sequence.request.prompt)
+            self._cached_tokens += sequence.cached
+
+    def _spoil(self, sequence: Sequence, settled: Settled) -> None:
+        problem = "the model computed NaN or Inf for this sequence"
+        settled.failures += _failures(sequence, FailureCode.DATA_LOSS, problem)
+        self._end(sequence)
+
     def _drop_late(self, now: int) -> None:
         """End sequences whose deadline or time limit has passed."""
         for sequence_id in self._deadlines.passed(now):
             sequence = self._sequences.get(sequence_id)
             if sequence is None or sequence.dead:
                 continue
+            if sequence.group is not None:
+                sequence = sequence.group.first
             request = sequence.request
             if _passed(request.deadline_at, now):
                 problem = "the deadline passed"
-                failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
-                self._events.failures.append(failure)
+                code = FailureCode.DEADLINE_EXCEEDED
+                self._events.failures += _failures(sequence, code, problem)
                 self._end(sequence)
             elif _passed(request.stopping.time_limit_at, now):
                 if sequence.launched:
                     # The next token ends it.
                     continue
-                self._events.sequence_ids.append(sequence.id)
-                self._events.token_ids.append(-1)
-                self._events.finishes.append(FinishCode.TIME_LIMIT)
+                for told in _told(sequence):
+                    self._events.sequence_ids.append(told)
+                    self._events.token_ids.append(-1)
+                    self._events.finishes.append(FinishCode.TIME_LIMIT)
                 self._end(sequence)
             elif not sequence.began_at:
                 self._give_up(request, now, "calls take longer than that now")
@@ -332,13 +385,21 @@ class Scheduler:
         for sequence_id in request.sequence_ids:
             sequence = self._sequences.get(sequence_id)
             if sequence is not None and not sequence.dead:
-                failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
-                self._events.failures.append(failure)
+                code = FailureCode.DEADLINE_EXCEEDED
+                self._events.failures += _failures(sequence, code, problem)
                 self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.dead:
             return
+        if sequence.group is not None:
+            # The first one last: those that wait for its prompt would be queued again.
+            for beam in reversed(sequence.group.sequences):
+                self._end_one(beam)
+        else:
+            self._end_one(sequence)
+
+    def _end_one(self, sequence: Sequence) -> None:
         sequence.dead = True
         if not self._queue.remove(sequence):
             self._batcher.remove(sequence)
@@ -355,6 +416,15 @@ class Scheduler:
         self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
         sequence.leave()
+
+
+def _told(sequence: Sequence) -> list[int]:
+    """The ids by which clients hear of a sequence."""
+    return [sequence.id] if sequence.group is None else sequence.request.told
+
+
+def _failures(sequence: Sequence, code: FailureCode, problem: str) -> list[Failure]:
+    return [Failure(told, code, problem) for told in _told(sequence)]
 
 
 def _passed(moment: int | None, now: int) -> bool:

@@ -10,13 +10,14 @@ settled, and with overlapped steps it is in every other one. It is never preempt
 
 from __future__ import annotations
 
-from tokenpod.core.messages import BeamParams, Request
+from tokenpod.core.messages import BeamParams, FinishCode, Request
 from tokenpod.scheduler.admission import Ledger
-from tokenpod.scheduler.beam_search import BeamSearch, Result, Top
+from tokenpod.scheduler.beam_search import BeamSearch, Top
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import StepBuilder
+from tokenpod.scheduler.work import Settled
 
 
 class Group:
@@ -45,11 +46,6 @@ class Group:
         """The sequence that computes the prompt."""
         return self.sequences[0]
 
-    @property
-    def results(self) -> list[Result]:
-        """Once the search is over: the best first."""
-        return self._search.results
-
     def take(self, sequence: Sequence, top: Top) -> bool:
         """Take the most likely next tokens of one sequence; whether those of all are there."""
         self._tops[sequence] = top
@@ -73,6 +69,16 @@ class Group:
         for carrier, beam in zip(self.carriers, self._search.beams, strict=True):
             carrier.outputs = beam.tokens
         return dict(zip(self.carriers, parents, strict=True))
+
+    def tell(self, settled: Settled) -> None:
+        """The search is over: add its results, the best first."""
+        for sequence_id, result in zip(self.request.told, self._search.results, strict=False):
+            for token, logprob in zip(result.beam.tokens, result.beam.logprobs, strict=True):
+                settled.logprobs[len(settled.token_ids)] = logprob
+                settled.sequence_ids.append(sequence_id)
+                settled.token_ids.append(token)
+                settled.finishes.append(FinishCode.RUNNING)
+            settled.finishes[-1] = result.finish
 
 
 class Beams:

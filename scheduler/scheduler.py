@@ -315,13 +315,7 @@ class Scheduler:
         if parents := group.advance(now):
             self._batcher.branched(group, parents)
             return
-        for sequence_id, result in zip(group.request.told, group.results, strict=False):
-            for token, logprob in zip(result.beam.tokens, result.beam.logprobs, strict=True):
-                settled.logprobs[len(settled.token_ids)] = logprob
-                settled.sequence_ids.append(sequence_id)
-                settled.token_ids.append(token)
-                settled.finishes.append(FinishCode.RUNNING)
-            settled.finishes[-1] = result.finish
+        group.tell(settled)
         self._end(group.first)
 
     def _start(self, sequence: Sequence, settled: Settled) -> None:

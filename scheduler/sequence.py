@@ -99,7 +99,7 @@ class Sequence:
         #: Private slots, by position.
         self.extents: list[Extent] = []
         #: Of a beam: what it has in place of `extents`, together with the others of its search.
-        self.tails: Tails[Sequence] | None = None
+        self.tails: Tails | None = None
         #: Of a beam: its search.
         self.group: Group | None = None
 

@@ -9,27 +9,21 @@ before the search takes new ones: with w beams that have computed n outputs it h
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence as Listing
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tokenpod.scheduler.radix import Slots
 from tokenpod.scheduler.slots import Extent
 
+if TYPE_CHECKING:
+    from tokenpod.scheduler.sequence import Sequence
+
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
 
-class Tailed(Hashable, Protocol):
-    """A sequence that has a tail."""
-
-    tails: object
-
-
-S = TypeVar("S", bound=Tailed)
-
-
-class Tails(Generic[S]):
+class Tails:
     """The tails of one search's sequences.
 
     Args:
@@ -45,17 +39,17 @@ class Tails(Generic[S]):
         self.bound = bound
         #: [n] slots that no sequence refers to.
         self.spare = _NO_SLOTS
-        self._slots: dict[S, Slots] = {}
+        self._slots: dict[Sequence, Slots] = {}
         #: The last slot of each tail is written by a step that is being planned.
         self._stepping = False
 
-    def begin(self, sequences: Sequence[S], slots: Slots) -> None:
+    def begin(self, sequences: Listing[Sequence], slots: Slots) -> None:
         """Let every sequence begin with the same slots, [n]."""
         for sequence in sequences:
             self._slots[sequence] = slots
             sequence.tails = self
 
-    def before_step(self, sequence: S) -> Slots:
+    def before_step(self, sequence: Sequence) -> Slots:
         """[n] the slots that are written before the step that is being planned."""
         slots = self._slots[sequence]
         return slots[:-1] if self._stepping else slots
@@ -65,7 +59,7 @@ class Tails(Generic[S]):
         self.taken += len(slots)
         self.spare = np.concatenate((self.spare, slots))
 
-    def take(self, sequences: Sequence[S]) -> Slots:
+    def take(self, sequences: Listing[Sequence]) -> Slots:
         """[n] a spare slot for the next position of each sequence; there are enough."""
         n = len(sequences)
         taken, self.spare = self.spare[:n], self.spare[n:]
@@ -74,7 +68,7 @@ class Tails(Generic[S]):
         self._stepping = True
         return taken
 
-    def settle(self, parents: dict[S, S]) -> None:
+    def settle(self, parents: dict[Sequence, Sequence]) -> None:
         """The step is over: every sequence goes on from one of them, mostly from itself."""
         self._stepping = False
         before = self._slots
@@ -82,7 +76,7 @@ class Tails(Generic[S]):
         dropped = [slots for sequence, slots in before.items() if sequence not in parents.values()]
         self._free(dropped)
 
-    def leave(self, sequence: S) -> bool:
+    def leave(self, sequence: Sequence) -> bool:
         """A sequence has ended; whether it was the last one."""
         self._free([self._slots.pop(sequence, _NO_SLOTS)])
         sequence.tails = None

@@ -139,7 +139,7 @@ class EngineClient(AsyncLink[FromEngine]):
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` gets its outputs until each sequence has finished or failed."""
         self._expect_step()
-        self._watch(request.sequence_ids, sink)
+        self._watch(request.told, sink)
         self.send(request)
 
     def abort(self, sequence_ids: Iterable[int]) -> None:
@@ -230,6 +230,8 @@ class EngineClient(AsyncLink[FromEngine]):
         touched: dict[int, Sink] = {}
         for started in outputs.started:
             if sink := self._sinks.get(started.sequence_id):
+                # Of a beam search it comes long before the tokens.
+                touched[id(sink)] = sink
                 sink.on_started(started)
         tops = {top.at: top for top in outputs.tops}
         entries = zip(

@@ -124,10 +124,9 @@ class AdmittedCall:
         )
         prompt = tokenised.ids
         lease.resize(lease.size + ID_BYTES * len(prompt))
-        samples = call.sampling.best_of or call.sampling.n or 1
-        validate.check_group(len(prompt), new_tokens, samples, serving.limits)
+        validate.check_group(len(prompt), new_tokens, call, serving.limits)
         self._place.queue(len(prompt))
-        request = self._engine_request(call, prompt, new_tokens, samples, deadline_at)
+        request = self._engine_request(call, prompt, new_tokens, deadline_at)
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -189,15 +188,18 @@ class AdmittedCall:
         call: GenerateCall,
         prompt: list[int],
         new_tokens: int,
-        samples: int,
         deadline_at: int | None,
     ) -> Request:
         serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
         limit = stopping.time_limit_ns
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
         check_allowed(call, eos)
+        ends = frozenset(stopping.stop_token_ids)
+        top_n_tokens = call.output.top_n_tokens
+        if call.beam is not None:
+            top_n_tokens = validate.beam_tops(call.beam, len(eos | ends), serving.limits)
         return Request(
-            sequence_ids=serving.client.new_sequence_ids(samples),
+            sequence_ids=serving.client.new_sequence_ids(call.sequences),
             prompt=prompt,
             sampling=sampling_params(
                 call.sampling, secrets.randbits(64) if seed is None else seed, stopping
@@ -206,11 +208,11 @@ class AdmittedCall:
                 max_new_tokens=new_tokens,
                 min_new_tokens=min(stopping.min_new_tokens, new_tokens),
                 eos_token_ids=eos,
-                stop_token_ids=frozenset(stopping.stop_token_ids),
+                stop_token_ids=ends,
                 time_limit_at=self._arrived_at + limit if limit else None,
             ),
-            logprobs=call.output.logprobs or samples > 1,
-            top_n_tokens=call.output.top_n_tokens,
+            logprobs=call.output.logprobs or call.sequences > 1,
+            top_n_tokens=top_n_tokens,
             ranks=call.output.ranks,
             prompt_logprobs=call.output.prompt_logprobs,
             priority=call.priority,
@@ -218,6 +220,7 @@ class AdmittedCall:
             deadline_at=deadline_at,
             begin_by=self._begin_by(deadline_at, new_tokens),
             salt=call.salt,
+            beam=call.beam,
         )
 
     def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tokenpod.core.messages import BeamParams
 from tokenpod.service.serving.chats import ChatPrompt
 
 
@@ -99,6 +100,8 @@ class GenerateCall:
     sampling: Sampling
     stopping: Stopping
     output: Output
+    #: Search; `sampling` then says no more than how many results there are.
+    beam: BeamParams | None = None
     truncate: int = 0
     request_id: str = ""
     priority: int = 0
@@ -108,6 +111,13 @@ class GenerateCall:
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Prompts share cached prefixes within one salt alone.
     salt: str = ""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run for it."""
+        if self.beam is not None:
+            return self.beam.width
+        return self.sampling.best_of or self.sampling.n or 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,12 +83,14 @@ def expected(golden, request):
         early_stopping=STEPS[beam.early_stopping],
         max_new_tokens=stopping.max_new_tokens,
         min_new_tokens=stopping.min_new_tokens or None,
-        eos_token_id=ENDS,
+        eos_token_id=sorted(stopping.eos_token_ids) or None,
         pad_token_id=VOCABULARY,
         return_dict_in_generate=True,
         output_scores=True,
     )
-    texts = [[t for t in row if t != VOCABULARY] for row in found.sequences[:, len(prompt) :].tolist()]
+    texts = [
+        [t for t in row if t != VOCABULARY] for row in found.sequences[:, len(prompt) :].tolist()
+    ]
     return list(zip(texts, found.sequences_scores.tolist(), strict=True))
 
 
@@ -179,4 +181,86 @@ def test_results_are_those_of_transformers(golden, model, penalty, early):
     check(golden, link, requests)
     ends = {*link.finishes.values()}
     assert ends <= {FinishCode.EOS, FinishCode.LENGTH}
-    assert FinishCode.EOS in ends
+    # Long texts win with a high penalty.
+    assert penalty > 1 or FinishCode.EOS in ends
+
+
+def ordinary(first_id, samples=1):
+    sampling = SamplingParams(do_sample=samples > 1, seed=first_id)
+    ids = [*range(first_id, first_id + samples)]
+    return Request(ids, text(30, first_id), sampling, StoppingParams(20), logprobs=True)
+
+
+def test_beams_run_beside_others_in_pieces_and_on_cached_prefixes(golden, model):
+    alone = [serve(host(model), [each]) for each in (ordinary(900), ordinary(910, 3))]
+    planner = scheduler(prefill=8)
+    executor = host(model)
+    first = search(10, text(40, 1), 4, n=3)
+    check(golden, serve(executor, [first], planner, overlap=True), [first])
+    again = search(20, [*text(40, 1), 7, 9], 3, min_new_tokens=5)
+    same = search(30, text(40, 1), 2, penalty=0.4, early=EarlyStop.TRUE)
+    other = search(40, text(25, 3), 4)
+    # Two with one prompt at once: the second publishes what the first has published meanwhile.
+    twins = [search(50, text(25, 4), 2), search(60, text(25, 4), 3)]
+    requests = [again, ordinary(900), same, *twins, other, ordinary(910, 3)]
+    link = serve(executor, requests, planner, overlap=True)
+    check(golden, link, [again, same, other, *twins])
+    assert link.started[20] == 40
+    assert link.started[30] == 39
+    for heard in alone:
+        for sequence, tokens in heard.tokens.items():
+            assert link.tokens[sequence] == tokens
+
+
+def test_two_ranks_search_as_one_does(golden):
+    """The leader plans and samples; the follower gets the plans' bytes, and never top tokens."""
+    requests = [search(10, text(20, 5), 4), ordinary(900), search(20, text(9, 6), 2, penalty=2.0)]
+    plans: queue.Queue[bytes] = queue.Queue()
+
+    def rank(group):
+        model = load_model(
+            golden.folder,
+            dtype=None,
+            device=CPU,
+            progress=lambda done, total: None,
+            shard=Shard(group.rank, group.world),
+            group=group,
+        )
+        executor = host(model, group)
+        if group.rank == 0:
+            try:
+                return serve(Sending(executor, plans), requests, scheduler(prefill=8), overlap=True)
+            finally:
+                plans.put(b"")
+        while data := plans.get():
+            executor.launch(StepPlan.from_bytes(data)).wait()
+        return None
+
+    leader, _ = in_lockstep(2, rank)
+    check(golden, leader, [requests[0], requests[2]])
+
+
+@dataclass
+class Sending:
+    """A leader's executor: what it launches is launched by another one, too."""
+
+    executor: HostExecutor
+    plans: queue.Queue[bytes]
+
+    def launch(self, plan):
+        self.plans.put(plan.to_bytes())
+        return self.executor.launch(plan)
+
+
+def test_a_time_limit_ends_a_search_with_what_there_is(golden, model):
+    late = search(10, text(9, 2), 4, eos_token_ids=frozenset(), time_limit_at=5)
+    ticks = iter(range(1000))
+    link = Heard([late])
+    loop = EngineLoop(link, scheduler(), host(model), clock=lambda: next(ticks))
+    while not link.done:
+        loop.turn()
+    assert {*link.finishes.values()} == {FinishCode.TIME_LIMIT}
+    (length,) = {len(link.tokens[i]) for i in late.told}
+    assert 1 <= length < NEW_TOKENS
+    bounded = search(10, text(9, 2), 4, eos_token_ids=frozenset(), max_new_tokens=length)
+    check(golden, link, [bounded])

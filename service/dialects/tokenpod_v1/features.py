@@ -21,7 +21,7 @@ NOT_BUILT = frozenset(
     {
         *("adapter", "constraint"),
         *("chat.messages.content.image", "chat.tool_choice.tool_name"),
-        *("sampling.bad_words", "sampling.beam"),
+        "sampling.bad_words",
         "output.prompt_top_n_tokens",
     }
 )

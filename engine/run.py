@@ -23,6 +23,7 @@ from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.scheduler.policies import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 
@@ -42,7 +43,16 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     if member is not None and not member.leads:
         follow(member, assembled.executor)
     launcher = member.leading(assembled.executor) if member else assembled.executor
-    EngineLoop(link, Scheduler(limits), launcher, overlap=assembled.overlap).run()
+    scheduler = Scheduler(
+        limits,
+        admission=ADMISSIONS[options.admission],
+        batching=batching(
+            options.batching,
+            ratio=options.waiting_served_ratio,
+            max_waiting_tokens=options.max_waiting_tokens,
+        ),
+    )
+    EngineLoop(link, scheduler, launcher, overlap=assembled.overlap).run()
 
 
 def follow(member: Member, executor: Executor) -> NoReturn:
@@ -133,6 +143,7 @@ def load(
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
+        quantization=model.quantization,
     )
     return assembled, ready, limits
 

@@ -7,7 +7,7 @@
       +------- preempted: no row, no slots; computed again <---------+
 
 Siblings wait for the prompt of the first sample; `ready` ones compute its last token only. The
-batching policy decides what a step holds, the admission policy which sequence is preempted when
+batching policy decides what a step holds, the admission policy which sequences are preempted when
 slots run out.
 """
 
@@ -22,6 +22,7 @@ import numpy as np
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batching import Batching
 from tokenpod.scheduler.beams import Beams, Group
+from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
@@ -36,6 +37,7 @@ class Batcher:
         admission: decides which sequence is preempted.
         batching: decides what a step holds.
         requeue: takes samples that were admitted and have to begin anew.
+        drafting: decides who has drafts; None: nobody.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Batcher:
         admission: Admission,
         batching: Batching,
         requeue: Callable[[list[Sequence]], None],
+        drafting: Drafting | None = None,
     ) -> None:
         #: Times that a decoding sequence had to pause for want of a slot.
         self.stalls = 0
@@ -55,6 +58,7 @@ class Batcher:
         self._admission = admission
         self._batching = batching
         self._requeue = requeue
+        self._drafting = drafting
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
         self._ready: deque[Sequence] = deque()
@@ -104,9 +108,9 @@ class Batcher:
 
     def add_to(self, ledger: Ledger) -> None:
         """Add what these sequences need."""
-        ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         ledger.decoding([*self._decoding.values()])
         self._beams.add_to(ledger)
+        ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         for sequence in self._ready:
             ledger.prefilling(sequence)
         for first, siblings in self._siblings.items():
@@ -129,14 +133,23 @@ class Batcher:
         portion = self._batching.portion(
             decoding=decoding, prompts=self.has_prompts, prompt_tokens=prompt_tokens
         )
-        if portion.decode:
-            slots -= self._beams.plan(step, slots)
+        beams = self._beams.wanted if portion.decode else 0
         sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
-        if len(sequences) + self.has_prompts > slots:
+        if len(sequences) + beams + self.has_prompts > slots:
             slots = self._make_room(slots, decode=portion.decode)
             sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
+        if beams:
+            # Before the others: these can be preempted.
+            slots -= self._beams.plan(step, slots)
+        if len(sequences) > slots:
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
+        if self._drafting is not None and self._to_come <= slots:
+            split = self._drafting.split(sequences, places)
+            sequences, places = split.sequences, split.places
+            for sequence, drafts in split.drafts:
+                step.draft(sequence, drafts)
+                slots -= 1 + len(drafts)
         if sequences:
             step.decode(sequences, places)
         self._compute(step, portion.prompt_tokens, slots - len(sequences))
@@ -214,9 +227,26 @@ class Batcher:
         sequences, places = self._lockstep
         table = self._kv.table
         going_on = table.computed[places] < table.bound[places]
+        if self._drafting is not None:  # which of the drafts are right must be known first
+            going_on &= table.drafted[places] == 0
         if going_on.all():
             return sequences, places
         return [*compress(sequences, going_on.tolist())], places[going_on]
+
+    @property
+    def _to_come(self) -> int:
+        """Slots that all of these sequences may still take, up to their bounds.
+
+        Drafts let one take its slots sooner than admission has counted, before others have ended.
+        So nothing is drafted unless all can have theirs, in whatever order.
+        """
+        started = [*self._decoding.values(), *self._ready, *self._prefilling]
+        places = np.array([sequence.place for sequence in started], np.int64)
+        table = self._kv.table
+        siblings = [s for waiting in self._siblings.values() for s in waiting]
+        to_come = int((table.bound[places] - table.computed[places]).sum())
+        to_come += sum(sequence.bound - sequence.needed + 1 for sequence in siblings)
+        return to_come + self._beams.to_come
 
     def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add pieces of prompts, in the order of admission."""
@@ -235,23 +265,25 @@ class Batcher:
                 self._lockstep = None
 
     def _make_room(self, slots: int, *, decode: bool) -> int:
-        """Preempt until every row has a slot, or the admission policy names no victim.
+        """Preempt until every row has a slot, or the admission policy names no victims.
 
         Slots of sequences with a step in flight come free too late for this step, but count.
         Returns the slots that may be taken now.
         """
         coming = 0
         while running := [*self._decoding.values(), *self._ready, *self._prefilling]:
-            wanted = len(self._next_to_decode()[0]) * decode + self.has_prompts
+            wanted = (len(self._next_to_decode()[0]) + self._beams.wanted) * decode
+            wanted += self.has_prompts
             if wanted <= slots + coming:
                 break
-            victim = self._admission.victim(running)
-            if victim is None:
+            victims = self._admission.victims(running)
+            if not victims:
                 break
-            before, private = self._kv.available, victim.private
-            coming += private if victim.in_flight else 0
-            self.preempt(victim)
-            slots += self._kv.available - before
+            for victim in victims:
+                before, private = self._kv.available, victim.private
+                coming += private if victim.in_flight else 0
+                self.preempt(victim)
+                slots += self._kv.available - before
         return max(slots, 0)
 
     # -- who is where --------------------------------------------------------------------------

@@ -19,6 +19,9 @@ from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import StepBuilder
 from tokenpod.scheduler.work import Settled
 
+#: In `Settled.samples`: a token of a result, which was chosen in an earlier step.
+_NOT_SAMPLED = -1
+
 
 class Group:
     """One search, and its sequences.
@@ -70,15 +73,17 @@ class Group:
             carrier.outputs = beam.tokens
         return dict(zip(self.carriers, parents, strict=True))
 
-    def tell(self, settled: Settled) -> None:
-        """The search is over: add its results, the best first."""
+    def tell(self, settled: Settled) -> FinishCode:
+        """The search is over: add its results, the best first; how the best one has ended."""
         for sequence_id, result in zip(self.request.told, self._search.results, strict=False):
             for token, logprob in zip(result.beam.tokens, result.beam.logprobs, strict=True):
                 settled.logprobs[len(settled.token_ids)] = logprob
                 settled.sequence_ids.append(sequence_id)
                 settled.token_ids.append(token)
                 settled.finishes.append(FinishCode.RUNNING)
+                settled.samples.append(_NOT_SAMPLED)
             settled.finishes[-1] = result.finish
+        return self._search.results[0].finish
 
 
 class Beams:
@@ -101,6 +106,18 @@ class Beams:
     def running(self) -> int:
         """Sequences with a row."""
         return sum(len(g.sequences) if g.begun else 1 for g in self._groups.values())
+
+    @property
+    def wanted(self) -> int:
+        """Slots for the next step of all that are ready."""
+        return sum(len(group.carriers) for group in self._ready.values())
+
+    @property
+    def to_come(self) -> int:
+        """Slots that these sequences may still take, up to their bounds."""
+        groups = self._groups.values()
+        running = (s for g in groups for s in (g.sequences if g.begun else [g.first]))
+        return sum(sequence.bound - sequence.computed for sequence in running)
 
     def first(self, first_id: int) -> Sequence | None:
         """The first sequence of a search that is here, by its id."""

@@ -118,6 +118,16 @@ class KV:
             extents += self._allocator.grow(last, n, room)
         return _slots_from(extents, position, n)
 
+    def take_back(self, sequence: Sequence, n: int) -> None:
+        """Uncompute the last `n` positions, which are private: the next ones take their slots."""
+        sequence.computed -= n
+        extents = sequence.extents
+        while (over := n - extents[-1].used) > 0:
+            self._allocator.release(extents.pop())
+            n = over
+        self._allocator.shrink(extents[-1], n)
+        self.table.tail[sequence.place] = extents[-1].at
+
     # -- beams ---------------------------------------------------------------------------------
 
     def branch(self, first: Sequence, others: list[Sequence]) -> None:

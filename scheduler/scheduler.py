@@ -7,6 +7,7 @@ n: a plan needs the lengths of sequences, not their tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from types import MappingProxyType
@@ -15,6 +16,8 @@ from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
     CacheEvents,
+    Drafted,
+    Ended,
     Failure,
     FailureCode,
     FinishCode,
@@ -22,6 +25,7 @@ from tokenpod.core.messages import (
     Request,
     Started,
 )
+from tokenpod.core.plan import UNSAMPLED
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
@@ -29,6 +33,7 @@ from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.deadlines import Deadlines
+from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.kv import KV
@@ -38,7 +43,7 @@ from tokenpod.scheduler.queue import Planner, Queue
 from tokenpod.scheduler.refusals import malformed, never_fits, too_much
 from tokenpod.scheduler.routed import Routed
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Owner, Sequence
+from tokenpod.scheduler.sequence import END_STATES, EndState, Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits, Settled
@@ -51,26 +56,36 @@ class Scheduler:
 
     Args:
         limits: the engine's resources.
-        admission: makes the admission policy from the table of sequences, the slots, and the
+        admission: makes the admission policy from the table of sequences, the limits, and the
             prompt tokens that every step with prompts is sure to compute.
-        batching: makes the batching policy from the step's budget of prompt tokens.
+        batching: makes the batching policy from the limits.
+        drafting: makes what decides who has drafts; None: nobody has.
     """
 
     def __init__(
         self,
         limits: Limits,
         *,
-        admission: Callable[[Table, int, int], Admission] = Exact,
-        batching: Callable[[int], Batching] = Mixed,
+        admission: Callable[[Table, Limits, int], Admission] = Exact,
+        batching: Callable[[Limits], Batching] = Mixed,
+        drafting: Callable[[KV], Drafting] | None = None,
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
         self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching)
-        self._batching = batching(limits.prefill_tokens)
-        self._admission = admission(self.kv.table, limits.slots, self._batching.quantum)
+        self._batching = batching(limits)
+        self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
-        self._batcher = Batcher(self.kv, self._rows, self._admission, self._batching, self._requeue)
-        self._routed = Routed()
+        self._drafting = drafting(self.kv) if drafting else None
+        self._batcher = Batcher(
+            self.kv,
+            self._rows,
+            self._admission,
+            self._batching,
+            self._requeue,
+            self._drafting,
+        )
+        self._routed = Routed(self._drafting)
         self._probes = Probes(self.kv, self._rows)
         planners: dict[Owner, Planner] = {
             Owner.BATCHER: self._batcher,
@@ -93,6 +108,10 @@ class Scheduler:
         self._settled_at = 0
         self._steps = 0
         self._prompt_tokens = self._cached_tokens = 0
+        self._ended: Counter[EndState] = Counter()
+        self._drafted_tokens = self._accepted_tokens = 0
+        #: Steps that have not settled; and nothing could run since the last one.
+        self._under_way, self._rested = 0, True
         self._events = Settled()
 
     # -- requests ------------------------------------------------------------------------------
@@ -104,6 +123,7 @@ class Scheduler:
             for sequence_id in request.sequence_ids:
                 failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
                 self._events.failures.append(failure)
+            self._ended[EndState.IGNORED] += 1
             return
         if request.probe:
             self._probes.add(*self._make(request, Owner.PROBE))
@@ -136,11 +156,14 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         return sequence is not None and not sequence.dead and self._batcher.preempt(sequence)
 
-    def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences: their slots are free at once, or when the step in flight settles."""
+    def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
+        """End sequences: their slots are free at once, or when the step in flight settles.
+
+        `stopped`: their output is complete.
+        """
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
-                self._end(sequence)
+                self._end(sequence, EndState.STOPPED if stopped else EndState.ABORTED)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -152,8 +175,13 @@ class Scheduler:
         builder = StepBuilder(self.kv, now)
         self._plan(builder)
         if builder.empty:
+            self._rested = self._rested or not self._under_way
             return None
         self._steps += 1
+        busy = not (self._rested or self._under_way)
+        builder.gap = now - self._settled_at if busy else None
+        self._under_way += 1
+        self._rested = False
         return builder.finish(self._steps, self._rows.take_fresh(), self._rows.take_freed())
 
     def settle(
@@ -167,21 +195,30 @@ class Scheduler:
 
         Args:
             step: as planned; steps settle in the order in which they were planned.
-            tokens: one for each row that samples, in order; -1: its logits had NaN or Inf.
+            tokens: one for each sample, row after row; -1: its logits had NaN or Inf;
+                `plan.UNSAMPLED`: none was drawn.
             now: in nanoseconds.
             tops: by index into `tokens`: the most likely ones, of rows that are beams.
         """
         settled = Settled()
         # A step that was planned during another began no sooner than that one ended.
-        self._pace.note(step.prompt_tokens, now - max(step.planned_at, self._settled_at))
+        took = now - max(step.planned_at, self._settled_at)
+        self._pace.note(step.prompt_tokens, took)
         self._settled_at = now
+        self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
         left = [sequence for sequence in step.sequences if sequence.dead]
+        drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
+        for draft in drafted.values():
+            self._routed.taken_back(draft.sequence, draft.wrong)
         for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if sequence.group is not None:
                 self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
-            else:
-                self._take(sequence, token, now, settled)
+            elif token != UNSAMPLED:
+                if self._drafting and sequence.id not in drafted:
+                    self._drafting.watch(sequence, token)
+                self._take(sequence, token, at, now, settled)
+        settled.drafted = [self._counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
                 self._free(sequence)
@@ -221,6 +258,14 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            ended=Ended(
+                stopped=self._ended[EndState.STOPPED],
+                length=self._ended[EndState.LENGTH],
+                aborted=self._ended[EndState.ABORTED],
+                ignored=self._ended[EndState.IGNORED],
+            ),
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def watch_cache(self, *, wanted: bool) -> None:
@@ -277,9 +322,16 @@ class Scheduler:
             group = Group(request, request.beam, sequences)
             for sequence in sequences:
                 sequence.group = group
+        if self._drafting:
+            self._drafting.began(sequences)
         return sequences
 
-    def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
+    def _counted(self, draft: Landed) -> Drafted:
+        self._drafted_tokens += draft.drafted
+        self._accepted_tokens += draft.accepted
+        return Drafted(draft.sequence.id, draft.drafted, draft.accepted)
+
+    def _take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:
         sequence.keep = sequence.keep and token >= 0
         if sequence.dead:
             # Sampled after its end, before that was seen.
@@ -295,8 +347,9 @@ class Scheduler:
         settled.sequence_ids.append(sequence.id)
         settled.token_ids.append(token)
         settled.finishes.append(finish)
+        settled.samples.append(at)
         if finish:
-            self._end(sequence)
+            self._end(sequence, END_STATES[finish])
 
     def _take_tops(
         self, group: Group, sequence: Sequence, top: Top | None, now: int, settled: Settled
@@ -315,8 +368,8 @@ class Scheduler:
         if parents := group.advance(now):
             self._batcher.branched(group, parents)
             return
-        group.tell(settled)
-        self._end(group.first)
+        finish = group.tell(settled)
+        self._end(group.first, END_STATES[finish])
 
     def _start(self, sequence: Sequence, settled: Settled) -> None:
         """The first token of a sequence has come."""
@@ -353,7 +406,7 @@ class Scheduler:
                     self._events.sequence_ids.append(told)
                     self._events.token_ids.append(-1)
                     self._events.finishes.append(FinishCode.TIME_LIMIT)
-                self._end(sequence)
+                self._end(sequence, EndState.LENGTH)
             elif not sequence.began_at:
                 self._give_up(request, now, "calls take longer than that now")
 
@@ -383,25 +436,32 @@ class Scheduler:
                 self._events.failures += _failures(sequence, code, problem)
                 self._end(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, state: EndState = EndState.ABORTED) -> None:
         if sequence.dead:
             return
-        if sequence.group is not None:
-            # The first one last: those that wait for its prompt would be queued again.
-            for beam in reversed(sequence.group.sequences):
-                self._end_one(beam)
-        else:
-            self._end_one(sequence)
+        # Of a search the first one last: those that wait for its prompt would be queued again.
+        beams = [sequence] if sequence.group is None else reversed(sequence.group.sequences)
+        for each in beams:
+            self._end_one(each, state)
 
-    def _end_one(self, sequence: Sequence) -> None:
-        sequence.dead = True
+    def _end_one(self, sequence: Sequence, state: EndState) -> None:
+        sequence.ended_as = state
+        if sequence.owner is not Owner.PROBE and not self._runs_on(sequence.request):
+            self._ended[state] += 1
         if not self._queue.remove(sequence):
             self._batcher.remove(sequence)
         if not sequence.in_flight:
             self._free(sequence)
 
+    def _runs_on(self, request: Request) -> bool:
+        """Whether a sample of a request has not ended."""
+        samples = map(self._sequences.get, request.sequence_ids)
+        return any(sample is not None and not sample.dead for sample in samples)
+
     def _free(self, sequence: Sequence) -> None:
         self._admission.ended(sequence)
+        if self._drafting:
+            self._drafting.forget(sequence)
         self.kv.release(sequence)
         self._rows.give_back(sequence)
         for planner in (self._batcher, self._routed, self._probes):

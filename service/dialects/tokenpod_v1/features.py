@@ -21,8 +21,6 @@ NOT_BUILT = frozenset(
     {
         *("adapter", "constraint"),
         *("chat.messages.content.image", "chat.tool_choice.tool_name"),
-        "sampling.bad_words",
-        "output.prompt_top_n_tokens",
     }
 )
 #: Fields of requests with tools.

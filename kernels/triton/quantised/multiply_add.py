@@ -8,8 +8,6 @@ gate, and add to the residual. What differs is how a tile of the weight is read.
 lowest of these bits stand for 1, they are floats already, but for that exponent's own value: 128 at
 bits 16 to 19, 2048 at bits 12 to 15. Its sum over the inputs is the same for all rows and is taken
 off word by word, the group's zero with it. So a number costs a mask, a sum, and half a shift.
-
-Inputs that the format rounds are rounded here too, once the largest of the token is known.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ LOW_EXPONENT: tl.constexpr = tl.constexpr(0x45000000)
 HIGH_EXPONENT: tl.constexpr = tl.constexpr(0x43000000)
 LOW_OFFSET: tl.constexpr = tl.constexpr(2048.0)
 HIGH_OFFSET: tl.constexpr = tl.constexpr(128.0)
-FP8_MOST: tl.constexpr = tl.constexpr(448.0)
-INT8_MOST: tl.constexpr = tl.constexpr(127.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -37,7 +33,6 @@ def multiply_add_bytes(
     bias,
     delta,
     norm_weight,
-    static,
     y,
     x_stride,
     delta_stride,
@@ -46,27 +41,18 @@ def multiply_add_bytes(
     n,
     k,
     epsilon,
-    scale_columns,
-    scale_rows,
-    group_columns,
     FP8: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    GROUPED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] (+)= x [tokens, k] · weightᵀ, gates first with ACTIVATION.
 
-    The weight's bytes are e4m3 with FP8, else whole numbers.
-
-    ROUNDED: "none", "fp8" or "int8". GROUPED: a scale [⌈n / scale_rows⌉, scale_columns] for every
-    group_columns inputs, a multiple of BLOCK_K; inputs are then rounded in the same groups.
+    The weight's bytes are e4m3 with FP8, else whole numbers; a scale per row.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     NORM: tl.constexpr = norm_weight is not None
@@ -81,60 +67,37 @@ def multiply_add_bytes(
     sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K), tl.float32)
     up_sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K) if GATED else (1, 1, 1), tl.float32)
     squares = tl.zeros((BLOCK_T, 1, BLOCK_K) if NORM else (1, 1, 1), tl.float32)
-    gate_scale = own // scale_rows * scale_columns
-    up_scale = (own + n) // scale_rows * scale_columns
 
+    s = tl.load(scale + own)[None, :]
+    up_s = tl.load(scale + own + n)[None, :] if GATED else s
     next_w = _tile(start_of_row + i, i < k)
     next_up = _tile(start_of_up + i, i < k) if GATED else next_w
     await_inputs(OVERLAP)
-    inverse = 1.0
-    step = 1.0
-    if ROUNDED != "none" and not GROUPED:
-        step, inverse = _token_scale(
-            at_x, norm_weight, static, token < tokens, k, epsilon, ROUNDED, BLOCK_T, BLOCK_K
-        )
-    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, k, BLOCK_K):
         at = start + i
         # The next tile is on its way while this one is multiplied.
         w, up = next_w, next_up
         next_w = _tile(start_of_row + at + BLOCK_K, at + BLOCK_K < k)
         next_up = _tile(start_of_up + at + BLOCK_K, at + BLOCK_K < k) if GATED else next_w
-        v = _inputs(at_x, norm_weight, at, token < tokens, k, EVEN and BLOCK_T == 1)
-        if NORM and (ROUNDED == "none" or GROUPED):
-            raw = _inputs(at_x, None, at, token < tokens, k, EVEN and BLOCK_T == 1)
-            squares += raw * raw
-        if GROUPED:
-            group = start // group_columns
-            if ROUNDED != "none":
-                largest = tl.max(tl.abs(v), axis=2, keep_dims=True)
-                lost = tl.sum(v * 0.0, axis=2, keep_dims=True)
-                group_step = largest / FP8_MOST + lost
-                v = _rounded(v * tl.where(group_step > 0, 1.0 / group_step, 1.0), ROUNDED)
-                v *= group_step
-            own_scale = tl.load(scale + gate_scale + group)[None, :, None]
-            sums += (v * own_scale) * _wide(w, FP8)
-            if GATED:
-                their_scale = tl.load(scale + up_scale + group)[None, :, None]
-                up_sums += (v * their_scale) * _wide(up, FP8)
+        inside = (token < tokens) & (at < k)
+        if EVEN and BLOCK_T == 1:
+            v = tl.load(at_x + at).to(tl.float32)
         else:
-            if ROUNDED != "none":
-                v = _rounded(v * inverse, ROUNDED)
-            sums += v * _wide(w, FP8)
-            if GATED:
-                up_sums += v * _wide(up, FP8)
+            v = tl.load(at_x + at, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += v * v
+            v *= tl.load(norm_weight + at, mask=at < k, other=0.0).to(tl.float32)
+        sums += v * _wide(w, FP8)
+        if GATED:
+            up_sums += v * _wide(up, FP8)
 
     token = tl.arange(0, BLOCK_T)
-    factor = tl.full((BLOCK_T, 1), 1.0, tl.float32)
-    if ROUNDED != "none" and not GROUPED:
-        factor = tl.reshape(step, (BLOCK_T, 1))
-    elif NORM:
+    out = tl.sum(sums, axis=2) * s
+    up_out = tl.sum(up_sums, axis=2) * up_s if GATED else out
+    if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=2) / k + epsilon)
-    out = tl.sum(sums, axis=2) * factor
-    up_out = tl.sum(up_sums, axis=2) * factor if GATED else out
-    if not GROUPED:
-        out *= tl.load(scale + gate_scale)[None, :]
-        if GATED:
-            up_out *= tl.load(scale + up_scale)[None, :]
+        out *= factor
+        up_out *= factor
     _finish(
         out, up_out, bias, delta, y, delta_stride, y_stride, tokens, n, row, token, ACTIVATION, ADD
     )
@@ -166,7 +129,6 @@ def multiply_add_words(
     ASSEMBLY: tl.constexpr,
     BLOCKS: tl.constexpr,
     RUN: tl.constexpr,
-    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """As above, of a weight of 4 bits: words [n, blocks · RUN] int32, blocks of 8 · RUN inputs.
@@ -194,17 +156,33 @@ def multiply_add_words(
 
     next_w = _tile(start_of_row + block * RUN + lane, block < blocks)
     next_up = _tile(start_of_up + block * RUN + lane, block < blocks) if GATED else next_w
+    at_scale = rows * groups + block // blocks_in_group
+    next_s, next_z = _tile(scale + at_scale, block < blocks), 8
+    next_up_s, next_up_z = next_s, 8
+    if zero is not None:
+        next_z = _tile(zero + at_scale, block < blocks)
+    if GATED:
+        at_scale += n.to(tl.int64) * groups
+        next_up_s = _tile(scale + at_scale, block < blocks)
+        if zero is not None:
+            next_up_z = _tile(zero + at_scale, block < blocks)
     await_inputs(OVERLAP)
-    for start in tl.range(0, blocks, BLOCKS, num_stages=STAGES):
+    for start in tl.range(0, blocks, BLOCKS):
         at = start + block
-        there = at < blocks
         # The next tile is on its way while this one is multiplied.
-        w, up = next_w, next_up
+        w, up, s, z, up_s, up_z = next_w, next_up, next_s, next_z, next_up_s, next_up_z
         ahead = at + BLOCKS
         next_w = _tile(start_of_row + ahead * RUN + lane, ahead < blocks)
         next_up = _tile(start_of_up + ahead * RUN + lane, ahead < blocks) if GATED else next_w
-        at_scale = rows * groups + at // blocks_in_group
-        s = _tile(scale + at_scale, there).to(tl.float32)
+        at_scale = rows * groups + ahead // blocks_in_group
+        next_s = _tile(scale + at_scale, ahead < blocks)
+        if zero is not None:
+            next_z = _tile(zero + at_scale, ahead < blocks)
+        if GATED:
+            at_scale += n.to(tl.int64) * groups
+            next_up_s = _tile(scale + at_scale, ahead < blocks)
+            if zero is not None:
+                next_up_z = _tile(zero + at_scale, ahead < blocks)
         dot = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN), tl.float32)
         up_dot = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN) if GATED else (1, 1, 1, 1), tl.float32)
         total = tl.zeros((BLOCK_T, 1, BLOCKS, RUN), tl.float32)
@@ -221,19 +199,9 @@ def multiply_add_words(
             dot += v * _float_at(w, place, ASSEMBLY)
             if GATED:
                 up_dot += v * _float_at(up, place, ASSEMBLY)
-        if zero is None:
-            sums += s * (dot - (offset + 8.0 * total))
-        else:
-            z = _tile(zero + at_scale, there).to(tl.float32)
-            sums += s * (dot - offset - z * total)
+        sums += s.to(tl.float32) * (dot - offset - _float(z) * total)
         if GATED:
-            at_scale += n.to(tl.int64) * groups
-            s = _tile(scale + at_scale, there).to(tl.float32)
-            if zero is None:
-                up_sums += s * (up_dot - (offset + 8.0 * total))
-            else:
-                z = _tile(zero + at_scale, there).to(tl.float32)
-                up_sums += s * (up_dot - offset - z * total)
+            up_sums += up_s.to(tl.float32) * (up_dot - offset - _float(up_z) * total)
 
     token = tl.arange(0, BLOCK_T)
     out = tl.sum(tl.sum(sums, axis=3), axis=2)
@@ -246,6 +214,12 @@ def multiply_add_words(
     _finish(
         out, up_out, bias, delta, y, delta_stride, y_stride, tokens, n, row, token, ACTIVATION, ADD
     )
+
+
+@triton.jit
+def _float(zero):
+    """Also of what is the same for all groups, and then a plain number."""
+    return zero * 1.0
 
 
 @triton.jit
@@ -278,54 +252,6 @@ def _float_at(words, PLACE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def _token_scale(
-    at_x,
-    norm_weight,
-    static,
-    is_token,
-    k,
-    epsilon,
-    ROUNDED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """A token's scale [T, 1, 1], and what its inputs are multiplied by to be rounded."""
-    i = tl.arange(0, BLOCK_K)[None, None, :]
-    largest = tl.zeros((BLOCK_T, 1, BLOCK_K), tl.float32)
-    squares = tl.zeros((BLOCK_T, 1, BLOCK_K), tl.float32)
-    lost = tl.zeros((BLOCK_T, 1, BLOCK_K), tl.float32)
-    for start in tl.range(0, k, BLOCK_K):
-        v = _inputs(at_x, None, start + i, is_token, k, False)
-        squares += v * v
-        if norm_weight is not None:
-            v *= tl.load(norm_weight + start + i, mask=start + i < k, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(v))
-        # A number that is none gets lost in a maximum; times zero it stays what it is.
-        lost += v * 0.0
-    most = tl.max(largest, axis=2, keep_dims=True) + tl.sum(lost, axis=2, keep_dims=True)
-    factor = tl.full((BLOCK_T, 1, 1), 1.0, tl.float32)
-    if norm_weight is not None:
-        factor = tl.rsqrt(tl.sum(squares, axis=2, keep_dims=True) / k + epsilon)
-    if static is None:
-        step = most * factor / (FP8_MOST if ROUNDED == "fp8" else INT8_MOST)
-    else:
-        step = tl.load(static) + 0.0 * most
-    return step, tl.where(step > 0, factor / step, 1.0)
-
-
-@triton.jit
-def _rounded(v, ROUNDED: tl.constexpr):
-    """To the nearest number of the format, as float32."""
-    if ROUNDED == "fp8":
-        v = tl.minimum(tl.maximum(v, -FP8_MOST), FP8_MOST)
-        return v.to(tl.float8e4nv).to(tl.float32)
-    else:
-        # Adding and taking off 1.5 · 2²³ leaves the nearest whole number, ties to even.
-        v = tl.minimum(tl.maximum(v, -INT8_MOST), INT8_MOST)
-        return v + 12582912.0 - 12582912.0
-
-
-@triton.jit
 def _tile(at, inside):
     """Weights are read once: let them make room for what is read again."""
     return tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
@@ -334,18 +260,6 @@ def _tile(at, inside):
 @triton.jit
 def _wide(w, FP8: tl.constexpr):
     return w.to(tl.float8e4nv, bitcast=True).to(tl.float32) if FP8 else w.to(tl.float32)
-
-
-@triton.jit
-def _inputs(at_x, norm_weight, at, is_token, k, FULL: tl.constexpr):
-    """Inputs `at`, float32, times the norm's weight."""
-    if FULL:
-        v = tl.load(at_x + at).to(tl.float32)
-    else:
-        v = tl.load(at_x + at, mask=is_token & (at < k), other=0.0).to(tl.float32)
-    if norm_weight is not None:
-        v *= tl.load(norm_weight + at, mask=at < k, other=0.0).to(tl.float32)
-    return v
 
 
 @triton.jit

@@ -73,7 +73,7 @@ def prepare_product(
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x))
-        if isinstance(tile, AddTile) and _can_add(weight, tile):
+        if isinstance(tile, AddTile) and _can_add(weight):
             _multiply_add(x, weight, bias, y, delta, around, tile)
         elif isinstance(tile, MatrixTile) and _can_round(weight):
             rounded = _rounded(x, weight, around.norm)
@@ -107,14 +107,12 @@ def _device(weight: Format) -> torch.device:
     return weight.packed.device if isinstance(weight, Int4Weight) else weight.numbers.device
 
 
-def _can_add(weight: Format, tile: AddTile) -> bool:
-    if not isinstance(weight, Fp8Weight):
+def _can_add(weight: Format) -> bool:
+    """Whether its inputs stay as they are, and a row has one scale or words."""
+    if isinstance(weight, Int4Weight):
         return True
-    if weight.by_output:
-        return weight.rounding is None or weight.rounding.group is None
-    return weight.columns % tile.block_k == 0 and (
-        weight.rounding is None or weight.rounding.group == weight.columns == tile.block_k
-    )
+    by_output = weight.by_output if isinstance(weight, Fp8Weight) else True
+    return weight.rounding is None and by_output
 
 
 def _can_round(weight: Format) -> bool:
@@ -214,7 +212,6 @@ def _multiply_add(
         "ADD": around.add,
         "BLOCK_T": triton.next_power_of_2(tokens),
         "BLOCK_N": block_n,
-        "STAGES": 1,
         "num_warps": tile.warps,
         **launch_options(x.device),
     }
@@ -233,17 +230,10 @@ def _multiply_add(
             **common,
         )
         return
-    rounding = weight.rounding
-    grouped = isinstance(weight, Fp8Weight) and not weight.by_output
-    layout = (1, 1, k)
-    if isinstance(weight, Fp8Weight) and grouped:
-        layout = (weight.scale.shape[1], weight.rows, weight.columns)
     multiply_add_bytes[grid](
-        *(x, weight.numbers.view(torch.int8), weight.scale, bias, delta, norm_weight),
-        *(None if rounding is None else rounding.static, y, *strides, epsilon, *layout),
+        *(x, weight.numbers.view(torch.int8), weight.scale, bias, delta, norm_weight, y),
+        *(*strides, epsilon),
         FP8=isinstance(weight, Fp8Weight),
-        ROUNDED="none" if rounding is None else rounding.number.value,
-        GROUPED=grouped,
         EVEN=k % tile.block_k == 0,
         BLOCK_K=tile.block_k,
         **common,
@@ -299,6 +289,7 @@ def multiply(
         BLOCK_K=block_k,
         PANEL=tile.panel,
         STAGES=tile.stages,
+        UNROLL=tile.unroll,
         num_warps=tile.warps,
         **launch_options(y.device),
     )

@@ -42,6 +42,29 @@ class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
     time_limit_at: int | None = None
 
 
+class EarlyStop(IntEnum):
+    """When a beam search ends; transformers' `early_stopping`."""
+
+    #: False: once the best beam, were it to end now, is no better than the worst result.
+    FALSE = 0
+    #: True: as soon as there are `width` results.
+    TRUE = 1
+    #: "never": once no beam could become better than the worst result.
+    NEVER = 2
+
+
+class BeamParams(msgspec.Struct, frozen=True, array_like=True):
+    """A beam search: keep the likeliest beginnings, and extend them all."""
+
+    #: Beginnings that are kept.
+    width: int
+    #: A result's log probability is divided by its length to the power of this.
+    length_penalty: float = 1.0
+    early_stopping: EarlyStop = EarlyStop.FALSE
+    #: Results that are told, the best first; at most `width`.
+    n: int = 1
+
+
 class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     """Embeddings that replace those of the table at some positions of a prompt."""
 
@@ -93,6 +116,15 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     prompt_ranks: bool = False
     #: What the text must conform to.
     constraint: Constraint | None = None
+    #: Search: one sequence for each beam, of which the first `n` tell the results, at the end.
+    #: `top_n_tokens` is what a search needs of each beam, at least `width` and one for each token
+    #: that ends the text.
+    beam: BeamParams | None = None
+
+    @property
+    def told(self) -> list[int]:
+        """The sequences whose tokens, ends and failures are told."""
+        return self.sequence_ids if self.beam is None else self.sequence_ids[: self.beam.n]
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):

@@ -47,6 +47,8 @@ _NAP_SECONDS = 0.01
 #: The same where all that is here waits for masks, or to be compiled.
 _MASK_SECONDS = 0.0005
 _PULSE_NS = 1_000_000_000
+#: No sequence has this id.
+_NOBODY = -1
 
 
 @dataclass(slots=True)
@@ -199,7 +201,8 @@ class EngineLoop:
                 # A prompt that was preempted half-way is scored again from its beginning.
                 start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
-        settled = self.scheduler.settle(flying.step, result.tokens, self.clock())
+        tops = {index: (ids, values) for index, ids, values in result.tops}
+        settled = self.scheduler.settle(flying.step, result.tokens, self.clock(), tops)
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 
@@ -240,7 +243,10 @@ class EngineLoop:
         tops: list[Top] = []
         if step is not None and result is not None:
             # A surplus token, sampled after its sequence had ended, is in `result` only.
-            logprobs = [result.logprobs[sample] for sample in settled.samples]
+            logprobs = [
+                result.logprobs[sample] if sample >= 0 else settled.logprobs[at]
+                for at, sample in enumerate(settled.samples)
+            ]
             where = {sample: at for at, sample in enumerate(settled.samples)}
             found = {index: (ids, values) for index, ids, values in result.tops}
             for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):

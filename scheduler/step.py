@@ -80,6 +80,20 @@ class _Piece:
         return vectors_of(self.sequence.request, self.start, self.start + len(self.slots))
 
 
+class _Output(_Piece):
+    """The last output of a beam, which was chosen among those of all."""
+
+    __slots__ = ()
+
+    @property
+    def tokens(self) -> Tokens:
+        return np.array(self.sequence.outputs[-1:], np.int32)
+
+    @property
+    def scored(self) -> bool:
+        return False
+
+
 class StepBuilder:
     """Collects the rows of a step; `finish` puts them into columns.
 
@@ -141,6 +155,16 @@ class StepBuilder:
         sequence.launched += n
         self._kv.table.drafted[sequence.place] = len(drafts)
         self._pieces.append(_Piece(sequence, start, slots, drafts))
+
+    def extend_beams(self, sequences: list[Sequence]) -> None:
+        """Add the last output of each beam of a search. Raises OutOfSlots."""
+        tails = sequences[0].tails
+        assert tails is not None
+        slots = self._kv.extend_tails(tails, sequences)
+        for at, sequence in enumerate(sequences):
+            self._pieces.append(_Output(sequence, sequence.computed, slots[at : at + 1]))
+            sequence.computed += 1
+            sequence.launched += 1
 
     @property
     def empty(self) -> bool:

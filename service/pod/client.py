@@ -152,7 +152,7 @@ class EngineClient(AsyncLink[FromEngine]):
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` gets its outputs until each sequence has finished or failed."""
         self._expect_step()
-        self._watch(request.sequence_ids, sink)
+        self._watch(request.told, sink)
         self.send(request)
 
     def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
@@ -270,6 +270,8 @@ class EngineClient(AsyncLink[FromEngine]):
         touched: dict[int, Sink] = {}
         for started in outputs.started:
             if sink := self._sinks.get(started.sequence_id):
+                # Of a beam search it comes long before the tokens.
+                touched[id(sink)] = sink
                 sink.on_started(started)
         for sequence_id, whole in outputs.satisfied.items():
             if sink := self._sinks.get(sequence_id):

@@ -20,7 +20,6 @@ from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 NOT_BUILT = frozenset(
     {
         "chat.messages.content.image",
-        "sampling.beam",
     }
 )
 #: Fields of requests with tools.

@@ -152,6 +152,8 @@ class EventWriter(SampleWriter):
             self._tell_whole(message, sample)
         if request.logprobs:
             message.cumulative_logprob = sample.cumulative_logprob
+        if request.beam is not None and sample.generated:
+            message.score = sample.score(request.beam.length_penalty)
         if ending.stop_sequence is not None:
             message.stop_sequence = ending.stop_sequence
         elif ending.stop_token_id is not None:

@@ -12,6 +12,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
+from tokenpod.core.constraints import Constraint, ConstraintLimits
 from tokenpod.core.placement import Placement
 from tokenpod.core.sampling import SamplingParams
 
@@ -39,6 +40,29 @@ class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
     length_first: bool = False
     #: Finish with TIME_LIMIT once this moment has passed.
     time_limit_at: int | None = None
+
+
+class EarlyStop(IntEnum):
+    """When a beam search ends; transformers' `early_stopping`."""
+
+    #: False: once the best beam, were it to end now, is no better than the worst result.
+    FALSE = 0
+    #: True: as soon as there are `width` results.
+    TRUE = 1
+    #: "never": once no beam could become better than the worst result.
+    NEVER = 2
+
+
+class BeamParams(msgspec.Struct, frozen=True, array_like=True):
+    """A beam search: keep the likeliest beginnings, and extend them all."""
+
+    #: Beginnings that are kept.
+    width: int
+    #: A result's log probability is divided by its length to the power of this.
+    length_penalty: float = 1.0
+    early_stopping: EarlyStop = EarlyStop.FALSE
+    #: Results that are told, the best first; at most `width`.
+    n: int = 1
 
 
 class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +114,17 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: ranks of its tokens.
     prompt_top_n_tokens: int = 0
     prompt_ranks: bool = False
+    #: What the text must conform to.
+    constraint: Constraint | None = None
+    #: Search: one sequence for each beam, of which the first `n` tell the results, at the end.
+    #: `top_n_tokens` is what a search needs of each beam, at least `width` and one for each token
+    #: that ends the text.
+    beam: BeamParams | None = None
+
+    @property
+    def told(self) -> list[int]:
+        """The sequences whose tokens, ends and failures are told."""
+        return self.sequence_ids if self.beam is None else self.sequence_ids[: self.beam.n]
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
@@ -127,6 +162,14 @@ class WatchCache(Message, frozen=True, array_like=True, tag=True):
     """Tell of the prefix cache in `CacheEvents` from now on, all that it holds first; or stop."""
 
     wanted: bool
+
+
+class Vocabulary(Message, frozen=True, array_like=True, tag=True):
+    """The bytes of each token, for constraints; from the first front end, before any request."""
+
+    tokens: list[bytes]
+    #: Those that are no text: a grammar allows them by name alone.
+    special: list[int]
 
 
 class FlushCache(Message, frozen=True, array_like=True, tag=True):
@@ -172,6 +215,8 @@ class FinishCode(IntEnum):
     TIME_LIMIT = 4
     #: Its client has ended it by its name; the service's word, which the engine never says.
     ABORTED = 5
+    #: Its constraint allows no token, or one of the constraint's limits was reached.
+    CONSTRAINT = 6
 
 
 class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
@@ -251,6 +296,20 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     waiting: list[int] = []
 
 
+class MaskCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What constraints have cost since the start."""
+
+    #: Masks that steps needed, and those of them that came too late for their step.
+    needed: int = 0
+    late: int = 0
+    #: Nanoseconds of the workers, in all.
+    nanoseconds: int = 0
+    #: Compiled constraints: found in the cache, made, and refused.
+    cached: int = 0
+    compiled: int = 0
+    refused: int = 0
+
+
 class Ended(msgspec.Struct, frozen=True, array_like=True):
     """Requests that have ended, counted by vLLM's states."""
 
@@ -292,6 +351,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: Tokens drafted since the start, and those of them that were accepted.
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    masks: MaskCounts = MaskCounts()
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
@@ -326,6 +386,8 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     failures: list[Failure] = []
     advanced: list[Advanced] = []
     drafted: list[Drafted] = []
+    #: Of constrained sequences that end: whether the text is whole by the constraint, by id.
+    satisfied: dict[int, bool] = {}
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -479,6 +541,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     batching: str = "mixed"
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
+    constraints: ConstraintLimits = ConstraintLimits()
     #: None: this engine is alone.
     placement: Placement | None = None
 
@@ -489,6 +552,7 @@ ToEngine = (
     | Advance
     | Ask
     | WatchCache
+    | Vocabulary
     | FlushCache
     | LoadAdapter
     | UnloadAdapter

@@ -157,7 +157,7 @@ class Exchange:
             return [self._gone(at)]
         for message in arrived:
             if isinstance(message, Request):
-                self._owned[at].update(message.sequence_ids)
+                self._owned[at].update(message.told)
             elif isinstance(message, Abort):
                 self._owned[at].difference_update(message.sequence_ids)
         return arrived
@@ -234,4 +234,5 @@ class Exchange:
             ],
             failures=[f for f in outputs.failures if f.sequence_id % count == owner],
             advanced=outputs.advanced if owner == 0 else [],
+            satisfied={i: whole for i, whole in outputs.satisfied.items() if i % count == owner},
         )

@@ -14,6 +14,9 @@ import torch
 from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.engine.adapters import Adapters, OwnAdapters, read_given, space_of
 from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.constraints.guidance import Guidance
+from tokenpod.engine.constraints.masked_steps import MaskedSteps
+from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.device_check import check_attention, check_device
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
@@ -64,7 +67,10 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
         send=link.send,
         followers=member.followers if member else None,
     )
-    EngineLoop(link, scheduler, launcher, overlap=assembled.overlap, adapters=adapters).run()
+    overlap = assembled.overlap
+    masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
+    loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
+    loop.run()
 
 
 def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:

@@ -138,7 +138,7 @@ def read_layout(
     has them. Raises ModelError as that does, and where config.json and tensors don't go together.
     """
     family, spec, published = _read_config(folder, max_total_tokens, override)
-    reader = reader_for(spec, quantize, published, checkpoint.names if checkpoint else None)
+    reader = reader_for(spec, quantize, published, checkpoint)
     names = family.names_of(spec)
     there = (
         p for p in family.prefixes if checkpoint and f"{p}{names[0].embedding}.weight" in checkpoint

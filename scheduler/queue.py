@@ -86,10 +86,14 @@ class Queue:
 
     def add(self, samples: list[Sequence]) -> None:
         """Add a request behind those of its priority."""
+        self.number(samples)
+        self.add_again(samples)
+
+    def number(self, samples: list[Sequence]) -> None:
+        """Note when a request arrived: that is its place in the queue, also if it joins later."""
         self._arrivals += 1
         for sequence in samples:
             sequence.arrival = self._arrivals
-        self.add_again(samples)
 
     def add_again(self, samples: list[Sequence]) -> None:
         """Add samples that were admitted and have to begin anew, in their old place."""

@@ -80,6 +80,20 @@ class _Piece:
         return vectors_of(self.sequence.request, self.start, self.start + len(self.slots))
 
 
+class _Output(_Piece):
+    """The last output of a beam, which was chosen among those of all."""
+
+    __slots__ = ()
+
+    @property
+    def tokens(self) -> Tokens:
+        return np.array(self.sequence.outputs[-1:], np.int32)
+
+    @property
+    def scored(self) -> bool:
+        return False
+
+
 class StepBuilder:
     """Collects the rows of a step; `finish` puts them into columns.
 
@@ -142,6 +156,16 @@ class StepBuilder:
         self._kv.table.drafted[sequence.place] = len(drafts)
         self._pieces.append(_Piece(sequence, start, slots, drafts))
 
+    def extend_beams(self, sequences: list[Sequence]) -> None:
+        """Add the last output of each beam of a search. Raises OutOfSlots."""
+        tails = sequences[0].tails
+        assert tails is not None
+        slots = self._kv.extend_tails(tails, sequences)
+        for at, sequence in enumerate(sequences):
+            self._pieces.append(_Output(sequence, sequence.computed, slots[at : at + 1]))
+            sequence.computed += 1
+            sequence.launched += 1
+
     @property
     def empty(self) -> bool:
         """Whether nothing has been added."""
@@ -184,6 +208,7 @@ class StepBuilder:
             new=len(fresh),
             prefix=sum(map(len, prefixes)),
             adapters=len(places) if self._adapted(sequences) else 0,
+            masked=len(places) if self._kv.table.constrained else 0,
             given=sum(map(len, given)),
             width=given[0].shape[1] if given else 0,
             puts=len(puts or ()),
@@ -202,6 +227,8 @@ class StepBuilder:
             plan.r_adapter[:] = [sequence.adapter_slot for sequence in sequences]
         if puts:
             plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
+        if counts.masked:
+            plan.r_masked[:] = self._kv.table.masked[places] & plan.r_samples
         if freed:
             plan.freed[:] = freed
         if fresh:

@@ -38,6 +38,8 @@ class Settled:
     sequence_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finishes: list[FinishCode] = field(default_factory=list)
+    #: By index into these: of tokens that were not sampled in this step, but chosen in a search.
+    logprobs: dict[int, float] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     advanced: list[Advanced] = field(default_factory=list)

@@ -26,7 +26,7 @@ from typing import Any
 
 import uvloop
 
-from tokenpod.core.messages import Ready
+from tokenpod.core.messages import Ready, Vocabulary
 from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.pod.adapters import adapter_folders
@@ -280,6 +280,7 @@ class Server:
                 ready = await ranks.ready()
                 encoder.tokenizer.check(ready.vocab_size)
                 check_limits(self.settings, ready)
+                await self._tell_vocabulary(ranks, encoder)
                 await others.serving()
                 return encoder, ready
         except (TokenizerError, FrontEndLost, SettingsError) as error:
@@ -290,6 +291,13 @@ class Server:
             raise
         except TimeoutError as error:
             raise StartError(state.startup.too_long) from error
+
+    async def _tell_vocabulary(self, ranks: Ranks, encoder: Encoder) -> None:
+        """Let the engine that plans know what tokens stand for: constraints need it."""
+        if self.settings.leads:
+            known = await asyncio.to_thread(encoder.tokenizer.token_bytes)
+            if known is not None:
+                ranks.client.send(Vocabulary(*known))
 
     def _open(
         self,

@@ -192,6 +192,17 @@ class Settings(BaseSettings):
     max_logit_bias: int = _limit(1024, ge=0)
     """Entries of logit_bias and of stop_token_ids, and of allowed_token_ids and tokens of bad_words
     together."""
+    max_constraint_bytes: int = _limit(256 * 1024, ge=1, le=16 * 1024**2)
+    """Bytes of a constraint: a JSON schema, a regular expression, a grammar, a choice or tags."""
+    constraint_compile_timeout: float = _limit(5.0, gt=0, le=600)
+    """Seconds in which a constraint must be compiled and have its first mask; else its request is
+    refused."""
+    constraint_mask_timeout: float = _limit(0.5, gt=0, le=60)
+    """Seconds that each further mask of a constrained text may take; else that text ends."""
+    constraint_workers: int = _limit(0, ge=0, le=64, derived="half of the cores, 8 at most")
+    """Threads of the engine that make masks of constrained texts; 0: by the number of cores."""
+    constraint_cache_bytes: int = _memory(256 * 1024**2, ge=0)
+    """Memory for compiled constraints that are kept for later requests, about."""
 
     max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
     """Sequences that run at once."""

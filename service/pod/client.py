@@ -61,6 +61,9 @@ class Sink(Protocol):
     ) -> None:
         """One token; or none (-1), where the sequence ends without."""
 
+    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
+        """Whether a constrained sequence conforms; its end follows in the same message."""
+
     def on_failure(self, failure: Failure) -> None:
         """The engine gave up on a sequence; nothing follows."""
 
@@ -149,7 +152,7 @@ class EngineClient(AsyncLink[FromEngine]):
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` gets its outputs until each sequence has finished or failed."""
         self._expect_step()
-        self._watch(request.sequence_ids, sink)
+        self._watch(request.told, sink)
         self.send(request)
 
     def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
@@ -267,7 +270,12 @@ class EngineClient(AsyncLink[FromEngine]):
         touched: dict[int, Sink] = {}
         for started in outputs.started:
             if sink := self._sinks.get(started.sequence_id):
+                # Of a beam search it comes long before the tokens.
+                touched[id(sink)] = sink
                 sink.on_started(started)
+        for sequence_id, whole in outputs.satisfied.items():
+            if sink := self._sinks.get(sequence_id):
+                sink.on_satisfied(sequence_id, whole=whole)
         tops = {top.at: top for top in outputs.tops}
         entries = zip(
             outputs.sequence_ids,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.placement import Placement, ShardTls
 from tokenpod.service.config import ServerSettings, host_of
@@ -34,6 +35,12 @@ def lone_options(
         quantize=None if settings.quantize == "none" else settings.quantize,
         config_override=settings.config_override,
         max_logit_edits=3 * settings.max_logit_bias,
+        constraints=ConstraintLimits(
+            workers=settings.constraint_workers,
+            compile_seconds=settings.constraint_compile_timeout,
+            mask_seconds=settings.constraint_mask_timeout,
+            cache_bytes=settings.constraint_cache_bytes,
+        ),
         prefix_caching=settings.prefix_caching,
         require_manifest=settings.require_manifest,
         max_adapters=settings.resolved_adapters,

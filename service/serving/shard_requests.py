@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS, Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.errors import InvalidArgument
@@ -84,11 +85,12 @@ class ShardRequests:
                     raise prompt
                 count = min(prompt.count, asked.truncate or prompt.count)
                 validate.check_shard_length(asked, at, count, limits)
+                constraint = await self._serving.constraint_of(asked.constraint)
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
                 continue
             self._note_model(asked)
-            request = self._request(asked, prompt.ids)
+            request = self._request(asked, prompt.ids, constraint=constraint)
             opened.requests.append(request)
             opened.sequences.append(RoutedSequence(asked, request, self._serving.tokenizer))
         return opened
@@ -122,7 +124,14 @@ class ShardRequests:
             self._models.add(name)
             log.info("no such adapter: served by the base model", extra={"adapter": name[:200]})
 
-    def _request(self, asked: ShardRequest, prompt: list[int], *, probe: bool = False) -> Request:
+    def _request(
+        self,
+        asked: ShardRequest,
+        prompt: list[int],
+        *,
+        probe: bool = False,
+        constraint: Constraint | None = None,
+    ) -> Request:
         eos = self._serving.tokenizer.eos_token_ids
         adapter = self._serving.adapters.get(asked.adapter_id)
         return Request(
@@ -141,4 +150,5 @@ class ShardRequests:
             probe=probe,
             salt=salted("", adapter),
             adapter=0 if adapter is None or probe else adapter.number,
+            constraint=constraint,
         )

@@ -55,6 +55,7 @@ _FINISH = {
     FinishCode.STOP_TOKEN: "stop",
     FinishCode.TIME_LIMIT: "time_limit",
     FinishCode.ABORTED: "abort",
+    FinishCode.CONSTRAINT: "constraint",
 }
 _GEN_AI = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "tokenpod"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tokenpod.service.dialects.validate import PromptTooLong, RequestLimits
-from tokenpod.service.rpc.errors import InvalidArgument, Unimplemented
+from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.adapters import Adapters
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
@@ -30,13 +30,11 @@ def check_params(params: pb.Parameters, limits: RequestLimits) -> None:
 
     Raises:
         Refused: in TGIS's words.
-        Unimplemented: for what this server does not do.
     """
     _check_decoding(params.decoding)
     _check_stopping(params.stopping, limits)
     _check_response(params.response)
     _check_sampling(params.sampling)
-    check_built(params)
 
 
 def adapter_of(
@@ -55,14 +53,6 @@ def adapter_of(
     name: str = request.adapter_id or request.prefix_id
     adapters.find(name)
     return name
-
-
-def check_built(params: pb.Parameters) -> None:
-    """Raise Unimplemented for what would be ignored otherwise."""
-    decoding = params.decoding
-    guided = decoding.WhichOneof("guided")
-    if guided is not None and (guided != "format" or decoding.format):
-        raise Unimplemented(f"params.decoding.{guided}", "is not supported by this server")
 
 
 def too_long(error: PromptTooLong) -> Refused:

@@ -19,9 +19,7 @@ from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 #: chats.
 NOT_BUILT = frozenset(
     {
-        "constraint",
-        *("chat.messages.content.image", "chat.tool_choice.tool_name"),
-        "sampling.beam",
+        "chat.messages.content.image",
     }
 )
 #: Fields of requests with tools.

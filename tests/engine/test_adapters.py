@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from unittest.mock import patch
 
 import pytest
@@ -12,13 +14,16 @@ import torch
 from lora_folders import write_lora
 from stepping import VOCABULARY
 
-from tokenpod.core.messages import Request, StoppingParams
+from tokenpod.core.messages import FailureCode, LoadAdapter, Request, StoppingParams
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
+from tokenpod.core.rank_reads import RankRead
 from tokenpod.core.sampling import SamplingParams
+from tokenpod.engine.adapters import Adapters
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models import load as loading
 from tokenpod.models.adapters.store import Space
+from tokenpod.scheduler.adapter_slots import AdapterSlots
 
 CPU = torch.device("cpu")
 ROOM = 16
@@ -142,3 +147,95 @@ def test_steps_without_an_adapter_launch_nothing_for_them(base: Path, adapters: 
         assert calls == [None]
         executor.launch(plan_of(2, [PlanRow(0, 2, [2], output=1, adapter=1)])).wait()
     assert len(calls[1]) >= 1
+
+
+# -- the leader's book -------------------------------------------------------------------------
+
+
+class OtherRanks:
+    """Followers that answer what a test says."""
+
+    count = 1
+
+    def __init__(self) -> None:
+        self.reads: SimpleQueue[RankRead] = SimpleQueue()
+        self.asked: list[str] = []
+
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        self.asked.append(f"read {number} {path}")
+
+    def drop_adapter(self, number: int) -> None:
+        self.asked.append(f"drop {number}")
+
+
+@pytest.fixture
+def book(base: Path, adapters: list[Path]):
+    store = executor_of("host", base, [])._put_adapter.__self__
+    others, slots, told = OtherRanks(), AdapterSlots(2), []
+    made = Adapters(
+        store,
+        slots,
+        [],
+        root=str(adapters[0].parent),
+        most=2,
+        send=told.append,
+        followers=others,
+    )
+    return made, others, slots, told
+
+
+def settle(book: Adapters, told: list, count: int) -> None:
+    """Until so much has been told: a thread reads."""
+    deadline = time.monotonic() + 30
+    while len(told) < count:
+        assert time.monotonic() < deadline
+        book.settle()
+        time.sleep(0.01)
+
+
+def test_a_name_points_to_an_adapter_once_all_ranks_have_it(book) -> None:
+    adapters, others, slots, told = book
+    adapters.load(LoadAdapter(7, "one", "0"))
+    while adapters._loading[1].left > 1:
+        adapters.settle()
+    assert told == []
+    assert not slots.knows(1)
+    digest = next(iter(adapters._loading[1].digests))
+    others.reads.put(RankRead(1, 1, digest))
+    settle(adapters, told, 2)
+    listed, done = told
+    assert [each.name for each in listed.loaded] == ["one"]
+    assert (done.op, done.facts.number, done.facts.digest) == (7, 1, digest)
+    assert slots.knows(1)
+    assert others.asked == ["read 1 0"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (RankRead(1, 1, "f" * 64), "adapter one: ranks read different files: their digests begin"),
+        (RankRead(1, 1, problem="no such file"), "adapter one: rank 1: no such file"),
+    ],
+)
+def test_what_one_rank_lacks_is_loaded_by_none(book, answer: RankRead, said: str) -> None:
+    adapters, others, slots, told = book
+    adapters.load(LoadAdapter(7, "one", "0"))
+    others.reads.put(answer)
+    settle(adapters, told, 1)
+    (done,) = told
+    assert (done.op, done.facts, done.failure) == (7, None, FailureCode.INVALID_ARGUMENT)
+    assert done.message.startswith(said)
+    assert not slots.knows(1)
+    assert others.asked[-1] == "drop 1"
+    assert not adapters.busy
+
+
+def test_one_name_is_loaded_at_a_time(book) -> None:
+    adapters, _, _, told = book
+    adapters.load(LoadAdapter(1, "one", "0"))
+    adapters.load(LoadAdapter(2, "one", "1"))
+    (done,) = told
+    assert (done.op, done.failure) == (2, FailureCode.UNAVAILABLE)
+    adapters.load(LoadAdapter(3, "two", "1"))
+    adapters.load(LoadAdapter(4, "three", "2"))
+    assert (told[1].op, told[1].failure) == (4, FailureCode.RESOURCE_EXHAUSTED)

@@ -174,12 +174,14 @@ def _on_device(
         max_positions=positions,
         max_tokens=rows + prompt,
         device=device,
+        adapters=model.adapters is not None,
         put_adapter=model.adapters.put if model.adapters else no_adapters,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
-    run_worst_steps(executor, rows, prompt, positions)
+    adapter = int(model.adapters is not None)
+    run_worst_steps(executor, rows, prompt, positions, adapter)
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     left = free_memory(device)
@@ -195,21 +197,25 @@ def _on_device(
         executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.
     rows = max(min(rows, slots // 2), 1)
-    run_worst_steps(executor, rows, max(min(prompt, slots - rows), 1), positions)
+    run_worst_steps(executor, rows, max(min(prompt, slots - rows), 1), positions, adapter)
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
 
 
-def run_worst_steps(executor: Executor, rows: int, prompt: int, positions: int) -> None:
+def run_worst_steps(
+    executor: Executor, rows: int, prompt: int, positions: int, adapter: int = 0
+) -> None:
     """Two of them under way at a time, as in serving.
 
-    The largest first, then smaller ones: the allocator learns to cut up what it has.
+    The largest first, then smaller ones: the allocator learns to cut up what it has. `adapter`: the
+    slot of all rows' adapter; 0: they have none.
     """
     under_way: deque[Launched] = deque()
     for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
         executor.release(range(rows))
-        plan = worst_step(rows, max(tokens, 1), positions, scattered=tokens == prompt // 2)
+        scattered = tokens == prompt // 2
+        plan = worst_step(rows, max(tokens, 1), positions, scattered=scattered, adapter=adapter)
         under_way.append(executor.launch(plan))
         if len(under_way) > 1:
             under_way.popleft().wait()
@@ -276,7 +282,9 @@ def warm_up(executor: Executor, tokens: list[int]) -> None:
     executor.release([0])
 
 
-def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> StepPlan:
+def worst_step(
+    rows: int, prompt: int, positions: int, *, scattered: bool, adapter: int = 0
+) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
 
     Args:
@@ -284,6 +292,7 @@ def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> St
         prompt: most prompt tokens of a step.
         positions: longest sequence, in tokens.
         scattered: no two slots of a row are adjacent.
+        adapter: the slot of all rows' adapter; 0: they have none.
     """
     lengths = [1] * rows
     for row in range(rows - 1, -1, -1):
@@ -299,7 +308,9 @@ def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> St
         tokens = [0] * length
         following = tokens if length > 1 else []
         own = slots[at : at + length]
-        steps.append(PlanRow(row, 0, own, tokens, following=following, new=_new_row(tokens)))
+        steps.append(
+            PlanRow(row, 0, own, tokens, following=following, new=_new_row(tokens), adapter=adapter)
+        )
         at += length
     return plan_of(0, steps)
 

@@ -42,7 +42,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_tokens: most tokens of a step.
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
         drafts: most samples of a step besides each row's first.
-        adapters: whether captured steps have a column of adapters; others are not captured.
+        adapters: whether steps in which rows have adapters are captured too.
     """
 
     def __init__(
@@ -78,31 +78,33 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._mailboxes = [Mailbox(rows + drafts, words, device) for _ in range(_DEPTH)]
         self._turn = 0
         self._max_tokens = max_tokens
-        self._decode: Graphs | None = None
-        self._mixed: Graphs | None = None
+        #: Of mixed steps and of those that decode alone, by whether some row has an adapter.
+        self._graphs: dict[bool, tuple[Graphs, Graphs]] = {}
 
     def use(self, pool: KVPool) -> None:
         """Keep keys and values there from now on. No step is under way, no row is taken."""
-        assert self._decode is None, "captured steps know the pool that they were captured with"
+        assert not self._graphs, "captured steps know the pool that they were captured with"
         self._pool = pool
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
-        mixed = mixed_counts(self._rows, most, self._tiles.count)
-        decode = decode_counts(self._rows)
-        if self._drafts or self._adapters:
+        memory = None
+        # Steps in which no row has an adapter do without the launches for them.
+        for adapted in (False, True)[: 1 + self._adapters]:
             # Only rows of several tokens, in mixed steps, have drafts.
             mixed = {
-                size: replace(counts, drafts=self._drafts, adapters=self._adapters)
-                for size, counts in mixed.items()
+                size: replace(counts, drafts=self._drafts, adapters=adapted)
+                for size, counts in mixed_counts(self._rows, most, self._tiles.count).items()
             }
             decode = {
-                size: replace(counts, adapters=self._adapters) for size, counts in decode.items()
+                size: replace(counts, adapters=adapted)
+                for size, counts in decode_counts(self._rows).items()
             }
-        with torch.inference_mode():
-            self._mixed = Graphs(self._forward_mixed, mixed, self._padding)
-            self._decode = Graphs(self._forward_decode, decode, self._padding, self._mixed.memory)
+            with torch.inference_mode():
+                first = Graphs(self._forward_mixed, mixed, self._padding, memory)
+                second = Graphs(self._forward_decode, decode, self._padding, first.memory)
+            self._graphs[adapted], memory = (first, second), first.memory
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -154,14 +156,14 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
-        if self._decode is None or self._mixed is None:
+        graphs = self._graphs.get(len(plan.r_adapter) > 0)
+        if graphs is None or len(plan.scored_token) or len(plan.given):
             return None
-        if len(plan.scored_token) or len(plan.given) or (len(plan.r_adapter) > self._adapters):
-            return None
+        mixed, decode = graphs
         if plan.rows == plan.tokens and plan.r_samples.all():
-            captured = self._decode.fitting(plan.rows)
+            captured = decode.fitting(plan.rows)
         else:
-            captured = self._mixed.fitting(plan.tokens)
+            captured = mixed.fitting(plan.tokens)
         if captured is None:
             return None
         host = views(mailbox.host_words, captured.counts)

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenpod.engine.device_sampler import DeviceSampler, Launches
+from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.formats.fp8 import Fp8Weight
@@ -30,6 +31,7 @@ from tokenpod.kernels.formats.rounding import Number, Rounding
 from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.triton import (
     OPERATIONS,
+    adapters,
     attention_extend,
     experts,
     launch,
@@ -230,6 +232,22 @@ def latents() -> None:
         OPERATIONS.attend_latent(q, pool, draw(heads, 256, 512), shape, plan, 0.1)
 
 
+def adapted() -> None:
+    """One token, some, and many; one part and three, with a bias and without."""
+    ranks = torch.ones(4, dtype=torch.int32)
+    for rows, bias in (((HIDDEN,), True), ((HIDDEN, 128, 128), False)):
+        outputs = sum(rows)
+        weights = AdapterWeights(
+            draw(4, 16, len(rows), HIDDEN).transpose(1, 2),
+            draw(4, 16, outputs),
+            draw(4, outputs) if bias else None,
+            rows,
+        )
+        for tokens in (1, 64, 400):
+            plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks)
+            adapters.adapt(draw(tokens, HIDDEN), weights, plan)
+
+
 def others() -> None:
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN), 1e-6)
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN, dtype=torch.float32), 1e-6)
@@ -277,6 +295,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         experts_block,
         experts_with_everything,
         latents,
+        adapted,
         others,
         sample,
         sample_under_masks,

@@ -107,7 +107,7 @@ def main() -> None:
     for requests in (256, 512, 1000):
         least = min(admission(requests) for _ in range(5))
         print(f"{requests:4} requests let in by the first plan: {least:6.1f} ms")
-    print(" 512 rows, 1000 waiting, ms of a plan: nobody comes or goes; one has gone (and its median)")
+    print(" 512 rows, 1000 waiting, ms of a plan: nobody comes or goes; one has gone (median)")
     for admission_name in ADMISSIONS:
         for turns in BATCHINGS:
             for memory in (False, True):

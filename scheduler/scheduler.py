@@ -173,9 +173,8 @@ class Scheduler:
         self._pace.note(step.prompt_tokens, now - max(step.planned_at, self._settled_at))
         self._settled_at = now
         self.kv.table.in_flight[step.places] -= 1
-        left = [sequence for sequence in step.sequences if sequence.dead]
-        for sequence, token in zip(step.sampled, tokens, strict=True):
-            self._take(sequence, token, now, settled)
+        left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
+        self._take_each(step.sampled, tokens, now, settled)
         for sequence in left:
             if not sequence.in_flight:
                 self._free(sequence)
@@ -275,9 +274,16 @@ class Scheduler:
         self._sequences |= {sequence.id: sequence for sequence in sequences}
         return sequences
 
+    def _take_each(
+        self, sampled: Listing[Sequence], tokens: Listing[int], now: int, settled: Settled
+    ) -> None:
+        """Append a step's tokens, and note in `settled` what they mean."""
+        for sequence, token in zip(sampled, tokens, strict=True):
+            self._take(sequence, token, now, settled)
+
     def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
         sequence.keep = sequence.keep and token >= 0
-        if sequence.dead:
+        if sequence.ended_as is not None:
             # Sampled after its end, before that was seen.
             return
         if token < 0:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenpod.core.messages import Load, Request, SamplingParams, StoppingParams
+from tokenpod.core.messages import Load, Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
 from tokenpod.scheduler.simulation.skipping import SkippingScheduler
 from tokenpod.scheduler.simulation.step_times import Ints, StepSize, StepTimes
@@ -73,6 +74,7 @@ class Simulator:
         step_times: of the machine.
         arrivals: by their time.
         max_new_tokens: of requests that don't say.
+        max_input_tokens: a request with a longer prompt is refused; None: what fits is served.
         overlap: a step is planned while the one before runs.
         jumps: take uneventful runs of steps at once.
         on_step: called with each step that has settled, and when; with `jumps` not for skipped
@@ -83,6 +85,7 @@ class Simulator:
     step_times: StepTimes
     arrivals: list[Arrival]
     max_new_tokens: int
+    max_input_tokens: int | None = None
     overlap: bool = False
     jumps: bool = True
     on_step: Callable[[Step, int], None] | None = None
@@ -142,6 +145,9 @@ class Simulator:
             number = self._next
             self._next += 1
             arrival = self.arrivals[number]
+            if arrival.prompt_tokens > (self.max_input_tokens or arrival.prompt_tokens):
+                self._refused.add(number)
+                continue
             most = max(arrival.max_new_tokens or self.max_new_tokens, 1)
             ends_itself = arrival.output_tokens < most
             stopping = StoppingParams(most, eos_token_ids=_END_OF_TEXT if ends_itself else _NONE)
@@ -171,7 +177,9 @@ class Simulator:
         self._flying = _Flying(step, begin + self.step_times.nanoseconds(size), size)
         self._steps += 1
         self._prompt_tokens += step.prompt_tokens
-        self._note_use(np.array([self._flying.end - begin]), 0)
+        used = self.scheduler.slots_in_use
+        self._use += float((self._flying.end - begin) * used)
+        self._most_used = max(self._most_used, used)
 
     def _settle(self, flying: _Flying) -> None:
         self._now = flying.end
@@ -245,12 +253,9 @@ class Simulator:
         self._came.append((ends, whose))
         self._steps += steps
         self._skipped += steps
-        self._note_use(times, flying.size.rows)
-
-    def _note_use(self, times: Ints, rows: int) -> None:
-        """Add slots in use, times nanoseconds; what is there now is what the last step has."""
+        # What is in use now is what the last of these steps has.
         used = self.scheduler.slots_in_use
-        each = used - rows * np.arange(len(times))[::-1]
+        each = used - flying.size.rows * np.arange(steps)[::-1]
         self._use += float((times * each).sum())
         self._most_used = max(self._most_used, used)
 

@@ -49,19 +49,24 @@ class StepTimes:
 
     def nanoseconds(self, size: StepSize) -> int:
         """Of one step."""
-        return int(self.run(size, 1)[0])
+        return round(1e9 * (self._still(size) + self.context * size.context))
 
     def run(self, size: StepSize, steps: int) -> Ints:
         """[steps] nanoseconds of steps that begin like this one, and in which every row grows."""
         context = size.context + size.rows * np.arange(steps)
-        still = (
+        # As `nanoseconds` has it to the last bit: jumps must change nothing.
+        seconds = self._still(size) + self.context * context
+        times: Ints = np.rint(1e9 * seconds).astype(np.int64)
+        return times
+
+    def _still(self, size: StepSize) -> float:
+        """What does not change while rows grow."""
+        return (
             self.fixed
             + self.row * size.rows
             + self.prompt_token * size.prompt_tokens
             + self.pair * size.pairs
         )
-        times: Ints = np.rint(1e9 * (still + self.context * context)).astype(np.int64)
-        return times
 
 
 def fitted(measured: list[tuple[StepSize, float]]) -> StepTimes:

@@ -41,7 +41,7 @@ FIVE = [
     ("exact", "alternate"),
     ("past_future", "mixed"),
 ]
-LOADS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+LOADS = (0.5, 1.0, 1.5, 2.0)
 
 Lengths = list[tuple[int, int, int]]  # prompt, output, asked for
 
@@ -327,9 +327,11 @@ BOUNDS = {"h200": (2.0, 0.1), "cpu": (2.0, 0.25)}
 
 def simulate(options: argparse.Namespace) -> None:
     of = MACHINES["h200"]
-    pools = {"900k": of.slots, "64k": 65_536}
+    pools = {"64k": 65_536, "900k": of.slots}
     for pool, slots in pools.items():
         for shape, lengths_of in SHAPES.items():
+            if options.only not in f"{pool}-{shape}":
+                continue
             lengths = lengths_of(options.requests or 1000, 1024)
             limits = Limits(slots, of.max_rows, 4096, of.prefill_tokens)
 
@@ -461,6 +463,7 @@ def main() -> None:
     parser.add_argument("--images", default="docs/images")
     parser.add_argument("--workload", default="gpu-workload.json")
     parser.add_argument("--requests", type=int, help="default: 1000, and 80 on the CPU")
+    parser.add_argument("--only", default="", help="part of POOL-SHAPE, of simulate")
     options = parser.parse_args()
     commands[options.command](options)
 

@@ -35,7 +35,8 @@ from tokenpod_client.cli.options import Command, argument, option, parameters
 SIMULATE_HELP = (
     "Show what a scheduler would do with a trace: the server's own, under a virtual clock. Prints"
     " the table that bench prints. Step times are a model fitted to measured ones; their prompts"
-    " are made up, so only columns of the trace say what begins alike. Flags that serve has mean the same."
+    " are made up, so only columns of the trace say what begins alike. Flags that serve has mean"
+    " the same."
 )
 
 #: Settings that decide who runs next.

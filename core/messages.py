@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import msgspec
+import numpy as np
 
 from tokenpod.core.placement import Placement
 from tokenpod.core.sampling import SamplingParams
@@ -83,6 +84,12 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     adapter: int = 0
     #: Positions whose embeddings are given; penalties alone count their tokens.
     given: list[GivenVectors] = []
+    #: Tokens that may be drafted in a step, at most, where the engine drafts any.
+    drafts: int = 0
+    #: With `prompt_logprobs`: so many most likely tokens at each position of the prompt, and the
+    #: ranks of its tokens.
+    prompt_top_n_tokens: int = 0
+    prompt_ranks: bool = False
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
@@ -148,6 +155,33 @@ class FinishCode(IntEnum):
     ABORTED = 5
 
 
+class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
+    """What the model thought possible in the place of prompt tokens 1 to n-1; little-endian.
+
+    They travel as bytes: so many Python numbers would hold up the front end's event loop.
+    """
+
+    #: Tokens at each position, the most likely first; of those that tie, the lowest ids.
+    top_n: int
+    #: [n - 1, top_n] int32, and float32 of their log probabilities.
+    top_ids: bytes
+    top_logprobs: bytes
+    #: [n - 1] int32, from 1: the tokens' ranks, the best of those that tie; empty: not asked for.
+    ranks: bytes
+
+    def tops(self, at: int) -> tuple[list[int], list[float]]:
+        """Ids and log probabilities at the position of token `at + 1`."""
+        begin, end = 4 * self.top_n * at, 4 * self.top_n * (at + 1)
+        ids = np.frombuffer(self.top_ids[begin:end], "<i4")
+        logprobs = np.frombuffer(self.top_logprobs[begin:end], "<f4")
+        return ids.tolist(), logprobs.tolist()
+
+    def rank_list(self) -> list[int]:
+        """All ranks."""
+        ranks: list[int] = np.frombuffer(self.ranks, "<i4").tolist()
+        return ranks
+
+
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """A sequence's prompt is complete; comes with its first token."""
 
@@ -158,6 +192,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     began_at: int
     #: Log probabilities of prompt tokens 1 to n-1, where asked for.
     prompt_logprobs: list[float] | None = None
+    #: What more was asked of them.
+    prompt_details: PromptDetails | None = None
 
 
 class Top(msgspec.Struct, frozen=True, array_like=True):
@@ -232,13 +268,26 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     swapped_tokens: int = 0
     #: Requests that have ended since the start, by how: of several samples, the last one.
     ended: Ended = Ended()
+    #: Tokens drafted since the start, and those of them that were accepted.
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence had drafts in this step."""
+
+    sequence_id: int
+    drafted: int
+    #: Drafts that were drawn and kept: the first ones.
+    accepted: int
 
 
 class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     """Everything one step brought.
 
-    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token. A
-    sequence that ends without a token (its time limit passed in the queue) has token id -1.
+    `sequence_ids`, `token_ids`, `logprobs` and `finishes` are parallel: one entry a token, and
+    several in order of a sequence with drafts. A sequence that ends without a token (its time limit
+    passed in the queue) has token id -1.
     """
 
     #: Number of the last step that has settled; the same as before if this message brings none.
@@ -255,6 +304,7 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     tops: list[Top] = []
     failures: list[Failure] = []
     advanced: list[Advanced] = []
+    drafted: list[Drafted] = []
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -319,6 +369,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rows: int = 0
     #: Whether rows are padded to the longest of their batch, for which routers then budget.
     requires_padding: bool = False
+    #: What weights of fewer bits are held in; empty: there are none.
+    quantization: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -347,7 +399,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     memory_fraction: float = 0.9
     #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
     kv_cache_dtype: str = "auto"
-    #: "int8" for products' weights of 8 bits; None: as the rest of the model.
+    #: A value of `core.formats.Quantize`; None: as the checkpoint has its weights.
     quantize: str | None = None
     #: A JSON object of fields that replace those of config.json.
     config_override: str | None = None

@@ -35,6 +35,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Launched, Launcher, StepResult
+from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 _NAP_SECONDS = 0.01
@@ -77,8 +78,8 @@ class EngineLoop:
     _asked: bool = False
     _flying: _InFlight | None = None
     _ops: dict[int, _OpTimes] = field(default_factory=dict)
-    #: Log probabilities of prompts under way, by sequence id.
-    _scored: dict[int, list[float]] = field(default_factory=dict)
+    #: Scores of prompts under way, by sequence id.
+    _scored: dict[int, PromptScores] = field(default_factory=dict)
 
     def run(self) -> None:
         """Turn until the other side closes the link (raises LinkClosed)."""
@@ -87,7 +88,7 @@ class EngineLoop:
 
     @property
     def scores_held(self) -> int:
-        """Prompts under way whose log probabilities have not been sent yet."""
+        """Prompts under way whose scores have not been sent yet."""
         return len(self._scored)
 
     def turn(self) -> None:
@@ -95,8 +96,9 @@ class EngineLoop:
         for message in self.link.receive(self._patience()):
             self._take(message)
         step = self.scheduler.plan(self.clock())
-        self._stuck = step is None
         previous, self._flying = self._flying, None
+        # What waits for the step in flight to settle (rows with drafts) can run after that.
+        self._stuck = step is None and previous is None
         if step is not None:
             self._flying = _InFlight(step, self.executor.launch(step.plan))
         if previous is not None:
@@ -149,12 +151,12 @@ class EngineLoop:
         for times in self._ops.values():
             times.forward_ns += result.forward_ns
             times.sample_ns += result.sample_ns
-        for at, logprobs in result.prompt_logprobs.items():
+        for at, scores in result.scored.items():
             sequence = flying.step.sequences[at]
             if not sequence.dead:
                 # A prompt that was preempted half-way is scored again from its beginning.
-                start = int(flying.step.plan.r_start[at])
-                self._scored.setdefault(sequence.id, [])[start:] = logprobs
+                start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
+                self._scored[sequence.id] = before.continued(start, scores) if before else scores
         settled = self.scheduler.settle(flying.step, result.tokens, self.clock())
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
@@ -192,14 +194,11 @@ class EngineLoop:
         tops: list[Top] = []
         if step is not None and result is not None:
             # A surplus token, sampled after its sequence had ended, is in `result` only.
-            sampled = [sequence.id for sequence in step.sampled]
-            where = {sequence_id: at for at, sequence_id in enumerate(settled.sequence_ids)}
-            for sequence_id, logprob in zip(sampled, result.logprobs, strict=True):
-                if (at := where.get(sequence_id)) is not None:
-                    logprobs[at] = logprob
+            logprobs = [result.logprobs[sample] for sample in settled.samples]
+            where = {sample: at for at, sample in enumerate(settled.samples)}
             found = {index: (ids, values) for index, ids, values in result.tops}
             for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):
-                if (at := where.get(sampled[index])) is not None:
+                if (at := where.get(index)) is not None:
                     rank = result.ranks[index] if result.ranks else 0
                     tops.append(Top(at, *found.get(index, ([], [])), rank))
         finished = [
@@ -225,6 +224,7 @@ class EngineLoop:
                 tops=tops,
                 failures=settled.failures,
                 advanced=finished + (advanced or []),
+                drafted=settled.drafted,
             )
         )
         # A prompt that was being scored may have failed, or run out of time, half-way.
@@ -236,4 +236,6 @@ class EngineLoop:
         scores = self._scored.pop(started.sequence_id, None)
         if scores is None:
             return started
-        return Started(started.sequence_id, started.cached_tokens, started.began_at, scores)
+        return msgspec.structs.replace(
+            started, prompt_logprobs=scores.logprobs.tolist(), prompt_details=scores.details
+        )

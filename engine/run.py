@@ -143,6 +143,7 @@ def load(
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
+        quantization=model.quantization,
     )
     return assembled, ready, limits
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batching import Batching
+from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
@@ -35,6 +36,7 @@ class Batcher:
         admission: decides which sequence is preempted.
         batching: decides what a step holds.
         requeue: takes samples that were admitted and have to begin anew.
+        drafting: decides who has drafts; None: nobody.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Batcher:
         admission: Admission,
         batching: Batching,
         requeue: Callable[[list[Sequence]], None],
+        drafting: Drafting | None = None,
     ) -> None:
         #: Times that a decoding sequence had to pause for want of a slot.
         self.stalls = 0
@@ -54,6 +57,7 @@ class Batcher:
         self._admission = admission
         self._batching = batching
         self._requeue = requeue
+        self._drafting = drafting
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
         self._ready: deque[Sequence] = deque()
@@ -137,6 +141,12 @@ class Batcher:
             sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
+        if self._drafting is not None and self._to_come <= slots:
+            split = self._drafting.split(sequences, places)
+            sequences, places = split.sequences, split.places
+            for sequence, drafts in split.drafts:
+                step.draft(sequence, drafts)
+                slots -= 1 + len(drafts)
         if sequences:
             step.decode(sequences, places)
         self._compute(step, portion.prompt_tokens, slots - len(sequences))
@@ -202,9 +212,26 @@ class Batcher:
         sequences, places = self._lockstep
         table = self._kv.table
         going_on = table.computed[places] < table.bound[places]
+        if self._drafting is not None:  # which of the drafts are right must be known first
+            going_on &= table.drafted[places] == 0
         if going_on.all():
             return sequences, places
         return [*compress(sequences, going_on.tolist())], places[going_on]
+
+    @property
+    def _to_come(self) -> int:
+        """Slots that all of these sequences may still take, up to their bounds.
+
+        Drafts let one take its slots sooner than admission has counted, before others have ended.
+        So nothing is drafted unless all can have theirs, in whatever order.
+        """
+        started = [*self._decoding.values(), *self._ready, *self._prefilling]
+        places = np.array([sequence.place for sequence in started], np.int64)
+        table = self._kv.table
+        siblings = [s for waiting in self._siblings.values() for s in waiting]
+        return int((table.bound[places] - table.computed[places]).sum()) + sum(
+            sequence.bound - sequence.needed + 1 for sequence in siblings
+        )
 
     def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add pieces of prompts, in the order of admission."""

@@ -74,8 +74,10 @@ class Forecast:
     def decoding(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""
         table, at = self._table, places_of(sequences)
-        growth = table.bound[at] - table.computed[at]
-        self._many(sequences, table.computed[at] - table.shared[at], growth, growth + _SLACK)
+        growth, drafted = table.bound[at] - table.computed[at], table.drafted[at]
+        # Of drafts in flight all may be wrong; and meanwhile a step may go without their row.
+        ends = growth + drafted + (drafted > 0) + _SLACK
+        self._many(sequences, table.computed[at] - table.shared[at], growth, ends)
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""

@@ -111,6 +111,16 @@ class KV:
         self.table.tail[sequence.place] = extents[-1].at
         return _slots_from(extents, position, n)
 
+    def take_back(self, sequence: Sequence, n: int) -> None:
+        """Uncompute the last `n` positions, which are private: the next ones take their slots."""
+        sequence.computed -= n
+        extents = sequence.extents
+        while (over := n - extents[-1].used) > 0:
+            self._allocator.release(extents.pop())
+            n = over
+        self._allocator.shrink(extents[-1], n)
+        self.table.tail[sequence.place] = extents[-1].at
+
     def extend_each(self, places: Ints) -> tuple[Ints, Slots]:
         """A slot for the next position of each sequence whose last extent has room for it.
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from tokenpod.core.messages import Advance, Advanced
 from tokenpod.scheduler.admission import Ledger
+from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 
@@ -49,9 +50,14 @@ class _Op:
 
 
 class Routed:
-    """Plans the sequences of Prefill and Decode."""
+    """Plans the sequences of Prefill and Decode.
 
-    def __init__(self) -> None:
+    Args:
+        drafting: decides who has drafts; None: nobody.
+    """
+
+    def __init__(self, drafting: Drafting | None = None) -> None:
+        self._drafting = drafting
         self.ops: list[_Op] = []
         #: Slots that sequences with a row may still take, up to their bounds.
         self.reserved = 0
@@ -111,6 +117,11 @@ class Routed:
             self.ops = [op for op in self.ops if not op.done]
         return [_answer(op) for op in done]
 
+    def taken_back(self, sequence: Sequence, n: int) -> None:
+        """The last `n` positions of a sequence are to be computed again."""
+        if sequence.id in self._admitted:
+            self.reserved += n
+
     def released(self, sequence: Sequence) -> None:
         """A sequence has ended; its slots and row are free."""
         self._waiting.pop(sequence.id, None)
@@ -150,12 +161,25 @@ class Routed:
             planned[sequence.id] = sequence
             op.owed[sequence.id] -= n
         if decoding:
-            step.decode(decoding, np.array([s.place for s in decoding], np.int64))
-        self.reserved -= len(decoding) + budget - left
+            self._decode(decoding, step)
+        self.reserved -= budget - left
         op.begun = bool(planned) or op.begun or not op.waits
         if op.single and op.begun:
             self._end_after(op, planned)
         return budget - left
+
+    def _decode(self, decoding: list[Sequence], step: StepBuilder) -> None:
+        """Add the next token of these, and drafts within their bounds, which are reserved."""
+        places = np.array([sequence.place for sequence in decoding], np.int64)
+        if self._drafting is not None:
+            split = self._drafting.split(decoding, places, wait=False)
+            decoding, places = split.sequences, split.places
+            for sequence, drafts in split.drafts:
+                step.draft(sequence, drafts)
+                self.reserved -= 1 + len(drafts)
+        if decoding:
+            step.decode(decoding, places)
+            self.reserved -= len(decoding)
 
     def _begin(self, op: _Op) -> None:
         """Find the members that can have a part in a step; repeated until there is one."""

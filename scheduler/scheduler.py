@@ -8,13 +8,14 @@ n: a plan needs the lengths of sequences, not their tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 
 from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
     CacheEvents,
+    Drafted,
     Ended,
     Failure,
     FailureCode,
@@ -23,11 +24,13 @@ from tokenpod.core.messages import (
     Request,
     Started,
 )
+from tokenpod.core.plan import UNSAMPLED
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.deadlines import Deadlines
+from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.kv import KV
@@ -53,6 +56,7 @@ class Scheduler:
         admission: makes the admission policy from the table of sequences, the limits, and the
             prompt tokens that every step with prompts is sure to compute.
         batching: makes the batching policy from the limits.
+        drafting: makes what decides who has drafts; None: nobody has.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Scheduler:
         *,
         admission: Callable[[Table, Limits, int], Admission] = Exact,
         batching: Callable[[Limits], Batching] = Mixed,
+        drafting: Callable[[KV], Drafting] | None = None,
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
@@ -68,8 +73,16 @@ class Scheduler:
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
-        self._batcher = Batcher(self.kv, self._rows, self._admission, self._batching, self._requeue)
-        self._routed = Routed()
+        self._drafting = drafting(self.kv) if drafting else None
+        self._batcher = Batcher(
+            self.kv,
+            self._rows,
+            self._admission,
+            self._batching,
+            self._requeue,
+            self._drafting,
+        )
+        self._routed = Routed(self._drafting)
         self._probes = Probes(self.kv, self._rows)
         planners: dict[Owner, Planner] = {
             Owner.BATCHER: self._batcher,
@@ -93,6 +106,9 @@ class Scheduler:
         self._steps = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._ended: Counter[EndState] = Counter()
+        self._drafted_tokens = self._accepted_tokens = 0
+        #: Steps that have not settled; and nothing could run since the last one.
+        self._under_way, self._rested = 0, True
         self._events = Settled()
 
     # -- requests ------------------------------------------------------------------------------
@@ -156,8 +172,13 @@ class Scheduler:
         builder = StepBuilder(self.kv, now)
         self._plan(builder)
         if builder.empty:
+            self._rested = self._rested or not self._under_way
             return None
         self._steps += 1
+        busy = not (self._rested or self._under_way)
+        builder.gap = now - self._settled_at if busy else None
+        self._under_way += 1
+        self._rested = False
         return builder.finish(self._steps, self._rows.take_fresh(), self._rows.take_freed())
 
     def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
@@ -165,16 +186,23 @@ class Scheduler:
 
         Args:
             step: as planned; steps settle in the order in which they were planned.
-            tokens: one for each row that samples, in order; -1: its logits had NaN or Inf.
+            tokens: one for each sample, row after row; -1: its logits had NaN or Inf;
+                `plan.UNSAMPLED`: none was drawn.
             now: in nanoseconds.
         """
         settled = Settled()
         # A step that was planned during another began no sooner than that one ended.
-        self._pace.note(step.prompt_tokens, now - max(step.planned_at, self._settled_at))
+        took = now - max(step.planned_at, self._settled_at)
+        self._pace.note(step.prompt_tokens, took)
         self._settled_at = now
+        self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
         left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
-        self._take_each(step.sampled, tokens, now, settled)
+        drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
+        for draft in drafted.values():
+            self._routed.taken_back(draft.sequence, draft.wrong)
+        self._take_each(step, tokens, drafted, now, settled)
+        settled.drafted = [self._counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
                 self._free(sequence)
@@ -220,6 +248,8 @@ class Scheduler:
                 aborted=self._ended[EndState.ABORTED],
                 ignored=self._ended[EndState.IGNORED],
             ),
+            drafted_tokens=self._drafted_tokens,
+            accepted_tokens=self._accepted_tokens,
         )
 
     def watch_cache(self, *, wanted: bool) -> None:
@@ -272,16 +302,31 @@ class Scheduler:
         table, samples = self.kv.table, len(request.sequence_ids)
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}
+        if self._drafting:
+            self._drafting.began(sequences)
         return sequences
 
     def _take_each(
-        self, sampled: Listing[Sequence], tokens: Listing[int], now: int, settled: Settled
+        self,
+        step: Step,
+        tokens: Listing[int],
+        drafted: Mapping[int, Landed],
+        now: int,
+        settled: Settled,
     ) -> None:
         """Append a step's tokens, and note in `settled` what they mean."""
-        for sequence, token in zip(sampled, tokens, strict=True):
-            self._take(sequence, token, now, settled)
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if token != UNSAMPLED:
+                if self._drafting and sequence.id not in drafted:
+                    self._drafting.watch(sequence, token)
+                self._take(sequence, token, at, now, settled)
 
-    def _take(self, sequence: Sequence, token: int, now: int, settled: Settled) -> None:
+    def _counted(self, draft: Landed) -> Drafted:
+        self._drafted_tokens += draft.drafted
+        self._accepted_tokens += draft.accepted
+        return Drafted(draft.sequence.id, draft.drafted, draft.accepted)
+
+    def _take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:
         sequence.keep = sequence.keep and token >= 0
         if sequence.ended_as is not None:
             # Sampled after its end, before that was seen.
@@ -303,6 +348,7 @@ class Scheduler:
         settled.sequence_ids.append(sequence.id)
         settled.token_ids.append(token)
         settled.finishes.append(finish)
+        settled.samples.append(at)
         if finish:
             self._end(sequence, END_STATES[finish])
 
@@ -373,6 +419,8 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self._admission.ended(sequence)
+        if self._drafting:
+            self._drafting.forget(sequence)
         self.kv.release(sequence)
         self._rows.give_back(sequence)
         for planner in (self._batcher, self._routed, self._probes):

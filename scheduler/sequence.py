@@ -98,6 +98,7 @@ class Sequence:
         self.inputs = prompt
         table.needed[self.place] = self.needed
         table.bound[self.place] = self.bound
+        table.drafts[self.place] = request.drafts
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
         #: Its place in the queue within its priority.
@@ -140,6 +141,7 @@ class Sequence:
     shared = Counted("Of these, the first ones that are in the tree.")
     launched = Counted("Outputs that have been sampled or are being sampled.")
     in_flight = Counted("Steps launched and not settled.")
+    drafted = Counted("Drafted tokens in the step in flight.")
 
     @property
     def dead(self) -> bool:

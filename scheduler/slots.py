@@ -147,6 +147,12 @@ class SlotAllocator:
         self.free -= n * len(at)
         return slots
 
+    def shrink(self, extent: Extent, n: int) -> None:
+        """The last `n` used slots of an extent are its room again."""
+        self.used[extent.at] -= n
+        self.rooms[extent.at] += n
+        self.free += n
+
     def release(self, extent: Extent) -> None:
         """Free all slots of an extent, and its room."""
         self.free += extent.used

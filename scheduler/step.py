@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
 
@@ -30,23 +30,38 @@ class Step:
     prompt_tokens: int
     #: Time of planning, in nanoseconds.
     planned_at: int
+    #: Nanoseconds since the step before had settled; None: it had not, or there was nothing to do.
+    gap: int | None = None
 
     @cached_property
     def sampled(self) -> list[Sequence]:
-        """The sequences of which a token is sampled, in order."""
-        return [self.sequences[row] for row in np.flatnonzero(self.plan.r_samples)]
+        """Of each token that is sampled, in order, the sequence."""
+        rows = np.arange(self.plan.rows).repeat(self.plan.r_samples)
+        return [*map(self.sequences.__getitem__, rows.tolist())]
+
+    @cached_property
+    def drafting(self) -> list[tuple[int, int]]:
+        """Rows with drafts: the row of the plan, and which sample is its first."""
+        rows = np.flatnonzero(self.plan.r_samples > 1)
+        if not len(rows):
+            return []
+        firsts = self.plan.r_samples.cumsum() - self.plan.r_samples
+        return [*zip(rows.tolist(), firsts[rows].tolist(), strict=True)]
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Some of the tokens that a sequence needs computed, and their slots."""
+    """Some of the tokens that a sequence needs computed, or its last one with drafts behind it."""
 
     sequence: Sequence
     start: int
     slots: Slots
+    drafts: list[int] = field(default_factory=list)
 
     @property
     def tokens(self) -> Tokens:
+        if self.drafts:
+            return np.array([LAST, *self.drafts], np.int32)
         return self.sequence.inputs[self.start : self.start + len(self.slots)]
 
     @property
@@ -76,6 +91,8 @@ class StepBuilder:
     def __init__(self, kv: KV, now: int) -> None:
         #: Tokens of prompts (or of preempted sequences) so far.
         self.prompt_tokens = 0
+        #: See `Step.gap`.
+        self.gap: int | None = None
         self._kv = kv
         self._now = now
         self._decoding: list[Sequence] = []
@@ -112,6 +129,18 @@ class StepBuilder:
         sequence.launched += not sequence.prefilling
         self._pieces.append(_Piece(sequence, start, slots))
         self.prompt_tokens += n
+
+    def draft(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Add the next token of a sequence that decodes, and what may follow it.
+
+        It has no step in flight, and is in no other one before this has settled.
+        """
+        start, n = sequence.computed, 1 + len(drafts)
+        slots = self._kv.extend(sequence, n)
+        sequence.computed = start + n
+        sequence.launched += n
+        self._kv.table.drafted[sequence.place] = len(drafts)
+        self._pieces.append(_Piece(sequence, start, slots, drafts))
 
     @property
     def empty(self) -> bool:
@@ -171,7 +200,7 @@ class StepBuilder:
             plan.n_prefix[:] = [*map(len, prefixes)]
             np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
         self._kv.table.in_flight[places] += 1
-        return Step(plan, sequences, places, self.prompt_tokens, self._now)
+        return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap)
 
     def _fill_rows(self, plan: StepPlan, places: Ints, longer: list[_Piece]) -> None:
         table, ends = self._kv.table, self._kv.table.computed[places]
@@ -181,8 +210,12 @@ class StepBuilder:
             plan.r_tokens[-len(longer) :] = [len(piece.slots) for piece in longer]
         np.subtract(ends, plan.r_tokens, out=plan.r_start, casting="same_kind")
         np.greater_equal(ends, table.needed[places], out=plan.r_samples)
-        # `launched` counts this step's token already.
+        # `launched` counts this step's tokens already.
         plan.r_output[:] = table.launched[places] - 1
+        if longer:  # others have no drafts
+            drafted = table.drafted[places]
+            plan.r_samples += drafted.astype(np.int32)
+            plan.r_output -= drafted.astype(np.int32)
         plan.r_scored[:] = 0
 
     def _fill_tokens(

@@ -41,6 +41,10 @@ class Table:
     launched: Ints
     #: Steps launched and not settled.
     in_flight: Ints
+    #: Tokens that may be drafted for it in a step, at most.
+    drafts: Ints
+    #: Drafted tokens in the step in flight: some of these positions may be taken back.
+    drafted: Ints
     #: The executor's row; -1: none.
     row: Ints
     #: The extent that grows (see `slots.SlotAllocator`); 0: none.

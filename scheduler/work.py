@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenpod.core.messages import Advanced, Failure, FinishCode, Started
+from tokenpod.core.messages import Advanced, Drafted, Failure, FinishCode, Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +38,6 @@ class Settled:
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     advanced: list[Advanced] = field(default_factory=list)
+    #: Parallel to the first three, of a step: which of its samples each token is.
+    samples: list[int] = field(default_factory=list)
+    drafted: list[Drafted] = field(default_factory=list)

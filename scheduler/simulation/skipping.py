@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
-from tokenpod.core.messages import PROBE_TOKENS, FinishCode
+from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.scheduler.drafting import Landed
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
-from tokenpod.scheduler.sequence import Sequence
 
 #: A token that never ends a sequence.
 PLAIN = 0
@@ -16,7 +17,8 @@ class SkippingScheduler(Scheduler):
     """The scheduler, for simulations: what it holds after a skip is what steps would have left.
 
     Callers see to it that `PLAIN` ends nothing: it is no end of text, nor the last token that a
-    request asks for, and requests have no time limits.
+    request asks for, and requests have no time limits. Of a step's outcome it tells whose tokens
+    came, without the tokens.
     """
 
     def quiet_steps(self, step: Step, most: int) -> int:
@@ -62,19 +64,19 @@ class SkippingScheduler(Scheduler):
         return self._sequences[sequence_id].place
 
     def _take_each(
-        self, sampled: Listing[Sequence], tokens: Listing[int], now: int, settled: Settled
+        self,
+        step: Step,
+        tokens: Listing[int],
+        drafted: Mapping[int, Landed],
+        now: int,
+        settled: Settled,
     ) -> None:
         """See `Scheduler`: a plain token of a running stream takes no questions."""
+        del drafted
         sequence_ids = settled.sequence_ids
-        for sequence, token in zip(sampled, tokens, strict=True):
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if token == PLAIN and sequence.proven and sequence.ended_as is None:
                 sequence.outputs.append(PLAIN)
                 sequence_ids.append(sequence.id)
             else:
-                more = Settled()
-                self._take(sequence, token, now, more)
-                sequence_ids += more.sequence_ids
-                settled.started += more.started
-                settled.failures += more.failures
-        settled.token_ids = [PLAIN] * len(sequence_ids)
-        settled.finishes = [FinishCode.RUNNING] * len(sequence_ids)
+                self._take(sequence, token, at, now, settled)

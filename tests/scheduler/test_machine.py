@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from scheduler_driver import Driver, request
+from scheduler_driver import Driver, Guesses, request
 
+from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.policies import ADMISSIONS, batching
 
 #: Prompts are cut from few texts, so that many begin alike.
@@ -46,8 +48,22 @@ class SchedulerLife(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, False]),
         admission=st.sampled_from(["exact", "exact", *ADMISSIONS]),
         alternate=st.sampled_from([False, False, True]),
+        drafts=st.sampled_from([0, 0, 1, 3]),
     )
-    def begin(self, seed, slots, rows, prefill, overlap, nan, end, caching, admission, alternate):
+    def begin(
+        self,
+        seed,
+        slots,
+        rows,
+        prefill,
+        overlap,
+        nan,
+        end,
+        caching,
+        admission,
+        alternate,
+        drafts,
+    ):
         chance = random.Random(seed)
 
         def choose(sequence_id, index):
@@ -66,7 +82,9 @@ class SchedulerLife(RuleBasedStateMachine):
             prefix_caching=caching,
             admission=ADMISSIONS[admission],
             batching=batching("alternate" if alternate else "mixed", max_waiting_tokens=4),
+            **({"drafting": partial(Drafting, Guesses(seed), drafts)} if drafts else {}),
         )
+        self.drafts = drafts
         self.ids = 0
 
     def new_ids(self, n):
@@ -94,6 +112,7 @@ class SchedulerLife(RuleBasedStateMachine):
                 priority=priority,
                 salt=salt,
                 prompt_logprobs=score,
+                drafts=self.drafts,
                 deadline_at=None if deadline is None else now + deadline,
                 time_limit_at=None if limit is None else now + limit,
             )
@@ -108,7 +127,9 @@ class SchedulerLife(RuleBasedStateMachine):
     )
     def submit_the_same_at_once(self, prompt, new, samples, turns):
         for n in samples:
-            self.driver.submit(request(self.new_ids(n), prompt, max_new_tokens=new))
+            self.driver.submit(
+                request(self.new_ids(n), prompt, max_new_tokens=new, drafts=self.drafts)
+            )
         self.turns(turns)
 
     @rule(turns=st.integers(1, 20))
@@ -138,7 +159,10 @@ class SchedulerLife(RuleBasedStateMachine):
         held = self.alive(held=True)
         self.driver.advance(
             1000 + len(self.driver.ops),
-            [request(self.new_ids(1), prompt, **stops) for prompt, stops, _ in starts],
+            [
+                request(self.new_ids(1), prompt, **stops, drafts=self.drafts)
+                for prompt, stops, _ in starts
+            ],
             [end for _, _, end in starts],
             pick.sample(held, pick.randint(0, len(held))),
             waits=waits,

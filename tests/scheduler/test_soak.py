@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
-from scheduler_driver import Driver, request
+from scheduler_driver import Driver, Guesses, request
 
+from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 
 
 def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed") -> Driver:
     chance = random.Random(seed)
     nan = chance.choice([0.0, 0.0, 0.02])
+    most = seed % 4
+    drafts = {"drafting": partial(Drafting, Guesses(seed), most)} if most else {}
     driver = Driver(
         overlap=chance.random() < 0.5,
         choose=lambda sequence_id, index: -1 if chance.random() < nan else chance.choice((1, 2)),
@@ -21,6 +25,7 @@ def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed")
         prefill_tokens=chance.choice([2, 4, 8, 30]),
         admission=ADMISSIONS[admission],
         batching=batching(turned, max_waiting_tokens=3),
+        **drafts,
     )
     texts = [[1] * 30, [1, 2] * 15, [2, 2, 1] * 10]
     ids = op = 0
@@ -34,7 +39,9 @@ def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed")
             new = chance.choice([1, 2, 5, 12])
             deadline = driver.now + 12 if chance.random() < 0.05 else None
             ids_now = range(ids - n + 1, ids + 1)
-            driver.submit(request(ids_now, prompt, max_new_tokens=new, deadline_at=deadline))
+            driver.submit(
+                request(ids_now, prompt, max_new_tokens=new, deadline_at=deadline, drafts=most)
+            )
         alive = [i for i, s in driver.sequences.items() if not s.ended]
         if chance.random() < 0.08:
             driver.abort(*chance.sample(alive, min(len(alive), 2)))
@@ -44,7 +51,8 @@ def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed")
             held = [i for i in alive if driver.sequences[i].held and not driver.sequences[i].ended]
             ids, op = ids + 1, op + 1
             prompt = chance.choice(texts)[: chance.randint(1, 14)]
-            start = [request(ids, prompt, max_new_tokens=6)] if chance.random() < 0.4 else []
+            fresh = request(ids, prompt, max_new_tokens=6, drafts=most)
+            start = [fresh] if chance.random() < 0.4 else []
             driver.advance(op, start, resume=held)
         driver.turn()
         # The service forgets what has ended; so does this client, to stay quick.
@@ -62,8 +70,9 @@ LATER = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 120, 2
 
 @pytest.mark.parametrize("seed", [0, 20, *LATER])
 def test_nothing_ever_runs_out_of_memory(seed):
-    steps = sum(soak(each, 150).steps for each in range(seed, seed + 20))
-    assert steps > 2000
+    lives = [soak(each, 150) for each in range(seed, seed + 20)]
+    assert sum(life.steps for life in lives) > 2000
+    assert sum(life.accepted for life in lives) > 100
 
 
 PAIRS = [(a, b) for a in ADMISSIONS for b in BATCHINGS if (a, b) != ("exact", "mixed")]

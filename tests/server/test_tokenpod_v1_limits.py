@@ -46,6 +46,12 @@ BAD: dict[str, dict[str, Any]] = {
         "sampling": {"allowed_token_ids": [1]},
         "stopping": {"min_new_tokens": 2},
     },
+    "sampling.bad_words[1]": {"sampling": {"bad_words": ["a", ""]}},
+    "sampling.bad_words[0]": {"sampling": {"bad_words": ["x" * 241]}},
+    "sampling.bad_words": {
+        "sampling": {"bad_words": ["y z " * 60] * 16 + ["y z" * at for at in range(1, 60)]}
+    },
+    "output.prompt_top_n_tokens": {"output": {"prompt_top_n_tokens": 6}},
     "chat.messages": {"chat": {}},
     "chat.messages[0].content[0]": {"chat": {"messages": [{"role": "user", "content": [{}]}]}},
 }

@@ -12,9 +12,11 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import guessing
 import msgspec
 import torch
 
@@ -31,6 +33,8 @@ from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
+from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
@@ -49,6 +53,8 @@ class Said(msgspec.Struct):
     scored: dict[int, list[float]] = {}
     failures: list[int] = []
     preemptions: int = 0
+    #: Drafted tokens, and accepted ones.
+    drafted: tuple[int, int] = (0, 0)
 
 
 class Job(msgspec.Struct):
@@ -67,6 +73,10 @@ class Job(msgspec.Struct):
     dtype: str | None = None
     #: The chance of every sequence to be preempted before a turn.
     preempt: float = 0.0
+    #: What the sequences are known to say, for drafts of this kind, so many for each row.
+    expected: dict[int, list[int]] = {}
+    guesses: str = ""
+    drafts: int = 0
 
 
 class Recorder:
@@ -92,6 +102,7 @@ class Recorder:
         assert isinstance(message, StepOutputs)
         said = self.said
         said.preemptions = message.load.preemptions
+        said.drafted = (message.load.drafted_tokens, message.load.accepted_tokens)
         for i, sequence in enumerate(message.sequence_ids):
             said.tokens[sequence].append(message.token_ids[i])
             said.logprobs[sequence].append(message.logprobs[i])
@@ -116,6 +127,7 @@ def answer(
     interpreted: bool = False,
     dtype: str | None = None,
     preempt: float = 0.0,
+    drafting: Callable[[KV], Drafting] | None = None,
 ) -> Said:
     """One rank's engine, from loading to the last answer."""
     if interpreted:
@@ -142,7 +154,7 @@ def answer(
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
     )
-    link, scheduler = Recorder(requests), Scheduler(limits)
+    link, scheduler = Recorder(requests), Scheduler(limits, drafting=drafting)
     executor = ready.executor if group is None or group.rank == 0 else FromBytes(ready.executor)
     loop = EngineLoop(link, scheduler, executor, overlap=ready.overlap)  # type: ignore[arg-type]
     chance = random.Random(8)
@@ -209,6 +221,11 @@ def as_on_a_gpu(
     )
 
 
+def _drafting(job: Job) -> Callable[[KV], Drafting]:
+    vocabulary = 1 + max(max(tokens) for tokens in job.expected.values())
+    return guessing.drafting(job.expected, job.guesses, job.drafts, vocabulary)
+
+
 def options_for(job: Job, folder: str) -> EngineOptions:
     """What the engine of one of the job's models is told."""
     quantize = "int8" if folder in job.quantised else None
@@ -224,7 +241,7 @@ def start(job: Job) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, **kernels},
+        env={**os.environ, **kernels, "PYTHONPATH": str(Path(__file__).parent)},
     )
     assert process.stdin is not None
     process.stdin.write(msgspec.msgpack.encode(job))
@@ -260,6 +277,7 @@ def main() -> None:
                     interpreted=job.interpreted,
                     dtype=job.dtype,
                     preempt=job.preempt,
+                    drafting=_drafting(job) if job.guesses else None,
                 )
                 for f in folders
             ]

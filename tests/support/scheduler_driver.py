@@ -7,6 +7,7 @@ is owed. Anything unexpected is an AssertionError.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -23,13 +24,14 @@ from tokenpod.core.messages import (
     SamplingParams,
     StoppingParams,
 )
-from tokenpod.core.plan import LAST, NewRow, StepPlan
+from tokenpod.core.plan import LAST, UNSAMPLED, NewRow, StepPlan
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.reserve import Reserve
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
 
 SECOND = 1_000_000_000
+POLICIES = ("admission", "batching", "drafting")
 
 
 def request(ids, prompt, *, max_new_tokens=4, **options) -> Request:
@@ -48,6 +50,19 @@ def request(ids, prompt, *, max_new_tokens=4, **options) -> Request:
     )
 
 
+class Guesses:
+    """A source of drafts: 1 or 2, by chance, as what is chosen; now and then none."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        return [self._chance.randint(1, 2) for _ in range(self._chance.randint(0, most))]
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
 @dataclass
 class Work:
     """One row of a step."""
@@ -57,12 +72,16 @@ class Work:
     start: int
     tokens: list[int]
     slots: list[int]
-    needs_logits: bool
+    samples: int
     output_index: int
 
     @property
     def n_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def drafts(self) -> list[int]:
+        return self.tokens[1:] if self.samples > 1 else []
 
 
 def works_of(step: Step | None) -> list[Work]:
@@ -83,11 +102,11 @@ def works_of(step: Step | None) -> list[Work]:
                 int(plan.r_start[at]),
                 plan.t_token[tokens].tolist(),
                 plan.t_slot[tokens].tolist(),
-                bool(plan.r_samples[at]),
+                int(plan.r_samples[at]),
                 int(plan.r_output[at]),
             )
         )
-    assert [work.sequence for work in works if work.needs_logits] == step.sampled
+    assert [work.sequence for work in works for _ in range(work.samples)] == step.sampled
     return works
 
 
@@ -121,7 +140,7 @@ class ReferenceExecutor:
         self.users: Counter[int] = Counter()
 
     def launch(self, step: Step) -> list[int]:
-        """Run a step; the tokens it samples, one for each work that needs logits."""
+        """Run a step; the tokens it samples, one for each sample of each work."""
         plan = step.plan
         for number in plan.freed.tolist():
             self.users.subtract(self.rows.pop(number).slots)
@@ -136,7 +155,7 @@ class ReferenceExecutor:
         shared = {int(s) for node in self.scheduler.kv.tree.nodes() for s in node.slots}
         for work in works:
             self._write(work, shared)
-        return [self._sample(work, shared) for work in works if work.needs_logits]
+        return [token for work in works for token in self._sample_each(work, shared)]
 
     def _add_row(self, number: int, ask: NewRow, prefix: list[int]) -> None:
         rows, request = self.scheduler.limits.max_rows, ask.request
@@ -164,7 +183,7 @@ class ReferenceExecutor:
         assert all(work.row == work.sequence.row for work in works)
         sizes = [min(work.n_tokens, 2) for work in works]
         assert sizes == sorted(sizes), "works with a single token come first"
-        prompts = [w for w in works if w.tokens != [LAST]]
+        prompts = [w for w in works if w.tokens[0] != LAST]
         probes = [w.n_tokens for w in prompts if w.sequence.request.probe]
         assert len(probes) <= 1
         assert sum(probes) < PROBE_TOKENS
@@ -177,20 +196,39 @@ class ReferenceExecutor:
         assert work.start == len(row.slots), "every position is computed once, in order"
         end = work.start + work.n_tokens
         assert work.n_tokens == len(work.slots) >= 1
-        assert end <= len(row.tokens), "a token that does not exist is computed"
-        assert work.needs_logits == (end >= row.given)
-        known = row.tokens[work.start : end] if work.start < row.given else [LAST]
-        assert work.tokens == known
-        assert not work.needs_logits or work.output_index == end - row.prompt_length
+        first_end = end - len(work.drafts)
+        assert first_end <= len(row.tokens), "a token that does not exist is computed"
+        assert bool(work.samples) == (first_end >= row.given)
+        known = row.tokens[work.start : first_end] if work.start < row.given else [LAST]
+        assert work.tokens == [*known, *work.drafts]
+        assert not work.samples or work.output_index == first_end - row.prompt_length
+        assert end <= work.sequence.bound
+        marks = row.marks[: first_end + 1]
+        for draft in work.drafts:
+            assert first_end == len(row.tokens), "drafts behind a token that nobody knows"
+            marks.append(hash((marks[-1], draft)))
         for position, slot in enumerate(map(int, work.slots), work.start):
             assert 0 <= slot < self.scheduler.kv.total
             assert slot not in shared, "a shared slot is written"
             assert self.users[slot] == 0, "a slot is written that a row attends to"
             self.users[slot] += 1
-            self.memory[slot] = row.marks[position + 1]
+            self.memory[slot] = marks[position + 1]
             row.slots.append(slot)
         found = [self.memory[slot] for slot in row.slots]
-        assert found == row.marks[1 : end + 1], "attended slots hold another prefix"
+        assert found == marks[1 : end + 1], "attended slots hold another prefix"
+
+    def _sample_each(self, work: Work, shared: set[int]) -> list[int]:
+        """Behind a wrong draft nothing is drawn, and what it wrote is overwritten."""
+        tokens = [self._sample(work, shared)] if work.samples else []
+        for draft in work.drafts:
+            if tokens[-1] != draft:
+                break
+            tokens.append(self._sample(work, shared))
+        wrong = work.samples - len(tokens)
+        slots = self.rows[work.row].slots
+        self.users.subtract(slots[len(slots) - wrong :])
+        del slots[len(slots) - wrong :]
+        return tokens + [UNSAMPLED] * wrong
 
     def _sample(self, work: Work, shared: set[int]) -> int:
         row = self.rows[work.row]
@@ -199,11 +237,11 @@ class ReferenceExecutor:
         if token < 0:
             # What this row computed since its last good token is garbage, if it has not been shared
             # yet. Whoever reads it later will see.
-            for position in range(row.unproven_from, len(row.slots)):
+            for position in range(row.unproven_from, len(row.tokens)):
                 if row.slots[position] not in shared:
                     self.memory[row.slots[position]] = row.marks[position + 1] = -row.sequence_id
         else:
-            row.unproven_from = len(row.slots)
+            row.unproven_from = len(row.tokens)
         row.tokens.append(token if token >= 0 else -1 - row.sequence_id)
         self.outputs[row.sequence_id].append(token)
         self._mark(row)
@@ -226,13 +264,13 @@ class Driver:
     """Drives a scheduler step by step, with or without overlap, and checks all that comes out."""
 
     def __init__(self, *, overlap=False, choose=lambda sequence_id, index: 0, **limits) -> None:
-        policies = {name: limits.pop(name) for name in ("admission", "batching") if name in limits}
+        policies = {name: limits.pop(name) for name in POLICIES if name in limits}
         self.safe = policies.get("admission", Exact) in (Exact, Reserve)
         self.scheduler = Scheduler(Limits(**{"max_positions": 10_000} | limits), **policies)
         self.executor = ReferenceExecutor(self.scheduler, choose)
         self.overlap = overlap
         self.now = 0
-        self.steps = 0
+        self.steps = self.accepted = 0
         self.sequences: dict[int, Owed] = {}
         self.ops: dict[int, Advance] = {}
         self.ops_done: list[int] = []
@@ -334,20 +372,20 @@ class Driver:
 
     def _settle(self, step: Step, tokens: list[int]) -> None:
         settled = self.scheduler.settle(step, tokens, self.now)
-        sampled = {
-            work.sequence.id: token
-            for work, token in zip(
-                (w for w in works_of(step) if w.needs_logits), tokens, strict=True
-            )
-        }
-        for sequence_id, token in zip(settled.sequence_ids, settled.token_ids, strict=True):
-            assert sampled[sequence_id] == token
+        sampled = [sequence.id for sequence in step.sampled]
+        assert settled.samples == sorted(set(settled.samples))
+        for at, sequence_id, token in zip(
+            settled.samples, settled.sequence_ids, settled.token_ids, strict=True
+        ):
+            assert (sampled[at], tokens[at]) == (sequence_id, token)
+        self.accepted += sum(drafted.accepted for drafted in settled.drafted)
         self._hear(settled)
         # A deadline may have ended it in the plan of the next step.
         self._hear(self.scheduler.drain_events())
-        for sequence_id in sampled:
+        for at, sequence_id in enumerate(sampled):
             owed = self.sequences[sequence_id]
-            assert owed.ended or sequence_id in settled.sequence_ids, "a token is lost"
+            if tokens[at] != UNSAMPLED:
+                assert owed.ended or at in settled.samples, "a token is lost"
 
     def _hear(self, settled: Settled) -> None:
         for started in settled.started:

@@ -43,6 +43,7 @@ async def generate_once(
             await writer.generation.news()
         if (failure := writer.generation.late_failure) is not None:
             raise failure
+        await writer.prepare()
         return writer.whole()
 
 

@@ -14,13 +14,10 @@ from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
-#: --quantize: nothing is quantised.
-_DENSE = "none"
-
 
 def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
-    ready, settings, tokenizer = serving.ready, serving.settings, serving.tokenizer
+    ready, tokenizer = serving.ready, serving.tokenizer
     template, formats = tokenizer.template_source, serving.formats
     model = model_pb2.Model(
         name=serving.model_id,
@@ -31,7 +28,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
         dtype=ready.dtype,
-        quantization="" if settings.quantize == _DENSE else settings.quantize,
+        quantization=ready.quantization,
         kv_cache_dtype=ready.kv_cache_dtype,
         device_type=ready.device_type,
         rope_scaling=ready.rope,

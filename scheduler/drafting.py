@@ -1,0 +1,256 @@
+"""Drafts: guesses of the tokens that come next, which one step checks together.
+
+A row with drafts is sampled at each of them (`StepPlan.r_samples`) and keeps what was drawn as long
+as the draft before was right; so drafts never change tokens, only how many a step brings.
+
+A source can guess only what follows tokens that it knows, so a row waits until the step that it is
+in has settled: rows with drafts give up overlap, others don't. They all go into one step, or each
+would read the weights for itself. Whether it pays is decided from what steps take and from how
+often guesses have come true, which is watched while nothing is drafted, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.plan import UNSAMPLED
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.odds import Floats, Odds
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.step import Step
+from tokenpod.scheduler.step_times import Costs
+from tokenpod.scheduler.table import Ints
+
+Flags = npt.NDArray[np.bool_]
+
+#: Drafts of all rows together in a step, at most: executors have room for so many.
+MOST_DRAFTS = 256
+#: In steps of more rows nothing is drafted, nor watched: weights are read for many rows already.
+MOST_ROWS = 64
+#: Drafting must promise so much more than not drafting.
+_MARGIN = 1.02
+#: Steps of the same rows for which a choice holds.
+_CHOICE_HOLDS = 8
+
+
+class DraftSource(Protocol):
+    """Guesses what follows."""
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """Up to `most` tokens that may follow those of a sequence, all of which are known."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+
+
+@dataclass(slots=True)
+class Split:
+    """What a planner adds to a step of those that decode; the others wait for their last step."""
+
+    sequences: list[Sequence]
+    #: [n] their places.
+    places: Ints
+    #: Sequences and what may follow their last token, at least one token each.
+    drafts: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Landed:
+    """A sequence whose drafts have been checked, before it is given the tokens that were drawn."""
+
+    sequence: Sequence
+    drafted: int
+    #: Drafts that equal what was drawn: the first ones.
+    right: int
+    #: Outputs that it had.
+    outputs: int
+
+    @property
+    def wrong(self) -> int:
+        """Drafts that do not count."""
+        return self.drafted - self.right
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that are outputs now: one may have ended the sequence."""
+        return min(self.right, len(self.sequence.outputs) - self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Who is to draft, how much at most; for whom that was decided, and for how many steps."""
+
+    draws: Flags
+    most: int
+    places: Ints
+    holds: int
+
+
+class Drafting:
+    """Decides who drafts, and how much.
+
+    Args:
+        source: of guesses.
+        most: drafts of one row in a step.
+        kv: of the sequences.
+        costs: what steps take, learned from them; None: draft always, as much as may be.
+    """
+
+    def __init__(self, source: DraftSource, most: int, kv: KV, costs: Costs | None = None) -> None:
+        self._source = source
+        self._most = most
+        self._kv = kv
+        self._costs = costs
+        #: Rows with drafts in steps that have not settled.
+        self._flying = 0
+        #: Whether steps are launched before the one before has settled.
+        self._overlaps = False
+        self._watching = False
+        self._odds = Odds()
+        self._choice: _Choice | None = None
+
+    def split(self, sequences: list[Sequence], places: Ints, *, wait: bool = True) -> Split:
+        """Who of these decodes in the next step, with which drafts.
+
+        Args:
+            sequences: could decode; none of them has drafts in flight.
+            places: [n] int64, theirs.
+            wait: whether some may be in none of the parts; else none has a step in flight.
+        """
+        table = self._kv.table
+        may = table.drafts[places] > 0
+        few = self._costs is None or len(places) <= MOST_ROWS
+        self._watching = self._costs is not None and few
+        if not (few and may.any()):
+            return Split(sequences, places)
+        flying = table.in_flight[places] > 0
+        self._overlaps = self._overlaps or bool(flying.any())
+        choice = self._chosen(places, may)
+        if not choice.draws.any():
+            return Split(sequences, places)
+        plain = ~choice.draws
+        split = Split([], places)
+        ready = choice.draws & ~flying
+        room = np.minimum(table.bound[places] - table.computed[places] - 1, table.drafts[places])
+        left = MOST_DRAFTS
+        if wait and self._flying:
+            ready[:] = False
+        for at in np.flatnonzero(ready).tolist():
+            n = min(choice.most, int(room[at]), left)
+            tokens = self._source.propose(sequences[at], n) if n > 0 else []
+            if tokens:
+                split.drafts.append((sequences[at], tokens))
+                left -= len(tokens)
+            else:
+                plain[at] = True
+        self._flying += len(split.drafts)
+        split.places = places[plain]
+        split.sequences = [sequences[at] for at in np.flatnonzero(plain).tolist()]
+        return split
+
+    def land(self, step: Step, tokens: Listing[int], took: int) -> dict[int, Landed]:
+        """A step has settled: take back what wrong drafts have computed.
+
+        Args:
+            step: none of its sequences has been given its tokens yet.
+            tokens: see `Scheduler.settle`.
+            took: nanoseconds.
+
+        Returns, by id, the sequences that had drafts and are not over.
+        """
+        found: dict[int, Landed] = {}
+        if self._costs is not None and not step.prompt_tokens:
+            drafts = bool(step.drafting)
+            self._costs.note(step.plan.tokens, took, drafts=drafts, gap=step.gap)
+        for row, first in step.drafting:
+            self._flying -= 1
+            sequence = step.sequences[row]
+            drafted = sequence.drafted
+            sequence.drafted = 0
+            if sequence.dead:
+                continue
+            drawn = [*tokens[first + 1 : first + 1 + drafted], UNSAMPLED]
+            landed = Landed(sequence, drafted, drawn.index(UNSAMPLED), len(sequence.outputs))
+            if landed.wrong:
+                self._kv.take_back(sequence, landed.wrong)
+                sequence.launched -= landed.wrong
+            self._odds.checked(sequence.place, drafted, landed.right)
+            found[sequence.id] = landed
+        return found
+
+    def watch(self, sequence: Sequence, token: int) -> None:
+        """A token has been drawn without drafts, and is not among the sequence's yet."""
+        if (
+            not self._watching
+            or sequence.dead
+            or not (sequence.request.drafts and sequence.outputs)
+        ):
+            return
+        guessed = self._source.propose(sequence, 1)
+        if guessed:
+            self._odds.checked(sequence.place, 1, int(guessed[0] == token))
+        else:
+            self._odds.none(sequence.place)
+
+    def began(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences exist: nothing is known of them."""
+        for sequence in sequences:
+            self._odds.reset(sequence.place)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence is over."""
+        self._source.forget(sequence)
+
+    # -- whether it pays -----------------------------------------------------------------------
+
+    def _chosen(self, places: Ints, may: Flags) -> _Choice:
+        last = self._choice
+        if last is None or not last.holds or not np.array_equal(last.places, places):
+            draws, most = self._choose(places, may)
+            last = _Choice(draws, most, places, _CHOICE_HOLDS)
+        self._choice = _Choice(last.draws, last.most, places, last.holds - 1)
+        return last
+
+    def _choose(self, places: Ints, may: Flags) -> tuple[Flags, int]:
+        """[n] who is to draft, and how many tokens at most."""
+        if self._costs is None:
+            return may, self._most
+        best, chosen = self._costs.plain(len(places)) * _MARGIN, (np.zeros_like(may), 0)
+        if best == 0:
+            return chosen
+        odds = self._odds.of(places)
+        for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):
+            if most <= self._most:
+                rate, draws = self._rate(len(places), may, odds, most)
+                if rate > best:
+                    best, chosen = rate, (draws, most)
+        return chosen
+
+    def _rate(
+        self, n: int, may: Flags, odds: tuple[Floats, Floats, Floats], most: int
+    ) -> tuple[float, Flags]:
+        """Tokens per nanosecond if who gains by up to `most` drafts has them, and who that is."""
+        assert self._costs is not None
+        some, first, further = odds
+        gain = some * first * (1 - further**most) / (1 - further)
+        cost = some * most
+        price = self._costs.price(n, float(cost[may].sum()))
+        draws = may & (gain > cost * price)
+        drafting = int(draws.sum())
+        if not drafting:
+            return 0.0, draws
+        tokens, more = n + float(cost[draws].sum()), float(gain[draws].sum())
+        others = n - drafting
+        if not self._overlaps:
+            return (n + more) / self._costs.of(tokens), draws
+        if not others:
+            return (n + more) / (self._costs.of(tokens) + self._costs.gap), draws
+        # While the rows with drafts wait for their step, the others are in another one.
+        twice = self._costs.of(tokens) + self._costs.of(others, drafts=False)
+        return (drafting + more + 2 * others) / twice, draws

@@ -1,0 +1,88 @@
+"""How long steps take, by their tokens: from recent ones, forgotten when they are old."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+#: Sizes that are told apart, rising; a larger step counts as the last.
+_SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128])
+#: What one more step of a size changes its time by, and by how much it may be out of the ordinary.
+_SMOOTHING = 1 / 8
+_OUTLIER = 2.0
+#: A size that has not been seen for so many steps is unknown again: contexts have grown since.
+_MEMORY = 512
+
+
+class StepTimes:
+    """Usual times of steps, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._times = np.zeros(len(_SIZES))
+        self._seen = np.full(len(_SIZES), -_MEMORY)
+        self._steps = 0
+
+    def note(self, tokens: int, took: int) -> None:
+        """A step of so many tokens has taken `took` nanoseconds."""
+        self._steps += 1
+        at = min(int(_SIZES.searchsorted(tokens)), len(_SIZES) - 1)
+        usual = self._times[at]
+        if self._steps - self._seen[at] >= _MEMORY:
+            self._times[at] = took
+        else:
+            self._times[at] += _SMOOTHING * (min(took, _OUTLIER * usual) - usual)
+        self._seen[at] = self._steps
+
+    def of(self, tokens: float) -> float | None:
+        """What a step of so many tokens takes; None: nothing is known of any.
+
+        Between sizes that are known it rises in a line, and beyond them it is that of the nearest:
+        a size that was never tried is taken to be cheap, so that it is tried.
+        """
+        known = self._known
+        if not len(known):
+            return None
+        return float(np.interp(tokens, _SIZES[known], self._times[known]))
+
+    @property
+    def _known(self) -> npt.NDArray[np.intp]:
+        return np.flatnonzero(self._steps - self._seen < _MEMORY)
+
+
+class Costs:
+    """What steps take, with drafts and without."""
+
+    def __init__(self) -> None:
+        #: Nanoseconds between two steps that don't overlap.
+        self.gap = 0.0
+        self._with, self._without = StepTimes(), StepTimes()
+
+    def note(self, tokens: int, nanoseconds: int, *, drafts: bool, gap: int | None) -> None:
+        """A step without prompts has settled.
+
+        Args:
+            tokens: of all rows.
+            nanoseconds: since it was planned, or the one before it settled.
+            drafts: whether it had any.
+            gap: see `Step.gap`.
+        """
+        (self._with if drafts else self._without).note(tokens, nanoseconds)
+        if gap is not None:
+            self.gap += (min(gap, 2 * self.gap + 100_000) - self.gap) / 8
+
+    def of(self, tokens: float, *, drafts: bool = True) -> float:
+        """Nanoseconds of a step; 0: unknown."""
+        found = self._with.of(tokens) if drafts else None
+        return found or self._without.of(tokens) or 0.0
+
+    def plain(self, rows: int) -> float:
+        """Tokens per nanosecond without drafts; 0: unknown."""
+        took = self._without.of(rows)
+        return rows / took if took else 0.0
+
+    def price(self, rows: int, drafts: float) -> float:
+        """What one draft costs, in tokens that rows would make in that time without drafts."""
+        took = self._without.of(rows)
+        if not took or not drafts:
+            return 0.0
+        return max(self.of(rows + drafts) - took, 0.0) / drafts * rows / took

@@ -1,0 +1,205 @@
+"""Drafts never change a request's tokens, only how many a step brings: through the engine's loop.
+
+Exact has two halves. With every token computed by itself the outputs are the same bit for bit,
+whatever is drafted. The fast operations round otherwise in a step of another shape, so another
+token is allowed where the two candidates' scores are as close as the kernels' tests ask, in at most
+1 of 10,000 tokens.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import ranks
+import row_by_row
+import torch
+from demo_engine import (
+    CUT,
+    DEMO,
+    GREEDY,
+    KINDS,
+    ONE_IN,
+    PENALISED,
+    SAMPLED,
+    TOLERANCE,
+    VOCABULARY,
+    Recorder,
+    load,
+    many_requests,
+    requests,
+    routed,
+    scores,
+    serve,
+)
+from guessing import drafting
+from harness import free_port
+from ranks import Job
+
+from tokenpod.core.messages import EngineOptions, Request, StoppingParams
+
+MOST = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+
+
+def drafted(asked, most=MOST):
+    return [msgspec.structs.replace(request, drafts=most) for request in asked]
+
+
+@pytest.fixture(scope="module")
+def undrafted(exact):
+    link, _ = serve(exact, Recorder(requests(), routed()), rows=17, prefill=64, overlap=False)
+    return link
+
+
+@pytest.mark.parametrize(
+    ("kind", "overlap", "preempt"),
+    [("right", True, 0.0), ("random", True, 0.05), ("random", False, 0.0), ("wrong", True, 0.0)],
+)
+def test_tokens_are_the_same_bit_by_bit_with_and_without_drafts(
+    exact, undrafted, kind, overlap, preempt
+):
+    guesses = drafting(undrafted.tokens, kind, MOST, VOCABULARY)
+    link = Recorder(drafted(requests()), drafted(routed()))
+    got, _ = serve(
+        exact, link, rows=12, prefill=16, overlap=overlap, preempt=preempt, drafting=guesses
+    )
+    assert got.tokens == undrafted.tokens
+    assert got.logprobs == undrafted.logprobs
+    assert got.tops == undrafted.tops
+    assert got.scored == undrafted.scored != {}
+    tried, accepted = got.drafted
+    assert tried > 50
+    assert got.drafted == tuple(sum(got.drafts.values()))
+    assert (accepted > 0) == (kind != "wrong")
+
+
+def outputs(exact, sampling, stopping, known=None, most=4, **more):
+    """One request's tokens, and those drafted and accepted, with right drafts if it is known."""
+    asked = [Request([1], [900, 40, 77], sampling, stopping, logprobs=True, drafts=most, **more)]
+    guesses = drafting({1: known}, "right", most, VOCABULARY) if known else None
+    link, _ = serve(
+        exact, Recorder(asked), rows=2, prefill=8, overlap=False, slots=64, drafting=guesses
+    )
+    return link
+
+
+@pytest.mark.parametrize("sampling", KINDS, ids=["greedy", "sampled", "cut", "penalised", "marked"])
+def test_nothing_is_left_of_what_was_accepted_behind_an_end(exact, sampling):
+    known = outputs(exact, sampling, StoppingParams(14)).tokens[1]
+    # A token that has not occurred before ends the sequence there.
+    for at in [i for i in range(3, 13) if known[i] not in known[:i]][:2]:
+        for stopping in (
+            StoppingParams(14, eos_token_ids=frozenset({known[at]})),
+            StoppingParams(14, stop_token_ids=frozenset({known[at]})),
+            StoppingParams(at + 1),
+        ):
+            link = outputs(exact, sampling, stopping, known)
+            assert link.tokens[1] == known[: at + 1]
+            assert len(link.logprobs[1]) == at + 1
+            tried, accepted = link.drafted
+            # The first token comes with the prompt; each step then brings one that is no draft,
+            # but for a last one that ended with a draft.
+            assert at <= accepted + link.steps - 1 <= at + 1
+            assert tried <= 4 * (link.steps - 1)
+            assert link.steps < at
+
+
+def test_ends_that_must_not_come_yet_are_not_drawn_behind_drafts_either(exact):
+    known = outputs(exact, GREEDY, StoppingParams(14)).tokens[1]
+    for least in (2, 5, 9):
+        stopping = StoppingParams(14, min_new_tokens=least, stop_token_ids=frozenset(known))
+        plain = outputs(exact, GREEDY, stopping)
+        assert len(plain.tokens[1]) > least
+        for guess in (known, plain.tokens[1]):
+            link = outputs(exact, GREEDY, stopping, guess)
+            assert link.tokens == plain.tokens
+            assert link.logprobs == plain.logprobs
+
+
+def test_as_many_tokens_are_drafted_as_the_bound_allows(exact):
+    known = outputs(exact, SAMPLED, StoppingParams(7)).tokens[1]
+    link = outputs(exact, SAMPLED, StoppingParams(7), known, most=40)
+    assert link.tokens[1] == known
+    # The prompt's step brings one token, the other one five drafts and the token behind them.
+    assert (link.steps, link.drafted) == (2, (5, 5))
+
+
+# -- the fast operations -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens"), [(12, 32), pytest.param(101, 100, marks=pytest.mark.slow)]
+)
+def test_fast_operations_choose_another_token_only_where_rounding_decides(sequences, tokens):
+    fast = load(None)
+    asked, slots = many_requests(sequences, tokens), sequences * (tokens + 16)
+    shape = {"rows": min(sequences, 64) + 1, "prefill": 256, "slots": slots}
+    before, _ = serve(fast, Recorder(asked), overlap=False, **shape)
+    guesses = drafting(before.tokens, "random", MOST, VOCABULARY)
+    after, _ = serve(fast, Recorder(drafted(asked)), overlap=True, drafting=guesses, **shape)
+    assert after.drafted[1] > sequences * tokens // 8
+    total, others = 0, 0
+    for sequence, request in after.requests.items():
+        ours, theirs = before.tokens[sequence], after.tokens[sequence]
+        same = next((i for i in range(tokens) if ours[i] != theirs[i]), tokens)
+        total += same
+        if same < tokens:
+            found = scores(fast, request, ours[:same])
+            assert abs(found[ours[same]] - found[theirs[same]]) < TOLERANCE
+            others += 1
+    assert total > sequences * tokens // 2
+    assert others <= max(total // ONE_IN, tokens < 100)
+
+
+# -- ranks -------------------------------------------------------------------------------------
+
+
+def test_two_ranks_draft_as_one_does():
+    options = EngineOptions(
+        model_folder="",
+        dtype=None,
+        device="cpu",
+        threads=1,
+        max_batch_size=6,
+        max_batch_prefill_tokens=16,
+        max_total_tokens=80,
+    )
+    asked = [
+        Request([1], list(range(5, 30)), GREEDY, StoppingParams(12), logprobs=True),
+        Request([2, 3], list(range(50, 61)), CUT, StoppingParams(12), logprobs=True),
+        Request([4], list(range(70, 73)), PENALISED, StoppingParams(12), logprobs=True),
+    ]
+    alone = ranks.answer(DEMO, asked, options, dtype="float32")
+    port = free_port()
+    jobs = [
+        Job(
+            rank,
+            [(2, port, [str(DEMO)])],
+            drafted(asked),
+            options,
+            dtype="float32",
+            preempt=0.05,
+            expected=alone.tokens,
+            guesses="random",
+            drafts=MOST,
+        )
+        for rank in range(2)
+    ]
+    leader, follower = (said[0][0] for said in ranks.run(jobs))
+    assert leader.drafted[1] > 10
+    assert leader.drafted == follower.drafted
+    assert leader.tokens == follower.tokens == dict(alone.tokens)
+    for sequence, logprobs in alone.logprobs.items():
+        assert leader.logprobs[sequence] == pytest.approx(logprobs, abs=TOLERANCE)

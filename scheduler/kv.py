@@ -172,6 +172,14 @@ class KV:
         slots[roomy] = self._allocator.grow_each(tails[roomy])
         return np.flatnonzero(~roomy), slots
 
+    def room_of(self, places: Ints) -> int:
+        """Positions by which each of these sequences can grow where it is."""
+        return int(self._allocator.rooms[self.table.tail[places]].min())
+
+    def extend_all(self, places: Ints, n: int) -> None:
+        """The next `n` positions of each of these sequences, which have room for them."""
+        self._allocator.grow_each(self.table.tail[places], n)
+
     def publish_inputs(self, sequence: Sequence, *, awaited: bool) -> None:
         """Move the slots of a sequence's needed positions, which are computed, to the tree.
 

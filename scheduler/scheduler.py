@@ -246,19 +246,11 @@ class Scheduler:
         self._settled_at = now
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
-        left = [sequence for sequence in step.sequences if sequence.dead]
+        left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
         drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
-        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if sequence.group is not None:
-                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
-            elif token != UNSAMPLED:
-                if self._drafting and sequence.id not in drafted:
-                    self._drafting.watch(sequence, token)
-                self._take(sequence, token, at, now, settled)
-            elif sequence.constrained and not sequence.dead:
-                self._postpone(sequence)
+        self._take_each(step, tokens, tops, drafted, now, settled)
         settled.drafted = [self._counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
@@ -388,6 +380,26 @@ class Scheduler:
             self._drafting.began(sequences)
         return sequences
 
+    def _take_each(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        tops: Mapping[int, Top],
+        drafted: Mapping[int, Landed],
+        now: int,
+        settled: Settled,
+    ) -> None:
+        """Append a step's tokens, and note in `settled` what they mean."""
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if sequence.group is not None:
+                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
+            elif token != UNSAMPLED:
+                if self._drafting and sequence.id not in drafted:
+                    self._drafting.watch(sequence, token)
+                self._take(sequence, token, at, now, settled)
+            elif sequence.constrained and not sequence.dead:
+                self._postpone(sequence)
+
     def _counted(self, draft: Landed) -> Drafted:
         self._drafted_tokens += draft.drafted
         self._accepted_tokens += draft.accepted
@@ -395,7 +407,7 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:
         sequence.keep = sequence.keep and token >= 0
-        if sequence.dead:
+        if sequence.ended_as is not None:
             # Sampled after its end, before that was seen.
             return
         if token < 0:

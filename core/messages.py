@@ -417,6 +417,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_waiting_tokens: int = 20
     #: None: this engine is alone.
     placement: Placement | None = None
+    #: Make the head's weight in the format `quantize` too.
+    quantize_head: bool = False
 
 
 ToEngine = Request | Abort | Advance | Ask | WatchCache | FlushCache | EngineOptions

@@ -22,7 +22,7 @@ from tokenpod.models.layer_spec import (
 )
 from tokenpod.models.rope import head_order
 from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import Axis, Division, Segment, Source, Stack, Weight
+from tokenpod.models.weights import HEAD, Axis, Division, Segment, Source, Stack, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,12 @@ def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:
     return table
 
 
+def with_head(weights: list[Weight]) -> list[Weight]:
+    """The same with a head of its own that is made of the embedding's tensor."""
+    embedding = next(weight for weight in weights if weight.name == "embedding")
+    return [*weights, replace(embedding, name=HEAD)]
+
+
 def head_name(names: Names, prefix: str) -> str:
     """Of the head's tensor, beside the base model: a.model.layers, a.lm_head."""
     return (
@@ -142,7 +148,7 @@ def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
         # In no format of fewer bits: here rounding shows at once.
         function = _rows_of_length_one if spec.head.normalised else None
         source = Source(f"{names.head}.weight", (vocabulary, width), function=function)
-        yield Weight("head", (source,))
+        yield Weight(HEAD, (source,))
     if spec.head.bias:
         yield Weight("head_bias", (Source(f"{names.head}.bias", (vocabulary,)),))
 

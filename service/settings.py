@@ -95,6 +95,9 @@ class Settings(BaseSettings):
     value: its config says how, and the name of a layout (gptq, awq, marlin, compressed-tensors,
     modelopt, fp8, bitsandbytes) is compared with it. Of a dense checkpoint eetq and bitsandbytes
     make int8, bitsandbytes-nf4 and bitsandbytes-fp4 int4."""
+    quantize_head: bool = _model(False)
+    """Make the head's weight in that format too. A head that is the embedding is then held twice,
+    and read in fewer bits."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""

@@ -26,6 +26,7 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         memory_fraction=settings.memory_fraction,
         kv_cache_dtype=settings.kv_cache_dtype,
         quantize=None if settings.quantize == "none" else settings.quantize,
+        quantize_head=settings.quantize_head,
         config_override=settings.config_override,
         max_logit_edits=3 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,

@@ -12,6 +12,8 @@ import torch
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
+from tokenpod.models.adapters.store import Space, store_of
+from tokenpod.models.adapters.targets import slot_numbers, targets_of
 from tokenpod.models.checkpoint import Checkpoint, check
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
@@ -170,6 +172,7 @@ def load_model(
     quantize_head: bool = False,
     require_manifest: bool = False,
     override: Mapping[str, Any] | None = None,
+    adapters: Space | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -185,6 +188,7 @@ def load_model(
         quantize_head: make the head's so too.
         require_manifest: refuse a folder without a manifest; one that is there is always checked.
         override: fields that replace those of config.json.
+        adapters: what is taken for adapters; None: there are none.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -196,13 +200,14 @@ def load_model(
     if not is_native(folder):
         tier = tier_of(folder, max_total_tokens, override)
         _check_length(tier.spec, max_total_tokens)
-        check_alone(tier.spec, shard, quantize)
+        check_alone(tier.spec, shard, quantize, adapters)
         with (
             Checkpoint(folder) as checkpoint,
             verified(folder, checkpoint.files, required=require_manifest, share=share),
         ):
             return _load_tier(tier, checkpoint, dtype=dtype, device=device, progress=progress)
-    spec = _read_config(folder, max_total_tokens, override).spec
+    read = _read_config(folder, max_total_tokens, override)
+    family, spec = read.family, read.spec
     _check_length(spec, max_total_tokens)
     shard.check(spec)
     with (
@@ -220,6 +225,8 @@ def load_model(
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
+        if adapters is not None:
+            needed += adapters.slots * slot_numbers(weights, shard, adapters.rank) * dtype.itemsize
         _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(
@@ -235,6 +242,9 @@ def load_model(
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
         scales = read_scales(checkpoint, layout.scales, spec.kv.heads, shard, device)
     ops = operations_for(device, dtype)
+    store = None
+    if adapters is not None:
+        store = store_of(targets_of(family, spec), weights, tensors, adapters, shard, ops)
     return Decoder(
         shard.config(spec),
         tensors,
@@ -242,11 +252,14 @@ def load_model(
         parameters=layout.parameters,
         kv_scales=scales,
         unused=layout.unused,
+        adapters=store,
         quantization=layout.reader.name if layout.reader else "",
     )
 
 
-def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
+def check_alone(
+    facts: ModelFacts, shard: Shard, quantize: str | None, adapters: Space | None = None
+) -> None:
     """Raise ModelError for what only families of ours can do."""
     name = facts.architecture
     if shard.world > 1:
@@ -257,6 +270,8 @@ def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
         raise ModelError(
             f"quantize is {quantize}: {name} is computed by transformers, with weights as they are"
         )
+    if adapters is not None:
+        raise ModelError(f"adapters: {name} is computed by transformers, and takes none")
 
 
 def _load_tier(

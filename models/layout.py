@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenpod.models.checkpoint import Checkpoint, WeightReader, tensors_of
 from tokenpod.models.names import Names
@@ -44,3 +44,9 @@ def stored_table(
         ):
             return names, weights
     return layouts[0]
+
+
+def with_head(weights: list[Weight]) -> list[Weight]:
+    """The same with a head of its own that is made of the embedding's tensor."""
+    embedding = next(weight for weight in weights if weight.name == "embedding")
+    return [*weights, replace(embedding, name=HEAD)]

@@ -22,12 +22,13 @@ from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.families.family import dtype_of
 from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.formats import bytes_needed, reader_for
-from tokenpod.models.kv_scales import read_scales
-from tokenpod.models.layout import Layout, stored_table
+from tokenpod.models.kv_scales import read_scales, scale_names
+from tokenpod.models.layout import Layout, stored_table, with_head
 from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import PublishedLayout
+from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.memory import available_bytes
-from tokenpod.models.names import beyond_names, head_name, scale_names, weights_of, with_head
+from tokenpod.models.names import beyond_names, head_name, weights_of
 from tokenpod.models.overrides import Overridden
 from tokenpod.models.reading import Progress, read_weights
 from tokenpod.models.shard import WHOLE, Shard
@@ -142,11 +143,13 @@ def read_layout(
     unused = {part.rstrip("."): count for part, count in parts.items() if count}
     if quantize_head and spec.head.tied:
         weights = with_head(weights)
-    layout = Layout(spec, weights, scale_names(spec, chosen, prefix), reader, unused)
+    layout = Layout(spec, weights, scale_names(spec, chosen, prefix, stored), reader, unused)
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
             optional.append(f"{head}weight")
+        if isinstance(reader, PublishedReader):
+            optional += reader.idle_biases(weights, spec.architecture)
         check(
             checkpoint,
             layout.weights,

@@ -104,25 +104,11 @@ def weights_of(spec: ModelSpec, names: Names, prefix: str) -> list[Weight]:
     return table
 
 
-def with_head(weights: list[Weight]) -> list[Weight]:
-    """The same with a head of its own that is made of the embedding's tensor."""
-    embedding = next(weight for weight in weights if weight.name == "embedding")
-    return [*weights, replace(embedding, name=HEAD)]
-
-
 def head_name(names: Names, prefix: str) -> str:
     """Of the head's tensor, beside the base model: a.model.layers, a.lm_head."""
     return (
         f"{prefix.removesuffix('model.')}{names.head}" if prefix.endswith(".model.") else names.head
     )
-
-
-def scale_names(spec: ModelSpec, names: Names, prefix: str) -> list[list[str]]:
-    """Of the tensors with each layer's scales of keys, and of values."""
-    return [
-        [prefix + names.layer.format(i=i) + name for i in range(len(spec.layers))]
-        for name in (names.key_scale, names.value_scale)
-    ]
 
 
 def beyond_names(spec: ModelSpec, names: Names, prefix: str) -> tuple[str, ...]:

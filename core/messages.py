@@ -544,6 +544,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     constraints: ConstraintLimits = ConstraintLimits()
     #: None: this engine is alone.
     placement: Placement | None = None
+    #: Make the head's weight in the format `quantize` too.
+    quantize_head: bool = False
 
 
 ToEngine = (

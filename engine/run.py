@@ -125,6 +125,7 @@ def load(
         group=group,
         max_total_tokens=options.max_total_tokens,
         quantize=options.quantize,
+        quantize_head=options.quantize_head,
         require_manifest=options.require_manifest,
         override=override,
         adapters=space_of(options),

@@ -109,6 +109,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
     odd |= {
         "require_manifest": "true",
+        "quantize_head": "true",
         "kv_cache_events": "true",
         "generation_config": "none",
         "tool_parser": "hermes",

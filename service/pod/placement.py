@@ -33,6 +33,7 @@ def lone_options(
         memory_fraction=settings.memory_fraction,
         kv_cache_dtype=settings.kv_cache_dtype,
         quantize=None if settings.quantize == "none" else settings.quantize,
+        quantize_head=settings.quantize_head,
         config_override=settings.config_override,
         max_logit_edits=3 * settings.max_logit_bias,
         constraints=ConstraintLimits(

@@ -37,14 +37,15 @@ class KV:
         slots: of the pool.
         caching: keep what has been computed for later requests; if False, only the samples of one
             request share its prompt.
+        by_uses: evict what few requests have used, and not what was used longest ago.
     """
 
-    def __init__(self, slots: int, *, caching: bool = True) -> None:
+    def __init__(self, slots: int, *, caching: bool = True, by_uses: bool = False) -> None:
         self.total = slots
         #: Columns of the sequences that keys and values belong to.
         self.table = Table()
         self._caching = caching
-        self.tree = RadixTree()
+        self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
 
     @property

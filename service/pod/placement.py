@@ -29,6 +29,7 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         config_override=settings.config_override,
         max_logit_edits=3 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,
+        prefix_eviction=settings.prefix_eviction,
         require_manifest=settings.require_manifest,
         admission=settings.admission,
         batching=settings.batching,

@@ -122,6 +122,12 @@ class Instruments:
             "Share of the KV slots that somebody uses; what is only cached does not count",
         )
         counter(
+            "tokenpod.prefix.tokens",
+            [lambda options: list(_prefixes(load()))],
+            "{token}",
+            "Tokens of prompts: cached, or computed; and those that the cache has evicted",
+        )
+        counter(
             "tokenpod.preemptions",
             observing(lambda now: now.preemptions),
             "{preemption}",
@@ -145,6 +151,13 @@ class Instruments:
             "{request}",
             "Requests that have ended, by how: stopped, length, aborted, ignored",
         )
+
+
+def _prefixes(load: Load) -> Iterator[Observation]:
+    computed = load.prompt_tokens - load.cached_tokens
+    counts = {"cached": load.cached_tokens, "computed": computed, "evicted": load.evicted_tokens}
+    for name, count in counts.items():
+        yield Observation(count, {"tokenpod.prefix": name})
 
 
 def _ended(load: Load) -> Iterator[Observation]:

@@ -146,9 +146,12 @@ def check(name: str, weight: Any, around: str, tokens: int, tiles: Tiles | None)
 
 def candidates(kind: str, around: str, tokens: int) -> Iterator[Tile]:
     if tokens == 1 and kind in ("int4", "int8"):
-        blocks = ((4096, 4), (2048, 2)) if kind == "int4" else ((1024, 4), (1024, 2))
-        for (block_k, warps), block_n in itertools.product(blocks, (2, 4, 8)):
-            yield AddTile(block_n, block_k, warps)
+        if kind == "int4":
+            for warps, block_n, each in itertools.product((4, 8), (2, 4, 8), (2, 3, 4, 6)):
+                yield AddTile(block_n, 1, warps, 132 * each)
+        else:
+            for warps, block_n in itertools.product((2, 4), (4, 8)):
+                yield AddTile(block_n, 1024, warps)
     if tokens > 64:
         for n, k, t, warps, stages in (
             (128, 128, 128, 8, 3),

@@ -227,6 +227,8 @@ class Batcher:
         sequences, places = self._lockstep
         table = self._kv.table
         going_on = table.computed[places] < table.bound[places]
+        if table.constrained:
+            going_on &= table.paused[places] == 0
         if self._drafting is not None:  # which of the drafts are right must be known first
             going_on &= table.drafted[places] == 0
         if going_on.all():

@@ -80,7 +80,14 @@ class Forecast:
         growth, drafted = table.bound[at] - table.computed[at], table.drafted[at]
         # Of drafts in flight all may be wrong; and meanwhile a step may go without their row.
         ends = growth + drafted + (drafted > 0) + _SLACK
-        self._many(sequences, table.computed[at] - table.shared[at], growth, ends)
+        tokens = table.computed[at] - table.shared[at]
+        if table.constrained:
+            # Those that may miss steps do not run in lockstep: all of their bound counts, always.
+            uneven = table.masked[at] > 0
+            tokens += growth * uneven
+            ends[uneven] = FOREVER
+            growth = growth * ~uneven
+        self._many(sequences, tokens, growth, ends)
 
     def searching(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""
@@ -152,6 +159,8 @@ class Forecast:
         growth = sequence.bound - len(sequence.inputs)
         steps = growth if sequence.group is None else _STEPS_OF_BEAMS * growth + 1
         end = delay + steps + _SLACK
+        if sequence.constrained:
+            need, growth, end = need + growth, 0, FOREVER
         self._add(sequence.private + need, growth, end)
         self._ends_at[sequence.id] = end
         if sequence.node is not None:

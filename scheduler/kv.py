@@ -25,7 +25,7 @@ from tokenpod.scheduler.tails import Tails
 ROOM_TO_EVICT_FOR = 128
 
 #: For one run of that length, at most so many times as many are.
-MOST_EVICTED = 4
+MOST_EVICTED = 8
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from types import MappingProxyType
 
+import msgspec
+
 from tokenpod.core.messages import (
     PROBE_TOKENS,
     Advance,
@@ -26,12 +28,14 @@ from tokenpod.core.messages import (
     Started,
 )
 from tokenpod.core.plan import UNSAMPLED
+from tokenpod.scheduler.adapter_slots import AdapterSlots
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
 from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
+from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.deadlines import Deadlines
 from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.exact import Exact
@@ -77,6 +81,7 @@ class Scheduler:
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
+        self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
             self.kv,
@@ -98,9 +103,11 @@ class Scheduler:
             planners,
             ledger=self._ledger,
             joining=lambda waiting: self._batching.joining(self._batcher.running, waiting),
+            adapters=self.adapters,
         )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
+        self._constrained = Constrained(self._queue.add_again)
         #: Requests that came since `_drop_hopeless` last looked.
         self._new: list[Sequence] = []
         self._vectors = VectorIds()
@@ -119,11 +126,12 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once (see `drain_events`)."""
-        problem = never_fits(request, self.limits)
+        problem, code = never_fits(request, self.limits), FailureCode.INVALID_ARGUMENT
+        if not problem and not self.adapters.knows(request.adapter):
+            problem, code = "its adapter has been unloaded", FailureCode.NOT_FOUND
         if problem:
             for sequence_id in request.sequence_ids:
-                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
-                self._events.failures.append(failure)
+                self._events.failures.append(Failure(sequence_id, code, problem))
             self._ended[EndState.IGNORED] += 1
             return
         if request.probe:
@@ -131,7 +139,7 @@ class Scheduler:
             return
         samples = self._make(request, Owner.BATCHER)
         for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
-            self._queue.add(together)
+            self._enqueue(together)
         self._new.append(samples[0])
         self._deadlines.add(request)
 
@@ -141,9 +149,14 @@ class Scheduler:
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
             return failure
-        fresh = [sequence for r in op.start for sequence in self._make(r, Owner.ROUTER)]
+        # A router's request of an adapter that has gone is the base model's, as of any other name.
+        known = [
+            r if self.adapters.knows(r.adapter) else msgspec.structs.replace(r, adapter=0)
+            for r in op.start
+        ]
+        fresh = [sequence for r in known for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
-            self._queue.add([sequence])
+            self._enqueue([sequence])
         resumed = [self._sequences[sequence_id] for sequence_id in op.resume]
         self._routed.begin(op, fresh, resumed)
         return None
@@ -166,12 +179,32 @@ class Scheduler:
             if sequence := self._sequences.get(sequence_id):
                 self._end(sequence, EndState.STOPPED if stopped else EndState.ABORTED)
 
+    # -- constraints ---------------------------------------------------------------------------
+
+    @property
+    def waiting_for_masks(self) -> list[Sequence]:
+        """Sequences that can't go on before their next mask is there: see `masked`."""
+        return self._constrained.waiting
+
+    def masked(self, sequence_id: int) -> None:
+        """The next mask of a sequence is there."""
+        self._constrained.masked(sequence_id)
+
+    def end_constrained(self, sequence_id: int, problem: str = "") -> None:
+        """End a sequence: its constraint allows nothing more; or with a problem, refuse it.
+
+        A router's ends once the router asks for it, so that it hears of it.
+        """
+        if sequence := self._sequences.get(sequence_id):
+            self._constrained.over[sequence_id] = sequence, problem
+
     # -- steps ---------------------------------------------------------------------------------
 
     def plan(self, now: int) -> Step | None:
         """The next step, or None if nothing can run."""
         self._drop_late(now)
         self._drop_hopeless(now)
+        self._end_constrained()
         self._queue.admit()
         builder = StepBuilder(self.kv, now)
         self._plan(builder)
@@ -183,7 +216,10 @@ class Scheduler:
         builder.gap = now - self._settled_at if busy else None
         self._under_way += 1
         self._rested = False
-        return builder.finish(self._steps, self._rows.take_fresh(), self._rows.take_freed())
+        rows = self._rows
+        return builder.finish(
+            self._steps, rows.take_fresh(), rows.take_freed(), self.adapters.take_puts()
+        )
 
     def settle(
         self,
@@ -197,11 +233,14 @@ class Scheduler:
         Args:
             step: as planned; steps settle in the order in which they were planned.
             tokens: one for each sample, row after row; -1: its logits had NaN or Inf;
-                `plan.UNSAMPLED`: none was drawn.
+                `plan.UNSAMPLED`: none was drawn, after a wrong draft or for want of a mask.
             now: in nanoseconds.
             tops: by index into `tokens`: the most likely ones, of rows that are beams.
         """
         settled = Settled()
+        if self.kv.table.constrained:
+            # What has become of constraints is told no later than the answer to a router's step.
+            settled, self._events = self._events, settled
         # A step that was planned during another began no sooner than that one ended.
         took = now - max(step.planned_at, self._settled_at)
         self._pace.note(step.prompt_tokens, took)
@@ -219,6 +258,8 @@ class Scheduler:
                 if self._drafting and sequence.id not in drafted:
                     self._drafting.watch(sequence, token)
                 self._take(sequence, token, at, now, settled)
+            elif sequence.constrained and not sequence.dead:
+                self._postpone(sequence)
         settled.drafted = [self._counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
@@ -239,7 +280,11 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether any sequence could be advanced."""
         return bool(
-            self._batcher.running or len(self._queue) or self._routed.ops or len(self._probes)
+            self._batcher.running
+            or len(self._queue)
+            or self._routed.ops
+            or len(self._probes)
+            or self._constrained.held
         )
 
     @property
@@ -251,8 +296,8 @@ class Scheduler:
         """The counts that go to the service with every step."""
         return Load(
             running=self._batcher.running + len(self._routed.sequences),
-            waiting=len(self._queue),
-            waiting_tokens=self._queue.tokens,
+            waiting=len(self._queue) + len(self._constrained.held),
+            waiting_tokens=self._queue.tokens + self._constrained.held_tokens,
             slots=self.limits.slots,
             free_slots=max(self.kv.free - PROBE_TOKENS, 0),
             evictable_slots=self.kv.tree.evictable,
@@ -260,6 +305,7 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             evicted_tokens=self.kv.tree.evicted,
+            adapters=len(self.adapters.in_use),
             ended=Ended(
                 stopped=self._ended[EndState.STOPPED],
                 length=self._ended[EndState.LENGTH],
@@ -288,6 +334,7 @@ class Scheduler:
         """Raise AssertionError unless every slot and row is in exactly one place."""
         self.kv.check(self._sequences.values())
         self._rows.check(self._sequences.values())
+        self.adapters.check(self._sequences.values())
         promised = sum(s.bound - s.computed for s in self._routed.sequences)
         assert promised == self._routed.reserved, (promised, self._routed.reserved)
 
@@ -312,14 +359,29 @@ class Scheduler:
         return ledger
 
     def _requeue(self, samples: list[Sequence]) -> None:
-        self._queue.add_again(samples)
+        for sequence in samples:
+            self.adapters.give_back(sequence)
+        if samples[0].constrained:
+            self._constrained.hold(samples)
+        else:
+            self._queue.add_again(samples)
         self._queue.freed()
+
+    def _enqueue(self, samples: list[Sequence]) -> None:
+        """Queue new samples; under a constraint once it is compiled and has its first mask."""
+        self._queue.number(samples)
+        if samples[0].constrained:
+            self._constrained.hold(samples)
+        else:
+            self._queue.add_again(samples)
 
     def _make(self, request: Request, owner: Owner) -> list[Sequence]:
         prompt = self._vectors.prompt_of(request)
         table, samples = self.kv.table, len(request.sequence_ids)
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}
+        for sequence in sequences:
+            self.adapters.enter(sequence)
         if request.beam is not None:
             group = Group(request, request.beam, sequences)
             for sequence in sequences:
@@ -388,6 +450,14 @@ class Scheduler:
         settled.failures += _failures(sequence, FailureCode.DATA_LOSS, problem)
         self._end(sequence)
 
+    def _postpone(self, sequence: Sequence) -> None:
+        """The mask of a row was late: its last position is computed again once it is there."""
+        self.kv.take_back(sequence, 1)
+        sequence.launched -= 1
+        if sequence.owner is Owner.ROUTER:
+            self._routed.unsampled(sequence)
+        self._constrained.pause(sequence)
+
     def _drop_late(self, now: int) -> None:
         """End sequences whose deadline or time limit has passed."""
         for sequence_id in self._deadlines.passed(now):
@@ -429,6 +499,21 @@ class Scheduler:
                 why = f"the prompt takes {least / 1e9:.3f} s at the least"
                 self._give_up(sequence.request, now, why)
 
+    def _end_constrained(self) -> None:
+        """End sequences whose constraints allow nothing more, or were refused."""
+        for sequence_id, (sequence, problem) in [*self._constrained.over.items()]:
+            if sequence.owner is Owner.ROUTER and not self._routed.names(sequence):
+                continue
+            if problem:
+                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
+                self._events.failures.append(failure)
+            else:
+                self._events.sequence_ids.append(sequence_id)
+                self._events.token_ids.append(-1)
+                self._events.finishes.append(FinishCode.CONSTRAINT)
+            finish = END_STATES[FinishCode.CONSTRAINT]
+            self._end(sequence, EndState.IGNORED if problem else finish)
+
     def _give_up(self, request: Request, now: int, why: str) -> None:
         """End all samples of a request that would be late."""
         left = max((request.deadline_at or now) - now, 0) / 1e9
@@ -452,7 +537,7 @@ class Scheduler:
         sequence.ended_as = state
         if sequence.owner is not Owner.PROBE and not self._runs_on(sequence.request):
             self._ended[state] += 1
-        if not self._queue.remove(sequence):
+        if not (self._constrained.forget(sequence) or self._queue.remove(sequence)):
             self._batcher.remove(sequence)
         if not sequence.in_flight:
             self._free(sequence)
@@ -473,6 +558,7 @@ class Scheduler:
         self._queue.freed()
         self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
+        self.adapters.leave(sequence)
         sequence.leave()
 
 

@@ -48,6 +48,7 @@ END_STATES = {
     FinishCode.TIME_LIMIT: EndState.LENGTH,
     FinishCode.EOS: EndState.STOPPED,
     FinishCode.STOP_TOKEN: EndState.STOPPED,
+    FinishCode.CONSTRAINT: EndState.STOPPED,
     FinishCode.ABORTED: EndState.ABORTED,
 }
 
@@ -99,11 +100,15 @@ class Sequence:
         self.table = table
         self.place = table.take()
         table.adapted += request.adapter > 0
+        self.constrained = request.constraint is not None
+        table.constrained += self.constrained
+        table.masked[self.place] = self.constrained
         #: [needed] the tokens at the positions that must be computed.
         self.inputs = prompt
         table.needed[self.place] = self.needed
         table.bound[self.place] = self.bound
-        table.drafts[self.place] = request.drafts
+        # Drafts would need a mask each.
+        table.drafts[self.place] = 0 if request.constraint else request.drafts
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
         #: Its place in the queue within its priority.
@@ -111,6 +116,8 @@ class Sequence:
         self.outputs: list[int] = []
         #: Prompt tokens that were found in the tree when it was first admitted.
         self.cached = 0
+        #: Where its adapter lies while it runs, from 1; 0: it has none.
+        self.adapter_slot = 0
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
@@ -131,6 +138,7 @@ class Sequence:
         """Give the place in the table back: the sequence has ended and has no slots."""
         self.table.give_back(self.place)
         self.table.adapted -= self.request.adapter > 0
+        self.table.constrained -= self.constrained
         self.place = 0
 
     def restart(self) -> None:
@@ -150,6 +158,7 @@ class Sequence:
     shared = Counted("Of these, the first ones that are in the tree.")
     launched = Counted("Outputs that have been sampled or are being sampled.")
     in_flight = Counted("Steps launched and not settled.")
+    paused = Counted("Whether its next mask is late; nothing of it is planned until it comes.")
     drafted = Counted("Drafted tokens in the step in flight.")
 
     @property

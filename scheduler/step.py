@@ -171,13 +171,20 @@ class StepBuilder:
         """Whether nothing has been added."""
         return not (self._decoding or self._pieces)
 
-    def finish(self, number: int, fresh: list[Sequence], freed: list[int]) -> Step:
+    def finish(
+        self,
+        number: int,
+        fresh: list[Sequence],
+        freed: list[int],
+        puts: list[tuple[int, int]] | None = None,
+    ) -> Step:
         """Make the plan.
 
         Args:
             number: of the step.
             fresh: sequences that got a row since the last step.
             freed: rows that were given back since then.
+            puts: slots of adapters, and what is to be put there first.
         """
         ones = [piece for piece in self._pieces if len(piece.slots) == 1]
         longer = [piece for piece in self._pieces if len(piece.slots) > 1]
@@ -200,9 +207,11 @@ class StepBuilder:
             freed=len(freed),
             new=len(fresh),
             prefix=sum(map(len, prefixes)),
-            adapters=len(places) if self._kv.table.adapted else 0,
+            adapters=len(places) if self._adapted(sequences) else 0,
+            masked=len(places) if self._kv.table.constrained else 0,
             given=sum(map(len, given)),
             width=given[0].shape[1] if given else 0,
+            puts=len(puts or ()),
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -215,7 +224,11 @@ class StepBuilder:
             np.concatenate(given, out=plan.given)
             plan.t_token[plan.t_token <= GIVEN] = GIVEN - np.arange(counts.given)
         if counts.adapters:
-            plan.r_adapter[:] = [sequence.request.adapter for sequence in sequences]
+            plan.r_adapter[:] = [sequence.adapter_slot for sequence in sequences]
+        if puts:
+            plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
+        if counts.masked:
+            plan.r_masked[:] = self._kv.table.masked[places] & plan.r_samples
         if freed:
             plan.freed[:] = freed
         if fresh:
@@ -225,6 +238,9 @@ class StepBuilder:
             np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
         self._kv.table.in_flight[places] += 1
         return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap)
+
+    def _adapted(self, sequences: list[Sequence]) -> bool:
+        return self._kv.table.adapted > 0 and any(s.adapter_slot for s in sequences)
 
     def _fill_rows(self, plan: StepPlan, places: Ints, longer: list[_Piece]) -> None:
         table, ends = self._kv.table, self._kv.table.computed[places]

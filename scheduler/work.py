@@ -28,6 +28,9 @@ class Limits:
     sharing: bool = True
     #: Whether the model gives tokens of prompts log probabilities.
     scores_prompts: bool = True
+    #: Adapters that running sequences can have at once, and those that have been read.
+    adapter_slots: int = 0
+    adapters: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)

@@ -18,6 +18,8 @@ from tokenpod.core.messages import BeamParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
+    AskedConstraint,
+    ConstraintKind,
     GenerateCall,
     Sampling,
     ShardBatch,
@@ -37,6 +39,8 @@ MOST_CHAT_MESSAGES = 4096
 #: Ids that `Tokens` lists: writing a message of more would hold up the event loop.
 MOST_RETURNED_IDS = 262_144
 MOST_REQUEST_ID_BYTES = 256
+#: Texts of a choice.
+MOST_CHOICES = 4096
 #: Likeliest tokens of all positions of a prompt: writing the message of more would hold up the
 #: event loop.
 MOST_PROMPT_TOPS = 32_768
@@ -54,6 +58,8 @@ class RequestLimits:
     max_stop_sequence_bytes: int
     max_top_n_tokens: int
     max_logit_bias: int
+    #: Bytes of a constraint.
+    max_constraint_bytes: int
     #: KV slots: n samples of a request must fit at once.
     slots: int
     #: Sequences that can run at once.
@@ -111,6 +117,25 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     if abs(call.priority) > MOST_PRIORITY:
         _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
     check_request_id(call.request_id)
+    if call.constraint is not None:
+        check_constraint(call.constraint, limits)
+        if call.stopping.ignore_eos:
+            problem = "is of no use with a constraint: a text that is whole must be able to end"
+            raise InvalidArgument("stopping.ignore_eos", problem)
+
+
+def check_constraint(asked: AskedConstraint, limits: RequestLimits) -> None:
+    """How long a constraint is, and its choices; the rest is said once it is read."""
+    most = limits.max_constraint_bytes
+    if asked.size > most:
+        problem = f"has {asked.size} bytes; this server allows {most} (--max-constraint-bytes)"
+        raise InvalidArgument(asked.field, problem)
+    if asked.kind is ConstraintKind.CHOICE:
+        few_entries(asked.field, len(asked.texts), MOST_CHOICES)
+        if not asked.texts:
+            raise InvalidArgument(asked.field, "is empty; at least one text is needed")
+        if "" in asked.texts:
+            raise InvalidArgument(f"{asked.field}[{list(asked.texts).index('')}]", "is empty")
 
 
 def check_tokens(call: TokensCall) -> None:
@@ -320,14 +345,8 @@ def check_shard_batch(batch: ShardBatch) -> None:
 def check_shard_request(request: ShardRequest, at: int, limits: RequestLimits) -> None:
     """Request number `at` of a Prefill's batch, before its prompt is tokenised."""
     field = f"batch.requests[{at}]"
-    if request.grammar:
-        raise InvalidArgument(f"{field}.parameters.grammar", "is not supported by this server")
-    if request.grammar_type:
-        _refuse(
-            f"{field}.parameters.grammar_type",
-            request.grammar_type,
-            "grammars are not supported by this server",
-        )
+    if request.constraint is not None:
+        check_constraint(request.constraint, limits)
     if not request.inputs:
         raise InvalidArgument(f"{field}.inputs", "is empty")
     parameters = f"{field}.parameters"

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from tokenpod.core.messages import Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
-from tokenpod.service.rpc.errors import AlreadyExists
+from tokenpod.service.rpc.errors import AlreadyExists, Unimplemented
 from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.serving.adapters import salted
 from tokenpod.service.serving.bad_words import token_runs
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
@@ -60,7 +63,7 @@ class AdmittedCall:
         self._name: int | None = None
         #: Its end was asked for, by its name.
         self._unwanted = False
-        self._request_id = ""
+        self._request_id = self._adapter = ""
         self._labels: Mapping[str, str] = {}
 
     @property
@@ -90,8 +93,9 @@ class AdmittedCall:
 
         `limits`: a protocol's own, where it promises other ones.
 
-        Raises InvalidArgument or ResourceExhausted.
+        Raises InvalidArgument, NotFound or ResourceExhausted.
         """
+        self._serving.adapters.find(call.adapter)
         validate.check_generate(call, limits or self._serving.limits)
         self._serving.check_tools(call)
         self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
@@ -125,9 +129,15 @@ class AdmittedCall:
             raise
         validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
+        constraint = await serving.conforming(call, tokenised.rendered_end)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         self._place.queue(len(prompt))
         request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
+        if constraint is not None and call.beam is not None:
+            field = call.constraint.field if call.constraint else "chat.tool_choice"
+            raise Unimplemented(field, "is not supported beside sampling.beam")
+        if constraint is not None:
+            request = structs.replace(request, constraint=constraint)
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -137,10 +147,11 @@ class AdmittedCall:
             abort=serving.client.abort,
             on_begin=self._place.leave_queue,
             on_size=_counted(lease),
+            constraint_field=call.constraint.field if call.constraint else "constraint",
         )
         serving.client.submit(request, generation)
         self._generation, self._request_id = generation, request_id
-        self._labels = call.labels
+        self._labels, self._adapter = call.labels, call.adapter
         if self._unwanted:
             generation.end()
         return generation
@@ -192,12 +203,15 @@ class AdmittedCall:
                 "cached_tokens": generation.cached_tokens,
                 "generated_tokens": generation.generated_tokens,
                 "finished": generation.finished and generation.late_failure is None,
+                **({"adapter": self._adapter} if self._adapter else {}),
                 **({"labels": self._labels} if self._labels else {}),
             },
         )
         if recorded is not None:
             model_id, request_id = self._serving.model_id, self._request_id
-            recorded.generated(generation, model_id=model_id, request_id=request_id)
+            recorded.generated(
+                generation, model_id=model_id, request_id=request_id, adapter=self._adapter
+            )
 
     def _engine_request(
         self,
@@ -215,6 +229,8 @@ class AdmittedCall:
         top_n_tokens = call.output.top_n_tokens
         if call.beam is not None:
             top_n_tokens = validate.beam_tops(call.beam, len(eos | ends), serving.limits)
+        # Found by name at the last moment: what has been replaced meanwhile is not asked for.
+        adapter = serving.adapters.find(call.adapter)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(call.sequences),
             prompt=prompt,
@@ -238,7 +254,8 @@ class AdmittedCall:
             arrived_at=self._arrived_at,
             deadline_at=deadline_at,
             begin_by=self._begin_by(deadline_at, new_tokens),
-            salt=call.salt,
+            salt=salted(call.salt, adapter),
+            adapter=0 if adapter is None else adapter.number,
             beam=call.beam,
         )
 

@@ -33,6 +33,7 @@ LIMITS = RequestLimits(
     max_stop_sequence_bytes=8,
     max_top_n_tokens=5,
     max_logit_bias=3,
+    max_constraint_bytes=100,
     slots=120,
     rows=3,
 )
@@ -55,8 +56,7 @@ SHARD = ShardRequest(
     frequency_penalty=0.0,
     seed=0,
     watermark=False,
-    grammar="",
-    grammar_type=0,
+    constraint=None,
     adapter_id=None,
     chunk_len=None,
 )
@@ -268,8 +268,6 @@ def test_divisors_stay_where_float32_holds_the_quotient(value: float) -> None:
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("parameters.grammar", {"grammar": "[a-z]"}),
-        ("parameters.grammar_type", {"grammar_type": 99}),
         ("inputs", {"inputs": ""}),
         ("parameters.temperature", {"temperature": -1.0}),
         ("parameters.top_p", {"top_p": 1.1}),

@@ -15,9 +15,11 @@ class AddTile:
 
     #: Rows of the weight that it owns: half of them gates where there are gates.
     block_n: int
-    #: Inputs that it reads at a time.
+    #: Inputs that it reads at a time; all of a row where a weight has 4 bits.
     block_k: int
     warps: int = 4
+    #: At most so many programs, which walk over rows where a weight has 4 bits.
+    programs: int = 132 * 4
 
 
 @dataclass(frozen=True, slots=True)

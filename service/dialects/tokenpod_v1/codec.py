@@ -16,6 +16,8 @@ from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
 from tokenpod.service.dialects.tokenpod_v1.features import check_built
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
+    AskedConstraint,
+    ConstraintKind,
     GenerateCall,
     Output,
     Prompt,
@@ -84,6 +86,8 @@ async def generate_call(
         labels=_labels(request.labels),
         # Two callers that choose the same salt share nothing.
         salt=f"{caller} {request.cache_salt}" if request.cache_salt else "",
+        adapter=request.adapter,
+        constraint=_constraint(request),
     )
 
 
@@ -182,6 +186,21 @@ def _labels(labels: Mapping[str, str]) -> dict[str, str]:
             problem = f"is not at most {MOST_VALUE_BYTES} characters of printable ASCII"
             raise InvalidArgument(f"labels[{key}]", problem)
     return dict(labels)
+
+
+def _constraint(request: generation_pb2.GenerateRequest) -> AskedConstraint | None:
+    if not request.HasField("constraint"):
+        return None
+    asked = request.constraint
+    kind = asked.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("constraint", "has no kind")
+    field = f"constraint.{kind}"
+    if kind == "choice":
+        texts = tuple(asked.choice.texts)
+        return AskedConstraint(ConstraintKind.CHOICE, f"{field}.texts", texts=texts)
+    text = "" if kind == "json_object" else getattr(asked, kind)
+    return AskedConstraint(ConstraintKind[kind.upper()], field, text)
 
 
 async def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:

@@ -42,10 +42,10 @@ def never_fits(request: Request, limits: Limits) -> str:
         return f"the request needs {need} tokens of KV cache; there are {limits.slots}"
     if samples > limits.max_rows:
         return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
-    if request.beam is not None and (problem := _no_search(request, request.beam, limits)):
-        return problem
     if request.adapter and not limits.adapter_slots:
         return f"adapter {request.adapter} is asked for, and there are no slots for adapters"
+    if request.beam is not None and (problem := _no_search(request, request.beam, limits)):
+        return problem
     if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
         return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"
     return ""

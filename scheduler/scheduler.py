@@ -415,6 +415,14 @@ class Scheduler:
         if finish:
             self._end(sequence, END_STATES[finish])
 
+    def _postpone(self, sequence: Sequence) -> None:
+        """The mask of a row was late: its last position is computed again once it is there."""
+        self.kv.take_back(sequence, 1)
+        sequence.launched -= 1
+        if sequence.owner is Owner.ROUTER:
+            self._routed.unsampled(sequence)
+        self._constrained.pause(sequence)
+
     def _take_tops(
         self, group: Group, sequence: Sequence, top: Top | None, now: int, settled: Settled
     ) -> None:
@@ -449,14 +457,6 @@ class Scheduler:
         problem = "the model computed NaN or Inf for this sequence"
         settled.failures += _failures(sequence, FailureCode.DATA_LOSS, problem)
         self._end(sequence)
-
-    def _postpone(self, sequence: Sequence) -> None:
-        """The mask of a row was late: its last position is computed again once it is there."""
-        self.kv.take_back(sequence, 1)
-        sequence.launched -= 1
-        if sequence.owner is Owner.ROUTER:
-            self._routed.unsampled(sequence)
-        self._constrained.pause(sequence)
 
     def _drop_late(self, now: int) -> None:
         """End sequences whose deadline or time limit has passed."""

@@ -225,12 +225,12 @@ class AdmittedCall:
         limit = stopping.time_limit_ns
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
         check_allowed(call, eos, bad_words)
+        # Found by name at the last moment: what has been replaced meanwhile is not asked for.
+        adapter = serving.adapters.find(call.adapter)
         ends = frozenset(stopping.stop_token_ids)
         top_n_tokens = call.output.top_n_tokens
         if call.beam is not None:
             top_n_tokens = validate.beam_tops(call.beam, len(eos | ends), serving.limits)
-        # Found by name at the last moment: what has been replaced meanwhile is not asked for.
-        adapter = serving.adapters.find(call.adapter)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(call.sequences),
             prompt=prompt,

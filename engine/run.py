@@ -142,6 +142,7 @@ def load(
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
         prefix_caching=options.prefix_caching,
+        prefix_eviction=options.prefix_eviction,
         sharing=own is None,
         scores_prompts=own is None or own.scores_prompts,
         adapter_slots=options.max_adapters,

@@ -25,7 +25,7 @@ from tokenpod.scheduler.tails import Tails
 ROOM_TO_EVICT_FOR = 128
 
 #: For one run of that length, at most so many times as many are.
-MOST_EVICTED = 4
+MOST_EVICTED = 8
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
@@ -37,14 +37,15 @@ class KV:
         slots: of the pool.
         caching: keep what has been computed for later requests; if False, only the samples of one
             request share its prompt.
+        by_uses: evict what few requests have used, and not what was used longest ago.
     """
 
-    def __init__(self, slots: int, *, caching: bool = True) -> None:
+    def __init__(self, slots: int, *, caching: bool = True, by_uses: bool = False) -> None:
         self.total = slots
         #: Columns of the sequences that keys and values belong to.
         self.table = Table()
         self._caching = caching
-        self.tree = RadixTree()
+        self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
 
     @property

@@ -76,7 +76,8 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
-        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching)
+        by_uses = limits.prefix_eviction == "lfu"
+        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching, by_uses=by_uses)
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
@@ -295,6 +296,7 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            evicted_tokens=self.kv.tree.evicted,
             adapters=len(self.adapters.in_use),
             ended=Ended(
                 stopped=self._ended[EndState.STOPPED],
@@ -460,6 +462,8 @@ class Scheduler:
             # Samples share their prompt: it counts once.
             self._prompt_tokens += len(sequence.request.prompt)
             self._cached_tokens += sequence.cached
+            if sequence.node is not None:
+                self.kv.tree.use(sequence.node)
 
     def _spoil(self, sequence: Sequence, settled: Settled) -> None:
         problem = "the model computed NaN or Inf for this sequence"

@@ -230,6 +230,9 @@ class Settings(BaseSettings):
     """With batching alternate: after so many tokens any number of waiting requests interrupts."""
     prefix_caching: bool = _memory(True)
     """Keep keys and values of prompts, and use them for later prompts that begin alike."""
+    prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
+    """Which of them make room for others. lru: those that were used longest ago; lfu: those that
+    few requests have used."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

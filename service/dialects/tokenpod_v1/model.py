@@ -81,6 +81,7 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         total_token_count=slots,
         prompt_token_count=load.prompt_tokens,
         cached_token_count=load.cached_tokens,
+        evicted_token_count=load.evicted_tokens,
         swapped_count=load.swapped,
         preemption_count=load.preemptions,
         swapped_token_count=load.swapped_tokens,

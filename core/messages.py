@@ -213,9 +213,20 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    #: Tokens drafted since the start, and those of them that were accepted.
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    #: Tokens drafted since the start, and those of them that were accepted, by how far behind the
+    #: last known token they stood; up to the most that any step had.
+    drafted_at: list[int] = []
+    accepted_at: list[int] = []
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens drafted since the start."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Those of them that were accepted."""
+        return sum(self.accepted_at)
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
@@ -314,6 +325,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rows: int = 0
     #: Whether rows are padded to the longest of their batch, for which routers then budget.
     requires_padding: bool = False
+    #: Tokens that a step may draft for a sequence.
+    speculate: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -352,6 +365,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
+    #: Tokens that a step may draft for a sequence; 0: nothing is drafted.
+    speculate: int = 0
     #: None: this engine is alone.
     placement: Placement | None = None
 

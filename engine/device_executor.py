@@ -31,6 +31,8 @@ from tokenpod.kernels.triton.steps import remember, resolve
 _DEPTH = 3
 #: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
 _MOST_CAPTURED_TOKENS = 1024
+#: Of the captured steps with drafts: as many tokens as drafts, and rows that have them.
+_MOST_DRAFTED_TOKENS = 384
 
 
 class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
@@ -40,7 +42,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_positions: longest sequence, in tokens.
         max_tokens: most tokens of a step.
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
-        drafts: most samples of a step besides each row's first.
+        drafts: most samples of a step besides each row's first; steps with any have graphs of
+            their own, since others would make their logits too.
         adapters: whether captured steps have a column of adapters; others are not captured.
     """
 
@@ -70,6 +73,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._max_tokens = max_tokens
         self._decode: Graphs | None = None
         self._mixed: Graphs | None = None
+        self._drafted: Graphs | None = None
 
     def use(self, pool: KVPool) -> None:
         """Keep keys and values there from now on. No step is under way, no row is taken."""
@@ -81,18 +85,21 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
         mixed = mixed_counts(self._rows, most, self._tiles.count)
         decode = decode_counts(self._rows)
-        if self._drafts or self._adapters:
-            # Only rows of several tokens, in mixed steps, have drafts.
-            mixed = {
-                size: replace(counts, drafts=self._drafts, adapters=self._adapters)
-                for size, counts in mixed.items()
-            }
-            decode = {
-                size: replace(counts, adapters=self._adapters) for size, counts in decode.items()
-            }
+        for ladder in (mixed, decode) if self._adapters else ():
+            ladder |= {size: replace(counts, adapters=True) for size, counts in ladder.items()}
+        # Each draft is a token of the step.
+        drafted = {
+            size: replace(counts, drafts=min(self._drafts, size))
+            for size, counts in mixed.items()
+            if size <= _MOST_DRAFTED_TOKENS
+        }
         with torch.inference_mode():
             self._mixed = Graphs(self._forward_mixed, mixed, self._padding)
             self._decode = Graphs(self._forward_decode, decode, self._padding, self._mixed.memory)
+            if self._drafts:
+                self._drafted = Graphs(
+                    self._forward_mixed, drafted, self._padding, self._mixed.memory
+                )
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -150,6 +157,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             return None
         if plan.rows == plan.tokens and plan.r_samples.all():
             captured = self._decode.fitting(plan.rows)
+        elif (plan.r_samples > 1).any():
+            captured = self._drafted.fitting(plan.tokens) if self._drafted else None
         else:
             captured = self._mixed.fitting(plan.tokens)
         if captured is None:

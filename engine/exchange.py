@@ -218,4 +218,5 @@ class Exchange:
             ],
             failures=[f for f in outputs.failures if f.sequence_id % count == owner],
             advanced=outputs.advanced if owner == 0 else [],
+            drafted=[d for d in outputs.drafted if d.sequence_id % count == owner],
         )

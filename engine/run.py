@@ -6,11 +6,13 @@ import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.device_check import check_attention, check_device
@@ -23,7 +25,11 @@ from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ngrams import NGrams
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.step_times import Costs
 
 
 def run(options: EngineOptions, link: Face, member: Member | None) -> None:
@@ -42,7 +48,15 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     if member is not None and not member.leads:
         follow(member, assembled.executor)
     launcher = member.leading(assembled.executor) if member else assembled.executor
-    EngineLoop(link, Scheduler(limits), launcher, overlap=assembled.overlap).run()
+    scheduler = Scheduler(limits, drafting=drafting(options))
+    EngineLoop(link, scheduler, launcher, overlap=assembled.overlap).run()
+
+
+def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
+    """Makes what decides who has drafts; None: nobody has."""
+    if not options.speculate:
+        return None
+    return lambda kv: Drafting(NGrams(), options.speculate, kv, Costs())
 
 
 def follow(member: Member, executor: Executor) -> NoReturn:
@@ -101,6 +115,11 @@ def load(
         override=override,
     )
     config = model.config
+    if options.speculate and config.own_state is not None:
+        raise EngineError(
+            f"speculate is {options.speculate}: {config.architecture} keeps a state for each row,"
+            " from which wrong drafts can't be taken back"
+        )
     loaded = time.monotonic()
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
     assembled = assemble(model, options, positions=positions, device=device, group=group)
@@ -125,6 +144,7 @@ def load(
         max_positions=positions,
         slots=room.slots,
         rows=room.rows,
+        speculate=options.speculate,
         parameters=model.parameters_count,
         weight_bytes=model.weight_bytes,
         load_seconds=loaded - began,

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.plan import UNSAMPLED
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.odds import Floats, Odds
@@ -29,8 +30,6 @@ from tokenpod.scheduler.table import Ints
 
 Flags = npt.NDArray[np.bool_]
 
-#: Drafts of all rows together in a step, at most: executors have room for so many.
-MOST_DRAFTS = 256
 #: In steps of more rows nothing is drafted, nor watched: weights are read for many rows already.
 MOST_ROWS = 64
 #: Drafting must promise so much more than not drafting.

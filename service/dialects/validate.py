@@ -52,6 +52,8 @@ class RequestLimits:
     slots: int
     #: Sequences that can run at once.
     rows: int
+    #: Tokens that a step may draft for a sequence.
+    drafts: int = 0
 
 
 class PromptTooLong(InvalidArgument):
@@ -94,6 +96,7 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     _check_stopping(call.stopping, limits)
     top_n, most = call.output.top_n_tokens, min(limits.max_top_n_tokens, limits.vocab_size)
     _at_most("output.top_n_tokens", top_n, most, "--max-top-n-tokens")
+    _at_most("max_draft_tokens", call.max_draft_tokens or 0, limits.drafts, "--speculate")
     if abs(call.priority) > MOST_PRIORITY:
         _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
     check_request_id(call.request_id)

@@ -30,6 +30,7 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         max_logit_edits=3 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,
         require_manifest=settings.require_manifest,
+        speculate=settings.speculate,
     )
 
 

@@ -218,6 +218,7 @@ class AdmittedCall:
             deadline_at=deadline_at,
             begin_by=self._begin_by(deadline_at, new_tokens),
             salt=call.salt,
+            drafts=self.limits.drafts if call.max_draft_tokens is None else call.max_draft_tokens,
         )
 
     def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:

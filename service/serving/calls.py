@@ -108,6 +108,8 @@ class GenerateCall:
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Prompts share cached prefixes within one salt alone.
     salt: str = ""
+    #: Tokens that a step may draft; None: as many as the server drafts.
+    max_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ class ShardRequest:
     adapter_id: str | None
     #: Prompt tokens to process in this call; None: all.
     chunk_len: int | None
+    #: Whether a step may bring it several tokens.
+    several_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +195,13 @@ class ShardText:
 
 @dataclass(frozen=True, slots=True)
 class ShardGeneration:
-    """One request's part of a router's step: always exactly one token."""
+    """One request's part of a router's step: one token, or several where some were drafted."""
 
     request_id: int
-    token: TokenList
+    tokens: TokenList
     prefill: TokenList | None = None
-    top: TokenList | None = None
+    #: One for each token, where asked for.
+    tops: Sequence[TokenList] = ()
     text: ShardText | None = None
 
 

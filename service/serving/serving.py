@@ -88,4 +88,5 @@ def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLi
         max_logit_bias=settings.max_logit_bias,
         slots=ready.slots,
         rows=ready.rows or settings.resolved_batch_size,
+        drafts=ready.speculate,
     )

@@ -135,4 +135,5 @@ class ShardRequests:
             prompt_logprobs=asked.prefill_logprobs,
             arrived_at=time.monotonic_ns(),
             probe=probe,
+            drafts=self._serving.limits.drafts if asked.several_tokens and not probe else 0,
         )

@@ -121,12 +121,33 @@ class Instruments:
             "1",
             "Share of the KV slots that somebody uses; what is only cached does not count",
         )
+        for name, read, meaning in _DRAFTS:
+            counter(
+                name,
+                [lambda options, read=read: _by_position(read(load()))],  # type: ignore[misc]
+                "{token}",
+                meaning,
+            )
         counter(
             "tokenpod.preemptions",
             observing(lambda now: now.preemptions),
             "{preemption}",
             "Running sequences whose memory was taken, to be computed again",
         )
+
+
+#: `tokenpod.draft.position` is 1 for the first draft behind a known token.
+_DRAFTS: list[tuple[str, Callable[[Load], list[int]], str]] = [
+    ("tokenpod.draft.tokens", lambda now: now.drafted_at, "Tokens that were drafted"),
+    ("tokenpod.draft.accepted_tokens", lambda now: now.accepted_at, "Those that were accepted"),
+]
+
+
+def _by_position(counts: list[int]) -> list[Observation]:
+    return [
+        Observation(count, {"tokenpod.draft.position": at})
+        for at, count in enumerate(counts, start=1)
+    ]
 
 
 def _utilization(load: Load) -> float:

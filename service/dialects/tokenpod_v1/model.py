@@ -15,6 +15,8 @@ from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 #: --quantize: nothing is quantised.
 _DENSE = "none"
+#: How tokens are drafted.
+_NGRAMS = "ngram"
 
 
 def model_of(serving: Serving) -> model_pb2.Model:
@@ -35,6 +37,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         device_type=ready.device_type,
         rope_scaling=ready.rope,
         parameter_count=ready.parameters,
+        draft_method=_NGRAMS if ready.speculate else "",
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -63,6 +66,8 @@ def load_of(serving: Serving, requests: int) -> pb.GetLoadResponse:
         total_token_count=slots,
         prompt_token_count=load.prompt_tokens,
         cached_token_count=load.cached_tokens,
+        drafted_token_count=load.drafted_tokens,
+        accepted_token_count=load.accepted_tokens,
     )
 
 
@@ -89,4 +94,5 @@ def _limits(serving: Serving) -> model_pb2.Limits:
         max_concurrent_requests=settings.resolved_concurrent_requests,
         max_queue_tokens=settings.resolved_queue_tokens(limits.slots),
         max_batch_size=limits.rows,
+        max_draft_tokens=limits.drafts,
     )

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 #: Sizes that are told apart, rising; a larger step counts as the last.
-_SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128])
+_RANGES = (range(1, 9), range(10, 17, 2), range(20, 33, 4), range(40, 65, 8), range(80, 129, 16))
+_SIZES = np.concatenate([*_RANGES, range(160, 257, 32), (320, 384)])
 #: What one more step of a size changes its time by, and by how much it may be out of the ordinary.
 _SMOOTHING = 1 / 8
 _OUTLIER = 2.0
@@ -36,13 +37,15 @@ class StepTimes:
     def of(self, tokens: float) -> float | None:
         """What a step of so many tokens takes; None: nothing is known of any.
 
-        Between sizes that are known it rises in a line, and beyond them it is that of the nearest:
-        a size that was never tried is taken to be cheap, so that it is tried.
+        Between sizes that are known it rises in a line. Up to twice the largest of them it is that
+        one's, and grows with the tokens from there: sizes that were never tried are taken to be
+        cheap, so that they are tried, but not all at once.
         """
         known = self._known
         if not len(known):
             return None
-        return float(np.interp(tokens, _SIZES[known], self._times[known]))
+        far = max(tokens / (2 * _SIZES[known[-1]]), 1.0)
+        return far * float(np.interp(tokens, _SIZES[known], self._times[known]))
 
     @property
     def _known(self) -> npt.NDArray[np.intp]:

@@ -25,7 +25,7 @@ import sys
 import time
 import types
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,13 @@ def config_of(model: dict[str, Any]) -> ModelSpec:
     return family_of(model).spec(Fields({**told, **model}, "a benchmark's"), None)
 
 
-def random_model(family: Family, config: ModelSpec, device: torch.device) -> Decoder:
+def random_model(
+    family: Family,
+    config: ModelSpec,
+    device: torch.device,
+    change: Callable[[dict[str, torch.Tensor]], None] = lambda weights: None,
+) -> Decoder:
+    """Random weights, which `change` may alter."""
     torch.manual_seed(0)
     weights = {}
     for weight in weights_of(config, family.names_of(config)[0], ""):
@@ -95,6 +101,7 @@ def random_model(family: Family, config: ModelSpec, device: torch.device) -> Dec
         if weight.experts:
             made = made.view(weight.experts, -1, *weight.shape[1:])
         weights[weight.name] = made if made.ndim > 1 else made.add_(1)
+    change(weights)
     return Decoder(config, weights, operations_for(device, torch.bfloat16))
 
 

@@ -37,7 +37,7 @@ POSITIONS = 2048
 #: Tokens of what is copied, of its beginning that is repeated, and of the answer.
 SOURCE, BEGUN, NEW = 500, 40, 200
 #: Requests at once, by case.
-CASES = {"edit": (1, 8, 32), "continue": (1, 8, 32, 64)}
+CASES = {"edit": (1, 8), "continue": (1, 8, 32)}
 
 
 class Client:

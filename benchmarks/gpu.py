@@ -60,7 +60,9 @@ from tokenpod.engine.assemble import assemble  # noqa: E402
 from tokenpod.engine.executor import Executor, Launched, StepResult  # noqa: E402
 from tokenpod.engine.loop import EngineLoop  # noqa: E402
 from tokenpod.engine.memory import let_segments_grow  # noqa: E402
+from tokenpod.kernels.formats import MADE_AT_LOAD  # noqa: E402
 from tokenpod.kernels.registry import operations_for  # noqa: E402
+from tokenpod.kernels.weight import LinearWeight  # noqa: E402
 from tokenpod.models.decoder import Decoder  # noqa: E402
 from tokenpod.models.families import FAMILIES, Family  # noqa: E402
 from tokenpod.models.fields import Fields  # noqa: E402
@@ -88,11 +90,13 @@ def random_model(
     family: Family,
     config: ModelSpec,
     device: torch.device,
-    change: Callable[[dict[str, torch.Tensor]], None] = lambda weights: None,
+    options: argparse.Namespace | None = None,
+    change: Callable[[dict[str, torch.Tensor | LinearWeight]], None] = lambda weights: None,
 ) -> Decoder:
-    """Random weights, which `change` may alter."""
+    """Random weights, quantised as `options` say, which `change` may alter."""
     torch.manual_seed(0)
-    weights = {}
+    weights: dict[str, torch.Tensor | LinearWeight] = {}
+    quantised = MADE_AT_LOAD.get(options.quantize) if options else None
     for weight in weights_of(config, family.names_of(config)[0], ""):
         dtype = weight.dtype or torch.bfloat16
         # A token's own features outweigh what layers add: else routers send all rows one way.
@@ -101,6 +105,9 @@ def random_model(
         if weight.experts:
             made = made.view(weight.experts, -1, *weight.shape[1:])
         weights[weight.name] = made if made.ndim > 1 else made.add_(1)
+        head = options is not None and weight.name == "head" and options.quantize_head
+        if quantised is not None and (weight.multiplied or head):
+            weights[weight.name] = LinearWeight((quantised.made_of(made),))
     change(weights)
     return Decoder(config, weights, operations_for(device, torch.bfloat16))
 
@@ -215,7 +222,7 @@ def make_bench(model: dict[str, Any], options: argparse.Namespace) -> Bench:
     family, config = family_of(model), config_of(model)
     compilations = Compilations()
     began = time.perf_counter()
-    decoder = random_model(family, config, device)
+    decoder = random_model(family, config, device, options)
     torch.cuda.synchronize()
     made = time.perf_counter()
     engine = EngineOptions(
@@ -463,6 +470,8 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=4096, help="prompt tokens a step")
     parser.add_argument("--positions", type=int, default=36_864, help="longest sequence")
     parser.add_argument("--kv-cache-dtype", default="auto", help="limits stay those of auto")
+    parser.add_argument("--quantize", default="none", help="limits stay those of 16 bits")
+    parser.add_argument("--quantize-head", action="store_true", help="and embedding's product")
     parser.add_argument("--decode", nargs="*", default=["1x256", "64x1024", "16x8192", "256x512"])
     parser.add_argument("--mixed", nargs="*", default=["200+128"])
     parser.add_argument("--prompts", nargs="*", type=int, default=[2048, 8192, 32768])

@@ -178,7 +178,7 @@ def engine(speculate: int) -> Assembled:
     def count(weights: dict[str, torch.Tensor]) -> None:
         weights["head"] = weights["embedding"].roll(1, 0) / 64
 
-    model = random_model(family_of(shape), config, device, count)
+    model = random_model(family_of(shape), config, device, change=count)
     options = EngineOptions(
         model_folder="",
         dtype="bfloat16",

@@ -156,7 +156,7 @@ def say(executor: Executor) -> dict[str, Any]:
         slots, prompt = range(first, first + PROMPT), tokens[:PROMPT]
         one = PlanRow(row, 0, slots, prompt, following=prompt[1:], new=new_row(prompt))
         result = executor.launch(plan_of(0, [one])).wait()
-        scored += result.prompt_logprobs[0]
+        scored += result.scored[0].logprobs.tolist()
     best: list[int] = []
     logprobs: list[float] = []
     for i in range(GIVEN):

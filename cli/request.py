@@ -62,6 +62,9 @@ class RequestOptions:
     presence_penalty: float | None = _sampling("-2 to 2.")
     frequency_penalty: float | None = _sampling("-2 to 2.")
     logit_bias: list[str] | None = _sampling("Add to a token's logit. Repeatable.", "ID=BIAS")
+    bad_words: list[str] | None = _sampling(
+        "A word that the output never has. Repeatable.", "TEXT", flag="--bad-word"
+    )
     seed: int | None = _sampling("", min=0, max=2**64 - 1)
     watermark: bool = _sampling("Mark the text.", flag="--watermark", default=False)
     n: int | None = _sampling_count("Samples to return.", default=None)

@@ -40,8 +40,6 @@ _TGI = {
     "--sharded": "--num-shard",
     "--max-input-length": "--max-input-tokens",
     "--max-client-batch-size": "nothing: a call has one prompt",
-    "--waiting-served-ratio": "nothing: each step decodes all, then takes pieces of prompts",
-    "--max-waiting-tokens": "nothing: each step decodes all, then takes pieces of prompts",
     "--shard-uds-path": "--uds-path",
     "--master-shard-uds-path": "--uds-path",
     "--cuda-memory-fraction": "--memory-fraction, of what is free once the model is loaded",

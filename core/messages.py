@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import msgspec
+import numpy as np
 
 from tokenpod.core.placement import Placement
 from tokenpod.core.sampling import SamplingParams
@@ -85,12 +86,18 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     given: list[GivenVectors] = []
     #: Tokens that may be drafted in a step, at most, where the engine drafts any.
     drafts: int = 0
+    #: With `prompt_logprobs`: so many most likely tokens at each position of the prompt, and the
+    #: ranks of its tokens.
+    prompt_top_n_tokens: int = 0
+    prompt_ranks: bool = False
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
     """Forget these sequences and free what they hold. Unknown ids are fine."""
 
     sequence_ids: list[int]
+    #: They are complete: a stop sequence was found in their text. Else nobody wants them any more.
+    stopped: bool = False
 
 
 class Ask(Message, frozen=True, array_like=True, tag=True):
@@ -148,6 +155,33 @@ class FinishCode(IntEnum):
     ABORTED = 5
 
 
+class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
+    """What the model thought possible in the place of prompt tokens 1 to n-1; little-endian.
+
+    They travel as bytes: so many Python numbers would hold up the front end's event loop.
+    """
+
+    #: Tokens at each position, the most likely first; of those that tie, the lowest ids.
+    top_n: int
+    #: [n - 1, top_n] int32, and float32 of their log probabilities.
+    top_ids: bytes
+    top_logprobs: bytes
+    #: [n - 1] int32, from 1: the tokens' ranks, the best of those that tie; empty: not asked for.
+    ranks: bytes
+
+    def tops(self, at: int) -> tuple[list[int], list[float]]:
+        """Ids and log probabilities at the position of token `at + 1`."""
+        begin, end = 4 * self.top_n * at, 4 * self.top_n * (at + 1)
+        ids = np.frombuffer(self.top_ids[begin:end], "<i4")
+        logprobs = np.frombuffer(self.top_logprobs[begin:end], "<f4")
+        return ids.tolist(), logprobs.tolist()
+
+    def rank_list(self) -> list[int]:
+        """All ranks."""
+        ranks: list[int] = np.frombuffer(self.ranks, "<i4").tolist()
+        return ranks
+
+
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """A sequence's prompt is complete; comes with its first token."""
 
@@ -158,6 +192,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     began_at: int
     #: Log probabilities of prompt tokens 1 to n-1, where asked for.
     prompt_logprobs: list[float] | None = None
+    #: What more was asked of them.
+    prompt_details: PromptDetails | None = None
 
 
 class Top(msgspec.Struct, frozen=True, array_like=True):
@@ -196,6 +232,19 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     waiting: list[int] = []
 
 
+class Ended(msgspec.Struct, frozen=True, array_like=True):
+    """Requests that have ended, counted by vLLM's states."""
+
+    #: By end of text, a stop token or a stop sequence.
+    stopped: int = 0
+    #: At their most new tokens, or their time limit.
+    length: int = 0
+    #: Given up by the client, late, or failed.
+    aborted: int = 0
+    #: Refused, because they could never fit.
+    ignored: int = 0
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """What the engine holds after a step, or after an abort that no step follows."""
 
@@ -207,12 +256,18 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     slots: int
     free_slots: int
     evictable_slots: int
-    #: Running sequences whose memory was taken since the start, to be computed again.
+    #: Times since the start that a running sequence's memory was taken.
     preemptions: int = 0
     #: Prompt tokens since the start of all requests that have a token, and those of them that were
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Preempted sequences whose keys and values wait in host memory, and tokens since the start
+    #: that went there.
+    swapped: int = 0
+    swapped_tokens: int = 0
+    #: Requests that have ended since the start, by how: of several samples, the last one.
+    ended: Ended = Ended()
     #: Tokens drafted since the start, and those of them that were accepted, by how far behind the
     #: last known token they stood; up to the most that any step had.
     drafted_at: list[int] = []
@@ -325,6 +380,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rows: int = 0
     #: Whether rows are padded to the longest of their batch, for which routers then budget.
     requires_padding: bool = False
+    #: What weights of fewer bits are held in; empty: there are none.
+    quantization: str = ""
     #: Tokens that a step may draft for a sequence.
     speculate: int = 0
 
@@ -355,7 +412,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     memory_fraction: float = 0.9
     #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
     kv_cache_dtype: str = "auto"
-    #: "int8" for products' weights of 8 bits; None: as the rest of the model.
+    #: A value of `core.formats.Quantize`; None: as the checkpoint has its weights.
     quantize: str | None = None
     #: A JSON object of fields that replace those of config.json.
     config_override: str | None = None
@@ -365,6 +422,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
+    #: Who may join, by name (see scheduler/policies.py).
+    admission: str = "exact"
+    #: What a step holds, likewise; and TGI's numbers for "alternate".
+    batching: str = "mixed"
+    waiting_served_ratio: float = 0.3
+    max_waiting_tokens: int = 20
     #: Tokens that a step may draft for a sequence; 0: nothing is drafted.
     speculate: int = 0
     #: None: this engine is alone.

@@ -33,6 +33,11 @@ MOST_BOOST = 1e6
 _LEAST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
+#: An entry of a bad word: its token above so many bits, and what they say.
+BAD_WORD_BITS = 2
+BEGINS_WORD = 1
+ENDS_WORD = 2
+
 #: What a row needs, as bits of its column `flags`.
 #: The token is drawn at random; otherwise it is the one with the highest score.
 DRAWS = 1
@@ -94,12 +99,16 @@ def _different(tokens: Collection[int]) -> int:
     return len(set(tokens))
 
 
+def _all_tokens(words: Collection[Collection[int]]) -> int:
+    return sum(map(len, words))
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How a sequence's next token is chosen. Every default is neutral.
 
     Applied in this order: watermark, repetition, presence, frequency and relative frequency
-    penalty, logit bias, boost of ends, no end before `min_new_tokens`, allowed tokens, temperature,
-    top_k, top_p, min_p, typical_p, softmax, draw. The draw's noise is a function
+    penalty, logit bias, boost of ends, no end before `min_new_tokens`, allowed tokens, bad words,
+    temperature, top_k, top_p, min_p, typical_p, softmax, draw. The draw's noise is a function
     of (seed, stream, position, token).
     """
 
@@ -131,6 +140,9 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     #: being how many there are beyond, and the power at most MOST_BOOST.
     eos_boost_after: Annotated[int, Knob(Stage.LUCK)] = 0
     eos_boost_factor: Annotated[float, Knob(Stage.EDIT)] = 1.0
+    #: Runs of tokens, none empty, that the output never has: the last token of one can't be drawn
+    #: where the output ends with the others. The column holds how many tokens they have in all.
+    bad_words: Annotated[list[list[int]], Knob(Stage.EDIT, stored=_all_tokens)] = []
 
 
 class RowValues(NamedTuple):

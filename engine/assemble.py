@@ -17,7 +17,7 @@ from tokenpod.core.messages import (
     StoppingParams,
 )
 from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
-from tokenpod.core.sampling import SamplingParams
+from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
@@ -328,5 +328,15 @@ def _new_row(prompt: list[int]) -> NewRow:
         do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1, top_of_processed=True
     )
     stopping = StoppingParams(max_new_tokens=1)
-    asked = Request([0], prompt, sampling, stopping, logprobs=True, top_n_tokens=2)
+    asked = Request(
+        [0],
+        prompt,
+        sampling,
+        stopping,
+        logprobs=True,
+        top_n_tokens=2,
+        prompt_logprobs=True,
+        prompt_top_n_tokens=MOST_TOP_TOKENS,
+        prompt_ranks=True,
+    )
     return NewRow(asked, stream=0)

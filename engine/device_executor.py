@@ -20,6 +20,7 @@ from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
 from tokenpod.engine.integers import Counts, Integers, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.engine.step_executor import StepExecutor
@@ -108,7 +109,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         return self._mailboxes[self._turn % _DEPTH]
 
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
-        scored: dict[int, torch.Tensor] = {}
+        scored: dict[int, PromptScores] = {}
         logits: torch.Tensor | None
         captured = self._captured(plan, mailbox)
         if captured is not None:

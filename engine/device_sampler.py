@@ -7,9 +7,6 @@ them. It draws what `HostSampler`, the specification, draws.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,6 +22,7 @@ from tokenpod.core.sampling import (
     TABLE,
     SamplingTable,
 )
+from tokenpod.engine.device_launches import Asked, Launches, Tiles
 from tokenpod.engine.sampler import LeaderTokens, Sampler, Samples, edits_of
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.triton import sampling, sampling_rows, top_tokens
@@ -45,47 +43,6 @@ def device_sampler(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Launches:
-    """Which launches a step needs besides those of greedy rows. A captured graph has its own."""
-
-    #: Some row samples.
-    draws: bool
-    #: Some row wants top tokens.
-    tops: bool
-    #: Some row wants those of its processed scores.
-    processed_tops: bool = False
-    #: Some row wants its tokens' ranks.
-    ranks: bool = False
-
-
-class _Asked(NamedTuple):
-    """What is drawn, and from what; see `DeviceSampler.sample`."""
-
-    logits: torch.Tensor
-    rows: torch.Tensor
-    positions: torch.Tensor
-    masks: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How the work is cut up. Powers of two.
-
-    Tokens may depend on `split` where sums round differently; on the others nothing does.
-    """
-
-    #: Tokens of the vocabulary a program reads, at least 64.
-    split: int = 2048
-    #: Groups of a split whose best scores bound top_k.
-    groups: int = 8
-    #: Candidates of a truncated row at a time, and keys they are compared with in one pass.
-    block: int = 2048
-    pivots: int = 4
-    warps: int = 4
-    finish_warps: int = 16
-
-
 class DeviceSampler(Sampler):
     """Draws on a device; see `Sampler` for the other arguments.
 
@@ -97,7 +54,8 @@ class DeviceSampler(Sampler):
         rows: how many sequences can be live at once, and be in a step.
         vocab_size: width of the logits, at most 262,144.
         device: where logits come from.
-        most_edits: how many logit biases, end and allowed tokens one row can have in all.
+        most_edits: how many logit biases, end and allowed tokens, and tokens of bad words one row
+            can have in all.
     """
 
     def __init__(
@@ -172,11 +130,12 @@ class DeviceSampler(Sampler):
         Copies are in the order of the current stream, so steps before it are not disturbed.
 
         Raises:
-            ValueError: it has more logit biases, end and allowed tokens than a row has room for.
+            ValueError: it has more logit biases, end and allowed tokens, and tokens of bad words
+                than a row has room for.
         """
         ids, values = edits_of(new)
         if len(ids) > self._most_edits:
-            problem = f"{len(ids)} logit biases, end tokens and allowed tokens"
+            problem = f"{len(ids)} logit biases, end and allowed tokens, and tokens of bad words"
             raise ValueError(f"{problem}; a row has room for {self._most_edits}")
         super().set_row(row, new)
         self._launches = None
@@ -229,7 +188,7 @@ class DeviceSampler(Sampler):
         `padding_row` may stand in its place.
         """
         assert logits.stride(1) == 1
-        self._draw_greedy(_Asked(logits, rows, positions, masks))
+        self._draw_greedy(Asked(logits, rows, positions, masks))
         tokens = self._tokens[: len(rows)]
         self._broadcast(tokens)
         return tokens
@@ -246,7 +205,7 @@ class DeviceSampler(Sampler):
 
         Broadcasts all tokens once more if some row draws at random.
         """
-        launches, asked = launches or self.launches, _Asked(logits, rows, positions, masks)
+        launches, asked = launches or self.launches, Asked(logits, rows, positions, masks)
         if launches.draws:
             self._draw_sampled(asked)
         if launches.tops:
@@ -262,14 +221,19 @@ class DeviceSampler(Sampler):
 
     # -- launches ------------------------------------------------------------------------------
 
-    def _scored(self, asked: _Asked) -> tuple[object, ...]:
+    def _scored(self, asked: Asked) -> tuple[object, ...]:
         """What kernels that read scores are given first."""
         return (
             *(asked.logits, asked.logits.stride(0), asked.masks, asked.rows, asked.positions),
-            *(self.device_words, self._counts, self._edit_ids, self._edit_values),
+            *self._histories,
         )
 
-    def _draw_greedy(self, asked: _Asked) -> None:
+    @property
+    def _histories(self) -> tuple[torch.Tensor, ...]:
+        """Of all rows: columns, counts and edits, which a drawn token changes."""
+        return self.device_words, self._counts, self._edit_ids, self._edit_values
+
+    def _draw_greedy(self, asked: Asked) -> None:
         tiles, n = self._tiles, len(asked.rows)
         sums = self._best, self._best_id, self._mass, self._moment, self._group_best
         sampling.prepare[(self._splits, n)](
@@ -280,17 +244,18 @@ class DeviceSampler(Sampler):
             **self._by_split,
         )
         sampling.summarise[(n,)](
-            *(asked.rows, asked.positions, self.device_words, self._counts),
+            *(asked.rows, asked.positions, *self._histories),
             *sums,
             *(self._stats, self._found, self._tokens, self._logprobs),
             *(self._vocab_size, self._splits),
+            MOST_EDITS=self._most_edits,
             SPLITS=self._most_splits,
             GROUPS=tiles.groups,
             num_warps=tiles.warps,
             enable_fp_fusion=False,
         )
 
-    def _draw_sampled(self, asked: _Asked) -> None:
+    def _draw_sampled(self, asked: Asked) -> None:
         tiles, n = self._tiles, len(asked.rows)
         winners = self._fitness, self._winner, self._winner_score
         sampling.race[(self._splits, n)](
@@ -301,10 +266,11 @@ class DeviceSampler(Sampler):
             **self._by_split,
         )
         sampling.finish[(n,)](
-            *(asked.rows, asked.positions, self.device_words, self._counts, self._stats),
+            *(asked.rows, asked.positions, *self._histories, self._stats),
             *winners,
             *(self._found, self._candidates, self._tokens, self._logprobs),
             *(self._vocab_size, self._splits),
+            MOST_EDITS=self._most_edits,
             SPLITS=self._most_splits,
             BLOCK=tiles.block,
             PIVOTS=tiles.pivots,
@@ -312,7 +278,7 @@ class DeviceSampler(Sampler):
             enable_fp_fusion=False,
         )
 
-    def _find_tops(self, asked: _Asked, *, processed: bool) -> None:
+    def _find_tops(self, asked: Asked, *, processed: bool) -> None:
         tiles, n = self._tiles, len(asked.rows)
         # `prepare` is through with these two: its sums are joined.
         best, mass = self._best, self._mass
@@ -329,8 +295,9 @@ class DeviceSampler(Sampler):
                 **self._by_split,
             )
         top_tokens.join_tops[(n,)](
-            *(asked.rows, self.device_words, self._counts, self._stats, self._ranks, best, mass),
+            *(asked.rows, *self._histories, self._stats, self._ranks, best, mass),
             *(self._tokens, self._top_ids, self._top_logprobs, self._vocab_size, self._splits),
+            MOST_EDITS=self._most_edits,
             SPLITS=self._most_splits,
             num_warps=tiles.finish_warps,
         )

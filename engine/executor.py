@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import Ints, StepPlan
+from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.pool import KVPool
@@ -55,8 +56,8 @@ class StepResult:
     logprobs: list[float]
     #: (index into `tokens`, ids, logprobs) where top tokens were asked for.
     tops: list[tuple[int, list[int], list[float]]]
-    #: By row of the plan: log probabilities of the tokens that follow.
-    prompt_logprobs: dict[int, list[float]] = field(default_factory=dict)
+    #: By row of the plan: scores of the tokens that follow, on the host.
+    scored: dict[int, PromptScores] = field(default_factory=dict)
     forward_ns: int = 0
     sample_ns: int = 0
     #: As many as tokens, from 1, 0 where nobody asked; or none.

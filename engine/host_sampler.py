@@ -260,9 +260,8 @@ class HostSampler(Sampler):
                 continue
             columns["length"][row] += 1
             columns["previous"][row] = token
-            history = self._histories.get(row)
-            if history is not None and history.outputs is not None:
-                history.outputs[token] += 1
+            if (history := self._histories.get(row)) is not None:
+                history.note(token)
 
 
 def ranks_of(logits: torch.Tensor, tokens: torch.Tensor, columns: Records) -> torch.Tensor | None:

@@ -35,6 +35,7 @@ from tokenpod.core.messages import (
 )
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Launched, Launcher, StepResult
+from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 _NAP_SECONDS = 0.01
@@ -77,8 +78,8 @@ class EngineLoop:
     _asked: bool = False
     _flying: _InFlight | None = None
     _ops: dict[int, _OpTimes] = field(default_factory=dict)
-    #: Log probabilities of prompts under way, by sequence id.
-    _scored: dict[int, list[float]] = field(default_factory=dict)
+    #: Scores of prompts under way, by sequence id.
+    _scored: dict[int, PromptScores] = field(default_factory=dict)
 
     def run(self) -> None:
         """Turn until the other side closes the link (raises LinkClosed)."""
@@ -87,7 +88,7 @@ class EngineLoop:
 
     @property
     def scores_held(self) -> int:
-        """Prompts under way whose log probabilities have not been sent yet."""
+        """Prompts under way whose scores have not been sent yet."""
         return len(self._scored)
 
     def turn(self) -> None:
@@ -121,7 +122,7 @@ class EngineLoop:
             case Request():
                 self.scheduler.submit(message)
             case Abort():
-                self.scheduler.abort(message.sequence_ids)
+                self.scheduler.abort(message.sequence_ids, stopped=message.stopped)
                 for sequence_id in message.sequence_ids:
                     self._scored.pop(sequence_id, None)
             case Advance():
@@ -150,12 +151,12 @@ class EngineLoop:
         for times in self._ops.values():
             times.forward_ns += result.forward_ns
             times.sample_ns += result.sample_ns
-        for at, logprobs in result.prompt_logprobs.items():
+        for at, scores in result.scored.items():
             sequence = flying.step.sequences[at]
             if not sequence.dead:
                 # A prompt that was preempted half-way is scored again from its beginning.
-                start = int(flying.step.plan.r_start[at])
-                self._scored.setdefault(sequence.id, [])[start:] = logprobs
+                start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
+                self._scored[sequence.id] = before.continued(start, scores) if before else scores
         settled = self.scheduler.settle(flying.step, result.tokens, self.clock())
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
@@ -235,4 +236,6 @@ class EngineLoop:
         scores = self._scored.pop(started.sequence_id, None)
         if scores is None:
             return started
-        return Started(started.sequence_id, started.cached_tokens, started.began_at, scores)
+        return msgspec.structs.replace(
+            started, prompt_logprobs=scores.logprobs.tolist(), prompt_details=scores.details
+        )

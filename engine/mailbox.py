@@ -12,6 +12,7 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
+from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Drawing, late_rows, masked_rounds, row_after_row
 from tokenpod.engine.sampler import Samples
 
@@ -25,7 +26,7 @@ class Posted:
     tops: bool
     #: Whether there are tokens' ranks.
     ranks: bool
-    scored: dict[int, torch.Tensor]
+    scored: dict[int, PromptScores]
 
 
 class Mailbox:
@@ -57,12 +58,12 @@ class Mailbox:
         """Mark the end of the forward pass, before sampling is queued."""
         self._forwarded.record()
 
-    def send(self, drawn: Samples | None, scored: dict[int, torch.Tensor]) -> Posted:
+    def send(self, drawn: Samples | None, scored: dict[int, PromptScores]) -> Posted:
         """Queue the copies of results to the host.
 
         Args:
             drawn: samples, if any row sampled.
-            scored: by row of the plan: log probabilities of its prompt tokens.
+            scored: by row of the plan: scores of its prompt tokens.
         """
         samples, tops, ranks = 0, 0, drawn is not None and drawn.ranks is not None
         if drawn is not None:
@@ -74,10 +75,7 @@ class Mailbox:
             if tops:
                 self._top_ids[:samples].copy_(drawn.top_ids, non_blocking=True)
                 self._top_logprobs[:samples].copy_(drawn.top_logprobs, non_blocking=True)
-        hosted = {
-            at: self._pinned(len(scores), dtype=torch.float32).copy_(scores, non_blocking=True)
-            for at, scores in scored.items()
-        }
+        hosted = {at: scores.map(self._hosted) for at, scores in scored.items()}
         self._done.record()
         return Posted(samples, tops > 0, ranks, hosted)
 
@@ -91,7 +89,7 @@ class Mailbox:
             logprobs=drawn.logprobs.tolist(),
             tops=drawn.tops if posted.tops else [],
             ranks=ranks.tolist() if ranks is not None else [],
-            prompt_logprobs={at: scores.tolist() for at, scores in posted.scored.items()},
+            scored=posted.scored,
             forward_ns=self._began.nanoseconds_to(self._forwarded),
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
@@ -99,6 +97,11 @@ class Mailbox:
     def _samples(self, n: int) -> Samples:
         tops = self._top_ids[:n], self._top_logprobs[:n]
         return Samples(self._tokens[:n], self._logprobs[:n], *tops, self._ranks[:n])
+
+    def _hosted(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, once the device is there."""
+        own = self._pinned(*values.shape, dtype=values.dtype)
+        return own.copy_(values, non_blocking=True)
 
     def _pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=self._on_gpu)
@@ -118,7 +121,7 @@ class HostMailbox(Mailbox):
         self._began, self._forwarded, self._done = (_Mark(False) for _ in range(3))
         self._drawn: Samples | None = None
 
-    def send(self, drawn: Samples | None, scored: dict[int, torch.Tensor]) -> Posted:
+    def send(self, drawn: Samples | None, scored: dict[int, PromptScores]) -> Posted:
         """Keep the results."""
         self._drawn = drawn
         self._done.record()
@@ -136,7 +139,7 @@ class Flight:
 
     _mailbox: Mailbox
     plan: StepPlan
-    _scored: dict[int, torch.Tensor] = field(default_factory=dict)
+    _scored: dict[int, PromptScores] = field(default_factory=dict)
     #: What draws for rows that wait for masks.
     later: Drawing | None = None
     _posted: Posted | None = None

@@ -13,6 +13,7 @@ import torch
 
 from tokenpod.core.plan import NewRow
 from tokenpod.core.sampling import COUNTED, MOST_BOOST
+from tokenpod.engine.bad_words import BadWords
 from tokenpod.engine.rng import philox, split
 from tokenpod.engine.sampler import Record, Records, edits_of
 
@@ -43,7 +44,11 @@ class History:
         sizes = [
             int(columns[name]) for name in ("logit_bias", "ends", "stops", "allowed_token_ids")
         ]
-        biases, ends, stops, _ = itertools.accumulate(sizes)
+        biases, ends, stops, last = itertools.accumulate(sizes)
+        #: None: there are none.
+        self.bad_words: BadWords | None = None
+        if columns["bad_words"]:
+            self.bad_words = BadWords(ids[last:].numpy(), values[last:].numpy())
         ids = ids.long()
         self.bias_ids, self.biases = ids[:biases], values[:biases]
         #: End-of-text tokens, which may be boosted.
@@ -52,7 +57,7 @@ class History:
         self.late = ids[biases:stops]
         #: [vocab] float32: -inf for tokens that can't be drawn; None: all can.
         self.forbidden: torch.Tensor | None = None
-        if len(allowed := ids[stops:]):
+        if len(allowed := ids[stops:last]):
             self.forbidden = torch.full((vocab_size,), -torch.inf).index_fill_(0, allowed, 0.0)
         #: [vocab] float32 occurrences in prompt and output; None where nothing asks.
         self.prompt: torch.Tensor | None = None
@@ -60,6 +65,13 @@ class History:
         if columns["flags"] & COUNTED:
             self.prompt = _counts(new.request.prompt, vocab_size)
             self.outputs = _counts(new.outputs, vocab_size)
+
+    def note(self, token: int) -> None:
+        """A token has been drawn."""
+        if self.outputs is not None:
+            self.outputs[token] += 1
+        if self.bad_words is not None:
+            self.bad_words.note(token)
 
 
 def edit(scores: torch.Tensor, columns: Record, history: History, position: int) -> None:
@@ -84,6 +96,8 @@ def edit(scores: torch.Tensor, columns: Record, history: History, position: int)
     if history.forbidden is not None:
         # Added, so that NaN and Inf stay what they are and the row is found out.
         scores += history.forbidden
+    if history.bad_words is not None:
+        scores[torch.from_numpy(history.bad_words.banned)] += -torch.inf
 
 
 def boost_of(factor: float, beyond: int) -> float:

@@ -28,6 +28,7 @@ from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.ngrams import NGrams
+from tokenpod.scheduler.policies import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
 
@@ -48,7 +49,16 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     if member is not None and not member.leads:
         follow(member, assembled.executor)
     launcher = member.leading(assembled.executor) if member else assembled.executor
-    scheduler = Scheduler(limits, drafting=drafting(options))
+    scheduler = Scheduler(
+        limits,
+        admission=ADMISSIONS[options.admission],
+        batching=batching(
+            options.batching,
+            ratio=options.waiting_served_ratio,
+            max_waiting_tokens=options.max_waiting_tokens,
+        ),
+        drafting=drafting(options),
+    )
     EngineLoop(link, scheduler, launcher, overlap=assembled.overlap).run()
 
 
@@ -153,6 +163,7 @@ def load(
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
+        quantization=model.quantization,
     )
     return assembled, ready, limits
 

@@ -17,6 +17,7 @@ import torch
 
 from tokenpod.core.plan import NewRow, StepPlan
 from tokenpod.core.sampling import ROW_WORDS, TABLE, SamplingTable
+from tokenpod.engine.bad_words import entries_of
 from tokenpod.kernels.group import Group
 
 #: Rows of columns, [n] of a table's dtype, and one of them.
@@ -189,16 +190,19 @@ def edits_of(new: NewRow) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32
     """[m] each: tokens, and what is added to their scores.
 
     Logit biases by rising id, then, likewise, end-of-text tokens and others that may not be drawn
-    before `min_new_tokens`, and the tokens that can be drawn at all.
+    before `min_new_tokens`, and the tokens that can be drawn at all. Last come the tokens of bad
+    words, as `entries_of` has them.
     """
     sampling = new.request.sampling
     edits = sorted(sampling.logit_bias.items())
     edits += [(token, -math.inf) for token in (*new.ends, *new.stops)]
     edits += [(token, 0.0) for token in sorted({*sampling.allowed_token_ids})]
-    return (
-        np.array([token for token, _ in edits], np.int32),
-        np.array([value for _, value in edits], np.float32),
-    )
+    ids = np.array([token for token, _ in edits], np.int32)
+    values = np.array([value for _, value in edits], np.float32)
+    if not sampling.bad_words:
+        return ids, values
+    entries, armed = entries_of(sampling.bad_words, new.outputs)
+    return np.concatenate([ids, entries]), np.concatenate([values, armed])
 
 
 def logprobs_of(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,9 @@ from tokenpod.core.plan import GIVEN, Ints, StepPlan
 from tokenpod.engine.executor import Model, new_rows, scored_rows
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
 from tokenpod.engine.mailbox import Flight, Mailbox
+from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
 from tokenpod.engine.rounds import Drawing, Round
-from tokenpod.engine.sampler import LeaderTokens, Sampler, logprobs_of
+from tokenpod.engine.sampler import LeaderTokens, Sampler
 from tokenpod.kernels.batch import (
     ForwardBatch,
     GivenEmbeddings,
@@ -74,6 +75,8 @@ class StepExecutor(ABC, Generic[S]):
         self._last_token = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         #: Where rows' keys and values lie, in order of position.
         self._runs: list[list[Run]] = [[] for _ in range(rows)]
+        #: Of each row: what is asked of its prompt's tokens. Followers report nothing.
+        self._wanted = [Wanted()] * rows
         #: The last step, if it may wait for masks.
         self._unsampled: Flight | None = None
 
@@ -135,6 +138,7 @@ class StepExecutor(ABC, Generic[S]):
         self._sampler.take_rows(plan)
         for row, new in zip(plan.n_row.tolist(), plan.asks, strict=False):  # followers have none
             self._pool.take_row(row, len(new.request.prompt))
+            self._wanted[row] = Wanted.of(new.request)
         for row, prefix in new_rows(plan):
             self._runs[row] = []
             append_slots(self._runs[row], prefix)
@@ -143,8 +147,8 @@ class StepExecutor(ABC, Generic[S]):
 
     def _forward(
         self, plan: StepPlan, mailbox: Mailbox
-    ) -> tuple[torch.Tensor | None, Integers, dict[int, torch.Tensor]]:
-        """Logits of what is sampled, if anything is; log probabilities of prompts, by row."""
+    ) -> tuple[torch.Tensor | None, Integers, dict[int, PromptScores]]:
+        """Logits of what is sampled, if anything is; scores of prompts, by row of the plan."""
         counts = Counts.of(plan)
         host = views(mailbox.host_words, counts)
         self._fill(host, plan)
@@ -154,8 +158,8 @@ class StepExecutor(ABC, Generic[S]):
             batch = replace(batch, given=self._given(plan))
         hidden = self._model.forward(batch, self._pool)
         scored = {
-            row: self._score_prompt(following, hidden, batch, batch.b_start[row])
-            for row, following in scored_rows(plan)
+            at: self._score_prompt(following, hidden, batch, at)
+            for at, following in scored_rows(plan)
         }
         logits = self._model.logits(hidden, batch) if counts.samples else None
         return logits, integers, scored
@@ -199,16 +203,17 @@ class StepExecutor(ABC, Generic[S]):
         return GivenEmbeddings(self._upload(index), self._upload(rows.to(self._model.dtype)))
 
     def _score_prompt(
-        self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, first: int
-    ) -> torch.Tensor:
+        self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, row: int
+    ) -> PromptScores:
         following = self._upload(tokens.astype(np.int64))
+        first, asked = batch.b_start[row], self._wanted[batch.b_row[row]]
         pieces = []
         for at in range(0, len(following), _SCORED_AT_ONCE):
             part = following[at : at + _SCORED_AT_ONCE]
             wanted = torch.arange(first + at, first + at + len(part), device=self._device)
             logits = self._model.logits(hidden, replace(batch, logit_index=wanted))
-            pieces.append(logprobs_of(logits.float(), part))
-        return torch.cat(pieces)
+            pieces.append(score(logits.float(), part, asked))
+        return joined(pieces)
 
     def _finish(self, flight: Flight, drawing: Drawing, turns: list[Round]) -> Flight:
         """Draw these rounds, and those under masks once the leader has the masks."""

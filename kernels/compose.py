@@ -20,10 +20,39 @@ def linear_of(ops: Operations, weight: Stored, bias: torch.Tensor | None) -> Lin
     """The product with a weight [out, in] in any format, bias [out] or None, as `Linear` says."""
     if isinstance(weight, torch.Tensor):
         return ops.prepare_linear(weight, bias)
-    prepare = ops.quantised.get(type(weight))
-    if prepare is not None:
-        return prepare(weight, bias)
+    made = ops.quantised.get(type(weight))
+    if made is not None:
+        return made.linear(weight, bias)
     return lambda x, delta=None: weight.multiply(x, bias, delta)
+
+
+def fused_norm_linear(
+    ops: Operations,
+    weight: Stored,
+    bias: torch.Tensor | None,
+    norm: RowNorm,
+    activation: Activation | None,
+) -> Linear | None:
+    """The product of the normed stream as `PrepareNormLinear` says; None where it is not one."""
+    if isinstance(weight, torch.Tensor):
+        return ops.prepare_norm_linear(weight, bias, norm, activation)
+    made = ops.quantised.get(type(weight))
+    if made is None or made.norm_linear is None:
+        return None
+    return made.norm_linear(weight, bias, norm, activation)
+
+
+def fused_add_linear(
+    ops: Operations, weight: Stored, bias: torch.Tensor | None
+) -> AddLinear | None:
+    """The product that ends in the stream as `PrepareAddLinear` says; None where it is not one."""
+    if isinstance(weight, torch.Tensor):
+        return ops.prepare_add_linear(weight, bias)
+    made = ops.quantised.get(type(weight))
+    # A sum over ranks comes between the product and the stream.
+    if made is None or made.add_linear is None or ops.group is not None:
+        return None
+    return made.add_linear(weight, bias)
 
 
 def norm_linear_of(

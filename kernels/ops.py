@@ -123,6 +123,20 @@ class PrepareSumLinear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FormatProducts:
+    """Products with weights of one format of fewer bits, as those with dense weights are made.
+
+    Where a fused one is None, it is made of the plain one and what is beside it.
+    """
+
+    linear: Callable[[Any, torch.Tensor | None], Linear]
+    norm_linear: Callable[[Any, torch.Tensor | None, RowNorm, Activation | None], Linear] | None = (
+        None
+    )
+    add_linear: Callable[[Any, torch.Tensor | None], AddLinear] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Operations:
     """One implementation of everything a model calls, as plain functions."""
 
@@ -142,11 +156,9 @@ class Operations:
     prepare_norm_linear: PrepareNormLinear
     prepare_add_linear: PrepareAddLinear
     prepare_experts: PrepareExperts
-    #: Kernels for formats of fewer bits, by the class of their weights, as `PrepareLinear` makes
-    #: products; others are made by the weights' own `multiply`.
-    quantised: Mapping[type[QuantisedWeight], Callable[[Any, torch.Tensor | None], Linear]] = field(
-        default_factory=dict
-    )
+    #: Kernels for formats of fewer bits, by the class of their weights; others are made by the
+    #: weights' own `multiply`.
+    quantised: Mapping[type[QuantisedWeight], FormatProducts] = field(default_factory=dict)
     #: None where sums come after their products.
     prepare_sum_linear: PrepareSumLinear | None = None
     #: None where steps are not captured.

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -73,7 +73,7 @@ class Checkpoint:
 
     def check(self, name: str, declared: StoredTensor) -> None:
         """Raise ModelError unless a tensor, which is there, is what it must be."""
-        if self.shape(name) != declared.shape:
+        if self.shape(name) not in (declared.shape, *declared.others):
             raise ModelError(
                 f"tensor {name} has shape {list(self.shape(name))}; "
                 f"config.json says {list(declared.shape)}"
@@ -167,26 +167,54 @@ def _conversion(folder: Path) -> str:
     return f"; `tokenpod convert {source} {made}` makes them of {(pickles or source).name}"
 
 
+class Quantised(NamedTuple):
+    """What a rank holds of a weight in fewer bits."""
+
+    #: Those of its numbers that are held so; others take the model's dtype.
+    numbers: int
+    #: Bytes of these, at most.
+    size: int
+
+
 class WeightReader(Protocol):
-    """Reads weights of products that are held in a format of fewer bits."""
+    """Reads weights that are stored, or held, in a format of fewer bits."""
+
+    @property
+    def name(self) -> str:
+        """Of the layout, if the checkpoint has one, and of the formats of what was read so far."""
+        ...
 
     def quantises(self, weight: Weight) -> bool:
-        """Whether a weight is held so; others are read as dense ones."""
+        """Whether it reads a weight; others are read as dense ones."""
         ...
 
     def tensors(self, weight: Weight) -> Mapping[str, StoredTensor]:
         """The checkpoint's tensors that such a weight is made of, by name."""
         ...
 
-    def bytes_of(self, weight: Weight, shard: Shard) -> int:
+    def quantised(self, weight: Weight, shard: Shard) -> Quantised:
         """What a rank's part of such a weight takes in memory."""
         ...
 
     def read(
-        self, checkpoint: Checkpoint, weight: Weight, shard: Shard, device: torch.device
-    ) -> LinearWeight:
-        """A rank's part of such a weight; ModelError if its tensors can't be read."""
+        self,
+        checkpoint: Checkpoint,
+        weight: Weight,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor | LinearWeight:
+        """A rank's part of such a weight, in `dtype` where it is dense.
+
+        ModelError if its tensors can't be read.
+        """
         ...
+
+
+def tensors_of(weight: Weight, reader: WeightReader | None) -> Mapping[str, StoredTensor]:
+    """The checkpoint's tensors that a weight is made of, by name."""
+    quantised = reader is not None and reader.quantises(weight)
+    return reader.tensors(weight) if reader is not None and quantised else weight.tensors
 
 
 def check(
@@ -212,8 +240,7 @@ def check(
     """
     declared: dict[str, StoredTensor] = {}
     for weight in weights:
-        quantised = reader is not None and reader.quantises(weight) and reader.tensors(weight)
-        declared |= quantised or weight.tensors
+        declared |= tensors_of(weight, reader)
     missing = declared.keys() - checkpoint.names
     for name, tensor in declared.items():
         if name not in missing:

@@ -41,10 +41,12 @@ class Decoder:
         kv_scales: KVScales | None = None,
         delta: Delta = no_delta,
         unused: Mapping[str, int] = MappingProxyType({}),
+        quantization: str = "",
     ) -> None:
         self.config = config
         #: How many tensors of the checkpoint belong to each part that is not served.
         self.unused: Mapping[str, int] = unused
+        self.quantization = quantization
         held = sum(weight.numel() for weight in weights.values())
         #: Of the whole model.
         self.parameters_count = held if parameters is None else parameters

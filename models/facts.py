@@ -115,6 +115,8 @@ class LoadedModel(Protocol):
     weight_bytes: int
     #: How many tensors of the checkpoint belong to each part that is not served.
     unused: Mapping[str, int]
+    #: What weights of fewer bits are held in, such as "int8" or "gptq int4"; empty: there are none.
+    quantization: str
 
     @property
     def config(self) -> ModelFacts:

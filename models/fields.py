@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -52,6 +52,12 @@ class Fields:
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise self._refused(name, value, f"a whole number from 1 to {most:,}")
+        return value
+
+    def one_of(self, name: str, choices: Sequence[int], default: int | None = None) -> int:
+        """One of a few whole numbers; ModelError names those there are."""
+        value = self.integer(name, default)
+        self.only(name, *choices)
         return value
 
     def count(self, name: str, default: int, *, most: int = 1 << 16) -> int:

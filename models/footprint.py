@@ -39,9 +39,9 @@ def footprint_of(folder: Path, quantize: str | None = None) -> Footprint:
     if not is_native(folder):
         return _through_transformers(folder, quantize)
     if not any(folder.glob("*.safetensors")):
-        return _footprint(read_layout(folder, None, None, quantize), quantize, tensors=False)
+        return _footprint(read_layout(folder, None, None, quantize), tensors=False)
     with Checkpoint(folder) as checkpoint:
-        return _footprint(read_layout(folder, checkpoint, None, quantize), quantize, tensors=True)
+        return _footprint(read_layout(folder, checkpoint, None, quantize), tensors=True)
 
 
 def _through_transformers(folder: Path, quantize: str | None) -> Footprint:
@@ -66,8 +66,8 @@ def _through_transformers(folder: Path, quantize: str | None) -> Footprint:
     )
 
 
-def _footprint(layout: Layout, quantize: str | None, *, tensors: bool) -> Footprint:
-    spec = layout.spec
+def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
+    spec, portions = layout.spec, dict(_portions(layout))
     return Footprint(
         architecture=spec.architecture,
         dtype=str(spec.dtype).removeprefix("torch.") if spec.dtype else None,
@@ -76,8 +76,8 @@ def _footprint(layout: Layout, quantize: str | None, *, tensors: bool) -> Footpr
         intermediate_size=spec.widest,
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
-        portions=dict(_portions(layout)),
-        quantize=quantize or "none",
+        portions=portions,
+        quantize=layout.reader.name if layout.reader else "none",
     )
 
 
@@ -91,11 +91,16 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
         portion = Portion(shard.numbers(layout.weights), sum(kv.numbers for kv in local.kv_layouts))
         reader = layout.reader
         if reader is not None:
-            quantised = [weight for weight in layout.weights if reader.quantises(weight)]
+            quantised = [
+                # A rank whose part does not begin with the weight cuts groups, if any does.
+                reader.quantised(weight, Shard(min(1, world - 1), world))
+                for weight in layout.weights
+                if reader.quantises(weight)
+            ]
             portion = msgspec.structs.replace(
                 portion,
-                quantised_numbers=shard.numbers(quantised),
-                quantised_bytes=sum(reader.bytes_of(weight, shard) for weight in quantised),
+                quantised_numbers=sum(each.numbers for each in quantised),
+                quantised_bytes=sum(each.size for each in quantised),
             )
         yield world, portion
 

@@ -2,42 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
+from tokenpod.core.formats import LAYOUTS, SAME_AS
 from tokenpod.kernels.formats import MADE_AT_LOAD
 from tokenpod.kernels.weight import LinearWeight, QuantisedWeight
-from tokenpod.models.checkpoint import Checkpoint, WeightReader
+from tokenpod.models.checkpoint import Checkpoint, Quantised, WeightReader
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layer_spec import Experts
+from tokenpod.models.layouts.module import PublishedLayout
+from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.reading import read_dense
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import StoredTensor, Weight
 
 
-def reader_for(spec: ModelSpec, quantize: str | None) -> WeightReader | None:
+def reader_for(
+    spec: ModelSpec,
+    quantize: str | None,
+    layout: PublishedLayout | None = None,
+    there: Collection[str] | None = None,
+) -> WeightReader | None:
     """What reads weights of products; None: they are dense.
 
-    Raises ModelError for an unknown format, or one that the model's products can't be held in.
+    Args:
+        spec: of the model.
+        quantize: what the operator asked for; None: the checkpoint decides.
+        layout: how the checkpoint is quantised; None: it is not.
+        there: names of its tensors; None: only its config is known.
+
+    Raises ModelError for an unknown format, one that the checkpoint is not in, or one that the
+    model's products can't be held in.
     """
+    if layout is not None:
+        _check_layout(quantize, layout)
+        return PublishedReader(layout, there)
     if quantize is None:
         return None
-    if quantize not in MADE_AT_LOAD:
+    made = SAME_AS.get(quantize, quantize)
+    if made in LAYOUTS and made not in MADE_AT_LOAD:
+        raise ModelError(
+            f"quantize is {quantize}: the checkpoint is not quantised "
+            f"(made while loading: {', '.join(MADE_AT_LOAD)})"
+        )
+    if made not in MADE_AT_LOAD:
         raise ModelError(f"quantize is {quantize!r}; supported: {', '.join(MADE_AT_LOAD)}")
     if any(isinstance(layer.mlp, Experts) for layer in spec.layers):
         raise ModelError(
             f"quantize is {quantize}: {spec.architecture} has experts, which are held as they are"
         )
-    return MadeAtLoad(MADE_AT_LOAD[quantize])
+    return MadeAtLoad(made, MADE_AT_LOAD[made])
+
+
+def _check_layout(quantize: str | None, layout: PublishedLayout) -> None:
+    """Raise ModelError if the operator asked for another layout than the checkpoint has."""
+    if quantize is None or layout.name in LAYOUTS.get(quantize, (quantize,)):
+        return
+    raise ModelError(
+        f"quantize is {quantize}: the checkpoint's own quantization_config says {layout.name} "
+        f"(--quantize none or {layout.name} serves it)"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MadeAtLoad:
     """Makes weights of a format from those of a dense checkpoint."""
 
+    name: str
     format: type[QuantisedWeight]
 
     def quantises(self, weight: Weight) -> bool:
@@ -48,17 +83,24 @@ class MadeAtLoad:
         """Those of the dense weight."""
         return weight.tensors
 
-    def bytes_of(self, weight: Weight, shard: Shard) -> int:
-        """Of a rank's part, before it is read."""
-        return sum(
+    def quantised(self, weight: Weight, shard: Shard) -> Quantised:
+        """All of a rank's part, before it is read."""
+        size = sum(
             self.format.bytes_of(*(shard.part(axis) for axis in source.axes))
             for source in weight.sources
         )
+        return Quantised(shard.numbers([weight]), size)
 
     def read(
-        self, checkpoint: Checkpoint, weight: Weight, shard: Shard, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        weight: Weight,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> LinearWeight:
         """A rank's part. Its numbers do not depend on how many ranks there are."""
+        del dtype
         parts = [
             self._part(checkpoint, replace(weight, sources=(source,)), shard, device)
             for source in weight.sources
@@ -84,9 +126,11 @@ def bytes_needed(
     weights: Iterable[Weight], shard: Shard, dtype: torch.dtype, reader: WeightReader | None
 ) -> int:
     """Bytes of a rank's weights."""
-    return sum(
-        reader.bytes_of(weight, shard)
-        if reader is not None and reader.quantises(weight)
-        else shard.numbers([weight]) * (weight.dtype or dtype).itemsize
-        for weight in weights
-    )
+    total = 0
+    for weight in weights:
+        held = Quantised(0, 0)
+        if reader is not None and reader.quantises(weight):
+            held = reader.quantised(weight, shard)
+        dense = shard.numbers([weight]) - held.numbers
+        total += held.size + dense * (weight.dtype or dtype).itemsize
+    return total

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.kernels.batch import ForwardBatch
-from tokenpod.kernels.compose import linear_of
+from tokenpod.kernels.compose import fused_add_linear, fused_norm_linear, linear_of
 from tokenpod.kernels.ops import AddLinear, Linear, Operations
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.weight import LinearWeight
@@ -61,9 +61,10 @@ class Products:
     def norm_linear(self, name: str, norm: RowNorm, activation: Activation | None) -> Product:
         """The product `name` of the normed stream; gated if there is an `activation`."""
         weight, bias = self._take(name)
-        if weight.dense is not None:
-            fused = self.ops.prepare_norm_linear(weight.dense, bias, norm, activation)
-            return self._with_delta(name, fused)
+        if len(weight.parts) == 1:
+            fused = fused_norm_linear(self.ops, weight.parts[0], bias, norm, activation)
+            if fused is not None:
+                return self._with_delta(name, fused)
         ops, plain = self.ops, self._with_delta(name, self._plain(weight, bias))
 
         def normed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
@@ -88,16 +89,19 @@ class Products:
 
     def add_linear(self, name: str) -> AddProduct:
         """The product `name` whose inputs ranks divide, added to the stream."""
-        dense = self._peek(name).dense
-        if dense is None:
-            product = self.sum_linear(name)
+        weight, bias = self._peek(name), self._bias(name)
+        fused = None
+        if len(weight.parts) == 1:
+            fused = fused_add_linear(self.ops, weight.parts[0], bias)
+        if fused is not None:
+            self._take(name)
+            return self._added(name, fused)
+        product = self.sum_linear(name)
 
-            def add(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
-                stream += product(x, step)
+        def add(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
+            stream += product(x, step)
 
-            return add
-        _, bias = self._take(name)
-        return self._added(name, self.ops.prepare_add_linear(dense, bias))
+        return add
 
     def _added(self, name: str, fused: AddLinear) -> AddProduct:
         delta = self.delta
@@ -138,9 +142,15 @@ class Products:
         return weight if isinstance(weight, LinearWeight) else LinearWeight((weight,))
 
     def _take(self, name: str) -> tuple[LinearWeight, torch.Tensor | None]:
-        weight = self._peek(name)
+        weight, bias = self._peek(name), self._bias(name)
         del self.weights[name]
-        return weight, self.tensor(f"{name}_bias") if f"{name}_bias" in self.weights else None
+        self.weights.pop(f"{name}_bias", None)
+        return weight, bias
+
+    def _bias(self, name: str) -> torch.Tensor | None:
+        found = self.weights.get(f"{name}_bias")
+        assert not isinstance(found, LinearWeight), name
+        return found
 
     def optional(self, name: str) -> torch.Tensor | None:
         """A weight that no product is made with, if there is one."""

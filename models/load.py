@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
-from tokenpod.models.checkpoint import Checkpoint, WeightReader, check
+from tokenpod.models.checkpoint import Checkpoint, WeightReader, check, tensors_of
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.facts import LoadedModel, ModelFacts, ends_within
@@ -22,6 +22,8 @@ from tokenpod.models.families.family import dtype_of
 from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales
+from tokenpod.models.layouts import layout_of
+from tokenpod.models.layouts.module import PublishedLayout
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
 from tokenpod.models.overrides import Overridden
@@ -49,7 +51,7 @@ def read_config(
     wrong, or the architecture is unknown.
     """
     if is_native(folder):
-        return _read_config(folder, max_total_tokens, override)[1]
+        return _read_config(folder, max_total_tokens, override).spec
     return tier_of(folder, max_total_tokens, override).spec
 
 
@@ -83,7 +85,12 @@ def tier_of(
     fields = read_fields(folder / "config.json")
     names = fields.texts("architectures")
     name = names[0] if names else "none"
-    refuse_quantised(folder, fields)
+    layout = layout_of(folder, fields)
+    if layout is not None:
+        raise ModelError(
+            f"{name} is computed by transformers, with dense weights: its quantization_config says "
+            f"{layout.name}"
+        )
     if override:
         raise ModelError(
             f"config_override names {', '.join(override)}: {name} is computed by transformers, "
@@ -128,18 +135,19 @@ def read_layout(
     `quantize` is the format that products' weights are made into; the others are as `read_config`
     has them. Raises ModelError as that does, and where config.json and tensors don't go together.
     """
-    family, spec = _read_config(folder, max_total_tokens, override)
-    reader = reader_for(spec, quantize)
+    family, spec, published = _read_config(folder, max_total_tokens, override)
+    reader = reader_for(spec, quantize, published, checkpoint.names if checkpoint else None)
     names = family.names_of(spec)
     there = (
         p for p in family.prefixes if checkpoint and f"{p}{names[0].embedding}.weight" in checkpoint
     )
     prefix = next(there, family.prefixes[0])
     layouts = [dataclasses.replace(x, head=head_name(x, prefix)) for x in names]
-    head = f"{layouts[0].head}.weight"
-    if checkpoint is not None and head not in checkpoint:
+    head = f"{layouts[0].head}."
+    if checkpoint is not None and not any(name.startswith(head) for name in checkpoint.names):
         spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
-    chosen, weights = _stored(checkpoint, [(x, weights_of(spec, x, prefix)) for x in layouts])
+    tables = [(x, weights_of(spec, x, prefix)) for x in layouts]
+    chosen, weights = _stored(checkpoint, tables, reader)
     stored = checkpoint.names if checkpoint else set()
     parts = {part: sum(name.startswith(part) for name in stored) for part in family.unused}
     unused = {part.rstrip("."): count for part, count in parts.items() if count}
@@ -147,7 +155,7 @@ def read_layout(
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
-            optional.append(head)
+            optional.append(f"{head}weight")
         check(
             checkpoint,
             layout.weights,
@@ -161,11 +169,15 @@ def read_layout(
 
 
 def _stored(
-    checkpoint: Checkpoint | None, layouts: list[tuple[Names, list[Weight]]]
+    checkpoint: Checkpoint | None,
+    layouts: list[tuple[Names, list[Weight]]],
+    reader: WeightReader | None,
 ) -> tuple[Names, list[Weight]]:
     """The layout of which a checkpoint has all tensors; otherwise the first."""
     for names, weights in layouts:
-        if checkpoint and all(name in checkpoint for weight in weights for name in weight.tensors):
+        if checkpoint and all(
+            name in checkpoint for weight in weights for name in tensors_of(weight, reader)
+        ):
             return names, weights
     return layouts[0]
 
@@ -213,7 +225,7 @@ def load_model(
             verified(folder, checkpoint.files, required=require_manifest, share=share),
         ):
             return _load_tier(tier, checkpoint, dtype=dtype, device=device, progress=progress)
-    spec = _read_config(folder, max_total_tokens, override)[1]
+    spec = _read_config(folder, max_total_tokens, override).spec
     _check_length(spec, max_total_tokens)
     shard.check(spec)
     with (
@@ -246,6 +258,7 @@ def load_model(
         parameters=WHOLE.numbers(weights),
         kv_scales=scales,
         unused=layout.unused,
+        quantization=layout.reader.name if layout.reader else "",
     )
 
 
@@ -284,21 +297,28 @@ def _load_tier(
         raise ModelError(f"not enough memory for the weights ({error})") from None
 
 
+class _Config(NamedTuple):
+    family: Family
+    spec: ModelSpec
+    #: How its weights are quantised; None: they are not, or as the family has them.
+    published: PublishedLayout | None
+
+
 def _read_config(
     folder: Path, max_total_tokens: int | None, override: Mapping[str, Any] | None
-) -> tuple[Family, ModelSpec]:
+) -> _Config:
     fields = read_fields(folder / "config.json")
     family = _family(fields)
     if family is None:
         raise _unsupported(fields, None)
-    refuse_quantised(folder, fields, family.quantised)
+    published = layout_of(folder, fields, family.quantised)
     if override:
         fields = Overridden(fields, override)
     spec = family.spec(fields, max_total_tokens)
     if isinstance(fields, Overridden):
         fields.check_all_read(spec.architecture)
     eos = ends_within(_end_tokens(folder, spec.eos_token_ids), spec.vocab_size)
-    return family, dataclasses.replace(spec, eos_token_ids=eos)
+    return _Config(family, dataclasses.replace(spec, eos_token_ids=eos), published)
 
 
 def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
@@ -307,25 +327,6 @@ def _end_tokens(folder: Path, by_config: frozenset[int]) -> frozenset[int]:
         return by_config
     generation = read_fields(folder / "generation_config.json")
     return generation.token_ids("eos_token_id") or by_config
-
-
-def refuse_quantised(folder: Path, fields: Fields, known: tuple[str, ...] = ()) -> None:
-    """Raise ModelError for weights that are quantised, but in a way that is `known`."""
-    if _quantises_weights(fields, known):
-        raise ModelError(f"{folder}: quantised checkpoints are not supported")
-
-
-def _quantises_weights(fields: Fields, known: tuple[str, ...]) -> bool:
-    """Whether the checkpoint has more than scales of keys and values, which any may have.
-
-    And nothing of the `known` kinds.
-    """
-    if "quantization_config" not in fields:
-        return False
-    quantisation = fields.fields("quantization_config")
-    of_none = quantisation.values.get("config_groups") == {}
-    kind = quantisation.text("quant_method", "")
-    return kind not in known and (kind != "compressed-tensors" or not of_none)
 
 
 def _family(fields: Fields) -> Family | None:

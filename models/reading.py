@@ -40,10 +40,10 @@ def read_weights(
     progress(done, total)
     loaded: Weights = {}
     for weight, size in zip(weights, sizes, strict=True):
+        kind = weight.dtype or dtype
         if reader is not None and reader.quantises(weight):
-            loaded[weight.name] = reader.read(checkpoint, weight, shard, device)
+            loaded[weight.name] = reader.read(checkpoint, weight, shard, kind, device)
         else:
-            kind = weight.dtype or dtype
             loaded[weight.name] = read_dense(checkpoint, weight, shard, kind, device)
         done += size
         progress(done, total)
@@ -56,8 +56,8 @@ def _stored_bytes(
     """Bytes of a rank's shard of a weight in the files; of quantised ones all."""
     if reader is not None and reader.quantises(weight):
         return sum(
-            checkpoint.number_bytes(name) * math.prod(tensor.shape)
-            for name, tensor in reader.tensors(weight).items()
+            checkpoint.number_bytes(name) * math.prod(checkpoint.shape(name))
+            for name in reader.tensors(weight)
         )
     return sum(
         mxfp4.bytes_of(math.prod(shard.shape(source)))

@@ -61,6 +61,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     #: Of numbers, as safetensors names them; those of dense weights by default.
     kinds: tuple[str, ...] = ("F32", "F16", "BF16")
+    #: Other shapes in which the same is published.
+    others: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class Ledger(Protocol):
     """
 
     def decoding(self, sequences: Listing[Sequence]) -> None:
-        """Add sequences that take one slot per step from now on."""
+        """Add sequences that take one slot per step from now on. Called once, before the others."""
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """Add sequences whose slots will be free once the step in flight has settled."""
@@ -50,14 +50,26 @@ class Admission(Protocol):
     def ledger(self) -> Ledger:
         """An empty ledger."""
 
-    def victim(self, running: Listing[Sequence]) -> Sequence | None:
-        """The sequence to preempt when a step needs more slots than there are.
+    def victims(self, running: Listing[Sequence]) -> Listing[Sequence]:
+        """The sequences to preempt together when a step needs more slots than there are.
 
         Args:
             running: the batcher's, at least one. A router's are never preempted.
 
-        Returns None if none is to be: sequences without a slot then pause.
+        Returns some of these, or none: sequences without a slot then pause.
         """
 
     def ended(self, sequence: Sequence) -> None:
-        """Learn from a sequence that has ended, whatever the reason; its outputs are complete."""
+        """Learn from a sequence that has ended; `ended_as` says how, its outputs are complete."""
+
+
+def last_to_arrive(running: Listing[Sequence]) -> Listing[Sequence]:
+    """Who gives way: of the lowest priority, the request that arrived last, with all its samples.
+
+    A request that runs alone gives way sample by sample, so that its first one gets on. These are
+    vLLM 0.5's rules, where priorities are all alike. No request waits for a later one of its
+    priority, so none starves.
+    """
+    last = max(running, key=lambda s: (-s.request.priority, s.arrival, s.stream))
+    together = [sequence for sequence in running if sequence.request is last.request]
+    return together if len(together) < len(running) else [last]

@@ -7,7 +7,7 @@
       +------- preempted: no row, no slots; computed again <---------+
 
 Siblings wait for the prompt of the first sample; `ready` ones compute its last token only. The
-batching policy decides what a step holds, the admission policy which sequence is preempted when
+batching policy decides what a step holds, the admission policy which sequences are preempted when
 slots run out.
 """
 
@@ -104,8 +104,8 @@ class Batcher:
 
     def add_to(self, ledger: Ledger) -> None:
         """Add what these sequences need."""
-        ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         ledger.decoding([*self._decoding.values()])
+        ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         for sequence in self._ready:
             ledger.prefilling(sequence)
         for first, siblings in self._siblings.items():
@@ -238,7 +238,7 @@ class Batcher:
                 self._lockstep = None
 
     def _make_room(self, slots: int, *, decode: bool) -> int:
-        """Preempt until every row has a slot, or the admission policy names no victim.
+        """Preempt until every row has a slot, or the admission policy names no victims.
 
         Slots of sequences with a step in flight come free too late for this step, but count.
         Returns the slots that may be taken now.
@@ -248,13 +248,14 @@ class Batcher:
             wanted = len(self._next_to_decode()[0]) * decode + self.has_prompts
             if wanted <= slots + coming:
                 break
-            victim = self._admission.victim(running)
-            if victim is None:
+            victims = self._admission.victims(running)
+            if not victims:
                 break
-            before, private = self._kv.available, victim.private
-            coming += private if victim.in_flight else 0
-            self.preempt(victim)
-            slots += self._kv.available - before
+            for victim in victims:
+                before, private = self._kv.available, victim.private
+                coming += private if victim.in_flight else 0
+                self.preempt(victim)
+                slots += self._kv.available - before
         return max(slots, 0)
 
     # -- who is where --------------------------------------------------------------------------

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from tokenpod.scheduler.work import Limits
+
 
 @dataclass(frozen=True, slots=True)
 class Joining:
@@ -57,12 +59,12 @@ class Mixed:
     """`mixed`: one token of every decoding sequence, then pieces of prompts up to the budget.
 
     Args:
-        prefill_tokens: the step's budget of prompt tokens.
+        limits: the engine's resources.
     """
 
-    def __init__(self, prefill_tokens: int) -> None:
+    def __init__(self, limits: Limits) -> None:
         #: See `Batching`. While routers have prompts too, each side has half of the budget.
-        self.quantum = max(prefill_tokens // 2, 1)
+        self.quantum = max(limits.prefill_tokens // 2, 1)
 
     def joining(self, running: int, waiting: Iterable[int]) -> Joining:
         """See `Batching`: at any time, as many as fit."""

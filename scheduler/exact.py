@@ -6,21 +6,19 @@ need of the first k of some candidates is the peak of the entries up to the k-th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
 import numpy as np
 
 from tokenpod.scheduler.peak import FOREVER, peak_tokens
-from tokenpod.scheduler.radix import Node
+from tokenpod.scheduler.radix import Node, new_ledger_number
 from tokenpod.scheduler.sequence import Sequence
-from tokenpod.scheduler.table import Ints, Table
+from tokenpod.scheduler.table import Ints, Table, places_of
+from tokenpod.scheduler.work import Limits
 
 #: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
 _SLACK = 1
-
-_numbers = itertools.count(1)
 
 
 class Exact:
@@ -28,21 +26,23 @@ class Exact:
 
     Args:
         table: the sequences' columns.
-        slots: of the KV pool.
+        limits: the engine's resources.
         quantum: prompt tokens that every step with prompts is sure to compute.
     """
 
-    def __init__(self, table: Table, slots: int, quantum: int) -> None:
+    def __init__(self, table: Table, limits: Limits, quantum: int) -> None:
         self._table = table
-        self._slots = slots
+        self._slots = limits.slots
         self._quantum = quantum
 
     def ledger(self) -> Forecast:
         """See `Admission`."""
         return Forecast(self._table, self._slots, self._quantum)
 
-    def victim(self, running: Listing[Sequence]) -> None:
+    def victims(self, running: Listing[Sequence]) -> Listing[Sequence]:
         """See `Admission`: slots don't run out, so no sequence is preempted."""
+        del running
+        return ()
 
     def ended(self, sequence: Sequence) -> None:
         """See `Admission`: bounds are all that counts here."""
@@ -66,14 +66,14 @@ class Forecast:
         self._tokens: list[int] = []
         self._growth: list[int] = []
         self._ends: list[int] = []
-        self._number = next(_numbers)
+        self._number = new_ledger_number()
         #: The step by which each sequence has ended whose samples may wait for it.
         self._ends_at: dict[int, int] = {}
         self._prompt_tokens = 0
 
     def decoding(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""
-        table, at = self._table, _places(sequences)
+        table, at = self._table, places_of(sequences)
         growth, drafted = table.bound[at] - table.computed[at], table.drafted[at]
         # Of drafts in flight all may be wrong; and meanwhile a step may go without their row.
         ends = growth + drafted + (drafted > 0) + _SLACK
@@ -81,7 +81,7 @@ class Forecast:
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""
-        table, at = self._table, _places(sequences)
+        table, at = self._table, places_of(sequences)
         zeros = np.zeros(len(at), np.int64)
         self._many(sequences, table.computed[at] - table.shared[at], zeros, zeros + 1 + _SLACK)
 
@@ -164,7 +164,3 @@ class Forecast:
             self._add(tokens, 0, end)
             node.seen_by, node.kept_until = self._number, end
             node = node.parent
-
-
-def _places(sequences: Listing[Sequence]) -> Ints:
-    return np.array([sequence.place for sequence in sequences], np.int64)

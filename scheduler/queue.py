@@ -68,8 +68,9 @@ class Queue:
         self._joining = joining
         self._arrivals = 0
         self._waiting: list[_Entry] = []
-        #: The head did not fit, and nothing has been freed since.
-        self._full = False
+        #: How many of the batcher's at the head fitted when the next entry did not, and nothing has
+        #: been freed since; None: that is to be looked at.
+        self._fitted: int | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -92,8 +93,8 @@ class Queue:
         entry = (-first.request.priority, first.arrival, first.stream, samples)
         insort(self._waiting, entry)
         self.tokens += first.needed
-        if self._waiting[0] is entry:
-            self._full = False
+        if self._waiting[0] is entry or (self._fitted and self._waiting[-1] is not entry):
+            self._fitted = None
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a sequence; False if it does not wait here."""
@@ -107,14 +108,14 @@ class Queue:
                 if not samples:
                     del self._waiting[at]
                     self.tokens -= sequence.needed
-                self._full = False
+                self._fitted = None
                 return True
             at += 1
         return False
 
     def freed(self) -> None:
         """Slots or a row are free again: the head may fit now."""
-        self._full = False
+        self._fitted = None
 
     def admit(self) -> None:
         """Hand over to their planners, in order, all that fit and that the batching policy wants.
@@ -122,17 +123,19 @@ class Queue:
         Many are asked for at once, and twice as many after that. A request more never lets more
         fit, so the first one that does not fit is found by bisection.
         """
-        if self._full or not self._waiting:
+        if not self._waiting or self._fitted == 0:
             return
-        self._full = True
         if len(self.head) > self._rows.free:
+            self._fitted = 0
             return
         joining = self._joining(samples[0].needed for *_, samples in self._of_batcher())
-        fitting = self._begin_fitting(self._limit(joining.most))
-        if joining != _ALL_THAT_FIT:
-            # The policy may say otherwise before the next step.
-            self._full = False
-            fitting = self._at_least(joining.least, fitting)
+        limit = self._limit(joining.most)
+        if not limit or (self._fitted is not None and self._fitted < joining.least):
+            return
+        begun = self._begin_fitting(limit)
+        fitting = self._at_least(joining.least, begun)
+        owners = [entry[-1][0].owner for entry in self._waiting[fitting:begun]]
+        self._fitted = owners.count(Owner.BATCHER) if begun < limit else None
         for _, _, _, samples in self._waiting[:fitting]:
             first, *siblings = samples
             self.tokens -= first.needed
@@ -191,6 +194,3 @@ class Queue:
         """Undo the beginning of entries, the last one first."""
         for *_, samples in reversed(begun):
             self._kv.withdraw(samples[0])
-
-
-_ALL_THAT_FIT = Joining()

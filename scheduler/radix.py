@@ -26,6 +26,14 @@ _NO_TOKENS = np.empty(0, np.int32)
 _NO_SLOTS = np.empty(0, np.int64)
 
 
+_ledgers = itertools.count(1)
+
+
+def new_ledger_number() -> int:
+    """A number that no ledger has had, for `Node.seen_by`."""
+    return next(_ledgers)
+
+
 class Node:
     """A run of tokens and their slots; `tokens` and `slots` are parallel."""
 
@@ -54,7 +62,8 @@ class Node:
         self.listed = True
         #: Whether it is in the queue for eviction.
         self.queued = False
-        #: The last ledger that counted it, and the step until which it is locked there.
+        #: The last ledger that counted it, and until which step it is locked there, or what else
+        #: that ledger notes of it.
         self.seen_by = 0
         self.kept_until = 0
 

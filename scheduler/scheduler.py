@@ -7,6 +7,7 @@ n: a plan needs the lengths of sequences, not their tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 
@@ -15,6 +16,7 @@ from tokenpod.core.messages import (
     Advance,
     CacheEvents,
     Drafted,
+    Ended,
     Failure,
     FailureCode,
     FinishCode,
@@ -38,7 +40,7 @@ from tokenpod.scheduler.queue import Planner, Queue
 from tokenpod.scheduler.refusals import malformed, never_fits, too_much
 from tokenpod.scheduler.routed import Routed
 from tokenpod.scheduler.rows import Rows
-from tokenpod.scheduler.sequence import Owner, Sequence
+from tokenpod.scheduler.sequence import END_STATES, EndState, Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits, Settled
@@ -51,9 +53,9 @@ class Scheduler:
 
     Args:
         limits: the engine's resources.
-        admission: makes the admission policy from the table of sequences, the slots, and the
+        admission: makes the admission policy from the table of sequences, the limits, and the
             prompt tokens that every step with prompts is sure to compute.
-        batching: makes the batching policy from the step's budget of prompt tokens.
+        batching: makes the batching policy from the limits.
         drafting: makes what decides who has drafts; None: nobody has.
     """
 
@@ -61,15 +63,15 @@ class Scheduler:
         self,
         limits: Limits,
         *,
-        admission: Callable[[Table, int, int], Admission] = Exact,
-        batching: Callable[[int], Batching] = Mixed,
+        admission: Callable[[Table, Limits, int], Admission] = Exact,
+        batching: Callable[[Limits], Batching] = Mixed,
         drafting: Callable[[KV], Drafting] | None = None,
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
         self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching)
-        self._batching = batching(limits.prefill_tokens)
-        self._admission = admission(self.kv.table, limits.slots, self._batching.quantum)
+        self._batching = batching(limits)
+        self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
@@ -103,6 +105,7 @@ class Scheduler:
         self._settled_at = 0
         self._steps = 0
         self._prompt_tokens = self._cached_tokens = 0
+        self._ended: Counter[EndState] = Counter()
         #: Drafted and accepted tokens, by how far behind the last known one they stood.
         self._drafted: list[int] = []
         self._accepted: list[int] = []
@@ -119,6 +122,7 @@ class Scheduler:
             for sequence_id in request.sequence_ids:
                 failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
                 self._events.failures.append(failure)
+            self._ended[EndState.IGNORED] += 1
             return
         if request.probe:
             self._probes.add(*self._make(request, Owner.PROBE))
@@ -151,11 +155,14 @@ class Scheduler:
         sequence = self._sequences.get(sequence_id)
         return sequence is not None and not sequence.dead and self._batcher.preempt(sequence)
 
-    def abort(self, sequence_ids: Iterable[int]) -> None:
-        """End sequences: their slots are free at once, or when the step in flight settles."""
+    def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
+        """End sequences: their slots are free at once, or when the step in flight settles.
+
+        `stopped`: their output is complete.
+        """
         for sequence_id in sequence_ids:
             if sequence := self._sequences.get(sequence_id):
-                self._end(sequence)
+                self._end(sequence, EndState.STOPPED if stopped else EndState.ABORTED)
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -241,6 +248,12 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            ended=Ended(
+                stopped=self._ended[EndState.STOPPED],
+                length=self._ended[EndState.LENGTH],
+                aborted=self._ended[EndState.ABORTED],
+                ignored=self._ended[EndState.IGNORED],
+            ),
             drafted_at=[*self._drafted],
             accepted_at=[*self._accepted],
         )
@@ -330,7 +343,7 @@ class Scheduler:
         settled.finishes.append(finish)
         settled.samples.append(at)
         if finish:
-            self._end(sequence)
+            self._end(sequence, END_STATES[finish])
 
     def _drop_late(self, now: int) -> None:
         """End sequences whose deadline or time limit has passed."""
@@ -351,7 +364,7 @@ class Scheduler:
                 self._events.sequence_ids.append(sequence.id)
                 self._events.token_ids.append(-1)
                 self._events.finishes.append(FinishCode.TIME_LIMIT)
-                self._end(sequence)
+                self._end(sequence, EndState.LENGTH)
             elif not sequence.began_at:
                 self._give_up(request, now, "calls take longer than that now")
 
@@ -381,14 +394,21 @@ class Scheduler:
                 self._events.failures.append(failure)
                 self._end(sequence)
 
-    def _end(self, sequence: Sequence) -> None:
+    def _end(self, sequence: Sequence, state: EndState = EndState.ABORTED) -> None:
         if sequence.dead:
             return
-        sequence.dead = True
+        sequence.ended_as = state
+        if sequence.owner is not Owner.PROBE and not self._runs_on(sequence.request):
+            self._ended[state] += 1
         if not self._queue.remove(sequence):
             self._batcher.remove(sequence)
         if not sequence.in_flight:
             self._free(sequence)
+
+    def _runs_on(self, request: Request) -> bool:
+        """Whether a sample of a request has not ended."""
+        samples = map(self._sequences.get, request.sequence_ids)
+        return any(sample is not None and not sample.dead for sample in samples)
 
     def _free(self, sequence: Sequence) -> None:
         self._admission.ended(sequence)

@@ -24,6 +24,29 @@ class Owner(Enum):
     PROBE = auto()
 
 
+class EndState(Enum):
+    """How a sequence ended, by vLLM's names. A request ends as its last sample does."""
+
+    #: End of text, a stop token or a stop sequence.
+    STOPPED = auto()
+    #: Its new tokens or its time were used up.
+    LENGTH = auto()
+    #: Its client gave it up, its deadline passed, or it failed.
+    ABORTED = auto()
+    #: Refused, because it could never fit.
+    IGNORED = auto()
+
+
+#: What the finish codes mean that end a sequence.
+END_STATES = {
+    FinishCode.LENGTH: EndState.LENGTH,
+    FinishCode.TIME_LIMIT: EndState.LENGTH,
+    FinishCode.EOS: EndState.STOPPED,
+    FinishCode.STOP_TOKEN: EndState.STOPPED,
+    FinishCode.ABORTED: EndState.ABORTED,
+}
+
+
 class Counted:
     """An int of a sequence that lies in a column of the table."""
 
@@ -86,8 +109,8 @@ class Sequence:
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
-        #: Ended, aborted or failed: nothing more is planned, and what comes back is dropped.
-        self.dead = False
+        #: How it ended; None: it has not.
+        self.ended_as: EndState | None = None
         #: False once it has computed NaN or Inf, which must not get into the tree.
         self.keep = True
         #: The locked tree node that ends its shared prefix, of `shared` tokens.
@@ -119,6 +142,11 @@ class Sequence:
     launched = Counted("Outputs that have been sampled or are being sampled.")
     in_flight = Counted("Steps launched and not settled.")
     drafted = Counted("Drafted tokens in the step in flight.")
+
+    @property
+    def dead(self) -> bool:
+        """Ended, aborted or failed: nothing more is planned, and what comes back is dropped."""
+        return self.ended_as is not None
 
     @property
     def prompt_length(self) -> int:

@@ -45,7 +45,7 @@ class StepTimes:
         if not len(known):
             return None
         far = max(tokens / (2 * _SIZES[known[-1]]), 1.0)
-        return far * float(np.interp(tokens, _SIZES[known], self._times[known]))
+        return float(far * np.interp(tokens, _SIZES[known], self._times[known]))
 
     @property
     def _known(self) -> npt.NDArray[np.intp]:

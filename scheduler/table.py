@@ -6,10 +6,22 @@ its own by name. Place 0 belongs to no sequence, and is all zeros.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+
+
+class Placed(Protocol):
+    """Whatever has a place in the columns: a `Sequence`."""
+
+    @property
+    def place(self) -> int:
+        """Its index."""
+
 
 _FIRST_PLACES = 64
 
@@ -64,6 +76,11 @@ class Table:
     def _name_columns(self) -> None:
         for name, column in zip(_NAMES, self._columns, strict=True):
             setattr(self, name, column)
+
+
+def places_of(sequences: Collection[Placed]) -> Ints:
+    """[n] where these sequences are in the columns."""
+    return np.fromiter((sequence.place for sequence in sequences), np.int64, len(sequences))
 
 
 #: In the order of the columns.

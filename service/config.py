@@ -195,6 +195,21 @@ class ServerSettings(Settings):
         return min(usual, self.max_batch_total_tokens or usual)
 
     @property
+    def resolved_waiting_served_ratio(self) -> float:
+        """Waiting requests per running one that `alternate` asks for: TGI's launcher's default."""
+        return 0.3 if self.waiting_served_ratio is None else self.waiting_served_ratio
+
+    @property
+    def resolved_max_waiting_tokens(self) -> int:
+        """Decode steps after which `alternate` asks for no such number: TGI's default."""
+        return 20 if self.max_waiting_tokens is None else self.max_waiting_tokens
+
+    @property
+    def most_whole_prompt(self) -> int | None:
+        """Tokens of a prompt that steps can't divide; None: steps divide prompts."""
+        return self.resolved_prefill_tokens if self.batching == "alternate" else None
+
+    @property
     def resolved_front_ends(self) -> int:
         """Processes that share the port. Only Linux spreads connections over them."""
         if not self.leads:

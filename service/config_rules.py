@@ -48,6 +48,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _model_faults(settings)
     yield from _order_faults(settings)
     yield from _memory_faults(settings)
+    yield from _batching_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
@@ -77,6 +78,19 @@ def _order_faults(s: ServerSettings) -> Iterator[str]:
 def _memory_faults(s: ServerSettings) -> Iterator[str]:
     if s.kv_cache_dtype != "auto" and s.resolved_device == "cpu":
         yield f"--kv-cache-dtype is {s.kv_cache_dtype}: it needs a GPU, and the model runs on a CPU"
+
+
+def _batching_faults(s: ServerSettings) -> Iterator[str]:
+    whole = s.most_whole_prompt
+    if whole is None:
+        for name in ("waiting_served_ratio", "max_waiting_tokens"):
+            if (value := getattr(s, name)) is not None:
+                yield f"{flag(name)} is {value}: it needs --batching alternate"
+    elif s.max_input_tokens is not None and s.max_input_tokens > whole:
+        yield (
+            f"--max-input-tokens is {s.max_input_tokens}: with --batching alternate it must be at"
+            f" most --max-batch-prefill-tokens, which is {whole}"
+        )
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

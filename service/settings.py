@@ -91,7 +91,10 @@ class Settings(BaseSettings):
     checkpoint's on a GPU, float32 on a CPU."""
     quantize: Quantize = _model("none")
     """Format of the weights of products, made while they are loaded. {formats}; embedding, head and
-    norms stay as they are. Not for mixtures of experts."""
+    norms stay as they are. Not for mixtures of experts. A checkpoint that is quantised needs no
+    value: its config says how, and the name of a layout (gptq, awq, marlin, compressed-tensors,
+    modelopt, fp8, bitsandbytes) is compared with it. Of a dense checkpoint eetq and bitsandbytes
+    make int8, bitsandbytes-nf4 and bitsandbytes-fp4 int4."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""
@@ -172,7 +175,8 @@ class Settings(BaseSettings):
     max_top_n_tokens: int = _limit(5, ge=0, le=64)
     """Most likely tokens that a request may ask for."""
     max_logit_bias: int = _limit(1024, ge=0)
-    """Entries of logit_bias, of allowed_token_ids and of stop_token_ids."""
+    """Entries of logit_bias and of stop_token_ids, and of allowed_token_ids and tokens of bad_words
+    together."""
 
     max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
     """Sequences that run at once."""
@@ -182,6 +186,19 @@ class Settings(BaseSettings):
     """Prompt tokens of one step; a longer prompt takes several."""
     max_batch_total_tokens: int | None = _memory(derived="what memory-fraction holds", ge=2)
     """Size of the KV cache in tokens: all running requests and the prefixes kept."""
+    admission: Literal["exact", "reserve", "optimistic", "past_future"] = _memory("exact")
+    """Which waiting requests may run. exact: those that can never run out of memory; reserve: as
+    TGI, the sum of prompts and most new tokens fits; optimistic: as vLLM, the prompt fits now;
+    past_future: as LightLLM, it fits if outputs are as long as lately. Under the last two the
+    request that came last makes room if memory runs out, and is computed again."""
+    batching: Literal["mixed", "alternate"] = _memory("mixed")
+    """What a step holds. mixed: a token of every running request and pieces of prompts; alternate:
+    as TGI, whole prompts by themselves while running requests pause, or tokens."""
+    waiting_served_ratio: float | None = _memory(derived="0.3", ge=0, le=1_000_000)
+    """With batching alternate: waiting requests interrupt running ones if they are at least so many
+    times as many."""
+    max_waiting_tokens: int | None = _memory(derived="20", ge=0)
+    """With batching alternate: after so many tokens any number of waiting requests interrupts."""
     prefix_caching: bool = _memory(True)
     """Keep keys and values of prompts, and use them for later prompts that begin alike."""
     speculate: int = _memory(0, ge=0, le=32)

@@ -124,7 +124,8 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     }
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
-    odd |= {"max_batch_prefill_tokens": "16", "max_queue_tokens": "20"}
+    odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
+    odd |= {"admission": "reserve", "batching": "alternate"}
     given = {name: odd.get(name, "12") for name in ServerSettings.model_fields}
     for name, value in given.items():
         monkeypatch.setenv(variable(name), value)
@@ -185,6 +186,20 @@ def test_every_fault_is_told_on_a_line_of_its_own():
             {"max_batch_prefill_tokens": 9, "max_batch_total_tokens": 8},
             "--max-batch-prefill-tokens",
         ),
+        ({"waiting_served_ratio": 1.2}, "--waiting-served-ratio is 1.2: it needs --batching alt"),
+        (
+            {"max_waiting_tokens": 20, "batching": "mixed"},
+            "--max-waiting-tokens is 20: it needs --batching alternate",
+        ),
+        (
+            {"waiting_served_ratio": -0.1, "batching": "alternate"},
+            "--waiting-served-ratio is -0.1: it should be greater than or equal to 0",
+        ),
+        (
+            {"batching": "alternate", "max_input_tokens": 9, "max_batch_prefill_tokens": 8},
+            "--max-input-tokens is 9: with --batching alternate it must be at most"
+            " --max-batch-prefill-tokens, which is 8",
+        ),
         ({"max_input_tokens": 9, "max_queue_tokens": 8}, "at most --max-queue-tokens, which is 8"),
         ({"max_front_end_bytes": 2**20}, "at most --max-front-end-bytes, which is 1048576"),
         (
@@ -212,6 +227,8 @@ def test_settings_at_the_edge_of_each_rule_are_fine(tmp_path):
     load_settings(max_input_tokens=8, max_total_tokens=9, max_batch_total_tokens=9)
     load_settings(max_batch_prefill_tokens=9, max_batch_total_tokens=9)
     load_settings(port=0, health_port=0)
+    load_settings(batching="alternate", max_input_tokens=8, max_batch_prefill_tokens=8)
+    load_settings(batching="alternate", waiting_served_ratio=0, max_waiting_tokens=0)
 
 
 def test_an_empty_token_file_is_refused(tmp_path):

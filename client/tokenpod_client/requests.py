@@ -42,6 +42,7 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
     seed: int
     watermark: bool
     n: int

@@ -14,7 +14,7 @@ from tokenpod.kernels.cpu.product import prepare_int8_linear, prepare_linear
 from tokenpod.kernels.cpu.rotary import rotate, store_key_value
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
-from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.ops import FormatProducts, Operations
 from tokenpod.kernels.reference.latent import store_latent
 
 plan_latent, attend_latent = latent_of(plan_attention, attention)
@@ -37,7 +37,7 @@ OPERATIONS = Operations(
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
-    quantised={Int8Weight: prepare_int8_linear},
+    quantised={Int8Weight: FormatProducts(prepare_int8_linear)},
 )
 
 

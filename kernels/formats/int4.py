@@ -18,18 +18,30 @@ GROUP = 128
 MIDDLE = 8
 #: The largest number.
 MOST = 15
-#: Inputs of a block: 8 runs of 16, so that word i of a block holds input i of each run, the first
-#: run in its lowest bits. A kernel gets a run of 16 inputs, which the matrix unit takes at a time,
-#: by one shift of 16 words.
-BLOCK = 128
-RUN = 16
+#: The largest and the smallest number of inputs in a block; see `block_of`.
+MOST_IN_BLOCK = 128
+LEAST_IN_BLOCK = 32
+#: Numbers of a word of 32 bits.
+IN_WORD = 8
+
+
+def block_of(group: int) -> int:
+    """Inputs that are stored together: as many as all share a scale, at most 128.
+
+    A block's words are an eighth of its inputs. Word i holds input i of each of the 8 runs of as
+    many inputs, the first run in its lowest bits: so neighbouring threads that have neighbouring
+    words have neighbouring inputs too, at each of 8 shifts. Where few share a scale, or their
+    number divides no 128, a block is 128 inputs, which then have several scales.
+    """
+    common = gcd(group, MOST_IN_BLOCK)
+    return common if common >= LEAST_IN_BLOCK else MOST_IN_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight(QuantisedWeight):
     """A weight of 4 bits: (number - zero) times scale, both of the number's output and group."""
 
-    #: [out, ⌈in / 128⌉ · 16] int32; see `BLOCK`. Inputs beyond the last are 0.
+    #: [out, ⌈in / block⌉ · block / 8] int32; see `block_of`. Inputs beyond the last are 0.
     packed: torch.Tensor
     #: [out, groups] of any float type.
     scale: torch.Tensor
@@ -69,7 +81,7 @@ class Int4Weight(QuantisedWeight):
             regular = torch.arange(width, device=index.device, dtype=torch.int32) // group
             if torch.equal(index, regular):
                 index = None
-        return cls(packed_of(numbers), scale, zero, width, group, index, order)
+        return cls(packed_of(numbers, group), scale, zero, width, group, index, order)
 
     @classmethod
     def made_of(cls, weight: torch.Tensor) -> Self:
@@ -91,7 +103,8 @@ class Int4Weight(QuantisedWeight):
     def bytes_of(outputs: range, inputs: range) -> int:
         """Half a byte per number, in whole blocks, and a scale of 2 bytes per group."""
         group = gcd(GROUP, inputs.start)
-        words = -(-len(inputs) // BLOCK) * RUN
+        block = block_of(group)
+        words = -(-len(inputs) // block) * block // IN_WORD
         return len(outputs) * (4 * words + 2 * -(-len(inputs) // group))
 
     @classmethod
@@ -131,7 +144,8 @@ class Int4Weight(QuantisedWeight):
     @property
     def numbers(self) -> torch.Tensor:
         """[out, in] uint8 within 0 to 15, as stored."""
-        words = self.packed.view(len(self.packed), -1, 1, RUN)
+        run = block_of(self.group) // IN_WORD
+        words = self.packed.view(len(self.packed), -1, 1, run)
         shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)[:, None]
         numbers = (words >> shifts & MOST).to(torch.uint8)
         return numbers.flatten(1)[:, : self.width]
@@ -161,7 +175,7 @@ class Int4Weight(QuantisedWeight):
             return values.repeat_interleave(self.group // group, 1)[:, kept].contiguous()
 
         return type(self)(
-            packed_of(self.numbers[:, part.start : part.stop]),
+            packed_of(self.numbers[:, part.start : part.stop], group),
             narrowed(self.scale),
             None if self.zero is None else narrowed(self.zero),
             len(part),
@@ -187,16 +201,17 @@ class Int4Weight(QuantisedWeight):
         return self.numbers[:, back], index.long()[back]
 
 
-def packed_of(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers [out, in] within 0 to 15 -> [out, ⌈in / 128⌉ · 16] int32; see `BLOCK`."""
+def packed_of(numbers: torch.Tensor, group: int) -> torch.Tensor:
+    """Numbers [out, in] within 0 to 15 -> words as `Int4Weight.packed` has them."""
     outputs, inputs = numbers.shape
-    blocks = -(-inputs // BLOCK)
-    wide = functional.pad(numbers.to(torch.uint8), (0, blocks * BLOCK - inputs))
-    runs = wide.view(outputs, blocks, BLOCK // RUN, RUN).to(torch.int32)
-    packed = torch.zeros((outputs, blocks, RUN), dtype=torch.int32, device=numbers.device)
-    for place in range(BLOCK // RUN):
+    block = block_of(group)
+    blocks, run = -(-inputs // block), block // IN_WORD
+    wide = functional.pad(numbers.to(torch.uint8), (0, blocks * block - inputs))
+    runs = wide.view(outputs, blocks, IN_WORD, run).to(torch.int32)
+    packed = torch.zeros((outputs, blocks, run), dtype=torch.int32, device=numbers.device)
+    for place in range(IN_WORD):
         packed |= runs[:, :, place] << 4 * place
-    return packed.view(outputs, blocks * RUN)
+    return packed.view(outputs, blocks * run)
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

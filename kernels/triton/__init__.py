@@ -1,11 +1,12 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
+from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.triton.attention import attention, plan_attention, prepare_capture
 from tokenpod.kernels.triton.experts import prepare_experts
-from tokenpod.kernels.triton.int8 import prepare_int8_linear
 from tokenpod.kernels.triton.latent import absorbed, plan_tokens, store_latent
 from tokenpod.kernels.triton.pointwise import act_mul, activate, embed, layer_norm, rms_norm
 from tokenpod.kernels.triton.product import (
@@ -14,6 +15,7 @@ from tokenpod.kernels.triton.product import (
     prepare_norm_linear,
     prepare_sum_linear,
 )
+from tokenpod.kernels.triton.quantised import PRODUCTS
 from tokenpod.kernels.triton.rotary import rotate, store_key_value
 
 plan_latent, attend_latent = latent_of(plan_attention, attention, plan_tokens, absorbed)
@@ -35,7 +37,7 @@ OPERATIONS = Operations(
     prepare_norm_linear=prepare_norm_linear,
     prepare_add_linear=prepare_add_linear,
     prepare_experts=prepare_experts,
-    quantised={Int8Weight: prepare_int8_linear},
+    quantised={Int8Weight: PRODUCTS, Fp8Weight: PRODUCTS, Int4Weight: PRODUCTS},
     prepare_sum_linear=prepare_sum_linear,
     prepare_capture=prepare_capture,
 )

@@ -124,6 +124,8 @@ def summarise(
     b_position_ptr,
     words_ptr,
     counts_ptr,
+    edit_id_ptr,
+    edit_value_ptr,
     best_ptr,
     best_id_ptr,
     mass_ptr,
@@ -135,6 +137,7 @@ def summarise(
     logprob_ptr,
     vocab_size,
     splits,
+    MOST_EDITS: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -169,7 +172,8 @@ def summarise(
         tl.store(logprob_ptr + b, -log_mass)
         tl.store(stats_ptr + LOG_MASS, log_mass.to(tl.float64))
         if drawable & ((flags & PROCESSED_TOPS) == 0):
-            note(words_ptr, counts_ptr + row * vocab_size, token)
+            counts_ptr += row * vocab_size
+            note(words_ptr, counts_ptr, row, edit_id_ptr, edit_value_ptr, token, MOST_EDITS)
     elif flags & CUTS:
         moment = tl.load(moment_ptr + at, mask=there, other=0.0).to(tl.float64)
         moment += mass * tl.where(scale > 0, below, 0.0)
@@ -275,6 +279,8 @@ def finish(
     b_position_ptr,
     words_ptr,
     counts_ptr,
+    edit_id_ptr,
+    edit_value_ptr,
     stats_ptr,
     fitness_ptr,
     winner_ptr,
@@ -285,6 +291,7 @@ def finish(
     logprob_ptr,
     vocab_size,
     splits,
+    MOST_EDITS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
@@ -339,4 +346,5 @@ def finish(
     tl.store(logprob_ptr + b, score - log_mass)
     tl.store(stats_ptr + LOG_MASS, log_mass.to(tl.float64))
     if (flags & PROCESSED_TOPS) == 0:
-        note(words_ptr, counts_ptr + row * vocab_size, token)
+        counts_ptr += row * vocab_size
+        note(words_ptr, counts_ptr, row, edit_id_ptr, edit_value_ptr, token, MOST_EDITS)

@@ -24,11 +24,17 @@ STREAM = tl.constexpr(TABLE.place("stream"))
 #: Ends are forbidden at output positions below this.
 MIN_NEW_TOKENS = tl.constexpr(TABLE.place("min_new_tokens"))
 #: The row's list of edits: so many biases, by rising id, then, likewise, end-of-text tokens, other
-#: ends, and tokens of which one must be drawn.
+#: ends, and tokens of which one must be drawn. Entries of bad words (`engine/bad_words.py`) follow.
 BIASES = tl.constexpr(TABLE.place("logit_bias"))
 ENDS = tl.constexpr(TABLE.place("ends"))
 STOPS = tl.constexpr(TABLE.place("stops"))
 ALLOWED = tl.constexpr(TABLE.place("allowed_token_ids"))
+BAD_WORDS = tl.constexpr(TABLE.place("bad_words"))
+WORD_BITS = tl.constexpr(sampling.BAD_WORD_BITS)
+BEGINS_WORD = tl.constexpr(sampling.BEGINS_WORD)
+ENDS_WORD = tl.constexpr(sampling.ENDS_WORD)
+#: Above every token.
+NOBODY = tl.constexpr(0x7FFFFFFF)
 EOS_BOOST_AFTER = tl.constexpr(TABLE.place("eos_boost_after"))
 EOS_BOOST_FACTOR = tl.constexpr(TABLE.place("eos_boost_factor"))
 MOST_BOOST = tl.constexpr(sampling.MOST_BOOST)
@@ -183,6 +189,11 @@ def _edited(
     allowed = stops + tl.load(words_ptr + ALLOWED).to(tl.int32)
     if allowed > stops:
         scores = _only(scores, ids, first, stops, allowed, edit_id_ptr, MOST_EDITS, SPAN)
+    words = allowed + tl.load(words_ptr + BAD_WORDS).to(tl.int32)
+    if words > allowed:
+        scores = _without(
+            scores, ids, first, allowed, words, edit_id_ptr, edit_value_ptr, MOST_EDITS, SPAN
+        )
     return scores
 
 
@@ -289,13 +300,65 @@ def _only(
 
 
 @triton.jit
-def note(words_ptr, counts_ptr, token):
-    """Add a drawn token (not -1) to the row's history."""
+def _without(
+    scores,
+    ids,
+    first,
+    begin,
+    until,
+    edit_id_ptr,
+    edit_value_ptr,
+    MOST_EDITS: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Add -inf to the scores of tokens that would complete a bad word."""
+    at = tl.arange(0, MOST_EDITS)
+    there = (at >= begin) & (at < until)
+    entry = tl.load(edit_id_ptr + at, mask=there, other=0)
+    armed = tl.load(edit_value_ptr + at, mask=there, other=0.0) != 0.0
+    token = entry >> WORD_BITS
+    bans = armed & ((entry & ENDS_WORD) != 0) & (token >= first) & (token < first + SPAN)
+    token = tl.where(bans, token, NOBODY)
+    # Few of a word's entries are armed and in this span: each is found by one pass over the list.
+    banned = tl.min(token, axis=0)
+    while banned < NOBODY:
+        # Added, so that NaN and Inf stay what they are and the row is found out.
+        scores = tl.where(ids == banned, scores + -float("inf"), scores)
+        banned = tl.min(tl.where(token > banned, token, NOBODY), axis=0)
+    return scores
+
+
+@triton.jit
+def note(words_ptr, counts_ptr, row, edit_id_ptr, edit_value_ptr, token, MOST_EDITS: tl.constexpr):
+    """Add a drawn token (not -1) to the row's history.
+
+    Edits are of all rows; the other pointers are the row's.
+    """
     flags = tl.load(words_ptr + FLAGS)
     if flags & EDITED:
         tl.store(words_ptr + LENGTH, tl.load(words_ptr + LENGTH) + 1)
         tl.store(words_ptr + PREVIOUS, token.to(tl.int64))
+        entries = tl.load(words_ptr + BAD_WORDS).to(tl.int32)
+        if entries > 0:
+            before = tl.load(words_ptr + BIASES) + tl.load(words_ptr + ENDS)
+            before += tl.load(words_ptr + STOPS) + tl.load(words_ptr + ALLOWED)
+            at = row * MOST_EDITS + before
+            _arm(edit_id_ptr + at, edit_value_ptr + at, entries, token, MOST_EDITS)
     if flags & COUNTED:
         count = tl.load(counts_ptr + token)
         more = tl.where((count & MOST_COUNT) < MOST_COUNT, count + 1, count)
         tl.store(counts_ptr + token, more)
+
+
+@triton.jit
+def _arm(entry_ptr, armed_ptr, entries, token, MOST_EDITS: tl.constexpr):
+    """Arm the entries of bad words behind those that were armed and are of `token`."""
+    at = tl.arange(0, MOST_EDITS)
+    there = (at > 0) & (at < entries)
+    entry = tl.load(entry_ptr + at, mask=there, other=BEGINS_WORD)
+    previous = tl.load(entry_ptr + at - 1, mask=there, other=-1) >> WORD_BITS
+    armed = tl.load(armed_ptr + at - 1, mask=there, other=0.0)
+    # Threads read what others write.
+    tl.debug_barrier()
+    armed = tl.where(previous == token, armed, 0.0)
+    tl.store(armed_ptr + at, armed, mask=there & ((entry & BEGINS_WORD) == 0))

@@ -136,6 +136,8 @@ def join_tops(
     b_row_ptr,
     words_ptr,
     counts_ptr,
+    edit_id_ptr,
+    edit_value_ptr,
     stats_ptr,
     rank_ptr,
     best_ptr,
@@ -145,6 +147,7 @@ def join_tops(
     top_logprob_ptr,
     vocab_size,
     splits,
+    MOST_EDITS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """[n, 64] ids and log probabilities: the row's top_n and what ties with the last; then -1, 0.
@@ -181,7 +184,8 @@ def join_tops(
         stats_ptr += b * STATS
         peak = tl.where((flags & DRAWS) != 0, 0.0, tl.load(stats_ptr + PEAK)).to(tl.float32)
         log_mass = tl.load(stats_ptr + LOG_MASS).to(tl.float32)
-        note(words_ptr, counts_ptr + row * vocab_size, token)
+        counts_ptr += row * vocab_size
+        note(words_ptr, counts_ptr, row, edit_id_ptr, edit_value_ptr, token, MOST_EDITS)
     else:
         split = tl.arange(0, SPLITS)
         best = tl.load(best_ptr + b * splits + split, mask=split < splits, other=-float("inf"))

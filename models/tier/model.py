@@ -116,6 +116,7 @@ class TransformersModel(ABC):
         self.config = spec
         #: transformers loads all parts of a checkpoint.
         self.unused: Mapping[str, int] = MappingProxyType({})
+        self.quantization = ""
         held = list(halves.model.parameters())
         self.parameters_count = sum(weight.numel() for weight in held)
         self.weight_bytes = sum(weight.nbytes for weight in [*held, *halves.model.buffers()])

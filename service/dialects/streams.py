@@ -26,6 +26,9 @@ class StreamWriter(Protocol):
     def done(self) -> bool:
         """Whether every message has been handed out."""
 
+    async def prepare(self) -> None:
+        """Make what takes long of the first message; called once, when there is one."""
+
     def next(self) -> Any:
         """The next message; None: nothing yet, or nothing more."""
 
@@ -55,6 +58,10 @@ class SampleWriter(ABC):
     def done(self) -> bool:
         """Whether every message has been handed out."""
         return self._completed
+
+    async def prepare(self) -> None:
+        """Make what takes long of the first message; called once, when there is one."""
+        return
 
     def next(self) -> Any:
         """The next message; None: nothing yet, or nothing more.
@@ -147,7 +154,11 @@ async def write_all(writer: StreamWriter, context: Any) -> None:
     It writes where a generator would yield: each layer around a generator costs every token one
     more switch of coroutines.
     """
+    generation, prepared = writer.generation, False
     while not writer.done:
-        await writer.generation.news()
+        await generation.news()
+        if not prepared and (generation.started or generation.finished):
+            prepared = True
+            await writer.prepare()
         while (message := writer.next()) is not None:
             await context.write(message)

@@ -34,6 +34,9 @@ MOST_CHAT_MESSAGES = 4096
 #: Ids that `Tokens` lists: writing a message of more would hold up the event loop.
 MOST_RETURNED_IDS = 262_144
 MOST_REQUEST_ID_BYTES = 256
+#: Likeliest tokens of all positions of a prompt: writing the message of more would hold up the
+#: event loop.
+MOST_PROMPT_TOPS = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,11 @@ class RequestLimits:
     drafts: int = 0
 
 
-class PromptTooLong(InvalidArgument):
+class NeverFits(InvalidArgument):
+    """The request is larger than this server could ever take, whatever else runs."""
+
+
+class PromptTooLong(NeverFits):
     """A prompt leaves no room for an answer.
 
     Args:
@@ -94,8 +101,9 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     _check_sampling(call.sampling, limits)
     _check_samples(call, limits)
     _check_stopping(call.stopping, limits)
-    top_n, most = call.output.top_n_tokens, min(limits.max_top_n_tokens, limits.vocab_size)
-    _at_most("output.top_n_tokens", top_n, most, "--max-top-n-tokens")
+    most = min(limits.max_top_n_tokens, limits.vocab_size)
+    for field in ("top_n_tokens", "prompt_top_n_tokens"):
+        _at_most(f"output.{field}", getattr(call.output, field), most, "--max-top-n-tokens")
     _at_most("max_draft_tokens", call.max_draft_tokens or 0, limits.drafts, "--speculate")
     if abs(call.priority) > MOST_PRIORITY:
         _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
@@ -152,12 +160,22 @@ def max_new_tokens(
     if wanted > room and shorten:
         return room
     if wanted > room:
-        raise InvalidArgument(
+        raise NeverFits(
             "stopping.max_new_tokens",
             f"is {wanted}; with {prompt_tokens} prompt tokens at most {room} are possible"
             f" (--max-total-tokens {limits.max_total_tokens})",
         )
     return wanted
+
+
+def check_prompt_tops(prompt_tokens: int, top_n: int) -> None:
+    """How many tokens are told in the place of a prompt's."""
+    if prompt_tokens * top_n > MOST_PROMPT_TOPS:
+        raise InvalidArgument(
+            "output.prompt_top_n_tokens",
+            f"is {top_n}; with {prompt_tokens} prompt tokens at most"
+            f" {MOST_PROMPT_TOPS // prompt_tokens} are possible ({MOST_PROMPT_TOPS} in all)",
+        )
 
 
 def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:
@@ -166,7 +184,7 @@ def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: Reque
     # tokens' keys and values are never written.
     need = prompt_tokens + samples * (new_tokens - 1) + samples - 1
     if need > limits.slots:
-        raise InvalidArgument(
+        raise NeverFits(
             "sampling.n",
             f"{samples} samples of up to {new_tokens} new tokens need {need} tokens of KV cache;"
             f" this server has {limits.slots} (--max-batch-total-tokens)",
@@ -207,6 +225,9 @@ def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
     field, allowed = "sampling.allowed_token_ids", sampling.allowed_token_ids
     few_entries(field, len(allowed), limits.max_logit_bias, "--max-logit-bias")
     _check_token_ids(field, allowed, limits)
+    field, words = "sampling.bad_words", sampling.bad_words
+    few_entries(field, len(words), limits.max_logit_bias, "--max-logit-bias")
+    _check_texts(field, words, limits)
     if len(sampling.logit_bias) > limits.max_logit_bias:
         problem = f"names {len(sampling.logit_bias)} tokens; at most {limits.max_logit_bias}"
         raise InvalidArgument("sampling.logit_bias", f"{problem} are allowed (--max-logit-bias)")
@@ -235,16 +256,18 @@ def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
     most_new = stopping.max_new_tokens or limits.max_total_tokens
     if stopping.min_new_tokens > most_new:
         _refuse("stopping.min_new_tokens", stopping.min_new_tokens, f"must be at most {most_new}")
-    _check_stops("stopping.stop_sequences", stopping.stop_sequences, limits)
+    field, stops = "stopping.stop_sequences", stopping.stop_sequences
+    few_entries(field, len(stops), limits.max_stop_sequences, "--max-stop-sequences")
+    _check_texts(field, stops, limits)
     field, ids = "stopping.stop_token_ids", stopping.stop_token_ids
     few_entries(field, len(ids), limits.max_logit_bias, "--max-logit-bias")
     _check_token_ids(field, ids, limits)
 
 
-def _check_stops(field: str, stops: Sequence[str], limits: RequestLimits) -> None:
-    few_entries(field, len(stops), limits.max_stop_sequences, "--max-stop-sequences")
-    for at, stop in enumerate(stops):
-        size = len(stop.encode())
+def _check_texts(field: str, texts: Sequence[str], limits: RequestLimits) -> None:
+    """None is empty, and none longer than a stop sequence may be."""
+    for at, text in enumerate(texts):
+        size = len(text.encode())
         if size == 0:
             raise InvalidArgument(f"{field}[{at}]", "is empty")
         if size > (most := limits.max_stop_sequence_bytes):

@@ -146,13 +146,16 @@ class EngineClient(AsyncLink[FromEngine]):
         self._watch(request.sequence_ids, sink)
         self.send(request)
 
-    def abort(self, sequence_ids: Iterable[int]) -> None:
-        """Stop and forget sequences; their sink gets nothing more. Unknown ids are ignored."""
+    def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
+        """Stop and forget sequences; their sink gets nothing more. Unknown ids are ignored.
+
+        `stopped`: their outputs are complete.
+        """
         ids = list(sequence_ids)
         for sequence_id in ids:
             self._sinks.pop(sequence_id, None)
         if ids:
-            self.send(Abort(ids))
+            self.send(Abort(ids, stopped))
 
     def ask(self) -> None:
         """Request a message, which shows that the engine is alive."""

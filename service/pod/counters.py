@@ -4,7 +4,8 @@ Each process writes its own row and reads all, so nothing is ever locked. The me
 it is a file descriptor that children inherit, and is gone when the last process is.
 
     row k = [admitted requests, prompt tokens that wait, serving, the engine owes it a step,
-             bytes that its calls hold, heartbeats, requests without a token yet]
+             bytes that its calls hold, heartbeats, requests without a token yet,
+             requests that it refused because they could never fit]
     two more numbers, written by the first process: whether the pod drains, and whether the engine
     makes no progress
     then each process's calls under way by name, and which are to end; see call_names.py
@@ -17,8 +18,8 @@ import os
 
 from tokenpod.service.pod.call_names import CallNames
 
-_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING = range(7)
-_COLUMNS = 7
+_REQUESTS, _WAITING_TOKENS, _SERVING, _PENDING, _CALL_BYTES, _BEATS, _WAITING, _IGNORED = range(8)
+_COLUMNS = 8
 _CLOSED, _STALLED = range(2)
 _HEAD = 2
 _NUMBER = 8  # bytes
@@ -46,6 +47,7 @@ class PodCounters:
     requests = Total(_REQUESTS, "Admitted requests (`Generate` and `Tokens` calls).")
     waiting = Total(_WAITING, "`Generate` calls that have no token yet.")
     waiting_tokens = Total(_WAITING_TOKENS, "Prompt tokens that wait for their computation.")
+    ignored = Total(_IGNORED, "Requests refused since the start: they could never fit.")
     call_bytes = Total(_CALL_BYTES, "Bytes that calls hold; see memory_budget.py.")
 
     def __init__(
@@ -111,6 +113,7 @@ class PodCounters:
         waiting: int = 0,
         waiting_tokens: int = 0,
         call_bytes: int = 0,
+        ignored: int = 0,
     ) -> None:
         """Change the counts of this process by these amounts."""
         row = self._row(self.index)
@@ -118,6 +121,7 @@ class PodCounters:
         self._numbers[row + _WAITING] += waiting
         self._numbers[row + _WAITING_TOKENS] += waiting_tokens
         self._numbers[row + _CALL_BYTES] += call_bytes
+        self._numbers[row + _IGNORED] += ignored
 
     def set_serving(self) -> None:
         """This process listens, and its model is there."""
@@ -140,8 +144,9 @@ class PodCounters:
         return bool(self._numbers[self._row(index) + _SERVING])
 
     def forget(self, index: int) -> None:
-        """Process `index` is gone: its counts become zero."""
+        """Process `index` is gone: its counts become zero, and ours what counts since the start."""
         row = self._row(index)
+        self.add(ignored=self._numbers[row + _IGNORED])
         for column in range(_COLUMNS):
             self._numbers[row + column] = 0
         self.names.forget(index)

@@ -30,6 +30,10 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         max_logit_edits=3 * settings.max_logit_bias,
         prefix_caching=settings.prefix_caching,
         require_manifest=settings.require_manifest,
+        admission=settings.admission,
+        batching=settings.batching,
+        waiting_served_ratio=settings.resolved_waiting_served_ratio,
+        max_waiting_tokens=settings.resolved_max_waiting_tokens,
         speculate=settings.speculate,
     )
 

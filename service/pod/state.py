@@ -132,4 +132,4 @@ class PodState:
 
     def load(self) -> Load:
         """Its load; without an engine, none."""
-        return self.client.load if self.client else NO_LOAD
+        return self.admission.whole(self.client.load if self.client else NO_LOAD)

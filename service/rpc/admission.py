@@ -10,6 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from msgspec.structs import replace
+
+from tokenpod.core.messages import Load
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable
@@ -76,6 +79,11 @@ class Admission:
         """Admit nothing more, in any process."""
         self.close(DRAINING, 0.0)
         self.counters.close()
+
+    def whole(self, load: Load) -> Load:
+        """The engine's load, with the requests that front ends refused because of their size."""
+        ignored = load.ended.ignored + self.counters.ignored
+        return replace(load, ended=replace(load.ended, ignored=ignored))
 
     def close(self, why: str, seconds: float) -> None:
         """Admit nothing more, for about so many seconds."""

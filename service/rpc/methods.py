@@ -213,8 +213,8 @@ class MethodTable:
             trusted: routers alone can reach the listener.
             strict: methods that refuse unknown fields do so.
         """
-        # An entry of a map is a message with two fields.
-        chosen = (MESSAGE_FIELDS + 2) * max_logit_bias + max_stop_sequences
+        # An entry of a map is a message with two fields; each bias may come with a bad word.
+        chosen = (MESSAGE_FIELDS + 3) * max_logit_bias + max_stop_sequences
 
         def limits(row: Method) -> MethodLimits:
             own = row.limits

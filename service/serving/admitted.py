@@ -13,6 +13,7 @@ from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
 from tokenpod.service.rpc.errors import AlreadyExists
 from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.serving.bad_words import token_runs
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.serving.named import NamedCalls
@@ -116,18 +117,17 @@ class AdmittedCall:
         serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
         tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
-        new_tokens = validate.max_new_tokens(
-            min(tokenised.count, call.truncate or tokenised.count),
-            call.stopping.max_new_tokens,
-            serving.limits,
-            shorten=call.stopping.shorten,
-        )
-        prompt = tokenised.ids
-        lease.resize(lease.size + ID_BYTES * len(prompt))
-        samples = call.sampling.best_of or call.sampling.n or 1
-        validate.check_group(len(prompt), new_tokens, samples, serving.limits)
+        prompt, samples = tokenised.ids, call.sampling.best_of or call.sampling.n or 1
+        try:
+            new_tokens = self._new_tokens(call, tokenised.count, len(prompt), samples)
+        except validate.NeverFits:
+            self._admission.counters.add(ignored=1)
+            raise
+        validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
+        bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
+        lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         self._place.queue(len(prompt))
-        request = self._engine_request(call, prompt, new_tokens, samples, deadline_at)
+        request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -144,6 +144,21 @@ class AdmittedCall:
         if self._unwanted:
             generation.end()
         return generation
+
+    def _new_tokens(self, call: GenerateCall, asked: int, kept: int, samples: int) -> int:
+        """How many tokens each sample may generate, of a prompt of `asked` tokens, `kept` of them.
+
+        Raises NeverFits, or InvalidArgument where there is no token.
+        """
+        limits, stopping = self._serving.limits, call.stopping
+        new_tokens = validate.max_new_tokens(
+            min(asked, call.truncate or asked),
+            stopping.max_new_tokens,
+            limits,
+            shorten=stopping.shorten,
+        )
+        validate.check_group(kept, new_tokens, samples, limits)
+        return new_tokens
 
     def end(self, recorded: ServerCall | None) -> None:
         """Cancel what still runs and report the call; its memory is free.
@@ -189,18 +204,18 @@ class AdmittedCall:
         call: GenerateCall,
         prompt: list[int],
         new_tokens: int,
-        samples: int,
+        bad_words: list[list[int]],
         deadline_at: int | None,
     ) -> Request:
         serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
-        limit = stopping.time_limit_ns
+        limit, samples = stopping.time_limit_ns, call.sampling.best_of or call.sampling.n or 1
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
-        check_allowed(call, eos)
+        check_allowed(call, eos, bad_words)
         return Request(
             sequence_ids=serving.client.new_sequence_ids(samples),
             prompt=prompt,
             sampling=sampling_params(
-                call.sampling, secrets.randbits(64) if seed is None else seed, stopping
+                call.sampling, secrets.randbits(64) if seed is None else seed, stopping, bad_words
             ),
             stopping=StoppingParams(
                 max_new_tokens=new_tokens,
@@ -212,7 +227,9 @@ class AdmittedCall:
             logprobs=call.output.logprobs or samples > 1,
             top_n_tokens=call.output.top_n_tokens,
             ranks=call.output.ranks,
-            prompt_logprobs=call.output.prompt_logprobs,
+            prompt_logprobs=call.output.scores_prompt,
+            prompt_top_n_tokens=min(call.output.prompt_top_n_tokens, serving.limits.vocab_size),
+            prompt_ranks=call.output.prompt_ranks,
             priority=call.priority,
             arrived_at=self._arrived_at,
             deadline_at=deadline_at,

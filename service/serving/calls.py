@@ -24,6 +24,8 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     #: Empty: all.
     allowed_token_ids: Sequence[int] = ()
+    #: Texts; what they are as tokens, `bad_words.token_runs` says.
+    bad_words: Sequence[str] = ()
     seed: int | None = None
     watermark: bool = False
     n: int = 0
@@ -59,6 +61,9 @@ class Output:
     #: Each token's rank among all.
     ranks: bool = False
     prompt_logprobs: bool = False
+    #: At each position of the prompt; and the ranks of its tokens.
+    prompt_top_n_tokens: int = 0
+    prompt_ranks: bool = False
     #: Where each token's text begins.
     text_offsets: bool = False
     #: The text of the tokens; without it they are read for stop sequences alone.
@@ -70,6 +75,11 @@ class Output:
     skip_special_tokens: bool = True
     #: None: as the tokenizer does.
     spaces_between_special_tokens: bool | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the model is to say what it thought of the prompt."""
+        return self.prompt_logprobs or self.prompt_top_n_tokens > 0 or self.prompt_ranks
 
 
 #: What Python takes for a token id in a list.

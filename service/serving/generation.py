@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from tokenpod.core.messages import (
     Drafted,
@@ -33,6 +34,13 @@ from tokenpod.service.text.stops import StopMatcher
 UNREAD_BYTES = 128 * 1024
 #: How often a call's memory is counted while its reader keeps up, in messages of the engine.
 _COUNT_EVERY = 32
+
+
+class Abort(Protocol):
+    """Ends sequences in the engine; `stopped`: their outputs are complete."""
+
+    def __call__(self, sequence_ids: list[int], *, stopped: bool = False) -> None:
+        """End these; unknown ids are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +236,7 @@ class Generation:
         streamed: bool,
         failures_last: bool = False,
         step_at: Callable[[], int],
-        abort: Callable[[list[int]], None],
+        abort: Abort,
         on_begin: Callable[[], None],
         on_size: Callable[[int], None] = lambda size: None,
     ) -> None:
@@ -353,7 +361,7 @@ class Generation:
         sample.push(token_id, logprob, finish, top, self._step_at())
         if sample.ending is not None and not finish:
             # A stop sequence: the engine does not know yet.
-            self._abort([sequence_id])
+            self._abort([sequence_id], stopped=True)
 
     def on_failure(self, failure: Failure) -> None:
         """A failure of one sample is the call's: there is no partial answer to a request.

@@ -22,6 +22,7 @@ def summary(settings: ServerSettings, ready: Ready, address: str) -> dict[str, o
         "dtype": ready.dtype,
         "kv_cache_dtype": ready.kv_cache_dtype,
         "quantize": settings.quantize,
+        "quantization": ready.quantization,
         "rope": ready.rope,
         "config_override": settings.config_override or "",
         "unused_tensors": ready.unused_tensors,
@@ -59,7 +60,7 @@ def _facts(settings: ServerSettings, ready: Ready, address: str) -> Iterator[tup
     if settings.health_address is not None:
         yield "health", settings.health_address
     yield "device", ready.device_type
-    quantised = "" if settings.quantize == "none" else f", products {settings.quantize}"
+    quantised = f", products {ready.quantization}" if ready.quantization else ""
     yield "numbers", f"weights {ready.dtype}{quantised}, KV cache {ready.kv_cache_dtype}"
     yield "context", f"{ready.max_positions} tokens"
     yield "KV cache", f"{ready.slots} tokens: {ready.slots_from}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import structs
@@ -16,18 +17,34 @@ _LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
 _NO_STOPPING = Stopping()
 
 
-def check_allowed(call: GenerateCall, eos: frozenset[int]) -> None:
-    """Raise InvalidArgument if what may be drawn leaves nothing to draw. `eos`: ends a text."""
+def check_allowed(
+    call: GenerateCall, eos: frozenset[int], bad_words: Sequence[Sequence[int]] = ()
+) -> None:
+    """Raise InvalidArgument if what may be drawn leaves nothing to draw.
+
+    Args:
+        eos: tokens that end a text.
+        bad_words: the call's as tokens.
+    """
     allowed, ends = {*call.sampling.allowed_token_ids}, eos | {*call.stopping.stop_token_ids}
     if call.stopping.min_new_tokens and allowed and allowed <= ends:
         problem = "leaves only tokens that end the text, none before stopping.min_new_tokens"
         raise InvalidArgument("sampling.allowed_token_ids", problem)
+    if allowed and allowed <= {word[0] for word in bad_words if len(word) == 1}:
+        problem = "leaves only tokens that are words of sampling.bad_words"
+        raise InvalidArgument("sampling.allowed_token_ids", problem)
 
 
 def sampling_params(
-    sampling: Sampling, seed: int, stopping: Stopping = _NO_STOPPING
+    sampling: Sampling,
+    seed: int,
+    stopping: Stopping = _NO_STOPPING,
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> SamplingParams:
-    """Checked values with every "not set" made neutral; of `stopping`, how ends are drawn."""
+    """Checked values with every "not set" made neutral.
+
+    Of `stopping`, how ends are drawn; `bad_words` are the call's as tokens.
+    """
     asked: dict[str, Any] = {
         "eos_boost_after": stopping.eos_boost_after,
         "eos_boost_factor": stopping.eos_boost_factor,
@@ -36,7 +53,7 @@ def sampling_params(
         value = getattr(sampling, column.name, None)
         if value:
             asked[column.name] = _divisor(value) if column.knob.divides else value
-    params = SamplingParams(**asked | {"seed": seed})
+    params = SamplingParams(**asked | {"seed": seed, "bad_words": [*bad_words]})
     if sampling.do_sample is not None:
         return params
     several = max(sampling.n, sampling.best_of) > 1

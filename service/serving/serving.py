@@ -77,9 +77,10 @@ def check_limits(settings: ServerSettings, ready: Ready) -> None:
 def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLimits:
     """What one request may ask for, by the operator's settings and the model's."""
     total = min(settings.max_total_tokens or ready.max_positions, ready.max_positions, ready.slots)
+    most_in = settings.max_input_tokens or settings.most_whole_prompt or total - 1
     return validate.RequestLimits(
         vocab_size=ready.vocab_size,
-        max_input_tokens=min(settings.max_input_tokens or total - 1, total - 1),
+        max_input_tokens=min(most_in, total - 1),
         max_total_tokens=total,
         max_samples=settings.max_best_of,
         max_stop_sequences=settings.max_stop_sequences,

@@ -276,7 +276,8 @@ class ShardService:
             sequence.behind = advanced.behind.get(sequence.sequence_id, 0)
             sequence.waits = sequence.sequence_id in waiting
         # The engine does not see stop sequences: it is asked to end these.
-        self._serving.client.abort(s.sequence_id for s in batch if s.stopped_by_text)
+        ended = [s.sequence_id for s in batch if s.stopped_by_text]
+        self._serving.client.abort(ended, stopped=True)
         return ShardStep(
             generations=sink.generations,
             batch=self._put(batch_id, batch),

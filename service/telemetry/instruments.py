@@ -6,7 +6,7 @@ named here, with the conventions' buckets as advice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
@@ -134,6 +134,29 @@ class Instruments:
             "{preemption}",
             "Running sequences whose memory was taken, to be computed again",
         )
+        gauge(
+            "tokenpod.requests.swapped",
+            observing(lambda now: now.swapped),
+            "{request}",
+            "Preempted sequences whose keys and values wait in the host's memory",
+        )
+        counter(
+            "tokenpod.swapped_tokens",
+            observing(lambda now: now.swapped_tokens),
+            "{token}",
+            "Tokens whose keys and values went to the host's memory by preemptions",
+        )
+        counter(
+            "tokenpod.requests.ended",
+            [lambda options: list(_ended(load()))],
+            "{request}",
+            "Requests that have ended, by how: stopped, length, aborted, ignored",
+        )
+
+
+def _ended(load: Load) -> Iterator[Observation]:
+    for name in load.ended.__struct_fields__:
+        yield Observation(getattr(load.ended, name), {"tokenpod.end": name})
 
 
 #: `tokenpod.draft.position` is 1 for the first draft behind a known token.

@@ -316,7 +316,7 @@ def test_the_worst_step_runs(scattered):
     assert plan.tokens == ROWS - 1 + PREFILL
     result = loop.executor.launch(plan).wait()
     assert len(result.tokens) == ROWS
-    assert sum(map(len, result.prompt_logprobs.values())) == PREFILL
+    assert sum(len(scores.logprobs) for scores in result.scored.values()) == PREFILL
 
 
 @pytest.mark.parametrize("make", [on_host, pytest.param(on_guessing_device, marks=pytest.mark.gpu)])

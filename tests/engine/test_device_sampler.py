@@ -205,9 +205,7 @@ def test_a_row_with_too_many_edits_is_refused():
     bias = dict.fromkeys(range(15), 1.0)
     ends = {"eos_token_ids": frozenset({1, 2}), "min_new_tokens": 1}
     seat(sampler, [(SamplingParams(logit_bias=bias), {})])
-    with pytest.raises(
-        ValueError, match="17 logit biases, end tokens and allowed tokens; a row has room for 16"
-    ):
+    with pytest.raises(ValueError, match=r"17 logit biases, .* a row has room for 16"):
         seat(sampler, [(SamplingParams(logit_bias=bias), ends)])
 
 

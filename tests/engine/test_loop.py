@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch
 
 from tokenpod.core.link import Link, LinkClosed
 from tokenpod.core.messages import (
@@ -19,20 +20,24 @@ from tokenpod.core.messages import (
 )
 from tokenpod.engine.executor import StepResult, scored_rows
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CHUNK = 4
 
 
 class Counting:
-    """Samples the token 1, or -1 (NaN) for the rows in `bad`; scores every prompt token -1.0."""
+    """Samples the token 1, or -1 (NaN) for the rows in `bad`.
+
+    Scores every prompt token -1.0; of two likeliest ones it is the second, and its rank is its id.
+    """
 
     def __init__(self) -> None:
         self.bad = False
 
     def launch(self, plan):
         samples = int(plan.r_samples.sum())
-        scores = {row: [-1.0] * len(following) for row, following in scored_rows(plan)}
+        scores = {row: self._score(following) for row, following in scored_rows(plan)}
         token = -1 if self.bad else 1
         result = StepResult([token] * samples, [-0.5] * samples, [], scores)
 
@@ -41,6 +46,11 @@ class Counting:
                 return result
 
         return Launched()
+
+    def _score(self, following):
+        own = torch.from_numpy(following.copy())
+        tops = torch.stack([own + 1, own], 1)
+        return PromptScores(torch.full((len(own),), -1.0), tops, tops * -0.5, own)
 
 
 class Pod:
@@ -99,6 +109,9 @@ def test_a_prompt_in_pieces_is_scored_whole(pod):
     heard = pod.turn(8)
     (started,) = (started for outputs in heard for started in outputs.started)
     assert started.prompt_logprobs == [-1.0] * (3 * CHUNK - 1)
+    details = started.prompt_details
+    assert details.rank_list() == list(range(1, 3 * CHUNK))
+    assert details.tops(5) == ([7, 6], [-3.5, -3.0])
     assert pod.loop.scores_held == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from samplers import set_row
 from sampling_reference import choose
@@ -57,6 +57,7 @@ def all_params(vocab: int) -> st.SearchStrategy[SamplingParams]:
         allowed_token_ids=st.just([]) | st.lists(st.integers(0, vocab - 1), max_size=4),
         eos_boost_after=st.integers(0, 3),
         eos_boost_factor=st.sampled_from([1.0, 1.0, 1.2, 40.0]),
+        bad_words=st.lists(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=3), max_size=3),
         seed=st.integers(0, 2**64 - 1),
     )
 
@@ -76,6 +77,8 @@ def cases(draw: st.DrawFn) -> dict:
     token, params = st.integers(0, vocab - 1), draw(all_params(vocab))
     if params.allowed_token_ids and max(logits[t] for t in params.allowed_token_ids) == -INF:
         logits[params.allowed_token_ids[0]] = 0.0
+    free = {*(params.allowed_token_ids or range(vocab))} - {word[-1] for word in params.bad_words}
+    assume(any(logits[t] > -INF for t in free))
     return {
         "logits": np.array(logits, dtype=np.float32),
         "params": params,

@@ -179,7 +179,7 @@ def test_a_config_that_is_no_json_object(folder, content):
         ("hidden_act", "quick_gelu", "hidden_act 'quick_gelu' is not supported"),
         ("dtype", "int8", "dtype 'int8' is not supported"),
         ("eos_token_id", "end", "eos_token_id is 'end'; expected a token id"),
-        ("quantization_config", {"quant_method": "gptq"}, "quantised checkpoints"),
+        ("quantization_config", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
         ("rope_parameters", {"rope_type": "spiral"}, "rope_type 'spiral' is not supported"),
         ("rope_parameters", {"rope_type": "longrope"}, "rope_parameters: short_factor is missing"),
         ("rope_parameters", {"rope_type": "linear"}, "rope_parameters: factor is missing"),
@@ -365,12 +365,12 @@ def test_scales_that_can_not_be_are_refused(folder, changes, message):
     refused(folder, message)
 
 
-def test_a_checkpoint_whose_weights_are_quantised_too_is_refused(folder):
+def test_a_checkpoint_that_does_not_say_how_weights_are_quantised_is_refused(folder):
     groups = {"group_0": {"targets": ["Linear"]}}
     change_config(
         folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": groups}
     )
-    refused(folder, "quantised checkpoints")
+    refused(folder, "quantization_config: format is missing")
 
 
 def test_long_factors_are_for_servers_of_long_texts(golden, tmp_path):

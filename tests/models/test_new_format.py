@@ -18,7 +18,7 @@ from tokenpod.kernels.cpu import OPERATIONS
 from tokenpod.kernels.formats import MADE_AT_LOAD
 from tokenpod.kernels.weight import LinearWeight, QuantisedWeight
 from tokenpod.models import load as loading
-from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.checkpoint import Checkpoint, Quantised
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.formats import bytes_needed
 from tokenpod.models.load import load_model, read_layout
@@ -91,6 +91,7 @@ class Published:
     """A layout of checkpoints, with the inputs of every second layer's groups out of order."""
 
     NAMES = ("packed", "scale", "zero", "group")
+    name = "published"
 
     def quantises(self, weight):
         return weight.multiplied and not weight.name.startswith("2.")
@@ -106,12 +107,13 @@ class Published:
             found |= dict(zip(names, map(StoredTensor, shapes, kinds), strict=True))
         return found
 
-    def bytes_of(self, weight, shard):
+    def quantised(self, weight, shard):
         parts = [[shard.part(axis) for axis in source.axes] for source in weight.sources]
         joined = 8 * len(parts[0][1]) * (len(parts) - 1)  # one index of groups is enough
-        return sum(GroupedWeight.bytes_of(*part) for part in parts) - joined
+        size = sum(GroupedWeight.bytes_of(*part) for part in parts) - joined
+        return Quantised(shard.numbers([weight]), size)
 
-    def read(self, checkpoint, weight, shard, device):
+    def read(self, checkpoint, weight, shard, dtype, device):
         parts = []
         for source in weight.sources:
             stored = [
@@ -138,7 +140,9 @@ def shuffled(weight: torch.Tensor, order: torch.Tensor) -> GroupedWeight:
 @pytest.fixture
 def published(golden, tmp_path, monkeypatch):
     """(a checkpoint of the layout, one of what its numbers stand for)."""
-    monkeypatch.setattr(loading, "reader_for", lambda spec, quantize: quantize and Published())
+    monkeypatch.setattr(
+        loading, "reader_for", lambda spec, quantize, *more: quantize and Published()
+    )
 
     def make(name):
         folder = golden(name).folder

@@ -139,7 +139,10 @@ def test_weights_that_do_not_fit(folder, edit, message):
         ),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "is missing from the ch"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "mask is neither causal"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised checkpoints"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "with dense weights: its quantization_config says gptq",
+        ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             None,

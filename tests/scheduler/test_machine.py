@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from scheduler_driver import Driver, Guesses, request
 
 from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.policies import ADMISSIONS, batching
 
 #: Prompts are cut from few texts, so that many begin alike.
 TEXTS = [[1] * 60, [1, 2] * 30, [2, 2, 1] * 20, [1] * 10 + [2] * 50]
@@ -45,9 +46,24 @@ class SchedulerLife(RuleBasedStateMachine):
         nan=st.sampled_from([0.0, 0.0, 0.03]),
         end=st.sampled_from([0.0, 0.1]),
         caching=st.sampled_from([True, True, False]),
+        admission=st.sampled_from(["exact", "exact", *ADMISSIONS]),
+        alternate=st.sampled_from([False, False, True]),
         drafts=st.sampled_from([0, 0, 1, 3]),
     )
-    def begin(self, seed, slots, rows, prefill, overlap, nan, end, caching, drafts):
+    def begin(
+        self,
+        seed,
+        slots,
+        rows,
+        prefill,
+        overlap,
+        nan,
+        end,
+        caching,
+        admission,
+        alternate,
+        drafts,
+    ):
         chance = random.Random(seed)
 
         def choose(sequence_id, index):
@@ -64,6 +80,8 @@ class SchedulerLife(RuleBasedStateMachine):
             max_positions=52,
             prefill_tokens=prefill,
             prefix_caching=caching,
+            admission=ADMISSIONS[admission],
+            batching=batching("alternate" if alternate else "mixed", max_waiting_tokens=4),
             **({"drafting": partial(Drafting, Guesses(seed), drafts)} if drafts else {}),
         )
         self.drafts = drafts

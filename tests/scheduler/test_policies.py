@@ -1,8 +1,4 @@
-"""Other policies are modules of their own: two small ones go through the same batcher and queue.
-
-They are what later policies need of the protocols: one promises memory by the prompt alone and
-preempts, one lets requests join in batches and computes whole prompts by themselves.
-"""
+"""Policies are modules of their own, which go through the same batcher and queue."""
 
 import random
 
@@ -10,47 +6,14 @@ import pytest
 from scheduler_driver import Driver, request
 
 from tokenpod.scheduler.batching import Joining, Portion
-from tokenpod.scheduler.exact import Forecast
-
-
-class PromptsOnly(Forecast):
-    """Counts what is there and the prompts, and no growth but a router's."""
-
-    def decoding(self, sequences):
-        self.leaving(sequences)
-
-    def _behind_all(self, sequence, need):
-        self._prompt_tokens += need
-        self._add(sequence.private + need, 0, 1)
-        self._ends_at[sequence.id] = 1
-        if sequence.node is not None:
-            self._lock(sequence.node, 1)
-        return 1
-
-
-class Optimistic:
-    """Whoever came last gives way."""
-
-    def __init__(self, table, slots, quantum):
-        self._made = table, slots, quantum
-        self.lengths = []
-
-    def ledger(self):
-        return PromptsOnly(*self._made)
-
-    def victim(self, running):
-        return max(running, key=lambda sequence: (sequence.arrival, sequence.stream))
-
-    def ended(self, sequence):
-        self.lengths.append(len(sequence.outputs))
+from tokenpod.scheduler.optimistic import Optimistic
 
 
 class InTurns:
     """Two requests or more join, or none; then their prompts are computed, and nothing else."""
 
-    def __init__(self, prefill_tokens):
-        self.quantum = prefill_tokens
-        self._budget = prefill_tokens
+    def __init__(self, limits):
+        self.quantum = self._budget = limits.prefill_tokens
         self.portions = []
 
     def joining(self, running, waiting):
@@ -88,7 +51,6 @@ def test_who_came_last_gives_way_when_slots_run_out(overlap):
     driver.run()
     assert driver.scheduler.load().preemptions > 0
     assert [len(driver.outputs(i)) for i in (1, 2, 3)] == [25, 25, 25]
-    assert sorted(driver.scheduler._admission.lengths) == [25, 25, 25]
     driver.drain()
 
 

@@ -9,9 +9,10 @@ import pytest
 from scheduler_driver import Driver, Guesses, request
 
 from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 
 
-def soak(seed: int, turns: int) -> Driver:
+def soak(seed: int, turns: int, admission: str = "exact", turned: str = "mixed") -> Driver:
     chance = random.Random(seed)
     nan = chance.choice([0.0, 0.0, 0.02])
     most = seed % 4
@@ -22,6 +23,8 @@ def soak(seed: int, turns: int) -> Driver:
         slots=chance.randint(36, 70),
         max_rows=chance.randint(6, 16),
         prefill_tokens=chance.choice([2, 4, 8, 30]),
+        admission=ADMISSIONS[admission],
+        batching=batching(turned, max_waiting_tokens=3),
         **drafts,
     )
     texts = [[1] * 30, [1, 2] * 15, [2, 2, 1] * 10]
@@ -70,3 +73,15 @@ def test_nothing_ever_runs_out_of_memory(seed):
     lives = [soak(each, 150) for each in range(seed, seed + 20)]
     assert sum(life.steps for life in lives) > 2000
     assert sum(life.accepted for life in lives) > 100
+
+
+PAIRS = [(a, b) for a in ADMISSIONS for b in BATCHINGS if (a, b) != ("exact", "mixed")]
+
+
+@pytest.mark.parametrize(("admission", "turned"), PAIRS)
+def test_nothing_is_lost_under_any_pair_of_policies(admission, turned):
+    preemptions = 0
+    for seed in range(4):
+        driver = soak(seed, 150, admission, turned)
+        preemptions += driver.scheduler.load().preemptions
+    assert preemptions or admission in ("exact", "reserve")

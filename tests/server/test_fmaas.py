@@ -122,6 +122,25 @@ def test_the_prompts_tokens_are_told_where_asked_for(api: Any) -> None:
     assert [t.text for t in plain.input_tokens] == [t.text for t in answer.input_tokens]
 
 
+def test_ranks_and_top_tokens_of_the_prompt_are_told_where_asked_for(api: Any) -> None:
+    options = {"input_tokens": True, "token_ranks": True, "top_n_tokens": 3}
+    (answer,) = whole(api, PROMPT, response=options | {"token_logprobs": True})
+    first, *rest = answer.input_tokens
+    assert (first.rank, len(first.top_tokens)) == (0, 0), "nothing precedes it"
+    for token in rest:
+        assert len(token.top_tokens) == 3
+        likelier = [top for top in token.top_tokens if top.logprob > token.logprob + 1e-5]
+        assert len(likelier) == min(token.rank - 1, 3)
+        if token.rank <= 3:
+            assert token.text in {top.text for top in token.top_tokens}
+    assert min(token.rank for token in rest) >= 1
+    assert max(token.rank for token in rest) > 3
+    opening, *_ = stream(api, single(response=options))
+    assert [t.rank for t in opening.input_tokens] == [t.rank for t in answer.input_tokens]
+    assert not any(top.logprob for t in opening.input_tokens for top in t.top_tokens)
+    assert not any(token.rank for token in answer.tokens)
+
+
 # -- how tokens are chosen ---------------------------------------------------------------------
 
 
@@ -251,8 +270,6 @@ def test_lengths_are_refused_in_tgis_words(api: Any) -> None:
 UNBUILT: dict[str, dict[str, Any]] = {
     "decoding.json_schema": {"decoding": {"json_schema": "{}"}},
     "decoding.format": {"decoding": {"format": "JSON"}},
-    "response.token_ranks": {"response": {"token_ranks": True, "input_tokens": True}},
-    "response.top_n_tokens": {"response": {"top_n_tokens": 2, "input_tokens": True}},
 }
 
 

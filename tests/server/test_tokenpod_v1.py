@@ -220,6 +220,49 @@ def test_a_tokens_rank_is_its_place_among_all(api: Any) -> None:
     assert [rank for run in tokens_of(greedy) for rank in run.ranks] == [1] * 8
 
 
+def test_the_likeliest_tokens_at_each_position_of_a_prompt_are_told(api: Any) -> None:
+    """They are those that the model would have generated there."""
+    (result,) = once(api, ask(output={"top_n_tokens": 2, "logprobs": True})).results
+    generated = result.tokens
+    first = stream(api, ask(stopping={"max_new_tokens": 1}, output={"prompt_logprobs": True}))[0]
+    before = list(first.started.prompt_tokens.ids)
+    ids = {"ids": [*before, *generated.token_ids]}
+    asked = pb.GenerateRequest(
+        token_ids=ids,
+        stopping={"max_new_tokens": 1},
+        output={"prompt_top_n_tokens": 2, "ranks": True, "final_text": False},
+    )
+    for told in (
+        once(api, asked).started.prompt_tokens,
+        stream(api, asked)[0].started.prompt_tokens,
+    ):
+        assert list(told.ids) == ids["ids"]
+        assert len(told.texts) == len(told.ids)
+        assert not told.logprobs, "not asked for"
+        assert len(told.ranks) == len(told.top_tokens) == len(told.ids) - 1, "none of the first"
+        for position, top in enumerate(generated.top_tokens, len(before) - 1):
+            scored = told.top_tokens[position]
+            assert list(scored.ids) == list(top.ids)[:2]
+            assert list(scored.logprobs) == pytest.approx(list(top.logprobs)[:2], abs=1e-3)
+            assert len(scored.texts) == 2
+            assert told.ranks[position] == 1, "it was generated greedily"
+        assert max(told.ranks) > 1
+    assert not first.started.prompt_tokens.top_tokens
+    assert not first.started.prompt_tokens.ranks
+
+
+def test_a_long_prompts_top_tokens_are_told_in_pieces(api: Any) -> None:
+    def request(tokens: int, top_n: int) -> pb.GenerateRequest:
+        return pb.GenerateRequest(
+            token_ids={"ids": [at % 500 for at in range(tokens)]},
+            stopping={"max_new_tokens": 1},
+            output={"prompt_top_n_tokens": top_n},
+        )
+
+    told = once(api, request(1900, 5)).started.prompt_tokens
+    assert [len(top.ids) for top in told.top_tokens] == [5] * 1899
+
+
 def test_only_allowed_tokens_are_drawn(api: Any) -> None:
     allowed = [44, 300, 5, 17]
     greedy = ask(sampling={"allowed_token_ids": allowed}, output={"logprobs": True})
@@ -231,6 +274,51 @@ def test_only_allowed_tokens_are_drawn(api: Any) -> None:
     (result,) = once(api, alone).results
     assert list(result.tokens.token_ids) == [7] * 8
     assert list(result.tokens.logprobs) == [0.0] * 8
+
+
+def test_the_tokens_of_a_bad_word_never_follow_each_other(api: Any) -> None:
+    def generated(words: list[str]) -> list[int]:
+        asked = ask(sampling={"bad_words": words}, stopping={"max_new_tokens": 32})
+        return list(once(api, asked).results[0].tokens.token_ids)
+
+    def tokens(text: str) -> list[int]:
+        asked = service.TokenizeRequest(text=text, add_special_tokens=False, return_token_ids=True)
+        return list(api.Tokenize(asked).token_ids)
+
+    def runs(ids: list[int], size: int) -> list[list[int]]:
+        return [ids[at : at + size] for at in range(len(ids) - size + 1)]
+
+    words: dict[str, list[int]] = {}
+    said = generated([])
+    for size in (1, 2, 3, 2, 1):
+        # A text that the tokenizer writes as the model did.
+        texts = (
+            (api.Detokenize(service.DetokenizeRequest(token_ids=run)).text, run)
+            for run in runs(said, size)
+        )
+        text, run = next((text, run) for text, run in texts if tokens(text) == run)
+        words[text] = run
+        said = generated([*words])
+        assert not any(run in runs(said, len(run)) for run in words.values())
+    assert len(words) == 5
+
+
+def test_a_words_tokens_are_counted_in_each_spelling(api: Any) -> None:
+    def tokens(text: str) -> int:
+        return api.Tokenize(
+            service.TokenizeRequest(text=text, add_special_tokens=False)
+        ).token_count
+
+    words = [f"word{at} of {at * at}" for at in range(200)]
+    sizes = {word: tokens(word) + tokens(f" {word}") for word in words}
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, once, api, ask(sampling={"bad_words": words}))
+    assert f"has {sum(sizes.values())} tokens" in error.details()
+    assert "allows 1024 (--max-logit-bias)" in error.details()
+    fits = []
+    while sum(sizes[word] for word in fits) + max(sizes.values()) <= 1000:
+        fits.append(words[len(fits)])
+    allowed = [*range(24)]
+    once(api, ask(sampling={"bad_words": fits, "allowed_token_ids": allowed}))
 
 
 def test_an_end_becomes_likelier(api: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.json_format import MessageToDict
-from harness import ServerProcess, violations
+from harness import ServerProcess, violations, wait_for
 from public_api import PROMPT, SHORT, ask, once, refused, said, stream
 
 from tokenpod.service.dialects.tokenpod_v1.features import NOT_BUILT
@@ -46,6 +46,12 @@ BAD: dict[str, dict[str, Any]] = {
         "sampling": {"allowed_token_ids": [1]},
         "stopping": {"min_new_tokens": 2},
     },
+    "sampling.bad_words[1]": {"sampling": {"bad_words": ["a", ""]}},
+    "sampling.bad_words[0]": {"sampling": {"bad_words": ["x" * 241]}},
+    "sampling.bad_words": {
+        "sampling": {"bad_words": ["y z " * 60] * 16 + ["y z" * at for at in range(1, 60)]}
+    },
+    "output.prompt_top_n_tokens": {"output": {"prompt_top_n_tokens": 6}},
     "chat.messages": {"chat": {}},
     "chat.messages[0].content[0]": {"chat": {"messages": [{"role": "user", "content": [{}]}]}},
 }
@@ -205,3 +211,25 @@ def test_the_load_counts_what_runs_and_what_has_been_asked(api: Any, long_call: 
     assert after.prompt_token_count - before.prompt_token_count == usage.prompt_token_count
     assert after.cached_token_count - before.cached_token_count == usage.cached_token_count
     assert MessageToDict(after)["startTime"] == MessageToDict(before)["startTime"]
+
+
+def test_requests_are_counted_by_how_they_ended(api: Any, long_call: Any) -> None:
+    def counts() -> tuple[int, ...]:
+        load = api.GetLoad(service.GetLoadRequest())
+        return (
+            load.stopped_request_count,
+            load.length_request_count,
+            load.aborted_request_count,
+            load.ignored_request_count,
+        )
+
+    before = counts()
+    once(api, ask(stopping={"max_new_tokens": 2, "ignore_eos": True}))
+    text = once(api, ask(stopping=SHORT, sampling={"seed": 1})).results[0].text
+    once(api, ask(stopping={**SHORT, "stop_sequences": [text[:2]]}, sampling={"seed": 1}))
+    too_long = ask(stopping={"max_new_tokens": 10**6})
+    refused(grpc.StatusCode.INVALID_ARGUMENT, stream, api, too_long)
+    long_call.cancel()
+    wait_for(lambda: counts()[2] > before[2])
+    ended = [now - then for now, then in zip(counts(), before, strict=True)]
+    assert ended == [1, 2, 1, 1]

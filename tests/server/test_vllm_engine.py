@@ -111,7 +111,13 @@ def test_log_probabilities_are_told_where_asked_for(
     engine: Any, stub: Any, prompt: list[int]
 ) -> None:
     chunks, _ = run(engine, ask(prompt, logprobs=2, prompt_logprobs=0))
+    more, _ = run(engine, ask(prompt, prompt_logprobs=3))
+    first, *others = more[0].input_logprobs.top_logprobs
+    assert (len(first.values), len(others)) == (0, len(prompt) - 1)
+    assert {len(top.token_ids) for top in others} == {3}
     told = chunks[0].input_logprobs
+    assert not told.top_logprobs
+    assert told.token_logprobs == more[0].input_logprobs.token_logprobs
     assert list(told.token_ids) == prompt
     assert not told.token_logprobs[0].HasField("value")
     assert all(each.value < 0 for each in told.token_logprobs[1:])
@@ -156,7 +162,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "sampling_params.regex": {"sampling_params": {"regex": "a"}},
     "sampling_params.choice": {"sampling_params": {"choice": {}}},
     "sampling_params.logprobs": {"sampling_params": {"logprobs": 21}},
-    "sampling_params.prompt_logprobs": {"sampling_params": {"prompt_logprobs": 3}},
+    "sampling_params.prompt_logprobs": {"sampling_params": {"prompt_logprobs": 21}},
     "sampling_params.max_tokens": {"sampling_params": {"max_tokens": 0}},
     "sampling_params.temperature": {"sampling_params": {"temperature": -1.0}},
     "sampling_params.logit_bias[-1]": {"sampling_params": {"logit_bias": {-1: 1.0}}},

@@ -352,7 +352,7 @@ def generation(arrived: int, samples: list[Sample], began: int | None) -> Genera
         samples,
         streamed=True,
         step_at=lambda: 0,
-        abort=lambda ids: None,
+        abort=lambda ids, *, stopped=False: None,
         on_begin=lambda: None,
     )
     if began is not None:

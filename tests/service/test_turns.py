@@ -82,7 +82,7 @@ class Turns:
             samples,
             streamed=stream,
             step_at=lambda: 1,
-            abort=aborted.extend,
+            abort=lambda ids, *, stopped=False: aborted.extend(ids),
             on_begin=lambda: None,
         )
         writer = EventWriter(call, generation, self.tokenizer, model_id="m", request_id="r")

@@ -210,6 +210,14 @@ def test_samples_of_a_request_must_fit_at_once() -> None:
 # -- what "not set" means ----------------------------------------------------------------------
 
 
+def test_likeliest_tokens_of_a_prompt_are_bounded_together() -> None:
+    validate.check_prompt_tops(6553, 5)
+    validate.check_prompt_tops(1_000_000, 0)
+    with pytest.raises(InvalidArgument, match="with 6554 prompt tokens at most 4") as error:
+        validate.check_prompt_tops(6554, 5)
+    assert error.value.field == "output.prompt_top_n_tokens"
+
+
 def test_zeros_are_neutral() -> None:
     params = sampling_params(Sampling(), seed=0)
     assert params == type(params)()

@@ -59,9 +59,11 @@ def set_row(sampler: Sampler, row: int, params: SamplingParams, **asks: object) 
     sampler.set_row(row, asking(params, **asks))
 
 
-def on_device(rows: list[Row], vocab: int, tiles: Tiles = SMALL) -> DeviceSampler:
+def on_device(
+    rows: list[Row], vocab: int, tiles: Tiles = SMALL, most_edits: int = 16
+) -> DeviceSampler:
     sampler = DeviceSampler(
-        rows=len(rows), vocab_size=vocab, device=DEVICE, most_edits=16, tiles=tiles
+        rows=len(rows), vocab_size=vocab, device=DEVICE, most_edits=most_edits, tiles=tiles
     )
     seat(sampler, rows)
     return sampler
@@ -214,6 +216,14 @@ ALONE: list[Row] = [
     (
         sampled(eos_boost_factor=1.5, allowed_token_ids=[0, 7, 8, 50, 51, 90], top_p=0.9),
         {"eos_token_ids": frozenset({7}), "outputs": [5, 5]},
+    ),
+    (
+        SamplingParams(bad_words=[[96], [63], [3, 64], [5, 9, 7], [9, 5], [96]]),
+        {"prompt": [3], "outputs": [3, 5, 9]},
+    ),
+    (
+        sampled(bad_words=[[5, 5], [5, 5, 8], [64]], allowed_token_ids=[5, 8, 64, 90]),
+        {"outputs": [5, 5]},
     ),
 ]
 

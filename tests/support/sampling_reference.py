@@ -142,6 +142,9 @@ def choose(
         scores[list(ends)] = -np.inf
     if params.allowed_token_ids:
         scores[np.setdiff1d(np.arange(len(scores)), params.allowed_token_ids)] = -np.inf
+    for *before, last in params.bad_words:
+        if not before or outputs[-len(before) :] == before:
+            scores[last] = -np.inf
     if not params.do_sample:
         return Choice(int(scores.argmax()), log_softmax(scores), scores, np.inf)
     scores = (scores - scores.max()) / params.temperature

@@ -25,6 +25,8 @@ from tokenpod.core.messages import (
     StoppingParams,
 )
 from tokenpod.core.plan import LAST, UNSAMPLED, NewRow, StepPlan
+from tokenpod.scheduler.exact import Exact
+from tokenpod.scheduler.reserve import Reserve
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
 
@@ -263,7 +265,7 @@ class Driver:
 
     def __init__(self, *, overlap=False, choose=lambda sequence_id, index: 0, **limits) -> None:
         policies = {name: limits.pop(name) for name in POLICIES if name in limits}
-        self.exact = "admission" not in policies
+        self.safe = policies.get("admission", Exact) in (Exact, Reserve)
         self.scheduler = Scheduler(Limits(**{"max_positions": 10_000} | limits), **policies)
         self.executor = ReferenceExecutor(self.scheduler, choose)
         self.overlap = overlap
@@ -331,7 +333,7 @@ class Driver:
             self._settle(*flying)
         self._hear(self.scheduler.drain_events())
         self.scheduler.check()
-        assert self.scheduler.stalls == 0 or not self.exact
+        assert not self.safe or self.scheduler.stalls == 0
         return step is not None or previous is not None
 
     def run(self, turns: int = 100_000) -> None:

@@ -49,15 +49,10 @@ def check_adapter(
 
 def check_built(params: pb.Parameters) -> None:
     """Raise Unimplemented for what would be ignored otherwise."""
-    response, decoding = params.response, params.decoding
+    decoding = params.decoding
     guided = decoding.WhichOneof("guided")
     if guided is not None and (guided != "format" or decoding.format):
         raise Unimplemented(f"params.decoding.{guided}", "is not supported by this server")
-    if response.input_tokens:
-        for field in ("token_ranks", "top_n_tokens"):
-            if getattr(response, field):
-                problem = "is not supported for the tokens of a prompt by this server"
-                raise Unimplemented(f"params.response.{field}", problem)
 
 
 def too_long(error: PromptTooLong) -> Refused:

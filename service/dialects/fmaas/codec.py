@@ -47,6 +47,8 @@ def generate_call(text: str, params: pb.Parameters, *, stream: bool) -> Generate
             top_n_tokens=response.top_n_tokens if response.generated_tokens else 0,
             ranks=response.token_ranks and response.generated_tokens,
             prompt_logprobs=response.token_logprobs and response.input_tokens,
+            prompt_top_n_tokens=response.top_n_tokens if response.input_tokens else 0,
+            prompt_ranks=response.token_ranks and response.input_tokens,
             text_offsets=stream,
             final_text=not stream,
         ),

@@ -51,6 +51,7 @@ async def generate(
         for writer in writers:
             while not writer.generation.finished:
                 await writer.generation.news()
+            await writer.prepare()
         return pb.BatchedGenerationResponse(responses=[writer.whole() for writer in writers])
 
 

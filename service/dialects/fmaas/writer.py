@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,8 @@ _STOP = {
 }
 #: Stands for a token of which the client wants to read nothing.
 _UNTOLD = pb.TokenInfo()
+#: Tokens of a prompt that are named before others get their turn: some milliseconds.
+_NAMES_AT_ONCE = 2048
 
 
 class ResponseWriter:
@@ -45,11 +48,37 @@ class ResponseWriter:
         self._name = tokenizer.backend.id_to_token
         self._opened = False
         self._ended = False
+        #: What is told of the prompt's tokens, once `prepare` has made it.
+        self._prompt: list[pb.TokenInfo] = []
         #: Tokens that have come and were not told, each with where its text begins; and that text.
         self._tokens: deque[tuple[pb.TokenInfo, int]] = deque()
         self._text = ""
         #: Tokens and code points that were told.
         self._told = self._written = 0
+
+    async def prepare(self) -> None:
+        """Name the tokens of a prompt that is to be told; others get their turn meanwhile."""
+        if not self._options.input_tokens:
+            return
+        options, started = self._options, self.generation.started
+        # Nothing precedes the first.
+        logprobs: Sequence[float] = ()
+        if options.token_logprobs and started is not None:
+            logprobs = [math.nan, *(started.prompt_logprobs or ())]
+        details = started.prompt_details if started is not None else None
+        ranks = [0, *details.rank_list()] if details is not None else []
+        step = _NAMES_AT_ONCE // (options.top_n_tokens + 1)
+        for at, token in enumerate(self.generation.request.prompt):
+            if at % step == 0:
+                await asyncio.sleep(0)
+            info = pb.TokenInfo(text=self._name(token) or "")
+            if logprobs:
+                info.logprob = logprobs[at]
+            if options.token_ranks and ranks:
+                info.rank = ranks[at]
+            if options.top_n_tokens and details is not None and at:
+                self._tell_tops(info, *details.tops(at - 1))
+            self._prompt.append(info)
 
     @property
     def done(self) -> bool:
@@ -92,20 +121,8 @@ class ResponseWriter:
             assert isinstance(self._call.prompt, str)
             response.text = self._call.prompt
         if options.input_tokens:
-            response.input_tokens.extend(self._prompt())
+            response.input_tokens.extend(self._prompt)
         return response
-
-    def _prompt(self) -> Iterator[pb.TokenInfo]:
-        ids, started = self.generation.request.prompt, self.generation.started
-        # Nothing precedes the first.
-        logprobs: Sequence[float] = ()
-        if self._options.token_logprobs and started is not None:
-            logprobs = [math.nan, *(started.prompt_logprobs or ())]
-        for at, token in enumerate(ids):
-            info = pb.TokenInfo(text=self._name(token) or "")
-            if logprobs:
-                info.logprob = logprobs[at]
-            yield info
 
     def _generated(self, delta: Delta) -> Iterator[pb.TokenInfo]:
         options = self._options
@@ -121,11 +138,14 @@ class ResponseWriter:
             if ranks is not None:
                 info.rank = ranks[at]
             if tops is not None:
-                for each, logprob in zip(*next(tops), strict=True):
-                    top = info.top_tokens.add(text=self._name(each) or "")
-                    if options.token_logprobs:
-                        top.logprob = logprob
+                self._tell_tops(info, *next(tops))
             yield info
+
+    def _tell_tops(self, info: pb.TokenInfo, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        for each, logprob in zip(ids, logprobs, strict=True):
+            top = info.top_tokens.add(text=self._name(each) or "")
+            if self._options.token_logprobs:
+                top.logprob = logprob
 
     def _one(self, sample: Sample) -> pb.GenerationResponse:
         """A message with one token; or with none, where the end comes without."""

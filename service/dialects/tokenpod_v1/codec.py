@@ -69,7 +69,7 @@ async def generate_call(
             **_eos_boost(request.stopping),
             time_limit_ns=_time_limit(request.stopping),
         ),
-        output=Output(**given(request.output, Output), stream=stream),
+        output=_output(request.output, stream=stream),
         truncate=request.truncate,
         request_id=request.request_id,
         priority=request.priority,
@@ -111,6 +111,13 @@ def skips_special(request: Any) -> bool:
 
 
 # -- parts -------------------------------------------------------------------------------------
+
+
+def _output(options: generation_pb2.OutputOptions, *, stream: bool) -> Output:
+    told = options.prompt_logprobs or options.prompt_top_n_tokens
+    return Output(
+        **given(options, Output), stream=stream, prompt_ranks=options.ranks and bool(told)
+    )
 
 
 def _unless_unset(message: Any, field: str) -> bool:

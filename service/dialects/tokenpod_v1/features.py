@@ -21,8 +21,7 @@ NOT_BUILT = frozenset(
     {
         *("adapter", "constraint"),
         *("chat.messages.content.image", "chat.tool_choice.tool_name"),
-        *("sampling.bad_words", "sampling.beam"),
-        "output.prompt_top_n_tokens",
+        "sampling.beam",
     }
 )
 #: Fields of requests with tools.

@@ -43,6 +43,7 @@ async def generate_once(
             await writer.generation.news()
         if (failure := writer.generation.late_failure) is not None:
             raise failure
+        await writer.prepare()
         return writer.whole()
 
 
@@ -112,7 +113,7 @@ async def get_load(
     backend: Backend, request: pb.GetLoadRequest, context: Context
 ) -> pb.GetLoadResponse:
     """How busy the pod is."""
-    return load_of(backend.generate.serving, backend.admission.counters.requests)
+    return load_of(backend.generate.serving, backend.admission)
 
 
 async def _extend(numbers: Any, more: Sequence[int]) -> None:

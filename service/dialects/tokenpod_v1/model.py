@@ -8,20 +8,19 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.tokenpod_v1.features import features
+from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
-#: --quantize: nothing is quantised.
-_DENSE = "none"
 #: How tokens are drafted.
 _NGRAMS = "ngram"
 
 
 def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
-    ready, settings, tokenizer = serving.ready, serving.settings, serving.tokenizer
+    ready, tokenizer = serving.ready, serving.tokenizer
     template, formats = tokenizer.template_source, serving.formats
     model = model_pb2.Model(
         name=serving.model_id,
@@ -32,7 +31,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
         dtype=ready.dtype,
-        quantization="" if settings.quantize == _DENSE else settings.quantize,
+        quantization=ready.quantization,
         kv_cache_dtype=ready.kv_cache_dtype,
         device_type=ready.device_type,
         rope_scaling=ready.rope,
@@ -48,16 +47,17 @@ def model_of(serving: Serving) -> model_pb2.Model:
     return model
 
 
-def load_of(serving: Serving, requests: int) -> pb.GetLoadResponse:
-    """How busy the pod is; `requests`: calls that have been admitted."""
-    load, slots = serving.client.load, serving.ready.slots
+def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
+    """How busy the pod is."""
+    load, slots = admission.whole(serving.client.load), serving.ready.slots
+    ended = load.ended
     # Before its first step the engine has told nothing.
     free = load.free_slots + load.evictable_slots if load.slots else slots
     since = Timestamp()
     since.FromNanoseconds(serving.since)
     return pb.GetLoadResponse(
         start_time=since,
-        request_count=requests,
+        request_count=admission.counters.requests,
         running_count=load.running,
         waiting_count=load.waiting,
         waiting_token_count=load.waiting_tokens,
@@ -66,6 +66,13 @@ def load_of(serving: Serving, requests: int) -> pb.GetLoadResponse:
         total_token_count=slots,
         prompt_token_count=load.prompt_tokens,
         cached_token_count=load.cached_tokens,
+        swapped_count=load.swapped,
+        preemption_count=load.preemptions,
+        swapped_token_count=load.swapped_tokens,
+        stopped_request_count=ended.stopped,
+        length_request_count=ended.length,
+        aborted_request_count=ended.aborted,
+        ignored_request_count=ended.ignored,
         drafted_token_count=load.drafted_tokens,
         accepted_token_count=load.accepted_tokens,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from google.protobuf.duration_pb2 import Duration
 
 from tokenpod.core.messages import FinishCode
@@ -22,6 +24,8 @@ _FINISH = {
     FinishCode.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
 }
 _NANOSECONDS = 1_000_000_000
+#: Tokens of a prompt that are named before others get their turn: some milliseconds.
+_NAMES_AT_ONCE = 2048
 #: The role of what a model has written, which templates know by this name.
 _ASSISTANT = "assistant"
 
@@ -44,6 +48,30 @@ class EventWriter(SampleWriter):
         super().__init__(call, generation, tokenizer)
         self._model_id = model_id
         self._request_id = request_id
+        #: What is told of the prompt's tokens, once `prepare` has made it.
+        self._prompt: pb.PromptTokens | None = None
+
+    async def prepare(self) -> None:
+        """Name the tokens of a prompt that is to be told; others get their turn meanwhile."""
+        started, prompt = self.generation.started, self.generation.request.prompt
+        output = self.call.output
+        if started is None or not output.scores_prompt:
+            return
+        self._prompt = message = pb.PromptTokens(ids=prompt)
+        if output.prompt_logprobs:
+            message.logprobs.extend(started.prompt_logprobs or ())
+        details, top_n = started.prompt_details, output.prompt_top_n_tokens
+        if details is not None and output.prompt_ranks:
+            message.ranks.extend(details.rank_list())
+        step = max(_NAMES_AT_ONCE // (top_n + 1), 1)
+        for first in range(0, len(prompt), step):
+            await asyncio.sleep(0)
+            message.texts.extend(self.texts(prompt[first : first + step]))
+            if details is None or not top_n:
+                continue
+            for at in range(first, min(first + step, len(prompt) - 1)):
+                ids, logprobs = details.tops(at)
+                message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self.texts(ids))
 
     def whole(self) -> service_pb.GenerateOnceResponse:
         """The answer, once every sample has ended."""
@@ -91,11 +119,8 @@ class EventWriter(SampleWriter):
             message.seed = request.sampling.seed
         if limit := self.call.stopping.time_limit_ns:
             message.time_limit.CopyFrom(_duration(limit))
-        if generation.started is not None and self.call.output.prompt_logprobs:
-            prompt = message.prompt_tokens
-            prompt.ids.extend(request.prompt)
-            prompt.logprobs.extend(generation.started.prompt_logprobs or ())
-            prompt.texts.extend(self.texts(request.prompt))
+        if self._prompt is not None:
+            message.prompt_tokens.CopyFrom(self._prompt)
 
     def _tell_tokens(self, message: pb.Tokens, delta: Delta, index: int, *, text: bool) -> None:
         message.index = index

@@ -24,6 +24,7 @@ FIELDS = {
     "stopping.min_new_tokens": "sampling_params.min_tokens",
     "stopping.stop_sequences": "sampling_params.stop",
     "output.top_n_tokens": "sampling_params.logprobs",
+    "output.prompt_top_n_tokens": "sampling_params.prompt_logprobs",
     "token_ids.ids": "tokenized.input_ids",
     "prompt": "input",
     "truncate": "sampling_params.truncate_prompt_tokens",
@@ -52,6 +53,7 @@ async def generate_call(request: pb.GenerateRequest, limits: RequestLimits) -> G
             logprobs=top is not None,
             top_n_tokens=top or 0,
             prompt_logprobs=_count(params, "prompt_logprobs") is not None,
+            prompt_top_n_tokens=_count(params, "prompt_logprobs") or 0,
             text=False,
             skip_special_tokens=params.skip_special_tokens,
         ),
@@ -75,9 +77,6 @@ def _check_built(request: pb.GenerateRequest) -> None:
     if constraint is not None and (constraint != "json_object" or params.json_object):
         problem = "is a constraint on the text, which this server does not support"
         raise InvalidArgument(f"sampling_params.{constraint}", problem)
-    if params.prompt_logprobs > 0:
-        problem = f"is {params.prompt_logprobs}; only 0, without other tokens, is supported"
-        raise InvalidArgument("sampling_params.prompt_logprobs", problem)
 
 
 def _sampling(params: pb.SamplingParams, limits: RequestLimits) -> Sampling:

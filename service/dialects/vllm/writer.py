@@ -92,6 +92,12 @@ class EngineWriter(SampleWriter):
         known.token_logprobs.add()
         for logprob in started.prompt_logprobs or ():
             known.token_logprobs.add(value=logprob)
+        details = started.prompt_details
+        if details is not None and details.top_n:
+            known.top_logprobs.add()
+            for at in range(len(prompt) - 1):
+                ids, logprobs = details.tops(at)
+                known.top_logprobs.add(values=logprobs, token_ids=ids)
 
     #: Whether the log probabilities of the prompt were told.
     _opened_prompt = False

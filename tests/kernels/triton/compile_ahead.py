@@ -23,21 +23,27 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from tokenpod.engine.device_sampler import DeviceSampler, Launches
 from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.formats.rounding import Number, Rounding
 from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.triton import (
     OPERATIONS,
     attention_extend,
     experts,
-    int8,
     launch,
     offers,
     peers,
     pointwise,
     product,
+    quantised,
     rotary,
     steps,
 )
+from tokenpod.kernels.triton.quantised import products as quantised_products
+from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
+from tokenpod.kernels.triton.quantised import widen
 from tokenpod.kernels.triton.tiles import Kind, measured
 
 #: The package has a function of this name.
@@ -75,7 +81,8 @@ def compile_launches(capability: tuple[int, int]) -> None:
         print(self.fn.__name__, flush=True)
 
     JITFunction.run = run
-    launch.capability = product.capability = experts.capability = lambda device: capability
+    for module in (launch, product, experts, quantised_products):
+        module.capability = lambda device: capability
     attention.INTERPRETED = attention.Device(processors=132, capability=capability)
     attention_extend._can_describe = lambda pool: (
         capability >= (9, 0) and pool.shape[2].bit_count() == 1
@@ -159,10 +166,25 @@ def multiply() -> None:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
 
 
-def multiply_8_bits() -> None:
-    weight = Int8Weight(draw(HIDDEN, HIDDEN, dtype=torch.int8), torch.ones(HIDDEN))
-    for tokens in (1, 64):
-        int8.prepare_int8_linear(weight, draw(HIDDEN))(draw(tokens, HIDDEN))
+def multiply_quantised() -> None:
+    """Of every format, with rounded inputs and without, in each kernel that has it."""
+    dense = torch.ones((2 * HIDDEN, HIDDEN))
+    blocks = (torch.zeros((2 * HIDDEN, HIDDEN), dtype=torch.float8_e4m3fn), torch.ones((8, 4)))
+    weights = {
+        "int8": Int8Weight.made_of(dense),
+        "int8-rounded": replace(Int8Weight.made_of(dense), rounding=Rounding(Number.INT8)),
+        "fp8": Fp8Weight.made_of(dense),
+        "fp8-blocks": Fp8Weight(*blocks, 128, 128, Rounding(Number.FP8, 128)),
+        "int4": Int4Weight.made_of(dense),
+    }
+    table = quantised_tiles.measured(launch.capability(CPU))
+    norm, bias = RowNorm(draw(HIDDEN), 1e-6), draw(2 * HIDDEN)
+    for kind, weight in weights.items():
+        for most, _ in table.by_kind[kind]:
+            x = draw(min(most, 300), HIDDEN)
+            quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
+            quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
+        widen.widen_words(weights["int4"], BF16)
 
 
 def sum_over_ranks() -> None:
@@ -250,7 +272,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         store,
         store_8_bits,
         multiply,
-        multiply_8_bits,
+        multiply_quantised,
         sum_over_ranks,
         experts_block,
         experts_with_everything,

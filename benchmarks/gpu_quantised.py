@@ -1,0 +1,275 @@
+"""Products with weights of 8 and 4 bits on a GPU, beside products of 16 bits; finds their tiles.
+
+    python -P benchmarks/gpu_quantised.py [--compile PART/PARTS] [--search] [--tiles FILE]
+
+Checks each kernel against float64 at the sizes that are timed, then prints for each kind of weight,
+shape of an 8B Llama and number of tokens: microseconds and the share of the read bandwidth (of the
+weight's own bytes), and the ratio to our product of 16 bits; for 8,192 tokens operations a second.
+`--search` tries many tiles, prints the best and writes them as tiles.json has them. A first run of
+each part with `--compile` fills Triton's cache, several processes side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.int4 import Int4Weight
+from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.formats.rounding import Number, Rounding
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.triton import product, quantised
+from tokenpod.kernels.triton.quantised.products import kind_of
+from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, Tile, Tiles
+
+#: Bytes a second that an H200 reads, as benchmarks/gpu.py measured them.
+READ_RATE = 4.617e12
+#: (outputs, inputs, what is around) of an 8B Llama's products.
+SHAPES = {
+    "qkv": (6144, 4096, "norm"),
+    "output": (4096, 4096, "add"),
+    "gate_up": (28672, 4096, "gate"),
+    "down": (4096, 14336, "add"),
+    "head": (128256, 4096, "plain"),
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+MANY = 8192
+#: Together larger than the L2 cache, so that every weight is read from memory.
+ROTATED_BYTES = 200 << 20
+REPLAYS = 10
+#: Of a result, in bfloat16; more where inputs are rounded after a norm that is itself rounded.
+TOLERANCE = 3e-2
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+MAKE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "int8": Int8Weight.made_of,
+    "int8-rounded": lambda w: replace(Int8Weight.made_of(w), rounding=Rounding(Number.INT8)),
+    "fp8": Fp8Weight.made_of,
+    "fp8-blocks": lambda w: Fp8Weight(
+        (w / w.abs().amax() * 448).to(torch.float8_e4m3fn),
+        torch.full((-(-len(w) // 128), w.shape[1] // 128), 1e-4, device=w.device),
+        128,
+        128,
+        Rounding(Number.FP8, 128),
+    ),
+    "int4": Int4Weight.made_of,
+}
+
+
+def seconds(products: list[Product], x: torch.Tensor) -> float:
+    """Of one product: the least of several replays of all, captured one behind the other."""
+    for each in products[:1]:
+        each(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for each in products:
+            each(x)
+    times = []
+    for _ in range(REPLAYS):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        torch.cuda.synchronize()
+        times.append(began.elapsed_time(ended) / 1e3)
+    return min(times) / len(products)
+
+
+def made(weight: Any, around: str, tiles: Tiles | None) -> Product:
+    """The product as a model has it."""
+    norm = RowNorm(torch.ones(weight.shape[1], device="cuda", dtype=torch.bfloat16), 1e-5)
+    dense = isinstance(weight, torch.Tensor)
+    module: Any = product if dense else quantised
+    more = (tiles,)
+    if around in ("norm", "gate"):
+        activation = Activation.SILU if around == "gate" else None
+        return module.prepare_norm_linear(weight, None, norm, activation, *more)
+    if around == "plain":
+        return module.prepare_linear(weight, None, *more)
+    add = module.prepare_add_linear(weight, None, *more)
+    residual = torch.zeros((MANY, weight.shape[0]), device="cuda", dtype=torch.bfloat16)
+
+    def added(x: torch.Tensor) -> torch.Tensor:
+        add(x, residual[: len(x)])
+        return residual[: len(x)]
+
+    return added
+
+
+def exact(weight: Any, around: str, x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    if around in ("norm", "gate"):
+        wide = torch.nn.functional.rms_norm(wide, (x.shape[1],), eps=1e-5)
+    y = weight.rounded_inputs(wide).double() @ weight.dequantised(torch.float32).double().t()
+    if around == "gate":
+        gate, up = y.chunk(2, 1)
+        y = torch.nn.functional.silu(gate) * up
+    return y
+
+
+def check(name: str, weight: Any, around: str, tokens: int, tiles: Tiles | None) -> None:
+    """Against float64; SystemExit if it is wrong."""
+    x = torch.randn(tokens, weight.shape[1], device="cuda", dtype=torch.bfloat16)
+    got = made(weight, around, tiles)(x).double()
+    expected = exact(weight, around, x)
+    error = ((got - expected).norm() / expected.norm()).item()
+    if not error < TOLERANCE:
+        raise SystemExit(f"{name}, {tokens} tokens: error {error:.1e}")
+
+
+def candidates(kind: str, around: str, tokens: int) -> Iterator[Tile]:
+    if tokens <= 4:
+        blocks = ((4096, 4), (2048, 2), (1024, 1), (4096, 8)) if kind == "int4" else ()
+        blocks = blocks or ((1024, 4), (512, 2), (2048, 8), (2048, 4), (1024, 2))
+        if kind == "fp8-blocks":
+            blocks = ((128, 1), (128, 2), (128, 4))
+        for (block_k, warps), block_n in itertools.product(blocks, (2, 4, 8, 16)):
+            if block_n * block_k * tokens <= 64 * 1024 * (2 if kind == "int4" else 1):
+                yield AddTile(block_n, block_k, warps)
+        if tokens == 1:
+            return
+    if tokens > 64:
+        for n, k, t, warps, stages in (
+            (128, 128, 128, 8, 3),
+            (128, 128, 128, 4, 4),
+            (128, 128, 256, 8, 3),
+            (256, 128, 128, 8, 3),
+            (128, 64, 256, 8, 4),
+            (128, 128, 128, 4, 3),
+        ):
+            yield MatrixTile(n, k, t, warps, stages)
+        return
+    splits = (1,) if around in ("gate", "plain") else (1, 2, 4)
+    sizes = (128,) if kind in ("int4", "fp8-blocks") else (128, 256, 512)
+    for n, k, stages, split in itertools.product((32, 64, 128), sizes, (3, 5), splits):
+        if n * k * stages <= 160 << 10 and not (n == 32 and around in ("gate", "plain")):
+            yield MatrixTile(n, k, 64, 4, stages, split)
+
+
+@dataclass
+class Case:
+    kind: str
+    shape: str
+    tokens: int
+
+    def table(self, tile: Tile) -> Tiles:
+        return Tiles({self.kind: [(1 << 30, tile)]}, {})
+
+
+def cases(kinds: list[str]) -> Iterator[Case]:
+    for kind, shape in itertools.product(kinds, SHAPES):
+        many = (MANY,) if "-" in kind and shape != "head" else ()
+        for tokens in TOKENS + many:
+            yield Case(kind, shape, tokens)
+
+
+def compile_part(kinds: list[str], part: int, parts: int) -> None:
+    every = [(case, tile) for case in cases(kinds) for tile in candidates(*_key(case))]
+    weights: dict[tuple[str, str], Any] = {}
+    for case, tile in every[part::parts]:
+        n, k, around = SHAPES[case.shape]
+        if (case.kind, case.shape) not in weights:
+            weights.clear()
+            weights[case.kind, case.shape] = MAKE[case.kind](torch.randn(n, k, device="cuda"))
+        x = torch.randn(case.tokens, k, device="cuda", dtype=torch.bfloat16)
+        try:
+            made(weights[case.kind, case.shape], around, case.table(tile))(x)
+        except Exception as error:
+            print(f"{case} {tile}: {str(error)[:80]}")
+
+
+def _key(case: Case) -> tuple[str, str, int]:
+    return case.kind, SHAPES[case.shape][2], case.tokens
+
+
+def run(kinds: list[str], *, search: bool, best: dict[str, Any], keep: Path | None) -> None:
+    torch.manual_seed(0)
+    for shape, (n, k, around) in SHAPES.items():
+        drawn = torch.randn(n, k, device="cuda") * k**-0.5
+        count = max(ROTATED_BYTES // (2 * n * k), 1)
+        dense = [made(drawn.roll(i, 0).bfloat16(), around, None) for i in range(count)]
+        inputs = {
+            tokens: torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
+            for tokens in (*TOKENS, MANY)
+        }
+        wide = {
+            tokens: seconds(dense, x)
+            for tokens, x in inputs.items()
+            if shape != "head" or tokens < 99
+        }
+        del dense
+        for kind in kinds:
+            first = MAKE[kind](drawn)
+            count = max(ROTATED_BYTES // first.nbytes, 2)
+            weights = [first, *(MAKE[kind](drawn.roll(i, 0)) for i in range(1, count))]
+            entries: list[dict[str, Any]] = []
+            for tokens, x in inputs.items():
+                if tokens not in wide:
+                    continue
+                check(f"{kind} {shape}", first, around, min(tokens, 300), None)
+                some = weights if tokens < 99 else weights[:1]
+                taken = seconds([made(w, around, None) for w in some], x)
+                told = f"{taken * 1e6:8.1f} us {wide[tokens] / taken:5.2f} x"
+                if tokens < 99:
+                    told += f" {first.nbytes / READ_RATE / taken:4.0%}"
+                else:
+                    told += f" {2e-12 * n * k * tokens / taken:5.0f} TFLOP/s"
+                print(f"{shape:8s} {kind:12s} {tokens:4d} tokens  {told}", flush=True)
+                if search and (tokens < 99 or "-" in kind):
+                    tile, least = best_tile(Case(kind, shape, tokens), some, around, x)
+                    note = f"{least * 1e6:8.1f} us {wide[tokens] / least:5.2f} x"
+                    print(f"{'':32s} best {note} {tile}", flush=True)
+                    entries.append(
+                        {"tokens": tokens, "add": isinstance(tile, AddTile), **asdict(tile)}
+                    )
+            if entries:
+                best["shapes"].append({"kind": kind, "n": n, "k": k, "tiles": entries})
+                if keep:
+                    keep.write_text(json.dumps(best, indent=1))
+
+
+def best_tile(case: Case, weights: list[Any], around: str, x: torch.Tensor) -> tuple[Tile, float]:
+    timed: list[tuple[float, Tile]] = []
+    for tile in candidates(*_key(case)):
+        try:
+            check(f"{case} {tile}", weights[0], around, min(case.tokens, 300), case.table(tile))
+            timed.append((seconds([made(w, around, case.table(tile)) for w in weights], x), tile))
+        except Exception as error:  # a tile that asks for more than the device has
+            print(f"    {tile}: {str(error)[:80]}")
+    least, tile = min(timed, key=lambda pair: pair[0])
+    return tile, least
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--search", action="store_true", help="try many tiles")
+    parser.add_argument("--compile", help="PART/PARTS: only compile")
+    parser.add_argument("--tiles", type=Path, help="file for the best")
+    parser.add_argument("--kinds", nargs="*", default=["int4", "int8", "fp8"])
+    options = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for kind in options.kinds:
+        assert kind_of(MAKE[kind](torch.zeros(128, 128, device="cuda"))) == kind
+    with torch.inference_mode():
+        if options.compile:
+            part, parts = map(int, options.compile.split("/"))
+            compile_part(options.kinds, part, parts)
+            return
+        best: dict[str, Any] = {
+            "capability": list(torch.cuda.get_device_capability()),
+            "shapes": [],
+        }
+        run(options.kinds, search=options.search, best=best, keep=options.tiles)
+
+
+if __name__ == "__main__":
+    main()

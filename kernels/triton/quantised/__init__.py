@@ -1,0 +1,57 @@
+"""Products with weights of 8 and 4 bits on NVIDIA GPUs, as `ops.FormatProducts`."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenpod.kernels.ops import AddLinear, FormatProducts, Linear
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.triton.quantised.products import Around, Format, prepare_product
+from tokenpod.kernels.triton.quantised.tiles import Tiles
+
+
+def prepare_linear(weight: Format, bias: torch.Tensor | None, tiles: Tiles | None = None) -> Linear:
+    """See `ops.PrepareLinear`; `tiles` None means those measured."""
+    return _linear(weight, bias, Around(), tiles)
+
+
+def prepare_norm_linear(
+    weight: Format,
+    bias: torch.Tensor | None,
+    norm: RowNorm,
+    activation: Activation | None,
+    tiles: Tiles | None = None,
+) -> Linear:
+    """See `ops.PrepareNormLinear`."""
+    return _linear(weight, bias, Around(norm, activation), tiles)
+
+
+def prepare_add_linear(
+    weight: Format, bias: torch.Tensor | None, tiles: Tiles | None = None
+) -> AddLinear:
+    """See `ops.PrepareAddLinear`."""
+    product = prepare_product(weight, bias, Around(add=True), tiles)
+
+    def add_product(
+        x: torch.Tensor, residual: torch.Tensor, delta: torch.Tensor | None = None
+    ) -> None:
+        product(x, residual, delta)
+
+    return add_product
+
+
+def _linear(
+    weight: Format, bias: torch.Tensor | None, around: Around, tiles: Tiles | None
+) -> Linear:
+    product = prepare_product(weight, bias, around, tiles)
+    n = weight.shape[0] // 2 if around.gated else weight.shape[0]
+
+    def linear(x: torch.Tensor, delta: torch.Tensor | None = None) -> torch.Tensor:
+        y = torch.empty((len(x), n), dtype=x.dtype, device=x.device)
+        product(x, y, delta)
+        return y
+
+    return linear
+
+
+PRODUCTS = FormatProducts(prepare_linear, prepare_norm_linear, prepare_add_linear)

@@ -1,0 +1,95 @@
+"""AWQ's layout (Lin et al. 2023) "gemm", as AutoAWQ writes it.
+
+`qweight` [in, out / 8] and `qzeros` [groups, out / 8] have 8 outputs in a word, in an order of
+their own; `scales` is [groups, out] (awq/modules/linear/gemm.py, commit 88e4c76b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tokenpod.kernels.weight import QuantisedWeight
+from tokenpod.models.fields import Fields
+from tokenpod.models.layouts.gptq import group_size
+from tokenpod.models.layouts.groups import Grouping
+from tokenpod.models.layouts.module import FLOATS, StoredModule
+from tokenpod.models.layouts.packing import around, unpacked_awq, words
+from tokenpod.models.layouts.patterns import patterns_of
+from tokenpod.models.weights import StoredTensor
+
+_WORDS = ("I32",)
+_BITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AwqScheme:
+    """Of one module."""
+
+    grouping: Grouping
+
+    @property
+    def format(self) -> str:
+        """In words."""
+        return self.grouping.format
+
+    def tensors(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
+        """See `Scheme`."""
+        groups, columns = self.grouping.count(inputs), words(outputs, _BITS)
+        return {
+            ".qweight": StoredTensor((inputs, columns), _WORDS),
+            ".qzeros": StoredTensor((groups, columns), _WORDS),
+            ".scales": StoredTensor((groups, outputs), FLOATS),
+        }
+
+    def optional(self, outputs: int, inputs: int) -> Mapping[str, StoredTensor]:
+        """Nothing."""
+        return {}
+
+    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
+        """See `Scheme`."""
+        return self.grouping.bytes_of(outputs, inputs, whole, zeros=True)
+
+    def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
+        """See `Scheme`."""
+        groups, read = self.grouping.touched(inputs, module.inputs)
+        columns, held = around(outputs, _BITS, module.outputs)
+        own = slice(outputs.start - held.start, outputs.stop - held.start)
+
+        def of(ending: str, rows: range) -> torch.Tensor:
+            return unpacked_awq(module.read(ending, rows, columns))[:, own].t().contiguous()
+
+        scale = module.read(".scales", groups, outputs).t()
+        weight = self.grouping.held(of(".qweight", read), scale, of(".qzeros", groups))
+        part = range(inputs.start - read.start, inputs.stop - read.start)
+        return weight if len(part) == len(read) else weight.inputs(part)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqLayout:
+    """By `quantization_config`, or by quant_config.json as AutoAWQ first wrote it."""
+
+    scheme_of_all: AwqScheme
+    #: AutoAWQ leaves out every module whose name has one of these in it.
+    not_converted: tuple[str, ...]
+    name: str = "awq"
+    #: Nothing says that routers are left out.
+    strict: bool = False
+
+    def scheme(self, module: str) -> AwqScheme | None:
+        """See `PublishedLayout`."""
+        left = any(part in module for part in self.not_converted)
+        return None if left else self.scheme_of_all
+
+
+def read_awq(fields: Fields) -> AwqLayout:
+    """The layout that a config describes; ModelError, naming the field, if it is another."""
+    version = fields.first("format", "version")
+    fields.only(version, "gemm", "GEMM")
+    fields.only("backend", "autoawq", "auto")
+    fields.only("zero_point", True)
+    bits = fields.one_of(fields.first("w_bit", "bits"), (_BITS,))
+    size = group_size(fields, fields.first("q_group_size", "group_size"))
+    return AwqLayout(AwqScheme(Grouping(bits, size)), patterns_of(fields, "modules_to_not_convert"))

@@ -1,0 +1,216 @@
+"""Products with weights of 8 and 4 bits by the kernels: against float64, at odd sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.int4 import Int4Weight
+from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.formats.rounding import Number, Rounding
+from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.triton.quantised import (
+    prepare_add_linear,
+    prepare_linear,
+    prepare_norm_linear,
+    products,
+)
+from tokenpod.kernels.triton.quantised.products import kind_of
+from tokenpod.kernels.triton.quantised.rounding import round_inputs
+from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, Tiles
+
+BF16 = torch.bfloat16
+FP8, INT8 = Rounding(Number.FP8), Rounding(Number.INT8)
+#: (most tokens that each takes, tile)
+ADD = AddTile(block_n=4, block_k=64, warps=2)
+MATRIX = MatrixTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2, panel=2)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(poisoned_memory):
+    """Fresh tensors hold NaN: what a kernel does not write shows."""
+
+
+def int4(dense, group, *, zeros=False, index=None):
+    n, k = dense.shape
+    groups = -(-k // group)
+    generator = torch.Generator(dense.device).manual_seed(3)
+    numbers = torch.randint(
+        0, 16, (n, k), generator=generator, dtype=torch.uint8, device=dense.device
+    )
+    zero = torch.randint(
+        5, 11, (n, groups), generator=generator, dtype=torch.uint8, device=dense.device
+    )
+    scale = (dense[:, :groups].abs() / 20 + 0.01).bfloat16()
+    return Int4Weight.of(numbers, scale, zero if zeros else None, group, index)
+
+
+def blocks(dense, rounding):
+    n, k = dense.shape
+    scale = dense[: -(-n // 32), : -(-k // 64)].abs() + 0.1
+    return Fp8Weight(dense.to(torch.float8_e4m3fn), scale, 32, 64, rounding)
+
+
+def shuffled(dense):
+    k = dense.shape[1]
+    index = torch.randperm(k, generator=torch.Generator().manual_seed(2)).to(dense.device) // 64
+    return int4(dense, 64, zeros=True, index=index)
+
+
+#: By name: of a dense weight [n, k], k a multiple of 64.
+KINDS = {
+    "int8": Int8Weight.made_of,
+    "int8-rounded": lambda dense: replace(Int8Weight.made_of(dense), rounding=INT8),
+    "fp8": Fp8Weight.made_of,
+    "fp8-static": lambda dense: replace(
+        Fp8Weight.made_of(dense),
+        rounding=Rounding(Number.FP8, static=torch.tensor(0.01, device=dense.device)),
+    ),
+    "fp8-blocks": lambda dense: blocks(dense, Rounding(Number.FP8, 64)),
+    "fp8-blocks-wide-inputs": lambda dense: blocks(dense, None),
+    "int4-128": Int4Weight.made_of,
+    "int4-64": lambda dense: int4(dense, 64, zeros=True),
+    "int4-32": lambda dense: int4(dense, 32),
+    "int4-256": lambda dense: int4(dense, 256),
+    "int4-shuffled": shuffled,
+}
+
+
+def error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def exact_product(x, weight):
+    rounded = weight.rounded_inputs(x.float()).double()
+    return rounded @ weight.dequantised(torch.float64).t()
+
+
+def tiles(weight, *entries):
+    return Tiles({kind_of(weight): list(entries)}, {})
+
+
+#: Of a result: bfloat16's own, and what digits of a token's largest number or an input that rounds
+#: to the other neighbour make of it.
+BOUND = 2 * torch.finfo(BF16).eps
+
+
+@pytest.mark.sampled(7, "gpu")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "tile", [ADD, MATRIX, replace(MATRIX, splits=2)], ids=["add", "matrix", "splits"]
+)
+@pytest.mark.parametrize(("n", "k"), [(48, 192), (50, 320)])
+@pytest.mark.parametrize("tokens", [1, 3, 18])
+def test_products(name, tile, n, k, tokens, draw, device):
+    if tile is ADD and tokens > 4:
+        tile = replace(MATRIX, block_t=32)
+    x = draw(tokens, k, dtype=BF16).to(device)
+    weight = KINDS[name](draw(n, k).to(device) / 10)
+    bias, delta = draw(n, dtype=BF16).to(device), draw(tokens, n, dtype=BF16).to(device)
+    table = tiles(weight, (100, tile))
+    exact = exact_product(x, weight)
+    plain = prepare_linear(weight, None, table)(x)
+    assert plain.dtype == BF16
+    assert error(plain, exact) < BOUND
+    more = prepare_linear(weight, bias, table)(x, delta)
+    assert error(more, exact + bias.double() + delta.double()) < BOUND
+    residual = draw(tokens, n, dtype=BF16).to(device)
+    expected = residual.double() + exact + bias.double()
+    prepare_add_linear(weight, bias, table)(x, residual)
+    assert error(residual, expected) < BOUND
+    expected += delta.double() + exact + bias.double()
+    prepare_add_linear(weight, bias, table)(x, residual, delta)
+    assert error(residual, expected) < 2 * BOUND
+
+
+@pytest.mark.sampled(7, "gpu")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("tile", [ADD, MATRIX], ids=["add", "matrix"])
+@pytest.mark.parametrize("activation", [None, Activation.SILU])
+def test_normed_and_gated(name, tile, activation, draw, device):
+    n, k, tokens = 64, 192, 3
+    x, norm_weight = 3 * draw(tokens, k, dtype=BF16).to(device), draw(k, dtype=BF16).to(device)
+    weight = KINDS[name](draw(2 * n, k).to(device) / 10)
+    bias, delta = draw(2 * n, dtype=BF16).to(device), draw(tokens, 2 * n, dtype=BF16).to(device)
+    normed = functional.rms_norm(x.float(), (k,), norm_weight.float(), 1e-5)
+    exact = exact_product(normed, weight) + bias.double()
+    product = prepare_norm_linear(
+        weight, bias, RowNorm(norm_weight, 1e-5), activation, tiles(weight, (100, tile))
+    )
+
+    def gated(y):
+        gate, up = y.chunk(2, 1)
+        return functional.silu(gate) * up if activation else y
+
+    # Rounding follows a norm that is rounded, or is not: neighbours of the format may change.
+    assert error(product(x), gated(exact)) < 4 * BOUND
+    assert error(product(x, delta), gated(exact + delta.double())) < 4 * BOUND
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4-64", "int4-shuffled"])
+def test_many_tokens_take_no_tile(name, draw, device):
+    x, weight = draw(9, 192, dtype=BF16).to(device), KINDS[name](draw(32, 192).to(device) / 10)
+    got = prepare_linear(weight, None, Tiles({}, {}))(x)
+    assert error(got, exact_product(x, weight)) < BOUND
+
+
+def test_float32_is_not_rounded(draw, device):
+    x, weight = draw(3, 64).to(device), Int8Weight.made_of(draw(16, 64).to(device))
+    assert error(prepare_linear(weight, None)(x), exact_product(x, weight)) < 1e-6
+
+
+@pytest.mark.parametrize("tile", [ADD, MATRIX], ids=["add", "matrix"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8-static", "fp8-blocks", "int4-128"])
+def test_what_is_no_number_stays_in_its_token(name, tile, draw, device):
+    x = draw(3, 128, dtype=BF16).to(device)
+    x[1, 4] = float("nan")
+    weight = KINDS[name](draw(32, 128).to(device))
+    got = prepare_linear(weight, None, tiles(weight, (100, tile)))(x)
+    assert got.isnan().all(dim=1).tolist() == [False, True, False]
+    assert not got[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("rounding", [None, FP8, INT8, Rounding(Number.FP8, 64)], ids=str)
+def test_inputs_are_rounded_as_the_format_says(rounding, draw, device):
+    x = draw(5, 192, dtype=BF16).to(device)
+    made = round_inputs(x, rounding)
+    if rounding is None:
+        whole = 128 * made.numbers[:5].float() + made.numbers[5:].float()
+        applied = whole * made.scale
+        assert (applied - x.float()).abs().max() < x.float().abs().max() / 2**14
+        return
+    numbers, scale = rounding.rounded(x)
+    torch.testing.assert_close(made.scale, scale)
+    differ = (made.numbers.float() != numbers.float()).float().mean()
+    assert differ < 0.01  # the reciprocal of a scale is rounded
+
+
+def test_a_token_of_zeros_yields_its_bias(draw, device):
+    bias = draw(32, dtype=BF16).to(device)
+    x = torch.zeros(1, 128, dtype=BF16, device=device)
+    for make in KINDS.values():
+        weight = make(draw(32, 128).to(device))
+        for tile in (ADD, MATRIX):
+            got = prepare_linear(weight, bias, tiles(weight, (100, tile)))(x)
+            torch.testing.assert_close(got[0], bias)
+
+
+def test_each_count_of_tokens_has_its_kernel(draw, device, monkeypatch):
+    asked = []
+    monkeypatch.setattr(products, "_multiply_add", lambda x, *rest: asked.append("add"))
+    monkeypatch.setattr(products, "multiply", lambda x, *rest: asked.append("matrix"))
+    monkeypatch.setattr(products, "multiply_widened", lambda x, *rest: asked.append("many") or x)
+    weight = Int8Weight.made_of(draw(64, 64).to(device))
+    for tokens in (4, 5, 64, 65):
+        prepare_linear(weight, None)(draw(tokens, 64, dtype=BF16).to(device))
+    assert asked == ["add", "matrix", "matrix", "many"]
+
+
+def test_rows_that_are_not_contiguous_are_refused(draw, device):
+    weight = Int8Weight.made_of(draw(16, 32).to(device))
+    with pytest.raises(ValueError, match=r"a weight \[16, 16\] of 8 bits is not contiguous"):
+        prepare_linear(replace(weight, numbers=weight.numbers[:, ::2]), None)

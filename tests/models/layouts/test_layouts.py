@@ -1,0 +1,178 @@
+"""Every layout, whole and divided among ranks: its weights are what its numbers stand for."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import packers
+import pytest
+import torch
+from published import CPU, dense_of, make_pair, read
+
+from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.grouped import GroupedWeight
+from tokenpod.kernels.formats.int4 import Int4Weight
+from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.models.load import load_model
+from tokenpod.models.shard import Shard
+
+
+def gptq(**more: Any) -> tuple[dict[str, Any], partial]:
+    version = more.get("version", 1)
+    config = {
+        "quant_method": "gptq",
+        "bits": more.get("bits", 4),
+        "group_size": more.get("group", -1),
+        "desc_act": more.get("act_order", False),
+        "sym": more.get("symmetric", False),
+        "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
+    }
+    return config, partial(packers.gptq, **more)
+
+
+def tensors_config(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def packed(**more: Any) -> tuple[dict[str, Any], partial]:
+    group = more.get("group")
+    weights = {
+        "num_bits": more.get("bits", 4),
+        "type": "int",
+        "symmetric": more.get("symmetric", True),
+        "strategy": "channel" if group is None else "group",
+        "group_size": group,
+        "actorder": "group" if more.get("act_order") else None,
+        "dynamic": False,
+    }
+    return tensors_config("pack-quantized", weights), partial(packers.packed, **more)
+
+
+def signed(inputs: dict[str, Any] | None = None, **more: Any) -> tuple[dict[str, Any], partial]:
+    weights = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": more.get("symmetric", True),
+        "strategy": more.get("strategy", "channel"),
+        "group_size": more.get("group"),
+    }
+    return tensors_config("int-quantized", weights, inputs), partial(packers.signed, **more)
+
+
+def floats(inputs: dict[str, Any] | None = None, **more: Any) -> tuple[dict[str, Any], partial]:
+    block = more.get("block", (None, None))
+    strategy = "tensor" if block == (None, None) else "channel" if block[1] is None else "block"
+    weights = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": strategy,
+        "block_structure": list(block) if strategy == "block" else None,
+    }
+    return tensors_config("float-quantized", weights, inputs), partial(packers.floats, **more)
+
+
+PER_TOKEN = {"num_bits": 8, "dynamic": True, "strategy": "token", "symmetric": True}
+STATIC = {"num_bits": 8, "dynamic": False, "strategy": "tensor", "symmetric": True}
+DEEPSEEK = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+#: Config, packer, and the format that weights are held in.
+LAYOUTS = {
+    "gptq-4": (*gptq(group=128), Int4Weight),
+    "gptq-4-small-groups": (*gptq(group=32, version=2), Int4Weight),
+    "gptq-4-symmetric": (*gptq(group=64, symmetric=True), Int4Weight),
+    "gptq-4-one-group": (*gptq(), Int4Weight),
+    "gptq-4-act-order": (*gptq(group=64, act_order=True), Int4Weight),
+    "gptq-2": (*gptq(bits=2, group=64), Int4Weight),
+    "gptq-3": (*gptq(bits=3, group=32), Int4Weight),
+    "gptq-3-symmetric": (*gptq(bits=3, group=64, symmetric=True), Int4Weight),
+    "gptq-8": (*gptq(bits=8, group=64), GroupedWeight),
+    "gptq-8-symmetric": (*gptq(bits=8, symmetric=True), Int8Weight),
+    "gptq-8-act-order": (*gptq(bits=8, group=64, act_order=True, version=2), GroupedWeight),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
+        partial(packers.awq, group=64),
+        Int4Weight,
+    ),
+    "packed-4": (*packed(group=128), Int4Weight),
+    "packed-4-zeros": (*packed(group=32, symmetric=False), Int4Weight),
+    "packed-4-act-order": (*packed(group=64, act_order=True), Int4Weight),
+    "packed-4-channel": (*packed(), Int4Weight),
+    "packed-8": (*packed(bits=8), Int8Weight),
+    "packed-8-groups": (*packed(bits=8, group=64, symmetric=False), GroupedWeight),
+    "int8": (*signed(), Int8Weight),
+    "int8-tensor": (*signed(strategy="tensor"), Int8Weight),
+    "int8-zeros": (*signed(symmetric=False), GroupedWeight),
+    "int8-groups": (*signed(strategy="group", group=64), GroupedWeight),
+    "w8a8": (*signed(PER_TOKEN | {"type": "int"}), Int8Weight),
+    "w8a8-static": (*signed(STATIC | {"type": "int"}, static=True), Int8Weight),
+    "fp8-tensor": (*floats(), Fp8Weight),
+    "fp8-channel": (*floats(PER_TOKEN | {"type": "float"}, block=(1, None)), Fp8Weight),
+    "fp8-static": (*floats(STATIC | {"type": "float"}, static=True), Fp8Weight),
+    "fp8-block": (*floats(PER_TOKEN | {"type": "float"}, block=(128, 128)), Fp8Weight),
+    "deepseek": (
+        DEEPSEEK,
+        partial(packers.floats, block=(128, 128), scales=".weight_scale_inv"),
+        Fp8Weight,
+    ),
+    "autofp8": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        partial(packers.floats, scalar=True, static=True),
+        Fp8Weight,
+    ),
+    "nf4": (NF4, packers.nf4, GroupedWeight),
+    "nf4-nested": (
+        NF4 | {"bnb_4bit_use_double_quant": True},
+        partial(packers.nf4, nested=True),
+        GroupedWeight,
+    ),
+    "llm-int8": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        packers.int8_rows,
+        Int8Weight,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_are_what_their_numbers_stand_for(name, tmp_path):
+    config, module, held = LAYOUTS[name]
+    pair = make_pair(tmp_path, config, module)
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2), Shard(2, 4), Shard(3, 4)):
+        packed, dense = read(pair.packed, shard), read(pair.dense, shard)
+        assert packed.keys() == dense.keys()
+        for key, weight in packed.items():
+            torch.testing.assert_close(
+                dense_of(weight), dense[key], rtol=1e-6, atol=1e-7, msg=f"{key} of {shard}"
+            )
+        # A part that is inside one group may be held more simply.
+        for key in ("0.qkv", "0.output", "0.up", "0.down") if shard == Shard() else ():
+            assert {type(part) for part in packed[key].parts} == {held}
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq-4-act-order", "awq", "packed-8-groups", "nf4", "fp8-tensor"]
+)
+def test_a_model_says_what_the_dense_one_says(name, tmp_path, schedule, text):
+    config, module, _ = LAYOUTS[name]
+    pair = make_pair(tmp_path, config, module)
+    tokens, results = [token % 96 for token in text(21)], []
+    for folder in (pair.packed, pair.dense):
+        model = load_model(folder, dtype=None, device=CPU, progress=lambda done, total: None)
+        scheduler = schedule(model)
+        sequence = scheduler.sequence(tokens)
+        results.append(torch.cat([scheduler.step([(sequence, n)])[0] for n in (12, 1, 7, 1)]))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-4)

@@ -1,0 +1,239 @@
+"""Quantised modules as other projects write them, written anew after their packers.
+
+Each function makes a module's tensors, by the endings of their names, from whole numbers and
+scales, and what these stand for, computed from the numbers and not from the tensors.
+
+Sources: GPTQ: `pack` of auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py, AutoGPTQ 9f7d3707, and
+zeros that are not less one in GPTQModel f4c327a1 ("gptq_v2"). AWQ: `from_linear` of
+awq/modules/linear/gemm.py, AutoAWQ 88e4c76b. compressed-tensors: `pack_to_int32` and `compress` of
+pack_quantized, commit 52792be0. bitsandbytes 0.50.2: `Params4bit`, `Int8Params`, `QuantState`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Module:
+    """A module as stored, and its weight."""
+
+    tensors: Tensors
+    #: [out, in] float32
+    weight: torch.Tensor
+
+
+@dataclass
+class Source:
+    """Random numbers, the same for the same seed."""
+
+    seed: int = 0
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def whole(self, most: int, *shape: int, least: int = 0) -> torch.Tensor:
+        return torch.randint(least, most + 1, shape, generator=self.generator)
+
+    def scale(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (torch.rand(shape, generator=self.generator) * 0.02 + 0.005).to(dtype)
+
+    def order(self, n: int) -> torch.Tensor:
+        return torch.randperm(n, generator=self.generator)
+
+
+def in_words(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers [n, columns] -> [n · bits / 32, columns] int32, a bit at a time.
+
+    Number j of a column begins at bit j · bits: what the loops of AutoGPTQ's packer come to, for 3
+    bits too, where they put the bits that did not fit into the next word.
+    """
+    n, columns = numbers.shape
+    words = torch.zeros((-(-n * bits // 32), columns), dtype=torch.int64)
+    for j in range(n):
+        for bit in range(bits):
+            place = j * bits + bit
+            words[place // 32] |= (numbers[j] >> bit & 1) << place % 32
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def gptq(
+    source: Source,
+    outputs: int,
+    inputs: int,
+    *,
+    bits: int = 4,
+    group: int = -1,
+    version: int = 1,
+    symmetric: bool = False,
+    act_order: bool = False,
+) -> Module:
+    """`version` 1 has zeros less one."""
+    size = inputs if group == -1 else group
+    groups = -(-inputs // size)
+    numbers = source.whole((1 << bits) - 1, inputs, outputs)
+    zero = source.whole((1 << bits) - 1, groups, outputs)
+    if symmetric:
+        zero = torch.full_like(zero, 1 << (bits - 1))
+    scale = source.scale(groups, outputs, dtype=torch.float16)
+    index = torch.arange(inputs) // size
+    if act_order:
+        index = index[source.order(inputs)]
+    weight = (numbers - zero[index]) * scale.float()[index]
+    stored = (zero - 1) % (1 << bits) if version == 1 else zero
+    tensors = {
+        ".qweight": in_words(numbers, bits),
+        ".qzeros": in_words(stored.t(), bits).t().contiguous(),
+        ".scales": scale,
+        ".g_idx": index.to(torch.int32),
+    }
+    return Module(tensors, weight.t().contiguous())
+
+
+def awq(source: Source, outputs: int, inputs: int, *, group: int = 128) -> Module:
+    size = inputs if group == -1 else group
+    groups = -(-inputs // size)
+    numbers, zero = source.whole(15, inputs, outputs), source.whole(15, groups, outputs)
+    scale = source.scale(groups, outputs, dtype=torch.float16)
+    index = torch.arange(inputs) // size
+
+    def packed(values: torch.Tensor) -> torch.Tensor:
+        words = torch.zeros((len(values), outputs // 8), dtype=torch.int64)
+        for column in range(outputs // 8):
+            for place, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                words[:, column] |= values[:, 8 * column + output] << 4 * place
+        return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+    tensors = {".qweight": packed(numbers), ".qzeros": packed(zero), ".scales": scale}
+    weight = (numbers - zero[index]) * scale.float()[index]
+    return Module(tensors, weight.t().contiguous())
+
+
+def packed(
+    source: Source,
+    outputs: int,
+    inputs: int,
+    *,
+    bits: int = 4,
+    group: int | None = None,
+    symmetric: bool = True,
+    act_order: bool = False,
+) -> Module:
+    """compressed-tensors' pack-quantized."""
+    size = group or inputs
+    groups, half = -(-inputs // size), 1 << (bits - 1)
+    numbers = source.whole(half - 1, outputs, inputs, least=-half)
+    zero = torch.zeros((outputs, groups), dtype=torch.int64)
+    if not symmetric:
+        zero = source.whole(half - 1, outputs, groups, least=-half)
+    scale = source.scale(outputs, groups, dtype=torch.bfloat16)
+    index = torch.arange(inputs) // size
+    if act_order:
+        index = index[source.order(inputs)]
+    tensors = {
+        ".weight_packed": in_words(numbers.t() + half, bits).t().contiguous(),
+        ".weight_scale": scale,
+        ".weight_shape": torch.tensor([outputs, inputs]),
+    }
+    if not symmetric:
+        tensors[".weight_zero_point"] = in_words(zero + half, bits)
+    if act_order:
+        tensors[".weight_g_idx"] = index.to(torch.int32)
+    return Module(tensors, (numbers - zero[:, index]) * scale.float()[:, index])
+
+
+def signed(
+    source: Source,
+    outputs: int,
+    inputs: int,
+    *,
+    strategy: str = "channel",
+    group: int | None = None,
+    symmetric: bool = True,
+    static: bool = False,
+) -> Module:
+    """compressed-tensors' int-quantized."""
+    size = group or inputs
+    groups = -(-inputs // size)
+    index = torch.arange(inputs) // size
+    numbers = source.whole(127, outputs, inputs, least=-128)
+    shape = (1, 1) if strategy == "tensor" else (outputs, groups)
+    scale, zero = source.scale(*shape), torch.zeros(shape, dtype=torch.int64)
+    if not symmetric:
+        zero = source.whole(127, *shape, least=-128)
+    weight = (numbers - zero[:, index]) * scale[:, index]
+    stored = scale.reshape(-1) if strategy == "tensor" else scale
+    tensors = {".weight": numbers.to(torch.int8), ".weight_scale": stored.contiguous()}
+    if not symmetric:
+        tensors[".weight_zero_point"] = zero.to(torch.int8)
+    if static:
+        tensors[".input_scale"] = source.scale(1)
+    return Module(tensors, weight)
+
+
+def floats(
+    source: Source,
+    outputs: int,
+    inputs: int,
+    *,
+    block: tuple[int | None, int | None] = (None, None),
+    scales: str = ".weight_scale",
+    scalar: bool = False,
+    static: bool = False,
+) -> Module:
+    """e4m3 numbers; `block` (None, None) is one scale, (1, None) one per output."""
+    numbers = torch.randn((outputs, inputs), generator=source.generator)
+    numbers = (numbers * 50).to(torch.float8_e4m3fn)
+    rows, columns = block[0] or outputs, block[1] or inputs
+    scale = source.scale(-(-outputs // rows), -(-inputs // columns))
+    wide = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+    stored = scale.reshape(() if scalar else (1,)) if block == (None, None) else scale
+    tensors = {".weight": numbers, scales: stored}
+    if static:
+        tensors[".input_scale"] = source.scale(1).reshape(() if scalar else (1,))
+    return Module(tensors, numbers.float() * wide)
+
+
+def nf4(source: Source, outputs: int, inputs: int, *, nested: bool = False) -> Module:
+    """The table is any: files bring their own."""
+    table = torch.linspace(-1, 1, 16)
+    codes = source.whole(15, outputs * inputs)
+    blocks = outputs * inputs // 64
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
+    tensors = {
+        ".weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+        ".weight.quant_map": table,
+    }
+    if nested:
+        own, second = torch.linspace(-1, 1, 256), source.scale(-(-blocks // 256))
+        short = source.whole(255, blocks)
+        offset = 1.25
+        most = own[short] * second.repeat_interleave(256)[:blocks] + offset
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        tensors[".weight.absmax"] = short.to(torch.uint8)
+        tensors[".weight.nested_absmax"] = second
+        tensors[".weight.nested_quant_map"] = own
+    else:
+        most = source.scale(blocks)
+        tensors[".weight.absmax"] = most
+    text = json.dumps(state).encode()
+    tensors[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    weight = table[codes] * most.repeat_interleave(64)
+    return Module(tensors, weight.view(outputs, inputs))
+
+
+def int8_rows(source: Source, outputs: int, inputs: int) -> Module:
+    """bitsandbytes' LLM.int8()."""
+    numbers, most = source.whole(127, outputs, inputs, least=-127), source.scale(outputs)
+    tensors = {
+        ".weight": numbers.to(torch.int8),
+        ".SCB": most,
+        ".weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+    return Module(tensors, numbers * (most / 127)[:, None])

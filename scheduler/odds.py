@@ -35,7 +35,8 @@ class Odds:
         prior = (self._all[:, 0] / self._all[:, 1])[:, None]
         yes, cases = self._counts[:, 0, places], self._counts[:, 1, places]
         shares = (yes + _PRIOR * prior) / (cases + _PRIOR)
-        shares -= np.sqrt(shares * (1 - shares) / (cases + _PRIOR))
+        known = cases + np.minimum(self._all[:, 1], _PRIOR**2)[:, None]
+        shares -= np.sqrt(shares * (1 - shares) / known)
         some, first, further = shares.clip(0, 0.99)
         return some, first, further
 

@@ -164,6 +164,8 @@ def test_a_size_of_steps_that_was_not_seen_for_long_is_unknown():
     times.note(8, 80)
     assert (times.of(1), times.of(8), times.of(16), times.of(32)) == (10, 80, 80, 160)
     assert 10 < times.of(4) < 80
+    times.note(1, 30)
+    assert times.of(1) == 10, "one of the first was held up"
     for _ in range(600):
         times.note(1, 20)
     assert times.of(2) == times.of(1) == pytest.approx(20, abs=0.1)

@@ -22,13 +22,33 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import Gener
 
 MOST = 4
 #: What it says next, it has said before.
-TEXT = "".join(f"    names[{i % 4}] = values[{i % 4}]\n" for i in range(24))
+METHOD = """\
+    def _read_{0}(self, source):
+        if self._{0} is None:
+            raise ValueError("no {0} here")
+        return self._{0}.read(source)
+
+"""
+TEXT = 3 * "".join(map(METHOD.format, ("header", "body", "footer", "index", "table")))
 LONG = {"max_new_tokens": 120, "ignore_eos": True}
 
 
+#: Whether drafts pay depends on how busy the machine is. Here they are always tried.
+ALWAYS = """
+import sys
+if "tokenpod.engine.process" in sys.orig_argv:
+    from tokenpod.scheduler.drafting import Drafting
+    made = Drafting.__init__
+    Drafting.__init__ = lambda self, source, most, kv, costs: made(self, source, most, kv)
+"""
+
+
 @pytest.fixture(scope="module")
-def drafting() -> Iterator[ServerProcess]:
-    with serve("--speculate", str(MOST), "--dtype", "float32", "--front-ends", "2") as server:
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("always")
+    (folder / "sitecustomize.py").write_text(ALWAYS)
+    flags = ("--speculate", str(MOST), "--dtype", "float32", "--front-ends", "2")
+    with serve(*flags, env={"PYTHONPATH": str(folder)}) as server:
         yield server
 
 
@@ -40,16 +60,9 @@ def api(drafting: ServerProcess) -> Any:
 def both(api: Any, **fields: Any) -> tuple[list[Any], list[Any]]:
     """The same request with drafts and without."""
     wanted = {"text": TEXT, "stopping": LONG} | fields
-    return stream(api, ask(**wanted)), stream(api, ask(**wanted, max_draft_tokens=0))
-
-
-def late_in(text: str) -> str:
-    """What stands in the middle of a text, or behind it, and not before."""
-    return next(
-        part
-        for at in range(len(text) // 2, len(text))
-        if text.find(part := text[at : at + 12]) == at
-    )
+    drafted, plain = [stream(api, ask(**wanted, **more)) for more in ({}, {"max_draft_tokens": 0})]
+    assert ids_of(drafted) == ids_of(plain)
+    return drafted, plain
 
 
 def ids_of(events: list[Any]) -> list[int]:
@@ -67,7 +80,6 @@ def ids_of(events: list[Any]) -> list[int]:
 )
 def test_a_stream_has_the_same_tokens_with_drafts(api: Any, fields: dict[str, Any]) -> None:
     drafted, plain = both(api, **fields)
-    assert ids_of(drafted) == ids_of(plain)
     one, other = (finished_of(events)[0] for events in (drafted, plain))
     assert (one.text, one.reason, one.generated_token_count) == (other.text, other.reason, 120)
     for name in ("logprobs", "top_tokens", "ranks", "text_offsets"):
@@ -80,9 +92,8 @@ def test_a_stream_has_the_same_tokens_with_drafts(api: Any, fields: dict[str, An
 
 
 def test_what_was_accepted_behind_a_stop_sequence_counts_nowhere(api: Any) -> None:
-    stopping = LONG | {"stop_sequences": [late_in(finished_of(both(api)[1])[0].text)]}
+    stopping = LONG | {"stop_sequences": ["(self"], "min_new_tokens": 60}
     drafted, plain = both(api, stopping=stopping)
-    assert ids_of(drafted) == ids_of(plain)
     one, other = (finished_of(events)[0] for events in (drafted, plain))
     assert one.reason == other.reason == pb.FINISH_REASON_STOP_SEQUENCE
     assert (one.text, one.generated_token_count) == (other.text, other.generated_token_count)
@@ -95,12 +106,13 @@ def test_the_model_and_the_load_tell_of_drafts(api: Any) -> None:
     assert (model.limits.max_draft_tokens, model.draft_method) == (MOST, "ngram")
     assert "max_draft_tokens" in model.features
     before = api.GetLoad(service.GetLoadRequest(), timeout=30)
-    response = once(api, ask(text=TEXT, stopping=LONG))
+    used = [once(api, ask(text=TEXT, stopping=LONG)).usage for _ in range(3)]
     after = api.GetLoad(service.GetLoadRequest(), timeout=30)
     drafted = after.drafted_token_count - before.drafted_token_count
     accepted = after.accepted_token_count - before.accepted_token_count
-    assert drafted == response.usage.drafted_token_count > 0
-    assert accepted == response.usage.accepted_token_count > 0
+    assert drafted == sum(usage.drafted_token_count for usage in used)
+    assert accepted == sum(usage.accepted_token_count for usage in used) <= drafted
+    assert 0 < after.accepted_token_count <= after.drafted_token_count
 
 
 def test_more_drafts_than_the_server_makes_are_refused(api: Any) -> None:
@@ -142,9 +154,8 @@ async def test_a_stop_sequence_ends_a_router_s_request_within_a_step(
     pieces = (await story(drafting, V1(), max_new_tokens=120)).pieces
     # By TGI's rules one that ends within a token is missed.
     runs = ["".join(pieces[at : at + 5]) for at in range(115)]
-    stop = next(
-        run for at, run in enumerate(runs) if at > 60 and run not in "".join(pieces[: at + 4])
-    )
+    fresh = [run for at, run in enumerate(runs) if run not in "".join(pieces[: at + 4])]
+    stop = fresh[-1]
     wanted = {"max_new_tokens": 120, "stop_sequences": (stop,)}
     plain, drafted = [await story(drafting, wire, **wanted) for wire in (V1(), V3())]
     assert drafted.ids == plain.ids

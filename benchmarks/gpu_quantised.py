@@ -16,6 +16,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -105,53 +106,72 @@ def made(weight: Any, around: str, tiles: Tiles | None) -> Product:
     return added
 
 
-def exact(weight: Any, around: str, x: torch.Tensor) -> torch.Tensor:
-    wide = x.float()
-    if around in ("norm", "gate"):
-        wide = torch.nn.functional.rms_norm(wide, (x.shape[1],), eps=1e-5)
-    y = weight.rounded_inputs(wide).double() @ weight.dequantised(torch.float32).double().t()
-    if around == "gate":
-        gate, up = y.chunk(2, 1)
-        y = torch.nn.functional.silu(gate) * up
-    return y
+@cache
+def inputs_of(tokens: int, k: int) -> torch.Tensor:
+    return torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
+
+
+class Exact:
+    """What a weight's products are, in float32; the last few."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], torch.Tensor] = {}
+
+    def of(self, weight: Any, around: str, tokens: int) -> torch.Tensor:
+        if (id(weight), tokens) not in self._known:
+            if len(self._known) > len(TOKENS):
+                self._known.clear()
+            x = inputs_of(tokens, weight.shape[1]).float()
+            if around in ("norm", "gate"):
+                x = torch.nn.functional.rms_norm(x, (x.shape[1],), eps=1e-5)
+            y = weight.rounded_inputs(x) @ weight.dequantised(torch.float32).t()
+            if around == "gate":
+                gate, up = y.chunk(2, 1)
+                y = torch.nn.functional.silu(gate) * up
+            self._known[id(weight), tokens] = y
+        return self._known[id(weight), tokens]
+
+
+EXACT = Exact()
 
 
 def check(name: str, weight: Any, around: str, tokens: int, tiles: Tiles | None) -> None:
-    """Against float64; SystemExit if it is wrong."""
-    x = torch.randn(tokens, weight.shape[1], device="cuda", dtype=torch.bfloat16)
-    got = made(weight, around, tiles)(x).double()
-    expected = exact(weight, around, x)
+    """Against float32; SystemExit if it is wrong."""
+    got = made(weight, around, tiles)(inputs_of(tokens, weight.shape[1])).float()
+    expected = EXACT.of(weight, around, tokens)
     error = ((got - expected).norm() / expected.norm()).item()
     if not error < TOLERANCE:
         raise SystemExit(f"{name}, {tokens} tokens: error {error:.1e}")
 
 
 def candidates(kind: str, around: str, tokens: int) -> Iterator[Tile]:
-    if tokens <= 4:
-        blocks = ((4096, 4), (2048, 2), (1024, 1), (4096, 8)) if kind == "int4" else ()
-        blocks = blocks or ((1024, 4), (512, 2), (2048, 8), (2048, 4), (1024, 2))
-        if kind == "fp8-blocks":
-            blocks = ((128, 1), (128, 2), (128, 4))
-        for (block_k, warps), block_n in itertools.product(blocks, (2, 4, 8, 16)):
-            if block_n * block_k * tokens <= 64 * 1024 * (2 if kind == "int4" else 1):
-                yield AddTile(block_n, block_k, warps)
-        if tokens == 1:
-            return
+    if tokens == 1 and kind in ("int4", "int8"):
+        if kind == "int4":
+            for warps, block_n, each in itertools.product((4, 8), (2, 4, 8), (2, 3, 4, 6)):
+                yield AddTile(block_n, 1, warps, 132 * each)
+        else:
+            for warps, block_n in itertools.product((2, 4), (4, 8)):
+                yield AddTile(block_n, 1024, warps)
     if tokens > 64:
         for n, k, t, warps, stages in (
             (128, 128, 128, 8, 3),
-            (128, 128, 128, 4, 4),
             (128, 128, 256, 8, 3),
             (256, 128, 128, 8, 3),
-            (128, 64, 256, 8, 4),
             (128, 128, 128, 4, 3),
         ):
             yield MatrixTile(n, k, t, warps, stages)
         return
     splits = (1,) if around in ("gate", "plain") else (1, 2, 4)
-    sizes = (128,) if kind in ("int4", "fp8-blocks") else (128, 256, 512)
-    for n, k, stages, split in itertools.product((32, 64, 128), sizes, (3, 5), splits):
-        if n * k * stages <= 160 << 10 and not (n == 32 and around in ("gate", "plain")):
+    if kind == "int4":
+        for n, unroll, split in itertools.product((32, 64), (1, 2, 4), splits):
+            yield MatrixTile(n, 128, 64, 4, 4, split, unroll)
+    elif kind == "fp8-blocks":
+        for n, split in itertools.product((32, 64), splits):
+            yield MatrixTile(n, 128, 64, 4, 5, split)
+    else:
+        for (n, k, stages), split in itertools.product(
+            ((64, 128, 5), (64, 256, 4), (64, 256, 5), (128, 128, 5)), splits
+        ):
             yield MatrixTile(n, k, 64, 4, stages, split)
 
 
@@ -165,15 +185,15 @@ class Case:
         return Tiles({self.kind: [(1 << 30, tile)]}, {})
 
 
-def cases(kinds: list[str]) -> Iterator[Case]:
-    for kind, shape in itertools.product(kinds, SHAPES):
-        many = (MANY,) if "-" in kind and shape != "head" else ()
-        for tokens in TOKENS + many:
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    for kind, shape, tokens in itertools.product(options.kinds, options.shapes, options.tokens):
+        if tokens <= TOKENS[-1] or ("-" in kind and shape != "head"):
             yield Case(kind, shape, tokens)
 
 
-def compile_part(kinds: list[str], part: int, parts: int) -> None:
-    every = [(case, tile) for case in cases(kinds) for tile in candidates(*_key(case))]
+def compile_part(options: argparse.Namespace) -> None:
+    part, parts = map(int, options.compile.split("/"))
+    every = [(case, tile) for case in cases(options) for tile in candidates(*_key(case))]
     weights: dict[tuple[str, str], Any] = {}
     for case, tile in every[part::parts]:
         n, k, around = SHAPES[case.shape]
@@ -184,22 +204,25 @@ def compile_part(kinds: list[str], part: int, parts: int) -> None:
         try:
             made(weights[case.kind, case.shape], around, case.table(tile))(x)
         except Exception as error:
-            print(f"{case} {tile}: {str(error)[:80]}")
+            if "out of resource" not in str(error):
+                print(f"{case} {tile}: {str(error)[:80]}")
 
 
 def _key(case: Case) -> tuple[str, str, int]:
     return case.kind, SHAPES[case.shape][2], case.tokens
 
 
-def run(kinds: list[str], *, search: bool, best: dict[str, Any], keep: Path | None) -> None:
+def run(options: argparse.Namespace) -> None:
+    best: dict[str, Any] = {"capability": list(torch.cuda.get_device_capability()), "shapes": []}
     torch.manual_seed(0)
-    for shape, (n, k, around) in SHAPES.items():
+    for shape in options.shapes:
+        n, k, around = SHAPES[shape]
         drawn = torch.randn(n, k, device="cuda") * k**-0.5
         count = max(ROTATED_BYTES // (2 * n * k), 1)
         dense = [made(drawn.roll(i, 0).bfloat16(), around, None) for i in range(count)]
         inputs = {
             tokens: torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16)
-            for tokens in (*TOKENS, MANY)
+            for tokens in options.tokens
         }
         wide = {
             tokens: seconds(dense, x)
@@ -207,7 +230,7 @@ def run(kinds: list[str], *, search: bool, best: dict[str, Any], keep: Path | No
             if shape != "head" or tokens < 99
         }
         del dense
-        for kind in kinds:
+        for kind in options.kinds:
             first = MAKE[kind](drawn)
             count = max(ROTATED_BYTES // first.nbytes, 2)
             weights = [first, *(MAKE[kind](drawn.roll(i, 0)) for i in range(1, count))]
@@ -224,7 +247,7 @@ def run(kinds: list[str], *, search: bool, best: dict[str, Any], keep: Path | No
                 else:
                     told += f" {2e-12 * n * k * tokens / taken:5.0f} TFLOP/s"
                 print(f"{shape:8s} {kind:12s} {tokens:4d} tokens  {told}", flush=True)
-                if search and (tokens < 99 or "-" in kind):
+                if options.search and (tokens < 99 or "-" in kind):
                     tile, least = best_tile(Case(kind, shape, tokens), some, around, x)
                     note = f"{least * 1e6:8.1f} us {wide[tokens] / least:5.2f} x"
                     print(f"{'':32s} best {note} {tile}", flush=True)
@@ -233,8 +256,8 @@ def run(kinds: list[str], *, search: bool, best: dict[str, Any], keep: Path | No
                     )
             if entries:
                 best["shapes"].append({"kind": kind, "n": n, "k": k, "tiles": entries})
-                if keep:
-                    keep.write_text(json.dumps(best, indent=1))
+                if options.tiles:
+                    options.tiles.write_text(json.dumps(best, indent=1))
 
 
 def best_tile(case: Case, weights: list[Any], around: str, x: torch.Tensor) -> tuple[Tile, float]:
@@ -244,7 +267,8 @@ def best_tile(case: Case, weights: list[Any], around: str, x: torch.Tensor) -> t
             check(f"{case} {tile}", weights[0], around, min(case.tokens, 300), case.table(tile))
             timed.append((seconds([made(w, around, case.table(tile)) for w in weights], x), tile))
         except Exception as error:  # a tile that asks for more than the device has
-            print(f"    {tile}: {str(error)[:80]}")
+            if "out of resource" not in str(error):
+                print(f"    {tile}: {str(error)[:80]}")
     least, tile = min(timed, key=lambda pair: pair[0])
     return tile, least
 
@@ -255,20 +279,17 @@ def main() -> None:
     parser.add_argument("--compile", help="PART/PARTS: only compile")
     parser.add_argument("--tiles", type=Path, help="file for the best")
     parser.add_argument("--kinds", nargs="*", default=["int4", "int8", "fp8"])
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--tokens", nargs="*", type=int, default=[*TOKENS, MANY])
     options = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for kind in options.kinds:
         assert kind_of(MAKE[kind](torch.zeros(128, 128, device="cuda"))) == kind
     with torch.inference_mode():
         if options.compile:
-            part, parts = map(int, options.compile.split("/"))
-            compile_part(options.kinds, part, parts)
-            return
-        best: dict[str, Any] = {
-            "capability": list(torch.cuda.get_device_capability()),
-            "shapes": [],
-        }
-        run(options.kinds, search=options.search, best=best, keep=options.tiles)
+            compile_part(options)
+        else:
+            run(options)
 
 
 if __name__ == "__main__":

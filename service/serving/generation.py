@@ -22,7 +22,12 @@ from tokenpod.core.messages import (
     Started,
     Top,
 )
-from tokenpod.service.rpc.errors import ResourceExhausted, ServiceError, engine_failure
+from tokenpod.service.rpc.errors import (
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    engine_failure,
+)
 from tokenpod.service.serving.deltas import Delta, Unread
 from tokenpod.service.serving.turns import Turn
 from tokenpod.service.text.decoding import Detokenizer
@@ -94,6 +99,8 @@ class Sample:
         self.ending: Ending | None = None
         #: It has no ending: the model failed.
         self.failed = False
+        #: Whether the text conforms to its constraint; None: it has none, or a stop cut it.
+        self.satisfied: bool | None = None
         self.first_token_at = 0
         self.last_token_at = 0
         self._detokenizer = detokenizer
@@ -114,6 +121,11 @@ class Sample:
     def mean_logprob(self) -> float:
         """Mean log probability of the tokens: what `best_of` ranks by."""
         return self.cumulative_logprob / max(self.generated, 1)
+
+    def score(self, length_penalty: float) -> float:
+        """What the results of a beam search are ranked by."""
+        divisor: float = float(self.generated) ** length_penalty
+        return self.cumulative_logprob / divisor
 
     def push(
         self, token_id: int, logprob: float, finish: FinishCode, top: Top | None, at: int
@@ -226,6 +238,7 @@ class Generation:
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
         on_size: called now and then with the bytes of the answer that are kept.
+        constraint_field: where the client put the constraint, for what the engine says of it.
     """
 
     def __init__(
@@ -239,6 +252,7 @@ class Generation:
         abort: Abort,
         on_begin: Callable[[], None],
         on_size: Callable[[int], None] = lambda size: None,
+        constraint_field: str = "constraint",
     ) -> None:
         self.request = request
         self.samples = samples
@@ -252,6 +266,7 @@ class Generation:
         self._abort = abort
         self._on_begin = on_begin
         self._on_size = on_size
+        self._constraint_field = constraint_field
         self._wakes = 0
         #: Something has come since `news` has returned; and the reader that waits for more.
         self._fresh = False
@@ -363,12 +378,19 @@ class Generation:
             # A stop sequence: the engine does not know yet.
             self._abort([sequence_id], stopped=True)
 
+    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
+        """Whether a sequence that ends conforms to its constraint."""
+        self._by_id[sequence_id].satisfied = whole
+
     def on_failure(self, failure: Failure) -> None:
         """A failure of one sample is the call's: there is no partial answer to a request.
 
         Where the call is to go on with the others, it does unless none of them is left.
         """
         error = engine_failure(failure)
+        if self.request.constraint is not None and isinstance(error, InvalidArgument):
+            problem = failure.message.removeprefix("constraint: ")
+            error = InvalidArgument(self._constraint_field, problem)
         if self._failures_last and failure.code is FailureCode.DATA_LOSS:
             self._by_id[failure.sequence_id].failed = True
             if not all(sample.failed for sample in self.samples):

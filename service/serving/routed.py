@@ -91,6 +91,17 @@ class RoutedSequence:
             text=None if reason is None else self._final_text(reason),
         )
 
+    def end_without_token(self) -> ShardGeneration:
+        """End with the text so far: a constraint allows nothing more."""
+        self.stopped = True
+        self._generated += 1
+        end = min(self._tokenizer.eos_token_ids, default=0)
+        return ShardGeneration(
+            request_id=self.request_id,
+            tokens=TokenList([end], [0.0], [""], [True]),
+            text=self._final_text(_EOS_TOKEN),
+        )
+
     def give_up(self) -> ShardGeneration:
         """End the sequence after a failure of its own; returns what the answer says of it."""
         self.stopped = True
@@ -166,9 +177,12 @@ class StepSink:
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
     ) -> None:
-        """The token of a sequence in this step, or the next one of several."""
+        """The token of a sequence in this step, the next one of several, or its end without one."""
         sequence = self._by_id[sequence_id]
         if sequence.stopped:  # by a token before it, which the engine can't see
+            return
+        if token_id < 0:
+            self._generations[sequence_id] = sequence.end_without_token()
             return
         started, before = self._started.get(sequence_id), self._generations.get(sequence_id)
         self._generations[sequence_id] = sequence.push(
@@ -177,6 +191,9 @@ class StepSink:
 
     def on_drafted(self, drafted: Drafted) -> None:
         """Routers are not told."""
+
+    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
+        """The protocol has no word for it."""
 
     def on_failure(self, failure: Failure) -> None:
         """A sequence that fails ends alone; without an engine the rpc fails."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
-from tokenpod.core.messages import Load
+from tokenpod.core.messages import Load, MaskCounts
 from tokenpod.service.serving.generation import Generation
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]
@@ -121,6 +121,12 @@ class Instruments:
             "1",
             "Share of the KV slots that somebody uses; what is only cached does not count",
         )
+        gauge(
+            "tokenpod.adapters.running",
+            observing(lambda now: now.adapters),
+            "{adapter}",
+            "Different adapters of running sequences",
+        )
         for name, read, meaning in _DRAFTS:
             counter(
                 name,
@@ -152,6 +158,29 @@ class Instruments:
             "{request}",
             "Requests that have ended, by how: stopped, length, aborted, ignored",
         )
+        self._watch_masks(load)
+
+    def _watch_masks(self, load: Callable[[], Load]) -> None:
+        """Observe what constraints cost the engine."""
+        for name, unit, meaning, read in _MASKS:
+            self._meter.create_observable_counter(
+                f"tokenpod.constraints.{name}", [_observing(load, read)], unit, meaning
+            )
+
+
+#: Of constrained texts: name, unit, meaning, value.
+_MASKS: Sequence[tuple[str, str, str, Callable[[MaskCounts], float]]] = (
+    ("masks", "{mask}", "Masks that steps needed", lambda now: now.needed),
+    ("masks.late", "{mask}", "Masks that came too late for their step", lambda now: now.late),
+    ("masks.time", "s", "Time of all workers in masks", lambda now: now.nanoseconds / 1e9),
+    ("compiled", "{constraint}", "Constraints that were compiled", lambda now: now.compiled),
+    ("cached", "{constraint}", "Constraints that were compiled already", lambda now: now.cached),
+    ("refused", "{constraint}", "Constraints that did not compile", lambda now: now.refused),
+)
+
+
+def _observing(load: Callable[[], Load], read: Callable[[MaskCounts], float]) -> Callback:
+    return lambda options: [Observation(read(load().masks))]
 
 
 def _ended(load: Load) -> Iterator[Observation]:

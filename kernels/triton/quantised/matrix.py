@@ -46,6 +46,7 @@ def multiply_rounded(
     BLOCK_K: tl.constexpr,
     PANEL: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first.
@@ -88,20 +89,37 @@ def multiply_rounded(
     low_sums = tl.zeros((BLOCK_N, BLOCK_T) if APART and DIGITS == 2 else (1, 1), SUM)
     up_sums = tl.zeros((BLOCK_N, BLOCK_T) if GATED else (1, 1), SUM)
     low_up_sums = tl.zeros((BLOCK_N, BLOCK_T) if GATED and APART and DIGITS == 2 else (1, 1), SUM)
-    for step in tl.range(first, last, num_stages=STAGES):
+    # What multiplies a step's sums is asked for one step ahead: it would be waited for.
+    blocks = tl.cdiv(width, BLOCK_K)
+    at_sums = x_sums + token * blocks if KIND == "int4" else x_scale + token * scale_columns
+    next_theirs, next_s, next_up_s, next_z, next_up_z = 1.0, 1.0, 1.0, 1.0, 1.0
+    if GROUPED:
+        group = first // steps_in_group
+        at_theirs = first if KIND == "int4" else group
+        next_theirs = tl.load(at_sums + at_theirs, mask=is_token, other=0.0)
+        next_s = tl.load(scale + gate_scale + group).to(tl.float32)
+        next_up_s = tl.load(scale + up_scale + group).to(tl.float32) if GATED else next_s
+        next_z = _zeros(zero, gate_scale + group, BLOCK_N)
+        next_up_z = _zeros(zero, up_scale + group, BLOCK_N) if GATED else next_z
+    for step in tl.range(first, last, num_stages=STAGES, loop_unroll_factor=UNROLL):
+        theirs, s, up_s, z, up_z = next_theirs, next_s, next_up_s, next_z, next_up_z
+        if GROUPED:
+            ahead = tl.minimum(step + 1, last - 1)
+            group = ahead // steps_in_group
+            at_theirs = ahead if KIND == "int4" else group
+            next_theirs = tl.load(at_sums + at_theirs, mask=is_token, other=0.0)
+            next_s = tl.load(scale + gate_scale + group).to(tl.float32)
+            next_up_s = tl.load(scale + up_scale + group).to(tl.float32) if GATED else next_s
+            next_z = _zeros(zero, gate_scale + group, BLOCK_N)
+            next_up_z = _zeros(zero, up_scale + group, BLOCK_N) if GATED else next_z
         if KIND == "int4":
             HALF: tl.constexpr = BLOCK_K // 2
             i = step * BLOCK_K + tl.arange(0, HALF)
             byte = step * HALF + tl.arange(0, HALF)
             v = _columns(at_x, i, width, is_token, True)
             v_high = _columns(at_x, i + HALF, width, is_token, True)
-            if DIGITS == 2:
-                low = _columns(at_low, i, width, is_token, True)
-                low_high = _columns(at_low, i + HALF, width, is_token, True)
-            group = step // steps_in_group
-            total = tl.load(
-                x_sums + token * tl.cdiv(width, BLOCK_K) + step, mask=is_token, other=0.0
-            )
+            low = _columns(at_low, i, width, is_token, True) if DIGITS == 2 else v
+            low_high = _columns(at_low, i + HALF, width, is_token, True) if DIGITS == 2 else v
             for part in tl.static_range(2 if GATED else 1):
                 packed = tl.load(
                     (start_of_up if part else start_of_row)[:, None] + byte[None, :],
@@ -114,45 +132,30 @@ def multiply_rounded(
                     low_dot = tl.dot(even, low, out_dtype=tl.int32)
                     low_dot = tl.dot(odd, low_high, low_dot, out_dtype=tl.int32)
                     dot = dot * 128 + low_dot
-                at_scale = (up_scale if part else gate_scale) + group
-                s = tl.load(scale + at_scale).to(tl.float32)[:, None]
-                if zero is None:
-                    z = 8.0
-                else:
-                    z = tl.load(zero + at_scale).to(tl.float32)[:, None]
-                made = s * (dot.to(tl.float32) - z * total[None, :])
+                own_s, own_z = (up_s, up_z) if part else (s, z)
+                whole = dot.to(tl.float32) - own_z[:, None] * theirs[None, :]
                 if part:
-                    up_sums += made
+                    up_sums += own_s[:, None] * whole
                 else:
-                    sums += made
+                    sums += own_s[:, None] * whole
         else:
             i = step * BLOCK_K + tl.arange(0, BLOCK_K)
             v = _numbers(_columns(at_x, i, width, is_token, EVEN), KIND)
-            if DIGITS == 2:
-                low = _columns(at_low, i, width, is_token, EVEN)
+            low = _columns(at_low, i, width, is_token, EVEN) if DIGITS == 2 else v
             w = _numbers(_rows(start_of_row, i, width, EVEN), KIND)
+            up = _numbers(_rows(start_of_up, i, width, EVEN), KIND) if GATED else w
             if GROUPED:
-                group = step // steps_in_group
-                theirs = tl.load(x_scale + token * scale_columns + group, mask=is_token, other=0.0)
-                s = tl.load(scale + gate_scale + group)[:, None] * theirs[None, :]
-                sums += tl.dot(w, v) * s
-            elif WHOLE:
-                sums = tl.dot(w, v, sums, out_dtype=tl.int32)
-                if DIGITS == 2:
-                    low_sums = tl.dot(w, low, low_sums, out_dtype=tl.int32)
+                sums += tl.dot(w, v) * (s[:, None] * theirs[None, :])
+                if GATED:
+                    up_sums += tl.dot(up, v) * (up_s[:, None] * theirs[None, :])
             else:
-                sums = tl.dot(w, v, sums)
-            if GATED:
-                up = _numbers(_rows(start_of_up, i, width, EVEN), KIND)
-                if GROUPED:
-                    s = tl.load(scale + up_scale + group)[:, None] * theirs[None, :]
-                    up_sums += tl.dot(up, v) * s
-                elif WHOLE:
-                    up_sums = tl.dot(up, v, up_sums, out_dtype=tl.int32)
+                sums = tl.dot(w, v, sums, out_dtype=SUM)
+                if DIGITS == 2:
+                    low_sums = tl.dot(w, low, low_sums, out_dtype=SUM)
+                if GATED:
+                    up_sums = tl.dot(up, v, up_sums, out_dtype=SUM)
                     if DIGITS == 2:
-                        low_up_sums = tl.dot(up, low, low_up_sums, out_dtype=tl.int32)
-                else:
-                    up_sums = tl.dot(up, v, up_sums)
+                        low_up_sums = tl.dot(up, low, low_up_sums, out_dtype=SUM)
 
     out = _scaled(
         sums,
@@ -193,6 +196,15 @@ def multiply_rounded(
         if ADD:
             out = out.to(tl.float32) + tl.load(at_y, mask=inside, other=0.0).to(tl.float32)
         tl.store(at_y, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _zeros(zero, at, BLOCK_N: tl.constexpr):
+    """Of groups of rows; 8 where a weight has none of its own."""
+    if zero is None:
+        return tl.full((BLOCK_N,), 8.0, tl.float32)
+    else:
+        return tl.load(zero + at).to(tl.float32)
 
 
 @triton.jit

@@ -8,8 +8,6 @@ gate, and add to the residual. What differs is how a tile of the weight is read.
 lowest of these bits stand for 1, they are floats already, but for that exponent's own value: 128 at
 bits 16 to 19, 2048 at bits 12 to 15. Its sum over the inputs is the same for all rows and is taken
 off word by word, the group's zero with it. So a number costs a mask, a sum, and half a shift.
-
-Inputs that the format rounds are rounded here too, once the largest of the token is known.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ LOW_EXPONENT: tl.constexpr = tl.constexpr(0x45000000)
 HIGH_EXPONENT: tl.constexpr = tl.constexpr(0x43000000)
 LOW_OFFSET: tl.constexpr = tl.constexpr(2048.0)
 HIGH_OFFSET: tl.constexpr = tl.constexpr(128.0)
-FP8_MOST: tl.constexpr = tl.constexpr(448.0)
-INT8_MOST: tl.constexpr = tl.constexpr(127.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -37,7 +33,6 @@ def multiply_add_bytes(
     bias,
     delta,
     norm_weight,
-    static,
     y,
     x_stride,
     delta_stride,
@@ -46,27 +41,18 @@ def multiply_add_bytes(
     n,
     k,
     epsilon,
-    scale_columns,
-    scale_rows,
-    group_columns,
     FP8: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    GROUPED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] (+)= x [tokens, k] · weightᵀ, gates first with ACTIVATION.
 
-    The weight's bytes are e4m3 with FP8, else whole numbers.
-
-    ROUNDED: "none", "fp8" or "int8". GROUPED: a scale [⌈n / scale_rows⌉, scale_columns] for every
-    group_columns inputs, a multiple of BLOCK_K; inputs are then rounded in the same groups.
+    The weight's bytes are e4m3 with FP8, else whole numbers; a scale per row.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     NORM: tl.constexpr = norm_weight is not None
@@ -81,66 +67,43 @@ def multiply_add_bytes(
     sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K), tl.float32)
     up_sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCK_K) if GATED else (1, 1, 1), tl.float32)
     squares = tl.zeros((BLOCK_T, 1, BLOCK_K) if NORM else (1, 1, 1), tl.float32)
-    gate_scale = own // scale_rows * scale_columns
-    up_scale = (own + n) // scale_rows * scale_columns
 
+    s = tl.load(scale + own)[None, :]
+    up_s = tl.load(scale + own + n)[None, :] if GATED else s
     next_w = _tile(start_of_row + i, i < k)
     next_up = _tile(start_of_up + i, i < k) if GATED else next_w
     await_inputs(OVERLAP)
-    inverse = 1.0
-    step = 1.0
-    if ROUNDED != "none" and not GROUPED:
-        step, inverse = _token_scale(
-            at_x, norm_weight, static, token < tokens, k, epsilon, ROUNDED, BLOCK_T, BLOCK_K
-        )
-    for start in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+    for start in tl.range(0, k, BLOCK_K):
         at = start + i
         # The next tile is on its way while this one is multiplied.
         w, up = next_w, next_up
         next_w = _tile(start_of_row + at + BLOCK_K, at + BLOCK_K < k)
         next_up = _tile(start_of_up + at + BLOCK_K, at + BLOCK_K < k) if GATED else next_w
-        v = _inputs(at_x, norm_weight, at, token < tokens, k, EVEN and BLOCK_T == 1)
-        if NORM and (ROUNDED == "none" or GROUPED):
-            raw = _inputs(at_x, None, at, token < tokens, k, EVEN and BLOCK_T == 1)
-            squares += raw * raw
-        if GROUPED:
-            group = start // group_columns
-            if ROUNDED != "none":
-                largest = tl.max(tl.abs(v), axis=2, keep_dims=True)
-                lost = tl.sum(v * 0.0, axis=2, keep_dims=True)
-                group_step = largest / FP8_MOST + lost
-                v = _rounded(v * tl.where(group_step > 0, 1.0 / group_step, 1.0), ROUNDED)
-                v *= group_step
-            own_scale = tl.load(scale + gate_scale + group)[None, :, None]
-            sums += (v * own_scale) * _wide(w, FP8)
-            if GATED:
-                their_scale = tl.load(scale + up_scale + group)[None, :, None]
-                up_sums += (v * their_scale) * _wide(up, FP8)
+        inside = (token < tokens) & (at < k)
+        if EVEN and BLOCK_T == 1:
+            v = tl.load(at_x + at).to(tl.float32)
         else:
-            if ROUNDED != "none":
-                v = _rounded(v * inverse, ROUNDED)
-            sums += v * _wide(w, FP8)
-            if GATED:
-                up_sums += v * _wide(up, FP8)
+            v = tl.load(at_x + at, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += v * v
+            v *= tl.load(norm_weight + at, mask=at < k, other=0.0).to(tl.float32)
+        sums += v * _wide(w, FP8)
+        if GATED:
+            up_sums += v * _wide(up, FP8)
 
     token = tl.arange(0, BLOCK_T)
-    factor = tl.full((BLOCK_T, 1), 1.0, tl.float32)
-    if ROUNDED != "none" and not GROUPED:
-        factor = tl.reshape(step, (BLOCK_T, 1))
-    elif NORM:
+    out = tl.sum(sums, axis=2) * s
+    up_out = tl.sum(up_sums, axis=2) * up_s if GATED else out
+    if NORM:
         factor = tl.rsqrt(tl.sum(squares, axis=2) / k + epsilon)
-    out = tl.sum(sums, axis=2) * factor
-    up_out = tl.sum(up_sums, axis=2) * factor if GATED else out
-    if not GROUPED:
-        out *= tl.load(scale + gate_scale)[None, :]
-        if GATED:
-            up_out *= tl.load(scale + up_scale)[None, :]
+        out *= factor
+        up_out *= factor
     _finish(
         out, up_out, bias, delta, y, delta_stride, y_stride, tokens, n, row, token, ACTIVATION, ADD
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def multiply_add_words(
     x,
     weight,
@@ -150,10 +113,6 @@ def multiply_add_words(
     delta,
     norm_weight,
     y,
-    x_stride,
-    delta_stride,
-    y_stride,
-    tokens,
     n,
     k,
     epsilon,
@@ -161,91 +120,140 @@ def multiply_add_words(
     blocks_in_group,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
     RUN: tl.constexpr,
-    STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As above, of a weight of 4 bits: words [n, blocks · RUN] int32, blocks of 8 · RUN inputs.
+    """As above for one token, of a weight of 4 bits: words [n, blocks · RUN] int32.
 
-    Scale and zero [n, ⌈blocks / blocks_in_group⌉]; without a zero it is 8. A tile is BLOCKS blocks.
+    Blocks have 8 · RUN inputs, and all BLOCKS of them are in one tile: the input is read once and
+    stays in registers, while a program walks over rows, BLOCK_N at a time, the next ones on their
+    way. Scale and zero are [n, ⌈blocks / blocks_in_group⌉]; without a zero it is 8.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
-    NORM: tl.constexpr = norm_weight is not None
-    IN_BLOCK: tl.constexpr = 8 * RUN
-    # Axes: token, row, block, word of the block.
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(row, n - 1)
-    groups = tl.cdiv(blocks, blocks_in_group)
-    rows = own.to(tl.int64)[None, :, None, None]
-    block = tl.arange(0, BLOCKS)[None, None, :, None]
-    # A thread has 4 words, and as many inputs at a time: so nothing changes its layout.
-    lane = tl.max_contiguous(tl.arange(0, RUN), 4)[None, None, None, :]
-    token = tl.arange(0, BLOCK_T)[:, None, None, None]
-    at_x = x + token * x_stride
-    sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN), tl.float32)
-    up_sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN) if GATED else (1, 1, 1, 1), tl.float32)
-    squares = tl.zeros((BLOCK_T, 1, BLOCKS, RUN) if NORM else (1, 1, 1, 1), tl.float32)
-    start_of_row = weight + rows * (blocks * RUN)
-    start_of_up = start_of_row + n.to(tl.int64) * (blocks * RUN)
-
-    next_w = _tile(start_of_row + block * RUN + lane, block < blocks)
-    next_up = _tile(start_of_up + block * RUN + lane, block < blocks) if GATED else next_w
-    await_inputs(OVERLAP)
-    for start in tl.range(0, blocks, BLOCKS, num_stages=STAGES):
-        at = start + block
-        there = at < blocks
-        # The next tile is on its way while this one is multiplied.
-        w, up = next_w, next_up
-        ahead = at + BLOCKS
-        next_w = _tile(start_of_row + ahead * RUN + lane, ahead < blocks)
-        next_up = _tile(start_of_up + ahead * RUN + lane, ahead < blocks) if GATED else next_w
-        at_scale = rows * groups + at // blocks_in_group
-        s = _tile(scale + at_scale, there).to(tl.float32)
-        dot = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN), tl.float32)
-        up_dot = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN) if GATED else (1, 1, 1, 1), tl.float32)
-        total = tl.zeros((BLOCK_T, 1, BLOCKS, RUN), tl.float32)
-        offset = tl.zeros((BLOCK_T, 1, BLOCKS, RUN), tl.float32)
-        for place in tl.static_range(8):
-            i = at * IN_BLOCK + place * RUN + lane
-            inside = (token < tokens) & (i < k)
-            v = tl.load(at_x + i, mask=inside, other=0.0).to(tl.float32)
-            if NORM:
-                squares += v * v
-                v *= tl.load(norm_weight + i, mask=i < k, other=0.0).to(tl.float32)
-            total += v
-            offset += v * (LOW_OFFSET if place % 2 == 0 else HIGH_OFFSET)
-            dot += v * _float_at(w, place, ASSEMBLY)
-            if GATED:
-                up_dot += v * _float_at(up, place, ASSEMBLY)
-        if zero is None:
-            sums += s * (dot - (offset + 8.0 * total))
-        else:
-            z = _tile(zero + at_scale, there).to(tl.float32)
-            sums += s * (dot - offset - z * total)
-        if GATED:
-            at_scale += n.to(tl.int64) * groups
-            s = _tile(scale + at_scale, there).to(tl.float32)
-            if zero is None:
-                up_sums += s * (up_dot - (offset + 8.0 * total))
-            else:
-                z = _tile(zero + at_scale, there).to(tl.float32)
-                up_sums += s * (up_dot - offset - z * total)
-
-    token = tl.arange(0, BLOCK_T)
-    out = tl.sum(tl.sum(sums, axis=3), axis=2)
-    up_out = tl.sum(tl.sum(up_sums, axis=3), axis=2) if GATED else out
-    if NORM:
-        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=2) / k + epsilon)
-        out *= factor
-        if GATED:
-            up_out *= factor
-    _finish(
-        out, up_out, bias, delta, y, delta_stride, y_stride, tokens, n, row, token, ACTIVATION, ADD
+    # Axes: row, block, word of the block. A thread has 4 words, and as many inputs at a time: so
+    # nothing changes its layout.
+    block = tl.arange(0, BLOCKS)[None, :, None]
+    lane = tl.max_contiguous(tl.arange(0, RUN), 4)[None, None, :]
+    word = block * RUN + lane
+    there = block < blocks
+    first = tl.program_id(0) * BLOCK_N
+    row = first + tl.arange(0, BLOCK_N)
+    next_w, next_s, next_z = _rows(
+        weight, scale, zero, row, n, word, block, there, blocks, blocks_in_group, RUN
     )
+    next_up, next_up_s, next_up_z = next_w, next_s, next_z
+    if GATED:
+        next_up, next_up_s, next_up_z = _rows(
+            weight, scale, zero, n + row, 2 * n, word, block, there, blocks, blocks_in_group, RUN
+        )
+    await_inputs(OVERLAP)
+    i = block * (8 * RUN) + lane
+    v0, f0 = _input(x, norm_weight, i, k)
+    v1, f1 = _input(x, norm_weight, i + RUN, k)
+    v2, f2 = _input(x, norm_weight, i + 2 * RUN, k)
+    v3, f3 = _input(x, norm_weight, i + 3 * RUN, k)
+    v4, f4 = _input(x, norm_weight, i + 4 * RUN, k)
+    v5, f5 = _input(x, norm_weight, i + 5 * RUN, k)
+    v6, f6 = _input(x, norm_weight, i + 6 * RUN, k)
+    v7, f7 = _input(x, norm_weight, i + 7 * RUN, k)
+    factor = 1.0
+    if norm_weight is not None:
+        squares = f0 * f0 + f1 * f1 + f2 * f2 + f3 * f3 + f4 * f4 + f5 * f5 + f6 * f6 + f7 * f7
+        factor = tl.rsqrt(tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0) / k + epsilon)
+    low, high = v0 + v2 + v4 + v6, v1 + v3 + v5 + v7
+    offset, total = LOW_OFFSET * low + HIGH_OFFSET * high, low + high
+    for start in tl.range(first, n, tl.num_programs(0) * BLOCK_N):
+        w, s, z, up, up_s, up_z = next_w, next_s, next_z, next_up, next_up_s, next_up_z
+        row = start + tl.arange(0, BLOCK_N)
+        ahead = row + tl.num_programs(0) * BLOCK_N
+        next_w, next_s, next_z = _rows(
+            weight, scale, zero, ahead, n, word, block, there, blocks, blocks_in_group, RUN
+        )
+        dot = v0 * _float_at(w, 0, ASSEMBLY)
+        dot += v1 * _float_at(w, 1, ASSEMBLY)
+        dot += v2 * _float_at(w, 2, ASSEMBLY)
+        dot += v3 * _float_at(w, 3, ASSEMBLY)
+        dot += v4 * _float_at(w, 4, ASSEMBLY)
+        dot += v5 * _float_at(w, 5, ASSEMBLY)
+        dot += v6 * _float_at(w, 6, ASSEMBLY)
+        dot += v7 * _float_at(w, 7, ASSEMBLY)
+        made = s.to(tl.float32) * (dot - offset - _float(z) * total)
+        out = tl.sum(tl.sum(made, axis=2), axis=1) * factor
+        up_out = out
+        if GATED:
+            next_up, next_up_s, next_up_z = _rows(
+                weight,
+                scale,
+                zero,
+                n + ahead,
+                2 * n,
+                word,
+                block,
+                there & (ahead < n)[:, None, None],
+                blocks,
+                blocks_in_group,
+                RUN,
+            )
+            dot = v0 * _float_at(up, 0, ASSEMBLY)
+            dot += v1 * _float_at(up, 1, ASSEMBLY)
+            dot += v2 * _float_at(up, 2, ASSEMBLY)
+            dot += v3 * _float_at(up, 3, ASSEMBLY)
+            dot += v4 * _float_at(up, 4, ASSEMBLY)
+            dot += v5 * _float_at(up, 5, ASSEMBLY)
+            dot += v6 * _float_at(up, 6, ASSEMBLY)
+            dot += v7 * _float_at(up, 7, ASSEMBLY)
+            made = up_s.to(tl.float32) * (dot - offset - _float(up_z) * total)
+            up_out = tl.sum(tl.sum(made, axis=2), axis=1) * factor
+        _finish(
+            out[None, :],
+            up_out[None, :],
+            bias,
+            delta,
+            y,
+            0,
+            0,
+            1,
+            n,
+            row,
+            tl.arange(0, 1),
+            ACTIVATION,
+            ADD,
+        )
+
+
+@triton.jit
+def _rows(
+    weight, scale, zero, row, rows, word, block, there, blocks, blocks_in_group, RUN: tl.constexpr
+):
+    """Words, scales and zeros of some rows; nothing of rows beyond the last."""
+    inside = there & (row < rows)[:, None, None]
+    w = _tile(weight + row.to(tl.int64)[:, None, None] * (blocks * RUN) + word, inside)
+    groups = tl.cdiv(blocks, blocks_in_group)
+    at = row.to(tl.int64)[:, None, None] * groups + block // blocks_in_group
+    s = _tile(scale + at, inside)
+    z = 8
+    if zero is not None:
+        z = _tile(zero + at, inside)
+    return w, s, z
+
+
+@triton.jit
+def _input(x, norm_weight, i, k):
+    """Inputs i, float32: times the norm's weight, and as they are."""
+    plain = tl.load(x + i, mask=i < k, other=0.0).to(tl.float32)
+    v = plain
+    if norm_weight is not None:
+        v = plain * tl.load(norm_weight + i, mask=i < k, other=0.0).to(tl.float32)
+    return v, plain
+
+
+@triton.jit
+def _float(zero):
+    """Also of what is the same for all groups, and then a plain number."""
+    return zero * 1.0
 
 
 @triton.jit
@@ -278,54 +286,6 @@ def _float_at(words, PLACE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def _token_scale(
-    at_x,
-    norm_weight,
-    static,
-    is_token,
-    k,
-    epsilon,
-    ROUNDED: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """A token's scale [T, 1, 1], and what its inputs are multiplied by to be rounded."""
-    i = tl.arange(0, BLOCK_K)[None, None, :]
-    largest = tl.zeros((BLOCK_T, 1, BLOCK_K), tl.float32)
-    squares = tl.zeros((BLOCK_T, 1, BLOCK_K), tl.float32)
-    lost = tl.zeros((BLOCK_T, 1, BLOCK_K), tl.float32)
-    for start in tl.range(0, k, BLOCK_K):
-        v = _inputs(at_x, None, start + i, is_token, k, False)
-        squares += v * v
-        if norm_weight is not None:
-            v *= tl.load(norm_weight + start + i, mask=start + i < k, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(v))
-        # A number that is none gets lost in a maximum; times zero it stays what it is.
-        lost += v * 0.0
-    most = tl.max(largest, axis=2, keep_dims=True) + tl.sum(lost, axis=2, keep_dims=True)
-    factor = tl.full((BLOCK_T, 1, 1), 1.0, tl.float32)
-    if norm_weight is not None:
-        factor = tl.rsqrt(tl.sum(squares, axis=2, keep_dims=True) / k + epsilon)
-    if static is None:
-        step = most * factor / (FP8_MOST if ROUNDED == "fp8" else INT8_MOST)
-    else:
-        step = tl.load(static) + 0.0 * most
-    return step, tl.where(step > 0, factor / step, 1.0)
-
-
-@triton.jit
-def _rounded(v, ROUNDED: tl.constexpr):
-    """To the nearest number of the format, as float32."""
-    if ROUNDED == "fp8":
-        v = tl.minimum(tl.maximum(v, -FP8_MOST), FP8_MOST)
-        return v.to(tl.float8e4nv).to(tl.float32)
-    else:
-        # Adding and taking off 1.5 · 2²³ leaves the nearest whole number, ties to even.
-        v = tl.minimum(tl.maximum(v, -INT8_MOST), INT8_MOST)
-        return v + 12582912.0 - 12582912.0
-
-
-@triton.jit
 def _tile(at, inside):
     """Weights are read once: let them make room for what is read again."""
     return tl.load(at, mask=inside, other=0, eviction_policy="evict_first")
@@ -334,18 +294,6 @@ def _tile(at, inside):
 @triton.jit
 def _wide(w, FP8: tl.constexpr):
     return w.to(tl.float8e4nv, bitcast=True).to(tl.float32) if FP8 else w.to(tl.float32)
-
-
-@triton.jit
-def _inputs(at_x, norm_weight, at, is_token, k, FULL: tl.constexpr):
-    """Inputs `at`, float32, times the norm's weight."""
-    if FULL:
-        v = tl.load(at_x + at).to(tl.float32)
-    else:
-        v = tl.load(at_x + at, mask=is_token & (at < k), other=0.0).to(tl.float32)
-    if norm_weight is not None:
-        v *= tl.load(norm_weight + at, mask=at < k, other=0.0).to(tl.float32)
-    return v
 
 
 @triton.jit

@@ -14,7 +14,9 @@ from typing import Any
 
 from tokenpod.core.messages import Ready
 from tokenpod.service.serving.calls import (
+    AskedConstraint,
     CachedBatch,
+    ConstraintKind,
     ShardBatch,
     ShardGeneration,
     ShardRequest,
@@ -28,6 +30,8 @@ log = logging.getLogger("tokenpod.shard")
 _SLICE_REQUESTS = 128
 #: TGI's routers read messages of up to 4 MiB; some room is left for framing.
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024 - 4096
+#: GRAMMAR_TYPE_NONE.
+_NO_GRAMMAR = 0
 #: What generations before the third call a field of `WarmupRequest`.
 _OLD_WARMUP_NAMES = {"max_input_tokens": "max_input_length"}
 
@@ -100,8 +104,7 @@ class ShardCodec:
             frequency_penalty=getattr(parameters, "frequency_penalty", 0.0),
             seed=parameters.seed,
             watermark=parameters.watermark,
-            grammar=getattr(parameters, "grammar", ""),
-            grammar_type=getattr(parameters, "grammar_type", 0),
+            constraint=_constraint(parameters),
             adapter_id=_given(request, "adapter_id"),
             chunk_len=_given(request, "chunk_len"),
             several_tokens=not self._scalar,
@@ -192,6 +195,25 @@ class ShardCodec:
         if "is_special" in kind.DESCRIPTOR.fields_by_name:
             message.is_special.extend(tokens.special)
         return message
+
+
+def _constraint(parameters: Any) -> AskedConstraint | None:
+    """A JSON schema (older routers) or a regular expression; the first generation has neither."""
+    text, kind = (
+        getattr(parameters, "grammar", ""),
+        getattr(parameters, "grammar_type", _NO_GRAMMAR),
+    )
+    if kind == _NO_GRAMMAR and not text:
+        return None
+    field = "parameters.grammar"
+    match kind:
+        case 1:
+            return AskedConstraint(ConstraintKind.JSON_SCHEMA, field, text)
+        case 2:
+            return AskedConstraint(ConstraintKind.REGEX, field, text)
+        case _:
+            # Refused with the request it belongs to.
+            return AskedConstraint(ConstraintKind.UNKNOWN, "parameters.grammar_type", str(kind))
 
 
 def _given(message: Any, field: str) -> Any:

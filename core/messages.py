@@ -350,10 +350,21 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     swapped_tokens: int = 0
     #: Requests that have ended since the start, by how: of several samples, the last one.
     ended: Ended = Ended()
-    #: Tokens drafted since the start, and those of them that were accepted.
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     masks: MaskCounts = MaskCounts()
+    #: Tokens drafted since the start, and those of them that were accepted, by how far behind the
+    #: last known token they stood; up to the most that any step had.
+    drafted_at: list[int] = []
+    accepted_at: list[int] = []
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens drafted since the start."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Those of them that were accepted."""
+        return sum(self.accepted_at)
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
@@ -490,6 +501,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
+    #: Tokens that a step may draft for a sequence.
+    speculate: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -546,6 +559,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
     constraints: ConstraintLimits = ConstraintLimits()
+    #: Tokens that a step may draft for a sequence; 0: nothing is drafted.
+    speculate: int = 0
     #: None: this engine is alone.
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.

@@ -32,6 +32,8 @@ from tokenpod.kernels.triton.steps import remember, resolve
 _DEPTH = 3
 #: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
 _MOST_CAPTURED_TOKENS = 1024
+#: Of the captured steps with drafts: as many tokens as drafts, and rows that have them.
+_MOST_DRAFTED_TOKENS = 384
 
 
 class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
@@ -41,7 +43,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_positions: longest sequence, in tokens.
         max_tokens: most tokens of a step.
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
-        drafts: most samples of a step besides each row's first.
+        drafts: most samples of a step besides each row's first; steps with any have graphs of
+            their own, since others would make their logits too.
         adapters: whether steps in which rows have adapters are captured too.
     """
 
@@ -78,8 +81,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._mailboxes = [Mailbox(rows + drafts, words, device) for _ in range(_DEPTH)]
         self._turn = 0
         self._max_tokens = max_tokens
-        #: Of mixed steps and of those that decode alone, by whether some row has an adapter.
-        self._graphs: dict[bool, tuple[Graphs, Graphs]] = {}
+        #: By whether some row has an adapter: of mixed steps, of those that decode alone, and of
+        #: those with drafts.
+        self._graphs: dict[bool, tuple[Graphs, Graphs, Graphs | None]] = {}
 
     def use(self, pool: KVPool) -> None:
         """Keep keys and values there from now on. No step is under way, no row is taken."""
@@ -92,19 +96,22 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
         for adapted in (False, True)[: 1 + self._adapters]:
-            # Only rows of several tokens, in mixed steps, have drafts.
-            mixed = {
-                size: replace(counts, drafts=self._drafts, adapters=adapted)
-                for size, counts in mixed_counts(self._rows, most, self._tiles.count).items()
-            }
-            decode = {
-                size: replace(counts, adapters=adapted)
-                for size, counts in decode_counts(self._rows).items()
+            mixed = _adapted(mixed_counts(self._rows, most, self._tiles.count), adapted)
+            decode = _adapted(decode_counts(self._rows), adapted)
+            # Each draft is a token of the step.
+            drafted = {
+                size: replace(counts, drafts=min(self._drafts, size))
+                for size, counts in mixed.items()
+                if size <= _MOST_DRAFTED_TOKENS
             }
             with torch.inference_mode():
                 first = Graphs(self._forward_mixed, mixed, self._padding, memory)
-                second = Graphs(self._forward_decode, decode, self._padding, first.memory)
-            self._graphs[adapted], memory = (first, second), first.memory
+                memory = first.memory
+                second = Graphs(self._forward_decode, decode, self._padding, memory)
+                third = None
+                if self._drafts:
+                    third = Graphs(self._forward_mixed, drafted, self._padding, memory)
+            self._graphs[adapted] = first, second, third
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -159,9 +166,11 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         graphs = self._graphs.get(len(plan.r_adapter) > 0)
         if graphs is None or len(plan.scored_token) or len(plan.given):
             return None
-        mixed, decode = graphs
+        mixed, decode, drafted = graphs
         if plan.rows == plan.tokens and plan.r_samples.all():
             captured = decode.fitting(plan.rows)
+        elif (plan.r_samples > 1).any():
+            captured = drafted.fitting(plan.tokens) if drafted else None
         else:
             captured = mixed.fitting(plan.tokens)
         if captured is None:
@@ -243,6 +252,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         host = np.zeros(counts.words, np.int64)
         pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)
+
+
+def _adapted(ladder: dict[int, Counts], adapters: bool) -> dict[int, Counts]:
+    return {size: replace(counts, adapters=adapters) for size, counts in ladder.items()}
 
 
 def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:

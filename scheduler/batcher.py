@@ -153,7 +153,7 @@ class Batcher:
         if len(sequences) > slots:
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
-        if self._drafting is not None and self._to_come <= slots:
+        if self._drafting and not self._beams.running and self._to_come <= slots:
             split = self._drafting.split(sequences, places)
             sequences, places = split.sequences, split.places
             for sequence, drafts in split.drafts:
@@ -249,7 +249,8 @@ class Batcher:
         """Slots that all of these sequences may still take, up to their bounds.
 
         Drafts let one take its slots sooner than admission has counted, before others have ended.
-        So nothing is drafted unless all can have theirs, in whatever order.
+        So nothing is drafted unless all can have theirs, in whatever order. (Nor beside beams,
+        which are counted otherwise.)
         """
         started = [*self._decoding.values(), *self._ready, *self._prefilling]
         places = np.array([sequence.place for sequence in started], np.int64)

@@ -117,7 +117,9 @@ class Scheduler:
         self._steps = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._ended: Counter[EndState] = Counter()
-        self._drafted_tokens = self._accepted_tokens = 0
+        #: Drafted and accepted tokens, by how far behind the last known one they stood.
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
         #: Steps that have not settled; and nothing could run since the last one.
         self._under_way, self._rested = 0, True
         self._events = Settled()
@@ -304,8 +306,8 @@ class Scheduler:
                 aborted=self._ended[EndState.ABORTED],
                 ignored=self._ended[EndState.IGNORED],
             ),
-            drafted_tokens=self._drafted_tokens,
-            accepted_tokens=self._accepted_tokens,
+            drafted_at=[*self._drafted],
+            accepted_at=[*self._accepted],
         )
 
     def watch_cache(self, *, wanted: bool) -> None:
@@ -403,8 +405,10 @@ class Scheduler:
                 self._postpone(sequence)
 
     def _counted(self, draft: Landed) -> Drafted:
-        self._drafted_tokens += draft.drafted
-        self._accepted_tokens += draft.accepted
+        for counts, n in ((self._drafted, draft.drafted), (self._accepted, draft.accepted)):
+            counts += [0] * (draft.drafted - len(counts))
+            for at in range(n):
+                counts[at] += 1
         return Drafted(draft.sequence.id, draft.drafted, draft.accepted)
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:

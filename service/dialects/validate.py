@@ -64,6 +64,8 @@ class RequestLimits:
     slots: int
     #: Sequences that can run at once.
     rows: int
+    #: Tokens that a step may draft for a sequence.
+    drafts: int = 0
 
 
 class NeverFits(InvalidArgument):
@@ -114,6 +116,7 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     most = min(limits.max_top_n_tokens, limits.vocab_size)
     for field in ("top_n_tokens", "prompt_top_n_tokens"):
         _at_most(f"output.{field}", getattr(call.output, field), most, "--max-top-n-tokens")
+    _at_most("max_draft_tokens", call.max_draft_tokens or 0, limits.drafts, "--speculate")
     if abs(call.priority) > MOST_PRIORITY:
         _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
     check_request_id(call.request_id)

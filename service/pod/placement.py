@@ -54,6 +54,7 @@ def lone_options(
         batching=settings.batching,
         waiting_served_ratio=settings.resolved_waiting_served_ratio,
         max_waiting_tokens=settings.resolved_max_waiting_tokens,
+        speculate=settings.speculate,
     )
 
 

@@ -257,6 +257,7 @@ class AdmittedCall:
             salt=salted(call.salt, adapter),
             adapter=0 if adapter is None else adapter.number,
             beam=call.beam,
+            drafts=self.limits.drafts if call.max_draft_tokens is None else call.max_draft_tokens,
         )
 
     def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:

@@ -139,4 +139,5 @@ def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLi
         max_constraint_bytes=settings.max_constraint_bytes,
         slots=ready.slots,
         rows=ready.rows or settings.resolved_batch_size,
+        drafts=ready.speculate,
     )

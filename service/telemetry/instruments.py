@@ -127,6 +127,13 @@ class Instruments:
             "{adapter}",
             "Different adapters of running sequences",
         )
+        for name, read, meaning in _DRAFTS:
+            counter(
+                name,
+                [lambda options, read=read: _by_position(read(load()))],  # type: ignore[misc]
+                "{token}",
+                meaning,
+            )
         counter(
             "tokenpod.prefix.tokens",
             [lambda options: list(_prefixes(load()))],
@@ -192,6 +199,20 @@ def _prefixes(load: Load) -> Iterator[Observation]:
 def _ended(load: Load) -> Iterator[Observation]:
     for name in load.ended.__struct_fields__:
         yield Observation(getattr(load.ended, name), {"tokenpod.end": name})
+
+
+#: `tokenpod.draft.position` is 1 for the first draft behind a known token.
+_DRAFTS: list[tuple[str, Callable[[Load], list[int]], str]] = [
+    ("tokenpod.draft.tokens", lambda now: now.drafted_at, "Tokens that were drafted"),
+    ("tokenpod.draft.accepted_tokens", lambda now: now.accepted_at, "Those that were accepted"),
+]
+
+
+def _by_position(counts: list[int]) -> list[Observation]:
+    return [
+        Observation(count, {"tokenpod.draft.position": at})
+        for at, count in enumerate(counts, start=1)
+    ]
 
 
 def _utilization(load: Load) -> float:

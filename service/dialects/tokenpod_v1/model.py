@@ -15,6 +15,9 @@ from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
+#: How tokens are drafted.
+_NGRAMS = "ngram"
+
 
 def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
@@ -41,6 +44,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         max_adapter_count=adapters.slots,
         adapters=[adapter_of(each) for each in adapters.loaded],
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
+        draft_method=_NGRAMS if ready.speculate else "",
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -89,6 +93,8 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         length_request_count=ended.length,
         aborted_request_count=ended.aborted,
         ignored_request_count=ended.ignored,
+        drafted_token_count=load.drafted_tokens,
+        accepted_token_count=load.accepted_tokens,
     )
 
 
@@ -115,4 +121,5 @@ def _limits(serving: Serving) -> model_pb2.Limits:
         max_concurrent_requests=settings.resolved_concurrent_requests,
         max_queue_tokens=settings.resolved_queue_tokens(limits.slots),
         max_batch_size=limits.rows,
+        max_draft_tokens=limits.drafts,
     )

@@ -59,7 +59,7 @@ async def generate(
         stream: as it comes; else at its end.
         json_lines: each message of the server as JSON.
     """
-    several = max(request.sampling.n, 1) > 1
+    several = max(request.sampling.n, request.sampling.beam.n) > 1
     live = None if json_lines else LiveText(several=several)
     async with calling(remote) as channel:
         async for message in _messages(GenerationServiceStub(channel), request, remote, stream):

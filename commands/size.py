@@ -125,6 +125,10 @@ def report(
         raise SizeError(problem)
     options = lone_options(settings, folder)
     model = footprint(folder, options.quantize)
+    if options.max_adapters and model.portions[1].adapter_numbers is None:
+        raise SizeError(
+            f"--max-adapters is {options.max_adapters}: {model.architecture} takes none"
+        )
     if options.max_total_tokens is not None and options.max_total_tokens > model.max_positions:
         raise SizeError(
             f"--max-total-tokens is {options.max_total_tokens}: the model's context has"

@@ -40,6 +40,8 @@ _SETTINGS = (
     "max_batch_prefill_tokens",
     "max_batch_total_tokens",
     "memory_fraction",
+    "max_adapters",
+    "max_adapter_rank",
 )
 
 _device_option = partial(option, panel="Device")

@@ -69,6 +69,8 @@ class Portion(msgspec.Struct, frozen=True):
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
+    #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
+    adapter_numbers: tuple[int, int] | None = None
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -99,6 +101,11 @@ class Footprint(msgspec.Struct, frozen=True):
         portion = self.portions[ranks]
         dense = portion.numbers - portion.quantised_numbers
         return dense * item_bytes + portion.quantised_bytes
+
+    def adapter_bytes(self, ranks: int, rank: int, item_bytes: int) -> int:
+        """Bytes of one rank's slot for adapters of that rank."""
+        each, fixed = self.portions[ranks].adapter_numbers or (0, 0)
+        return (each * rank + fixed) * item_bytes
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""
@@ -207,9 +214,15 @@ def _reserve(
         vocabulary=model.vocab_size,
         item_bytes=item_bytes,
     )
+    adapters = {}
+    if options.max_adapters:
+        adapters["adapters"] = options.max_adapters * model.adapter_bytes(
+            ranks, options.max_adapter_rank, item_bytes
+        )
     if options.device == "cpu":
-        return {"processes": _CPU_PROCESSES, "largest step": step}
+        return {"processes": _CPU_PROCESSES, "largest step": step, **adapters}
     return {
+        **adapters,
         "CUDA context": _CUDA_CONTEXT,
         "largest step": step,
         "gaps between tensors": step // GAPS,

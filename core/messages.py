@@ -42,6 +42,29 @@ class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
     time_limit_at: int | None = None
 
 
+class EarlyStop(IntEnum):
+    """When a beam search ends; transformers' `early_stopping`."""
+
+    #: False: once the best beam, were it to end now, is no better than the worst result.
+    FALSE = 0
+    #: True: as soon as there are `width` results.
+    TRUE = 1
+    #: "never": once no beam could become better than the worst result.
+    NEVER = 2
+
+
+class BeamParams(msgspec.Struct, frozen=True, array_like=True):
+    """A beam search: keep the likeliest beginnings, and extend them all."""
+
+    #: Beginnings that are kept.
+    width: int
+    #: A result's log probability is divided by its length to the power of this.
+    length_penalty: float = 1.0
+    early_stopping: EarlyStop = EarlyStop.FALSE
+    #: Results that are told, the best first; at most `width`.
+    n: int = 1
+
+
 class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
     """Embeddings that replace those of the table at some positions of a prompt."""
 
@@ -81,7 +104,7 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: A router's liveness probe: one new token at once, in a row and slots that are reserved for
     #: it. Its prompt has less than PROBE_TOKENS tokens.
     probe: bool = False
-    #: The adapter of its products, from 1; 0: none. Those of one adapter share a salt.
+    #: The number of its adapter, from 1; 0: none. Those of one adapter share a salt.
     adapter: int = 0
     #: Positions whose embeddings are given; penalties alone count their tokens.
     given: list[GivenVectors] = []
@@ -93,6 +116,15 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     prompt_ranks: bool = False
     #: What the text must conform to.
     constraint: Constraint | None = None
+    #: Search: one sequence for each beam, of which the first `n` tell the results, at the end.
+    #: `top_n_tokens` is what a search needs of each beam, at least `width` and one for each token
+    #: that ends the text.
+    beam: BeamParams | None = None
+
+    @property
+    def told(self) -> list[int]:
+        """The sequences whose tokens, ends and failures are told."""
+        return self.sequence_ids if self.beam is None else self.sequence_ids[: self.beam.n]
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
@@ -144,6 +176,24 @@ class FlushCache(Message, frozen=True, array_like=True, tag=True):
     """Forget every cached prefix that no sequence uses."""
 
 
+class LoadAdapter(Message, frozen=True, array_like=True, tag=True):
+    """Read an adapter, and point its name to it once every rank has it; then `AdapterDone`."""
+
+    op: int
+    name: str
+    #: Of its folder, below each rank's own folder of adapters.
+    path: str
+    #: SHA-256 of its files that is expected, in hexadecimal digits; empty: any.
+    digest: str = ""
+
+
+class UnloadAdapter(Message, frozen=True, array_like=True, tag=True):
+    """Give no request this adapter any more; `AdapterDone` once the last that has it has ended."""
+
+    op: int
+    name: str
+
+
 class FailureCode(IntEnum):
     """Why the engine gave up on a sequence or an `Advance`; each maps to one gRPC status."""
 
@@ -152,6 +202,7 @@ class FailureCode(IntEnum):
     DATA_LOSS = 3
     UNAVAILABLE = 4
     INVALID_ARGUMENT = 5
+    NOT_FOUND = 6
 
 
 class FinishCode(IntEnum):
@@ -289,6 +340,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Different adapters of running sequences.
+    adapters: int = 0
     #: Preempted sequences whose keys and values wait in host memory, and tokens since the start
     #: that went there.
     swapped: int = 0
@@ -369,6 +422,38 @@ class Loading(Message, frozen=True, array_like=True, tag=True):
     total_bytes: int
 
 
+class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that can be used."""
+
+    #: Names this version: what `Request.adapter` says. Never used again.
+    number: int
+    name: str
+    #: SHA-256 of its files, in hexadecimal digits.
+    digest: str
+    #: Largest rank of its modules.
+    rank: int
+    #: Bytes of host memory on rank 0.
+    nbytes: int
+
+
+class AdapterList(Message, frozen=True, array_like=True, tag=True):
+    """The adapters that requests can have from now on; for every front end."""
+
+    loaded: list[AdapterFacts]
+
+
+class AdapterDone(Message, frozen=True, array_like=True, tag=True):
+    """What became of a `LoadAdapter` or an `UnloadAdapter`. For the first front end."""
+
+    op: int
+    #: Of an adapter that was loaded.
+    facts: AdapterFacts | None = None
+    #: None: it is done.
+    failure: FailureCode | None = None
+    #: One line for the operator.
+    message: str = ""
+
+
 class Ready(Message, frozen=True, array_like=True, tag=True):
     """The model is warm and can generate."""
 
@@ -399,6 +484,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rows: int = 0
     #: Whether rows are padded to the longest of their batch, for which routers then budget.
     requires_padding: bool = False
+    #: Those that were loaded with the model.
+    adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
 
@@ -439,6 +526,15 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     prefix_caching: bool = True
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
+    #: Adapters that running sequences can have at once, and the largest rank of their modules.
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
+    #: Adapters that are kept in the host's memory at once.
+    max_loaded_adapters: int = 128
+    #: Where those lie that are loaded while serving.
+    adapter_folder: str = ""
+    #: Adapters to load with the model: names and folders.
+    adapters: list[tuple[str, str]] = []
     #: Who may join, by name (see scheduler/policies.py).
     admission: str = "exact"
     #: What a step holds, likewise; and TGI's numbers for "alternate".
@@ -450,5 +546,16 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
 
 
-ToEngine = Request | Abort | Advance | Ask | WatchCache | Vocabulary | FlushCache | EngineOptions
-FromEngine = StepOutputs | CacheEvents | Loading | Ready | Broken
+ToEngine = (
+    Request
+    | Abort
+    | Advance
+    | Ask
+    | WatchCache
+    | Vocabulary
+    | FlushCache
+    | LoadAdapter
+    | UnloadAdapter
+    | EngineOptions
+)
+FromEngine = StepOutputs | CacheEvents | AdapterList | AdapterDone | Loading | Ready | Broken

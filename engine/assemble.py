@@ -34,9 +34,11 @@ from tokenpod.engine.memory import (
     map_ahead,
 )
 from tokenpod.engine.room import Room, room_for
+from tokenpod.engine.step_executor import no_adapters
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.facts import LoadedModel
 
 __all__ = ["Assembled", "EngineError", "assemble"]
@@ -53,6 +55,8 @@ class Assembled:
     kv_dtype: torch.dtype
     #: Whether a step can be launched before the one before has been waited for.
     overlap: bool
+    #: None: the model takes none.
+    adapters: AdapterStore | None = None
 
     @property
     def slots(self) -> int:
@@ -115,9 +119,10 @@ def _on_host(
         rows=options.max_batch_size + 1,
         vocab_size=model.config.vocab_size,
         group=group,
+        put_adapter=model.adapters.put if model.adapters else no_adapters,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=False)
+    return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
 
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> int:
@@ -169,6 +174,7 @@ def _on_device(
         max_positions=positions,
         max_tokens=rows + prompt,
         device=device,
+        put_adapter=model.adapters.put if model.adapters else no_adapters,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
@@ -192,7 +198,7 @@ def _on_device(
     run_worst_steps(executor, rows, max(min(prompt, slots - rows), 1), positions)
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=True)
+    return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
 
 
 def run_worst_steps(executor: Executor, rows: int, prompt: int, positions: int) -> None:

@@ -23,7 +23,7 @@ from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
-from tokenpod.engine.step_executor import StepExecutor
+from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
@@ -57,10 +57,19 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: torch.device,
         drafts: int = 0,
         adapters: bool = False,
+        put_adapter: PutAdapter = no_adapters,
     ) -> None:
         # The last row is padding's.
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
-        super().__init__(model, pool, sampler, rows=rows, device=device, row_table=table)
+        super().__init__(
+            model,
+            pool,
+            sampler,
+            rows=rows,
+            device=device,
+            row_table=table,
+            put_adapter=put_adapter,
+        )
         self._tiles = model.prepare_capture(rows)
         self._drafts, self._adapters = drafts, adapters
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))

@@ -26,14 +26,17 @@ from tokenpod.core.messages import (
     EngineOptions,
     FlushCache,
     Load,
+    LoadAdapter,
     Request,
     Started,
     StepOutputs,
     ToEngine,
     Top,
+    UnloadAdapter,
     Vocabulary,
     WatchCache,
 )
+from tokenpod.engine.adapters import Adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Launched, Launcher, StepResult
@@ -44,6 +47,8 @@ _NAP_SECONDS = 0.01
 #: The same where all that is here waits for masks, or to be compiled.
 _MASK_SECONDS = 0.0005
 _PULSE_NS = 1_000_000_000
+#: No sequence has this id.
+_NOBODY = -1
 
 
 @dataclass(slots=True)
@@ -72,6 +77,8 @@ class EngineLoop:
     executor: Launcher
     overlap: bool = False
     clock: Callable[[], int] = time.monotonic_ns
+    #: None: adapters neither come nor go.
+    adapters: Adapters | None = None
     #: Brings masks; None: requests have no constraints.
     masked: MaskedSteps | None = None
     _settled: int = 0
@@ -101,6 +108,8 @@ class EngineLoop:
         """One turn; waits for messages if there is nothing else to do."""
         for message in self.link.receive(self._patience()):
             self._take(message)
+        if self.adapters is not None:
+            self.adapters.settle()
         if self.masked is not None:
             self.masked.look(self.scheduler)
         step = self.scheduler.plan(self.clock())
@@ -125,7 +134,8 @@ class EngineLoop:
         if self.masked is not None and self.scheduler.waiting_for_masks:
             return _MASK_SECONDS
         # What is queued and cannot run waits for a router to let go, or for its own deadline.
-        return _NAP_SECONDS if self.scheduler.busy else None
+        reading = self.adapters is not None and self.adapters.busy
+        return _NAP_SECONDS if self.scheduler.busy or reading else None
 
     # -- in ------------------------------------------------------------------------------------
 
@@ -148,6 +158,12 @@ class EngineLoop:
                 self.scheduler.watch_cache(wanted=message.wanted)
             case FlushCache():
                 self.scheduler.flush_cache()
+            case LoadAdapter():
+                assert self.adapters is not None
+                self.adapters.load(message)
+            case UnloadAdapter():
+                assert self.adapters is not None
+                self.adapters.unload(message)
             case Vocabulary():
                 if self.masked is not None:
                     self.masked.learn(message)
@@ -185,7 +201,8 @@ class EngineLoop:
                 # A prompt that was preempted half-way is scored again from its beginning.
                 start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
-        settled = self.scheduler.settle(flying.step, result.tokens, self.clock())
+        tops = {index: (ids, values) for index, ids, values in result.tops}
+        settled = self.scheduler.settle(flying.step, result.tokens, self.clock(), tops)
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 
@@ -226,7 +243,10 @@ class EngineLoop:
         tops: list[Top] = []
         if step is not None and result is not None:
             # A surplus token, sampled after its sequence had ended, is in `result` only.
-            logprobs = [result.logprobs[sample] for sample in settled.samples]
+            logprobs = [
+                result.logprobs[sample] if sample >= 0 else settled.logprobs[at]
+                for at, sample in enumerate(settled.samples)
+            ]
             where = {sample: at for at, sample in enumerate(settled.samples)}
             found = {index: (ids, values) for index, ids, values in result.tops}
             for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):

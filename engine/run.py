@@ -12,6 +12,7 @@ from typing import NoReturn
 import torch
 
 from tokenpod.core.messages import EngineOptions, Loading, Ready
+from tokenpod.engine.adapters import Adapters, OwnAdapters, read_given, space_of
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
@@ -43,8 +44,10 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     if member is not None:
         member.come_up(ready.slots)
     link.send(ready)
+    store = assembled.adapters
     if member is not None and not member.leads:
-        follow(member, assembled.executor)
+        own = OwnAdapters(store, options.adapter_folder, member.placement.rank)
+        follow(member, assembled.executor, own)
     launcher = member.leading(assembled.executor) if member else assembled.executor
     scheduler = Scheduler(
         limits,
@@ -55,18 +58,28 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
             max_waiting_tokens=options.max_waiting_tokens,
         ),
     )
+    adapters = Adapters(
+        store,
+        scheduler.adapters,
+        ready.adapters,
+        root=options.adapter_folder,
+        most=options.max_loaded_adapters,
+        send=link.send,
+        followers=member.followers if member else None,
+    )
     overlap = assembled.overlap
     masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
-    EngineLoop(link, scheduler, launcher, overlap=overlap, masked=masked).run()
+    loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
+    loop.run()
 
 
-def follow(member: Member, executor: Executor) -> NoReturn:
+def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:
     """Take every step that the leader plans, one ahead of the step that is waited for.
 
     Raises RankLost when the group is over.
     """
     flying = None
-    for plan in member.plans():
+    for plan in member.plans(adapters):
         launched = executor.launch(plan)
         if flying is not None:
             flying.wait()
@@ -114,8 +127,10 @@ def load(
         quantize=options.quantize,
         require_manifest=options.require_manifest,
         override=override,
+        adapters=space_of(options),
     )
     config = model.config
+    adapters = read_given(model.adapters, options)
     loaded = time.monotonic()
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
     assembled = assemble(model, options, positions=positions, device=device, group=group)
@@ -128,6 +143,8 @@ def load(
         prefix_caching=options.prefix_caching,
         sharing=own is None,
         scores_prompts=own is None or own.scores_prompts,
+        adapter_slots=options.max_adapters,
+        adapters=frozenset(adapter.number for adapter in adapters),
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),
@@ -148,6 +165,7 @@ def load(
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
+        adapters=adapters,
         quantization=model.quantization,
     )
     return assembled, ready, limits

@@ -11,6 +11,7 @@ from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.latent import shape_of
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.layer_spec import Rope
@@ -25,7 +26,7 @@ class Decoder:
     `weights` maps the names of `weights_of` to what is on one device, and is empty afterwards:
     layers may hold them in another layout. Of a model that ranks divide, `config`, `weights` and
     `ops` are one rank's; `parameters` then counts those of all, each once. `delta` says what is
-    added to products of which tokens.
+    added to products of which tokens; where there are `adapters`, that is theirs.
     """
 
     captures = True
@@ -41,6 +42,7 @@ class Decoder:
         kv_scales: KVScales | None = None,
         delta: Delta = no_delta,
         unused: Mapping[str, int] = MappingProxyType({}),
+        adapters: AdapterStore | None = None,
         quantization: str = "",
     ) -> None:
         self.config = config
@@ -58,7 +60,9 @@ class Decoder:
         table = weights["embedding"]
         assert isinstance(table, torch.Tensor)
         self._dtype, self._device = table.dtype, table.device
-        products = Products(ops, weights, delta)
+        #: None: products are never adapted.
+        self.adapters = adapters
+        products = Products(ops, weights, delta if adapters is None else adapters.delta)
         self._rotations, numbers = _rotations(config, table.device)
         self._layers = [
             make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)
@@ -79,6 +83,8 @@ class Decoder:
         Returns [T, hidden] after the final norm, an inference tensor.
         """
         ops = self._ops
+        if self.adapters is not None:
+            batch = self.adapters.prepared(batch)
         latent = self.config.latent
         if latent is None:
             plans = {w: ops.plan_attention(batch, w) for w in set(self.config.windows)}

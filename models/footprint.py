@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tokenpod.core.capacity import Footprint, Portion
+from tokenpod.models.adapters.targets import slot_numbers
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.load import Layout, ModelError, check_alone, is_native, read_layout, tier_of
 from tokenpod.models.shard import WHOLE, Shard
@@ -88,7 +89,12 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             local = shard.config(layout.spec)
         except ModelError:
             continue
-        portion = Portion(shard.numbers(layout.weights), sum(kv.numbers for kv in local.kv_layouts))
+        fixed = slot_numbers(layout.weights, shard, 0)
+        portion = Portion(
+            shard.numbers(layout.weights),
+            sum(kv.numbers for kv in local.kv_layouts),
+            adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
+        )
         reader = layout.reader
         if reader is not None:
             quantised = [

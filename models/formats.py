@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ def reader_for(
     spec: ModelSpec,
     quantize: str | None,
     layout: PublishedLayout | None = None,
-    there: Collection[str] | None = None,
+    there: Checkpoint | None = None,
 ) -> WeightReader | None:
     """What reads weights of products; None: they are dense.
 
@@ -33,7 +33,7 @@ def reader_for(
         spec: of the model.
         quantize: what the operator asked for; None: the checkpoint decides.
         layout: how the checkpoint is quantised; None: it is not.
-        there: names of its tensors; None: only its config is known.
+        there: the checkpoint; None: only its config is known.
 
     Raises ModelError for an unknown format, one that the checkpoint is not in, or one that the
     model's products can't be held in.

@@ -13,6 +13,8 @@ import torch
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
+from tokenpod.models.adapters.store import Space, store_of
+from tokenpod.models.adapters.targets import slot_numbers, targets_of
 from tokenpod.models.checkpoint import Checkpoint, WeightReader, check, tensors_of
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
@@ -136,7 +138,7 @@ def read_layout(
     has them. Raises ModelError as that does, and where config.json and tensors don't go together.
     """
     family, spec, published = _read_config(folder, max_total_tokens, override)
-    reader = reader_for(spec, quantize, published, checkpoint.names if checkpoint else None)
+    reader = reader_for(spec, quantize, published, checkpoint)
     names = family.names_of(spec)
     there = (
         p for p in family.prefixes if checkpoint and f"{p}{names[0].embedding}.weight" in checkpoint
@@ -194,6 +196,7 @@ def load_model(
     quantize: str | None = None,
     require_manifest: bool = False,
     override: Mapping[str, Any] | None = None,
+    adapters: Space | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -208,6 +211,7 @@ def load_model(
         quantize: the format that products' weights are made into; None: `dtype`.
         require_manifest: refuse a folder without a manifest; one that is there is always checked.
         override: fields that replace those of config.json.
+        adapters: what is taken for adapters; None: there are none.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -219,13 +223,14 @@ def load_model(
     if not is_native(folder):
         tier = tier_of(folder, max_total_tokens, override)
         _check_length(tier.spec, max_total_tokens)
-        check_alone(tier.spec, shard, quantize)
+        check_alone(tier.spec, shard, quantize, adapters)
         with (
             Checkpoint(folder) as checkpoint,
             verified(folder, checkpoint.files, required=require_manifest, share=share),
         ):
             return _load_tier(tier, checkpoint, dtype=dtype, device=device, progress=progress)
-    spec = _read_config(folder, max_total_tokens, override).spec
+    read = _read_config(folder, max_total_tokens, override)
+    family, spec = read.family, read.spec
     _check_length(spec, max_total_tokens)
     shard.check(spec)
     with (
@@ -236,6 +241,8 @@ def load_model(
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
+        if adapters is not None:
+            needed += adapters.slots * slot_numbers(weights, shard, adapters.rank) * dtype.itemsize
         _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(
@@ -251,6 +258,9 @@ def load_model(
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
         scales = read_scales(checkpoint, layout.scales, spec.kv.heads, shard, device)
     ops = operations_for(device, dtype)
+    store = None
+    if adapters is not None:
+        store = store_of(targets_of(family, spec), weights, tensors, adapters, shard, ops)
     return Decoder(
         shard.config(spec),
         tensors,
@@ -258,11 +268,14 @@ def load_model(
         parameters=WHOLE.numbers(weights),
         kv_scales=scales,
         unused=layout.unused,
+        adapters=store,
         quantization=layout.reader.name if layout.reader else "",
     )
 
 
-def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
+def check_alone(
+    facts: ModelFacts, shard: Shard, quantize: str | None, adapters: Space | None = None
+) -> None:
     """Raise ModelError for what only families of ours can do."""
     name = facts.architecture
     if shard.world > 1:
@@ -273,6 +286,8 @@ def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
         raise ModelError(
             f"quantize is {quantize}: {name} is computed by transformers, with weights as they are"
         )
+    if adapters is not None:
+        raise ModelError(f"adapters: {name} is computed by transformers, and takes none")
 
 
 def _load_tier(

@@ -8,8 +8,11 @@ n: a plan needs the lengths of sequences, not their tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
+from types import MappingProxyType
+
+import msgspec
 
 from tokenpod.core.messages import (
     PROBE_TOKENS,
@@ -25,9 +28,12 @@ from tokenpod.core.messages import (
     Started,
 )
 from tokenpod.core.plan import UNSAMPLED
+from tokenpod.scheduler.adapter_slots import AdapterSlots
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher
 from tokenpod.scheduler.batching import Batching, Mixed
+from tokenpod.scheduler.beam_search import Top
+from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.deadlines import Deadlines
@@ -74,6 +80,7 @@ class Scheduler:
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
+        self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
             self.kv,
@@ -95,6 +102,7 @@ class Scheduler:
             planners,
             ledger=self._ledger,
             joining=lambda waiting: self._batching.joining(self._batcher.running, waiting),
+            adapters=self.adapters,
         )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
@@ -117,11 +125,12 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never fit fails at once (see `drain_events`)."""
-        problem = never_fits(request, self.limits)
+        problem, code = never_fits(request, self.limits), FailureCode.INVALID_ARGUMENT
+        if not problem and not self.adapters.knows(request.adapter):
+            problem, code = "its adapter has been unloaded", FailureCode.NOT_FOUND
         if problem:
             for sequence_id in request.sequence_ids:
-                failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
-                self._events.failures.append(failure)
+                self._events.failures.append(Failure(sequence_id, code, problem))
             self._ended[EndState.IGNORED] += 1
             return
         if request.probe:
@@ -139,7 +148,12 @@ class Scheduler:
         failure = failure or too_much(op, self._routed.waiting_tokens, self.limits)
         if failure is not None:
             return failure
-        fresh = [sequence for r in op.start for sequence in self._make(r, Owner.ROUTER)]
+        # A router's request of an adapter that has gone is the base model's, as of any other name.
+        known = [
+            r if self.adapters.knows(r.adapter) else msgspec.structs.replace(r, adapter=0)
+            for r in op.start
+        ]
+        fresh = [sequence for r in known for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
             self._enqueue([sequence])
         resumed = [self._sequences[sequence_id] for sequence_id in op.resume]
@@ -201,9 +215,18 @@ class Scheduler:
         builder.gap = now - self._settled_at if busy else None
         self._under_way += 1
         self._rested = False
-        return builder.finish(self._steps, self._rows.take_fresh(), self._rows.take_freed())
+        rows = self._rows
+        return builder.finish(
+            self._steps, rows.take_fresh(), rows.take_freed(), self.adapters.take_puts()
+        )
 
-    def settle(self, step: Step, tokens: Listing[int], now: int) -> Settled:
+    def settle(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        now: int,
+        tops: Mapping[int, Top] = MappingProxyType({}),
+    ) -> Settled:
         """Take a step's outcome.
 
         Args:
@@ -211,6 +234,7 @@ class Scheduler:
             tokens: one for each sample, row after row; -1: its logits had NaN or Inf;
                 `plan.UNSAMPLED`: none was drawn, after a wrong draft or for want of a mask.
             now: in nanoseconds.
+            tops: by index into `tokens`: the most likely ones, of rows that are beams.
         """
         settled = Settled()
         if self.kv.table.constrained:
@@ -227,7 +251,9 @@ class Scheduler:
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
         for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if token != UNSAMPLED:
+            if sequence.group is not None:
+                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
+            elif token != UNSAMPLED:
                 if self._drafting and sequence.id not in drafted:
                     self._drafting.watch(sequence, token)
                 self._take(sequence, token, at, now, settled)
@@ -277,6 +303,7 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            adapters=len(self.adapters.in_use),
             ended=Ended(
                 stopped=self._ended[EndState.STOPPED],
                 length=self._ended[EndState.LENGTH],
@@ -305,6 +332,7 @@ class Scheduler:
         """Raise AssertionError unless every slot and row is in exactly one place."""
         self.kv.check(self._sequences.values())
         self._rows.check(self._sequences.values())
+        self.adapters.check(self._sequences.values())
         promised = sum(s.bound - s.computed for s in self._routed.sequences)
         assert promised == self._routed.reserved, (promised, self._routed.reserved)
 
@@ -329,6 +357,8 @@ class Scheduler:
         return ledger
 
     def _requeue(self, samples: list[Sequence]) -> None:
+        for sequence in samples:
+            self.adapters.give_back(sequence)
         if samples[0].constrained:
             self._constrained.hold(samples)
         else:
@@ -348,6 +378,12 @@ class Scheduler:
         table, samples = self.kv.table, len(request.sequence_ids)
         sequences = [Sequence(request, i, prompt, table, owner) for i in range(samples)]
         self._sequences |= {sequence.id: sequence for sequence in sequences}
+        for sequence in sequences:
+            self.adapters.enter(sequence)
+        if request.beam is not None:
+            group = Group(request, request.beam, sequences)
+            for sequence in sequences:
+                sequence.group = group
         if self._drafting:
             self._drafting.began(sequences)
         return sequences
@@ -363,18 +399,12 @@ class Scheduler:
             # Sampled after its end, before that was seen.
             return
         if token < 0:
-            problem = "the model computed NaN or Inf for this sequence"
-            settled.failures.append(Failure(sequence.id, FailureCode.DATA_LOSS, problem))
-            self._end(sequence)
+            self._spoil(sequence, settled)
             return
         finish = sequence.append(token, now)
         if not sequence.proven:
             if len(sequence.outputs) == 1:
-                settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
-                if not sequence.stream:
-                    # Samples share their prompt: it counts once.
-                    self._prompt_tokens += len(sequence.request.prompt)
-                    self._cached_tokens += sequence.cached
+                self._start(sequence, settled)
             self._batcher.inputs_proven(sequence)
         settled.sequence_ids.append(sequence.id)
         settled.token_ids.append(token)
@@ -391,25 +421,61 @@ class Scheduler:
             self._routed.unsampled(sequence)
         self._constrained.pause(sequence)
 
+    def _take_tops(
+        self, group: Group, sequence: Sequence, top: Top | None, now: int, settled: Settled
+    ) -> None:
+        """Take what the search of a beam needs; once it has that of all beams, they go on."""
+        sequence.keep = sequence.keep and top is not None
+        if sequence.dead:
+            return
+        if top is None:
+            self._spoil(sequence, settled)
+            return
+        if not group.take(sequence, top):
+            return
+        if not group.begun:
+            self._start(group.first, settled)
+        if parents := group.advance(now):
+            self._batcher.branched(group, parents)
+            return
+        finish = group.tell(settled)
+        self._end(group.first, END_STATES[finish])
+
+    def _start(self, sequence: Sequence, settled: Settled) -> None:
+        """The first token of a sequence has come."""
+        settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
+        if not sequence.stream:
+            # Samples share their prompt: it counts once.
+            self._prompt_tokens += len(sequence.request.prompt)
+            self._cached_tokens += sequence.cached
+
+    def _spoil(self, sequence: Sequence, settled: Settled) -> None:
+        problem = "the model computed NaN or Inf for this sequence"
+        settled.failures += _failures(sequence, FailureCode.DATA_LOSS, problem)
+        self._end(sequence)
+
     def _drop_late(self, now: int) -> None:
         """End sequences whose deadline or time limit has passed."""
         for sequence_id in self._deadlines.passed(now):
             sequence = self._sequences.get(sequence_id)
             if sequence is None or sequence.dead:
                 continue
+            if sequence.group is not None:
+                sequence = sequence.group.first
             request = sequence.request
             if _passed(request.deadline_at, now):
                 problem = "the deadline passed"
-                failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
-                self._events.failures.append(failure)
+                code = FailureCode.DEADLINE_EXCEEDED
+                self._events.failures += _failures(sequence, code, problem)
                 self._end(sequence)
             elif _passed(request.stopping.time_limit_at, now):
                 if sequence.launched:
                     # The next token ends it.
                     continue
-                self._events.sequence_ids.append(sequence.id)
-                self._events.token_ids.append(-1)
-                self._events.finishes.append(FinishCode.TIME_LIMIT)
+                for told in _told(sequence):
+                    self._events.sequence_ids.append(told)
+                    self._events.token_ids.append(-1)
+                    self._events.finishes.append(FinishCode.TIME_LIMIT)
                 self._end(sequence, EndState.LENGTH)
             elif not sequence.began_at:
                 self._give_up(request, now, "calls take longer than that now")
@@ -451,13 +517,19 @@ class Scheduler:
         for sequence_id in request.sequence_ids:
             sequence = self._sequences.get(sequence_id)
             if sequence is not None and not sequence.dead:
-                failure = Failure(sequence.id, FailureCode.DEADLINE_EXCEEDED, problem)
-                self._events.failures.append(failure)
+                code = FailureCode.DEADLINE_EXCEEDED
+                self._events.failures += _failures(sequence, code, problem)
                 self._end(sequence)
 
     def _end(self, sequence: Sequence, state: EndState = EndState.ABORTED) -> None:
         if sequence.dead:
             return
+        # Of a search the first one last: those that wait for its prompt would be queued again.
+        beams = [sequence] if sequence.group is None else reversed(sequence.group.sequences)
+        for each in beams:
+            self._end_one(each, state)
+
+    def _end_one(self, sequence: Sequence, state: EndState) -> None:
         sequence.ended_as = state
         if sequence.owner is not Owner.PROBE and not self._runs_on(sequence.request):
             self._ended[state] += 1
@@ -482,7 +554,17 @@ class Scheduler:
         self._queue.freed()
         self._deadlines.forget(sequence.id)
         del self._sequences[sequence.id]
+        self.adapters.leave(sequence)
         sequence.leave()
+
+
+def _told(sequence: Sequence) -> list[int]:
+    """The ids by which clients hear of a sequence."""
+    return [sequence.id] if sequence.group is None else sequence.request.told
+
+
+def _failures(sequence: Sequence, code: FailureCode, problem: str) -> list[Failure]:
+    return [Failure(told, code, problem) for told in _told(sequence)]
 
 
 def _passed(moment: int | None, now: int) -> bool:

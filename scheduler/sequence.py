@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,10 @@ from tokenpod.core.messages import FinishCode, Request
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
 from tokenpod.scheduler.table import Table
+from tokenpod.scheduler.tails import Tails
+
+if TYPE_CHECKING:
+    from tokenpod.scheduler.beams import Group
 
 
 class Owner(Enum):
@@ -111,6 +116,8 @@ class Sequence:
         self.outputs: list[int] = []
         #: Prompt tokens that were found in the tree when it was first admitted.
         self.cached = 0
+        #: Where its adapter lies while it runs, from 1; 0: it has none.
+        self.adapter_slot = 0
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
@@ -122,6 +129,10 @@ class Sequence:
         self.node: Node | None = None
         #: Private slots, by position.
         self.extents: list[Extent] = []
+        #: Of a beam: what it has in place of `extents`, together with the others of its search.
+        self.tails: Tails | None = None
+        #: Of a beam: its search.
+        self.group: Group | None = None
 
     def leave(self) -> None:
         """Give the place in the table back: the sequence has ended and has no slots."""

@@ -26,6 +26,9 @@ class Limits:
     sharing: bool = True
     #: Whether the model gives tokens of prompts log probabilities.
     scores_prompts: bool = True
+    #: Adapters that running sequences can have at once, and those that have been read.
+    adapter_slots: int = 0
+    adapters: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -35,6 +38,8 @@ class Settled:
     sequence_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finishes: list[FinishCode] = field(default_factory=list)
+    #: By index into these: of tokens that were not sampled in this step, but chosen in a search.
+    logprobs: dict[int, float] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     advanced: list[Advanced] = field(default_factory=list)

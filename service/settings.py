@@ -95,6 +95,21 @@ class Settings(BaseSettings):
     value: its config says how, and the name of a layout (gptq, awq, marlin, compressed-tensors,
     modelopt, fp8, bitsandbytes) is compared with it. Of a dense checkpoint eetq and bitsandbytes
     make int8, bitsandbytes-nf4 and bitsandbytes-fp4 int4."""
+    lora_adapters: str | None = _model(min_length=1)
+    """LoRA adapters that are loaded with the model, as `NAME=PATH,NAME=PATH@REVISION`: folders in
+    PEFT's layout, or names that are looked up in the local Hugging Face cache. A place without a
+    name is its own. TGI's variable LORA_ADAPTERS means the same."""
+    adapter_folder: Path | None = _model()
+    """Folder below which AdapterService may load adapters; each pod of a group has its own."""
+    max_loaded_adapters: int = _memory(128, ge=1, le=4096)
+    """Adapters that are kept in the host's memory at once, those of lora-adapters among them."""
+    max_adapters: int | None = _memory(
+        derived="as many as lora-adapters names, 32 at most", ge=0, le=1024
+    )
+    """Adapters that running sequences can have at once; others wait in the host's memory. Their
+    memory is taken at the start."""
+    max_adapter_rank: int = _memory(64, ge=1, le=512)
+    """Largest rank of an adapter. Each of max-adapters takes memory for it."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""
@@ -245,6 +260,10 @@ class Settings(BaseSettings):
     """Require client certificates signed by these authorities (PEM)."""
     auth_token_file: FilePath | None = _security()
     """Accept only calls with one of these bearer tokens, one per line; read again on change."""
+
+    adapter_token_file: FilePath | None = _security()
+    """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
+    line; read again on change. Tokens of auth-token-file do not count there."""
 
     otlp_endpoint: str | None = _telemetry(pattern=r"^https?://[^/\s]+/?$")
     """OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`."""

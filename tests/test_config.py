@@ -100,6 +100,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     (tmp_path / "pem").write_text("x")
     pem = str(tmp_path / "pem")
     files = ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file")
+    files += ("adapter_token_file",)
     files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
     (tmp_path / "settings.yaml").write_text("port: 50051")
     odd = dict.fromkeys(files, pem) | {"config": str(tmp_path / "settings.yaml")}
@@ -113,6 +114,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
         "tool_parser": "hermes",
         "reasoning_parser": "think",
     }
+    odd |= {"adapter_folder": str(tmp_path), "lora_adapters": "a=b"}
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
     odd |= {"text_memory_bytes": "200000000", "constraint_cache_bytes": "1000"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,6 +16,8 @@ from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Source, StoredTensor, Weight
 
 _WEIGHT = ".weight"
+#: Endings of names of scales that are held as they are stored.
+_SCALES = (".scales", ".weight_scale")
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,8 @@ class PublishedReader:
     """
 
     layout: PublishedLayout
-    #: Names of the checkpoint's tensors; None: only its config is known.
-    there: Collection[str] | None
+    #: None: only its config is known.
+    there: Checkpoint | None
     _schemes: dict[tuple[str, bool], Scheme | None] = field(default_factory=dict)
 
     @property
@@ -67,7 +69,9 @@ class PublishedReader:
             if scheme is not None:
                 outputs, inputs = (shard.part(axis) for axis in source.axes)
                 numbers += len(outputs) * len(inputs)
-                size += scheme.bytes_of(outputs, inputs, source.axes[1].length)
+                size += scheme.bytes_of(
+                    outputs, inputs, source.axes[1].length, self._scale_bytes(_module(source))
+                )
         return Quantised(numbers, size)
 
     def read(
@@ -115,6 +119,12 @@ class PublishedReader:
             merged[start : start + len(part)] = part
             start += shape[0]
         return merged if weight.experts is None else merged.view(weight.experts, -1, shapes[0][1])
+
+    def _scale_bytes(self, module: str) -> int:
+        """Of a module's scales; of published ones usually 2."""
+        names = (module + ending for ending in _SCALES)
+        found = (name for name in names if self.there is not None and name in self.there)
+        return max((self.there.number_bytes(name) for name in found if self.there), default=2)
 
     def _scheme(self, weight: Weight, source: Source) -> Scheme | None:
         """Of a source; None: it is dense."""

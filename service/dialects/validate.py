@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tokenpod.core.messages import BeamParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
@@ -31,6 +32,8 @@ from tokenpod.service.serving.chats import ChatPrompt
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256
 MOST_PRIORITY = 100
+#: Of a beam search, on length.
+MOST_PENALTY = 10
 #: Messages of a chat: each becomes Python objects, here and in a template, however short it is.
 MOST_CHAT_MESSAGES = 4096
 #: Ids that `Tokens` lists: writing a message of more would hold up the event loop.
@@ -103,7 +106,10 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     """Everything that can be said before the prompt is tokenised."""
     _check_prompt(call, limits)
     _check_sampling(call.sampling, limits)
-    _check_samples(call, limits)
+    if call.beam is not None:
+        _check_beam(call.beam, limits)
+    else:
+        _check_samples(call, limits)
     _check_stopping(call.stopping, limits)
     most = min(limits.max_top_n_tokens, limits.vocab_size)
     for field in ("top_n_tokens", "prompt_top_n_tokens"):
@@ -200,17 +206,34 @@ def check_prompt_tops(prompt_tokens: int, top_n: int) -> None:
         )
 
 
-def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:
-    """All samples of a request hold their keys and values at the same time."""
+def check_group(
+    prompt_tokens: int, new_tokens: int, call: GenerateCall, limits: RequestLimits
+) -> None:
+    """All samples, or beams, of a request hold their keys and values at the same time."""
+    samples, field, kind = call.sequences, "sampling.n", "samples"
+    if call.beam is not None:
+        field, kind = "sampling.beam.width", "beams"
     # They share the prompt; each but the first computes its last token once more, and the last
     # tokens' keys and values are never written.
     need = prompt_tokens + samples * (new_tokens - 1) + samples - 1
     if need > limits.slots:
         raise NeverFits(
-            "sampling.n",
-            f"{samples} samples of up to {new_tokens} new tokens need {need} tokens of KV cache;"
+            field,
+            f"{samples} {kind} of up to {new_tokens} new tokens need {need} tokens of KV cache;"
             f" this server has {limits.slots} (--max-batch-total-tokens)",
         )
+
+
+def beam_tops(beam: BeamParams, ends: int, limits: RequestLimits) -> int:
+    """Most likely tokens of each beam that a search looks at.
+
+    `ends`: different tokens that end the text.
+    """
+    width, most = beam.width, min(MOST_TOP_TOKENS, limits.vocab_size)
+    if width + ends > most:
+        problem = f"with {ends} tokens that end the text at most {max(most - ends, 0)} are possible"
+        _refuse("sampling.beam.width", width, problem)
+    return width + ends
 
 
 # -- Generate ----------------------------------------------------------------------------------
@@ -270,6 +293,17 @@ def _check_samples(call: GenerateCall, limits: RequestLimits) -> None:
     if best_of > n and call.output.stream:
         problem = f"more than sampling.n ({n}) can only be compared at the end"
         _refuse("sampling.best_of", best_of, f"{problem}: set output.stream false")
+
+
+def _check_beam(beam: BeamParams, limits: RequestLimits) -> None:
+    if beam.width < 2:
+        _refuse("sampling.beam.width", beam.width, "at least 2 are needed")
+    most = min(limits.max_samples, limits.rows)
+    _at_most("sampling.beam.width", beam.width, most, "--max-best-of")
+    if not 1 <= beam.n <= beam.width:
+        problem = f"must be from 1 to sampling.beam.width, {beam.width}"
+        _refuse("sampling.beam.n", beam.n, problem)
+    _within("sampling.beam.length_penalty", beam.length_penalty, -MOST_PENALTY, MOST_PENALTY)
 
 
 def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,13 @@ from tokenpod.core.placement import Placement, ShardTls
 from tokenpod.service.config import ServerSettings, host_of
 
 
-def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
-    """The options of an engine without a group, for the model in `model_folder`."""
+def lone_options(
+    settings: ServerSettings, model_folder: Path, adapters: Sequence[tuple[str, str]] = ()
+) -> EngineOptions:
+    """The options of an engine without a group, for the model in `model_folder`.
+
+    `adapters`: names and folders of those that are loaded with it.
+    """
     return EngineOptions(
         model_folder=str(model_folder),
         dtype=settings.resolved_dtype,
@@ -37,6 +43,11 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         ),
         prefix_caching=settings.prefix_caching,
         require_manifest=settings.require_manifest,
+        max_adapters=settings.resolved_adapters,
+        max_adapter_rank=settings.max_adapter_rank,
+        max_loaded_adapters=settings.max_loaded_adapters,
+        adapter_folder=str(settings.adapter_folder or ""),
+        adapters=list(adapters),
         admission=settings.admission,
         batching=settings.batching,
         waiting_served_ratio=settings.resolved_waiting_served_ratio,
@@ -45,10 +56,13 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
 
 
 def engine_options(
-    settings: ServerSettings, model_folder: Path, address: str
+    settings: ServerSettings,
+    model_folder: Path,
+    address: str,
+    adapters: Sequence[tuple[str, str]] = (),
 ) -> list[EngineOptions]:
     """The options of each engine of this pod, which clients reach at `address`: one per rank."""
-    alone = lone_options(settings, model_folder)
+    alone = lone_options(settings, model_folder, adapters)
     return [
         msgspec.structs.replace(
             alone,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from tokenpod.core.messages import BeamParams
 from tokenpod.service.serving.chats import ChatPrompt
 
 
@@ -140,6 +141,8 @@ class GenerateCall:
     sampling: Sampling
     stopping: Stopping
     output: Output
+    #: Search; `sampling` then says no more than how many results there are.
+    beam: BeamParams | None = None
     truncate: int = 0
     request_id: str = ""
     priority: int = 0
@@ -149,7 +152,16 @@ class GenerateCall:
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Prompts share cached prefixes within one salt alone.
     salt: str = ""
+    #: The name of one; empty: none.
+    adapter: str = ""
     constraint: AskedConstraint | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run for it."""
+        if self.beam is not None:
+            return self.beam.width
+        return self.sampling.best_of or self.sampling.n or 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,11 @@ class Sample:
         """Mean log probability of the tokens: what `best_of` ranks by."""
         return self.cumulative_logprob / max(self.generated, 1)
 
+    def score(self, length_penalty: float) -> float:
+        """What the results of a beam search are ranked by."""
+        divisor: float = float(self.generated) ** length_penalty
+        return self.cumulative_logprob / divisor
+
     def push(
         self, token_id: int, logprob: float, finish: FinishCode, top: Top | None, at: int
     ) -> None:

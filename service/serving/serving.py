@@ -13,6 +13,7 @@ from tokenpod.service.constraints.tools import calls_constraint
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import AskedConstraint, GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
@@ -35,6 +36,7 @@ class Serving:
     cache: CacheFeed
     #: How the model writes reasoning and calls of tools.
     formats: Formats
+    adapters: Adapters = field(default_factory=lambda: Adapters(0))
     #: When it became ready, in nanoseconds since 1970.
     since: int = field(default_factory=time.time_ns)
 

@@ -15,6 +15,7 @@ from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS, Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.adapters import salted
 from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.sampling import shard_sampling_params
@@ -117,6 +118,8 @@ class ShardRequests:
     def _note_model(self, asked: ShardRequest) -> None:
         """Routers send the name of every model as an adapter; a shard without it takes the base."""
         name = asked.adapter_id
+        if self._serving.adapters.get(name) is not None:
+            return
         if name and name not in self._models and len(self._models) < _MOST_NAMES:
             self._models.add(name)
             log.info("no such adapter: served by the base model", extra={"adapter": name[:200]})
@@ -130,6 +133,7 @@ class ShardRequests:
         constraint: Constraint | None = None,
     ) -> Request:
         eos = self._serving.tokenizer.eos_token_ids
+        adapter = self._serving.adapters.get(asked.adapter_id)
         return Request(
             sequence_ids=self._serving.client.new_sequence_ids(1),
             prompt=prompt,
@@ -144,5 +148,7 @@ class ShardRequests:
             prompt_logprobs=asked.prefill_logprobs,
             arrived_at=time.monotonic_ns(),
             probe=probe,
+            salt=salted("", adapter),
+            adapter=0 if adapter is None or probe else adapter.number,
             constraint=constraint,
         )

@@ -121,6 +121,12 @@ class Instruments:
             "1",
             "Share of the KV slots that somebody uses; what is only cached does not count",
         )
+        gauge(
+            "tokenpod.adapters.running",
+            observing(lambda now: now.adapters),
+            "{adapter}",
+            "Different adapters of running sequences",
+        )
         counter(
             "tokenpod.preemptions",
             observing(lambda now: now.preemptions),

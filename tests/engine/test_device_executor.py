@@ -11,6 +11,7 @@ import torch
 from interpreted import DEVICE
 
 from tokenpod.core.messages import (
+    BeamParams,
     FailureCode,
     Request,
     SamplingParams,
@@ -236,6 +237,28 @@ def test_preempted_rows_sample_what_they_would_have_sampled(expected):
     assert got.scored.keys() == expected.scored.keys()
     for sequence, logprobs in expected.scored.items():
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_search_on_the_device_finds_what_one_on_the_host_finds():
+    def searched(loop, link):
+        beam = Request(
+            [1, 2, 3],
+            [9, 4, 7, 30, 2],
+            SamplingParams(),
+            StoppingParams(max_new_tokens=4, eos_token_ids=frozenset({11})),
+            top_n_tokens=4,
+            beam=BeamParams(width=3, n=2),
+        )
+        other = Request([9], [5, 3, 8], SAMPLED, StoppingParams(max_new_tokens=4), logprobs=True)
+        link.inbox += [beam, other]
+        while not {1, 2, 9} <= link.finished:
+            loop.turn()
+        return link
+
+    host, device = searched(*on_host()), searched(*on_device(overlap=True))
+    assert dict(device.tokens) == dict(host.tokens)
+    for sequence, logprobs in host.logprobs.items():
+        assert device.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
 
 
 @pytest.mark.gpu

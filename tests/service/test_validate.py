@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chats import turns
 
+from tokenpod.core.messages import BeamParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.validate import RequestLimits
 from tokenpod.service.rpc.errors import InvalidArgument
@@ -202,9 +203,13 @@ def test_prompt_and_output_are_bounded(prompt: int, wanted: int, field: str, wor
 
 def test_samples_of_a_request_must_fit_at_once() -> None:
     # 40 + 3 * 26 + 2 of 120: the last tokens are not written.
-    validate.check_group(40, 27, 3, LIMITS)
-    with pytest.raises(InvalidArgument, match="--max-batch-total-tokens"):
-        validate.check_group(40, 28, 3, LIMITS)
+    three = GenerateCall("x", Sampling(n=3), Stopping(), Output())
+    beams = dataclasses.replace(three, sampling=Sampling(), beam=BeamParams(3))
+    for call, field in ((three, "sampling.n"), (beams, "sampling.beam.width")):
+        validate.check_group(40, 27, call, LIMITS)
+        with pytest.raises(InvalidArgument, match="--max-batch-total-tokens") as error:
+            validate.check_group(40, 28, call, LIMITS)
+        assert error.value.field == field
 
 
 # -- what "not set" means ----------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tokenpod.service.dialects.validate import PromptTooLong, RequestLimits
 from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.adapters import Adapters
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 #: What TGIS and its adapter let a request have, whatever this server's own flags say.
@@ -36,13 +37,22 @@ def check_params(params: pb.Parameters, limits: RequestLimits) -> None:
     _check_sampling(params.sampling)
 
 
-def check_adapter(
+def adapter_of(
     request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest,
-) -> None:
-    """Adapters are not served."""
+    adapters: Adapters,
+) -> str:
+    """The name of the adapter that is asked for; empty: none.
+
+    Raises:
+        Refused: this server takes none.
+        NotFound: it has none of that name.
+    """
     for field in ("adapter_id", "prefix_id"):
-        if getattr(request, field):
+        if getattr(request, field) and not adapters.slots:
             raise Refused(field, "adapter_id supplied but no adapter store was configured")
+    name: str = request.adapter_id or request.prefix_id
+    adapters.find(name)
+    return name
 
 
 def too_long(error: PromptTooLong) -> Refused:

@@ -6,12 +6,13 @@ from importlib.metadata import version
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from tokenpod.core.messages import AdapterFacts
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.tokenpod_v1.features import features
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import roles_of, takes_tools
-from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
 
@@ -19,12 +20,15 @@ def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
     ready, tokenizer = serving.ready, serving.tokenizer
     template, formats = tokenizer.template_source, serving.formats
+    adapters = serving.adapters
     model = model_pb2.Model(
         name=serving.model_id,
         context_length=ready.max_positions,
         vocabulary_size=ready.vocab_size,
         limits=_limits(serving),
-        features=features(chats=template is not None, tools=_tools(serving)),
+        features=features(
+            chats=template is not None, tools=_tools(serving), adapters=bool(adapters.slots)
+        ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
         dtype=ready.dtype,
@@ -33,6 +37,10 @@ def model_of(serving: Serving) -> model_pb2.Model:
         device_type=ready.device_type,
         rope_scaling=ready.rope,
         parameter_count=ready.parameters,
+        adapter_count=len(adapters.loaded),
+        max_adapter_count=adapters.slots,
+        adapters=[adapter_of(each) for each in adapters.loaded],
+        max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -41,6 +49,17 @@ def model_of(serving: Serving) -> model_pb2.Model:
         model.chat_template.tool_parser = formats.calls.name if formats.calls else ""
         model.chat_template.reasoning_parser = formats.reasoning.name if formats.reasoning else ""
     return model
+
+
+def adapter_of(facts: AdapterFacts) -> adapter_pb2.Adapter:
+    """What is told of an adapter."""
+    return adapter_pb2.Adapter(
+        name=facts.name,
+        kind=adapter_pb2.ADAPTER_KIND_LORA,
+        digest=f"sha256:{facts.digest}",
+        rank=facts.rank,
+        byte_count=facts.nbytes,
+    )
 
 
 def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:

@@ -113,6 +113,7 @@ class EventWriter(SampleWriter):
         generation, request = self.generation, self.generation.request
         message.request_id = self._request_id
         message.model = self._model_id
+        message.adapter = self.call.adapter
         message.prompt_token_count = len(request.prompt)
         message.cached_token_count = generation.cached_tokens
         message.max_new_tokens = request.stopping.max_new_tokens
@@ -151,6 +152,8 @@ class EventWriter(SampleWriter):
             self._tell_whole(message, sample)
         if request.logprobs:
             message.cumulative_logprob = sample.cumulative_logprob
+        if request.beam is not None and sample.generated:
+            message.score = sample.score(request.beam.length_penalty)
         if ending.stop_sequence is not None:
             message.stop_sequence = ending.stop_sequence
         elif ending.stop_token_id is not None:

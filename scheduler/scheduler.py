@@ -416,6 +416,10 @@ class Scheduler:
         if sequence.ended_as is not None:
             # Sampled after its end, before that was seen.
             return
+        if token < 0 and sequence.constrained and sequence.request.sampling.bad_words:
+            # What the mask allows, its bad words forbid; which these are now, the sampler knows.
+            self.end_constrained(sequence.id)
+            return
         if token < 0:
             self._spoil(sequence, settled)
             return

@@ -30,7 +30,10 @@ def model_of(serving: Serving) -> model_pb2.Model:
         vocabulary_size=ready.vocab_size,
         limits=_limits(serving),
         features=features(
-            chats=template is not None, tools=_tools(serving), adapters=bool(adapters.slots)
+            chats=template is not None,
+            tools=_tools(serving),
+            adapters=bool(adapters.slots),
+            constraints=tokenizer.tells_bytes,
         ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),

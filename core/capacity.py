@@ -29,6 +29,8 @@ _CUDA_CONTEXT = GIB // 2
 _CPU_PROCESSES = 3 * GIB // 4
 #: Steps of all sizes leave gaps: a GPU keeps one part in so many of the largest step for them.
 GAPS = 16
+#: Drafts of all sequences together in a step, at most.
+MOST_DRAFTS = 256
 #: A GPU samples with so many bytes for each row and vocabulary entry: counts and candidates.
 _SAMPLER_BYTES = 12
 
@@ -186,6 +188,11 @@ def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Ca
     return next((found for found in each if found.fits), None)
 
 
+def most_drafts(options: EngineOptions) -> int:
+    """Drafts for which executors have room in a step."""
+    return min(MOST_DRAFTS, options.speculate * options.max_batch_size)
+
+
 def largest_step(
     rows: int, prompt: int, *, hidden: int, inner: int, vocabulary: int, item_bytes: int
 ) -> int:
@@ -209,7 +216,7 @@ def _reserve(
     # A row and a prompt more: a liveness probe's.
     rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
     step = largest_step(
-        rows,
+        rows + most_drafts(options),
         prompt,
         hidden=model.hidden_size,
         inner=model.intermediate_size // ranks,

@@ -340,6 +340,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Tokens that the prefix tree has forgotten since the start, to make room.
+    evicted_tokens: int = 0
     #: Different adapters of running sequences.
     adapters: int = 0
     #: Preempted sequences whose keys and values wait in host memory, and tokens since the start
@@ -348,10 +350,21 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     swapped_tokens: int = 0
     #: Requests that have ended since the start, by how: of several samples, the last one.
     ended: Ended = Ended()
-    #: Tokens drafted since the start, and those of them that were accepted.
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     masks: MaskCounts = MaskCounts()
+    #: Tokens drafted since the start, and those of them that were accepted, by how far behind the
+    #: last known token they stood; up to the most that any step had.
+    drafted_at: list[int] = []
+    accepted_at: list[int] = []
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens drafted since the start."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Those of them that were accepted."""
+        return sum(self.accepted_at)
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
@@ -488,6 +501,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
+    #: Tokens that a step may draft for a sequence.
+    speculate: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -524,6 +539,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_logit_edits: int = 3072
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
+    #: See `scheduler.work.Limits`.
+    prefix_eviction: str = "lru"
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
     #: Adapters that running sequences can have at once, and the largest rank of their modules.
@@ -542,6 +559,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
     constraints: ConstraintLimits = ConstraintLimits()
+    #: Tokens that a step may draft for a sequence; 0: nothing is drafted.
+    speculate: int = 0
     #: None: this engine is alone.
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.

@@ -235,4 +235,5 @@ class Exchange:
             failures=[f for f in outputs.failures if f.sequence_id % count == owner],
             advanced=outputs.advanced if owner == 0 else [],
             satisfied={i: whole for i, whole in outputs.satisfied.items() if i % count == owner},
+            drafted=[d for d in outputs.drafted if d.sequence_id % count == owner],
         )

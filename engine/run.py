@@ -6,11 +6,13 @@ import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions, Loading, Ready
 from tokenpod.engine.adapters import Adapters, OwnAdapters, read_given, space_of
 from tokenpod.engine.assemble import Assembled, assemble
@@ -27,8 +29,12 @@ from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ngrams import NGrams
 from tokenpod.scheduler.policies import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.step_times import Costs
 
 
 def run(options: EngineOptions, link: Face, member: Member | None) -> None:
@@ -57,6 +63,7 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
             ratio=options.waiting_served_ratio,
             max_waiting_tokens=options.max_waiting_tokens,
         ),
+        drafting=drafting(options),
     )
     adapters = Adapters(
         store,
@@ -71,6 +78,13 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
     loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
     loop.run()
+
+
+def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
+    """Makes what decides who has drafts; None: nobody has."""
+    if not options.speculate:
+        return None
+    return lambda kv: Drafting(NGrams(), options.speculate, kv, Costs())
 
 
 def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:
@@ -132,6 +146,11 @@ def load(
     )
     config = model.config
     adapters = read_given(model.adapters, options)
+    if options.speculate and config.own_state is not None:
+        raise EngineError(
+            f"speculate is {options.speculate}: {config.architecture} keeps a state for each row,"
+            " from which wrong drafts can't be taken back"
+        )
     loaded = time.monotonic()
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
     assembled = assemble(model, options, positions=positions, device=device, group=group)
@@ -142,6 +161,7 @@ def load(
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
         prefix_caching=options.prefix_caching,
+        prefix_eviction=options.prefix_eviction,
         sharing=own is None,
         scores_prompts=own is None or own.scores_prompts,
         adapter_slots=options.max_adapters,
@@ -158,6 +178,7 @@ def load(
         max_positions=positions,
         slots=room.slots,
         rows=room.rows,
+        speculate=options.speculate,
         parameters=model.parameters_count,
         weight_bytes=model.weight_bytes,
         load_seconds=loaded - began,

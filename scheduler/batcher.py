@@ -92,6 +92,15 @@ class Batcher:
         """Sequences whose prompt is being computed, or is next."""
         return list(self._prefilling)
 
+    def holds_only(self, places: Ints) -> bool:
+        """Whether the sequences at these places decode, and there are no others."""
+        if self._leaving or self._vacating or self._siblings or self.has_prompts:
+            return False
+        sequences, decoding = self._next_to_decode()
+        return len(sequences) == len(self._decoding) == len(places) and set(
+            decoding.tolist()
+        ) == set(places.tolist())
+
     def start(self, samples: list[Sequence]) -> None:
         """See `queue.Planner`."""
         first, *siblings = samples
@@ -144,7 +153,7 @@ class Batcher:
         if len(sequences) > slots:
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
-        if self._drafting is not None and self._to_come <= slots:
+        if self._drafting and not self._beams.running and self._to_come <= slots:
             split = self._drafting.split(sequences, places)
             sequences, places = split.sequences, split.places
             for sequence, drafts in split.drafts:
@@ -240,7 +249,8 @@ class Batcher:
         """Slots that all of these sequences may still take, up to their bounds.
 
         Drafts let one take its slots sooner than admission has counted, before others have ended.
-        So nothing is drafted unless all can have theirs, in whatever order.
+        So nothing is drafted unless all can have theirs, in whatever order. (Nor beside beams,
+        which are counted otherwise.)
         """
         started = [*self._decoding.values(), *self._ready, *self._prefilling]
         places = np.array([sequence.place for sequence in started], np.int64)

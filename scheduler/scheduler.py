@@ -76,7 +76,8 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
-        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching)
+        by_uses = limits.prefix_eviction == "lfu"
+        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching, by_uses=by_uses)
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
@@ -116,7 +117,9 @@ class Scheduler:
         self._steps = 0
         self._prompt_tokens = self._cached_tokens = 0
         self._ended: Counter[EndState] = Counter()
-        self._drafted_tokens = self._accepted_tokens = 0
+        #: Drafted and accepted tokens, by how far behind the last known one they stood.
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
         #: Steps that have not settled; and nothing could run since the last one.
         self._under_way, self._rested = 0, True
         self._events = Settled()
@@ -246,19 +249,11 @@ class Scheduler:
         self._settled_at = now
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
-        left = [sequence for sequence in step.sequences if sequence.dead]
+        left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
         drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
-        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if sequence.group is not None:
-                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
-            elif token != UNSAMPLED:
-                if self._drafting and sequence.id not in drafted:
-                    self._drafting.watch(sequence, token)
-                self._take(sequence, token, at, now, settled)
-            elif sequence.constrained and not sequence.dead:
-                self._postpone(sequence)
+        self._take_each(step, tokens, tops, drafted, now, settled)
         settled.drafted = [self._counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
@@ -303,6 +298,7 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            evicted_tokens=self.kv.tree.evicted,
             adapters=len(self.adapters.in_use),
             ended=Ended(
                 stopped=self._ended[EndState.STOPPED],
@@ -310,8 +306,8 @@ class Scheduler:
                 aborted=self._ended[EndState.ABORTED],
                 ignored=self._ended[EndState.IGNORED],
             ),
-            drafted_tokens=self._drafted_tokens,
-            accepted_tokens=self._accepted_tokens,
+            drafted_at=[*self._drafted],
+            accepted_at=[*self._accepted],
         )
 
     def watch_cache(self, *, wanted: bool) -> None:
@@ -388,15 +384,41 @@ class Scheduler:
             self._drafting.began(sequences)
         return sequences
 
+    def _take_each(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        tops: Mapping[int, Top],
+        drafted: Mapping[int, Landed],
+        now: int,
+        settled: Settled,
+    ) -> None:
+        """Append a step's tokens, and note in `settled` what they mean."""
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if sequence.group is not None:
+                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
+            elif token != UNSAMPLED:
+                if self._drafting and sequence.id not in drafted:
+                    self._drafting.watch(sequence, token)
+                self._take(sequence, token, at, now, settled)
+            elif sequence.constrained and not sequence.dead:
+                self._postpone(sequence)
+
     def _counted(self, draft: Landed) -> Drafted:
-        self._drafted_tokens += draft.drafted
-        self._accepted_tokens += draft.accepted
+        for counts, n in ((self._drafted, draft.drafted), (self._accepted, draft.accepted)):
+            counts += [0] * (draft.drafted - len(counts))
+            for at in range(n):
+                counts[at] += 1
         return Drafted(draft.sequence.id, draft.drafted, draft.accepted)
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:
         sequence.keep = sequence.keep and token >= 0
-        if sequence.dead:
+        if sequence.ended_as is not None:
             # Sampled after its end, before that was seen.
+            return
+        if token < 0 and sequence.constrained and sequence.request.sampling.bad_words:
+            # What the mask allows, its bad words forbid; which these are now, the sampler knows.
+            self.end_constrained(sequence.id)
             return
         if token < 0:
             self._spoil(sequence, settled)
@@ -448,6 +470,8 @@ class Scheduler:
             # Samples share their prompt: it counts once.
             self._prompt_tokens += len(sequence.request.prompt)
             self._cached_tokens += sequence.cached
+            if sequence.node is not None:
+                self.kv.tree.use(sequence.node)
 
     def _spoil(self, sequence: Sequence, settled: Settled) -> None:
         problem = "the model computed NaN or Inf for this sequence"

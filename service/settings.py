@@ -230,6 +230,12 @@ class Settings(BaseSettings):
     """With batching alternate: after so many tokens any number of waiting requests interrupts."""
     prefix_caching: bool = _memory(True)
     """Keep keys and values of prompts, and use them for later prompts that begin alike."""
+    prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
+    """Which of them make room for others. lru: those that were used longest ago; lfu: those that
+    few requests have used."""
+    speculate: int = _memory(0, ge=0, le=32)
+    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams): it
+    keeps those that it would have generated. Tokens stay the same. 0: none."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

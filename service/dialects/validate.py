@@ -64,6 +64,8 @@ class RequestLimits:
     slots: int
     #: Sequences that can run at once.
     rows: int
+    #: Tokens that a step may draft for a sequence.
+    drafts: int = 0
 
 
 class NeverFits(InvalidArgument):
@@ -114,11 +116,14 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     most = min(limits.max_top_n_tokens, limits.vocab_size)
     for field in ("top_n_tokens", "prompt_top_n_tokens"):
         _at_most(f"output.{field}", getattr(call.output, field), most, "--max-top-n-tokens")
+    _at_most("max_draft_tokens", call.max_draft_tokens or 0, limits.drafts, "--speculate")
     if abs(call.priority) > MOST_PRIORITY:
         _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
     check_request_id(call.request_id)
     if call.constraint is not None:
         check_constraint(call.constraint, limits)
+        if call.beam is not None:
+            raise InvalidArgument("sampling.beam", "can't be combined with a constraint")
         if call.stopping.ignore_eos:
             problem = "is of no use with a constraint: a text that is whole must be able to end"
             raise InvalidArgument("stopping.ignore_eos", problem)

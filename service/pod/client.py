@@ -25,6 +25,7 @@ from tokenpod.core.messages import (
     Ask,
     Broken,
     CacheEvents,
+    Drafted,
     Failure,
     FailureCode,
     FinishCode,
@@ -55,6 +56,9 @@ class Sink(Protocol):
 
     def on_started(self, started: Started) -> None:
         """The prompt is complete; the first token follows in the same message."""
+
+    def on_drafted(self, drafted: Drafted) -> None:
+        """Of a sequence's tokens in this message, which follow, the first ones were drafted."""
 
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
@@ -276,6 +280,9 @@ class EngineClient(AsyncLink[FromEngine]):
         for sequence_id, whole in outputs.satisfied.items():
             if sink := self._sinks.get(sequence_id):
                 sink.on_satisfied(sequence_id, whole=whole)
+        for drafted in outputs.drafted:
+            if sink := self._sinks.get(drafted.sequence_id):
+                sink.on_drafted(drafted)
         tops = {top.at: top for top in outputs.tops}
         entries = zip(
             outputs.sequence_ids,

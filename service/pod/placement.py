@@ -43,6 +43,7 @@ def lone_options(
             cache_bytes=settings.constraint_cache_bytes,
         ),
         prefix_caching=settings.prefix_caching,
+        prefix_eviction=settings.prefix_eviction,
         require_manifest=settings.require_manifest,
         max_adapters=settings.resolved_adapters,
         max_adapter_rank=settings.max_adapter_rank,
@@ -53,6 +54,7 @@ def lone_options(
         batching=settings.batching,
         waiting_served_ratio=settings.resolved_waiting_served_ratio,
         max_waiting_tokens=settings.resolved_max_waiting_tokens,
+        speculate=settings.speculate,
     )
 
 

@@ -155,6 +155,8 @@ class GenerateCall:
     #: The name of one; empty: none.
     adapter: str = ""
     constraint: AskedConstraint | None = None
+    #: Tokens that a step may draft; None: as many as the server drafts.
+    max_draft_tokens: int | None = None
 
     @property
     def sequences(self) -> int:
@@ -201,6 +203,8 @@ class ShardRequest:
     adapter_id: str | None
     #: Prompt tokens to process in this call; None: all.
     chunk_len: int | None
+    #: Whether a step may bring it several tokens.
+    several_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +248,13 @@ class ShardText:
 
 @dataclass(frozen=True, slots=True)
 class ShardGeneration:
-    """One request's part of a router's step: always exactly one token."""
+    """One request's part of a router's step: one token, or several where some were drafted."""
 
     request_id: int
-    token: TokenList
+    tokens: TokenList
     prefill: TokenList | None = None
-    top: TokenList | None = None
+    #: One for each token, where asked for.
+    tops: Sequence[TokenList] = ()
     text: ShardText | None = None
 
 

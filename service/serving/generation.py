@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenpod.core.messages import Failure, FailureCode, FinishCode, Request, Started, Top
+from tokenpod.core.messages import (
+    Drafted,
+    Failure,
+    FailureCode,
+    FinishCode,
+    Request,
+    Started,
+    Top,
+)
 from tokenpod.service.rpc.errors import (
     InvalidArgument,
     ResourceExhausted,
@@ -84,6 +92,10 @@ class Sample:
         self.sequence_id = sequence_id
         self.generated = 0
         self.cumulative_logprob = 0.0
+        #: Tokens that were drafted, and those of them that are its output.
+        self.drafted = self.accepted = 0
+        #: How many of the tokens that come next were drafted.
+        self.drafts_to_come = 0
         self.ending: Ending | None = None
         #: It has no ending: the model failed.
         self.failed = False
@@ -190,6 +202,9 @@ class Sample:
 
     def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
         self.generated += 1
+        if self.drafts_to_come:
+            self.drafts_to_come -= 1
+            self.accepted += 1
         self.cumulative_logprob += logprob
         self.first_token_at = self.first_token_at or at
         self.last_token_at = at
@@ -286,6 +301,16 @@ class Generation:
         """Those of them that were reasoning."""
         return sum(sample.reasoning_tokens for sample in self.samples)
 
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that were drafted for all samples."""
+        return sum(sample.drafted for sample in self.samples)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Those of them that are output."""
+        return sum(sample.accepted for sample in self.samples)
+
     def best(self, n: int) -> Sequence[Sample]:
         """The `n` samples of highest mean log probability; where they are all, in their order."""
         if len(self.samples) <= n:
@@ -334,6 +359,12 @@ class Generation:
         if self.started is None:
             self.started = started
             self._on_begin()
+
+    def on_drafted(self, drafted: Drafted) -> None:
+        """A sample had drafts in the step whose tokens come next."""
+        sample = self._by_id[drafted.sequence_id]
+        sample.drafted += drafted.drafted
+        sample.drafts_to_come = drafted.accepted
 
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None

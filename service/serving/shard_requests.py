@@ -151,4 +151,5 @@ class ShardRequests:
             salt=salted("", adapter),
             adapter=0 if adapter is None or probe else adapter.number,
             constraint=constraint,
+            drafts=self._serving.limits.drafts if asked.several_tokens and not probe else 0,
         )

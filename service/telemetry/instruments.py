@@ -127,6 +127,19 @@ class Instruments:
             "{adapter}",
             "Different adapters of running sequences",
         )
+        for name, read, meaning in _DRAFTS:
+            counter(
+                name,
+                [lambda options, read=read: _by_position(read(load()))],  # type: ignore[misc]
+                "{token}",
+                meaning,
+            )
+        counter(
+            "tokenpod.prefix.tokens",
+            [lambda options: list(_prefixes(load()))],
+            "{token}",
+            "Tokens of prompts: cached, or computed; and those that the cache has evicted",
+        )
         counter(
             "tokenpod.preemptions",
             observing(lambda now: now.preemptions),
@@ -176,9 +189,30 @@ def _observing(load: Callable[[], Load], read: Callable[[MaskCounts], float]) ->
     return lambda options: [Observation(read(load().masks))]
 
 
+def _prefixes(load: Load) -> Iterator[Observation]:
+    computed = load.prompt_tokens - load.cached_tokens
+    counts = {"cached": load.cached_tokens, "computed": computed, "evicted": load.evicted_tokens}
+    for name, count in counts.items():
+        yield Observation(count, {"tokenpod.prefix": name})
+
+
 def _ended(load: Load) -> Iterator[Observation]:
     for name in load.ended.__struct_fields__:
         yield Observation(getattr(load.ended, name), {"tokenpod.end": name})
+
+
+#: `tokenpod.draft.position` is 1 for the first draft behind a known token.
+_DRAFTS: list[tuple[str, Callable[[Load], list[int]], str]] = [
+    ("tokenpod.draft.tokens", lambda now: now.drafted_at, "Tokens that were drafted"),
+    ("tokenpod.draft.accepted_tokens", lambda now: now.accepted_at, "Those that were accepted"),
+]
+
+
+def _by_position(counts: list[int]) -> list[Observation]:
+    return [
+        Observation(count, {"tokenpod.draft.position": at})
+        for at, count in enumerate(counts, start=1)
+    ]
 
 
 def _utilization(load: Load) -> float:

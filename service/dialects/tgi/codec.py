@@ -107,6 +107,7 @@ class ShardCodec:
             constraint=_constraint(parameters),
             adapter_id=_given(request, "adapter_id"),
             chunk_len=_given(request, "chunk_len"),
+            several_tokens=not self._scalar,
         )
 
     # -- out -----------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ class ShardCodec:
             requires_padding=ready.requires_padding,
             dtype=f"torch.{ready.dtype}",
             device_type=ready.device_type,
-            speculate=0,
+            speculate=ready.speculate,
             support_chunking=True,
             # Routers would count shared prefixes in their own way; the engine does it by itself.
             use_prefix_caching=False,
@@ -163,8 +164,8 @@ class ShardCodec:
         return response
 
     def _generation(self, generation: ShardGeneration) -> Any:
-        token, text = generation.token, generation.text
-        if self._scalar:
+        token, text = generation.tokens, generation.text
+        if self._scalar:  # of one token: others are not drafted
             message = self.pb.Generation(
                 request_id=generation.request_id,
                 token_id=token.ids[0],
@@ -179,11 +180,11 @@ class ShardCodec:
         if generation.prefill is not None:
             kind = self.pb.PrefillTokens if self._scalar else self.pb.Tokens
             message.prefill_tokens.CopyFrom(self._tokens(kind, generation.prefill))
-        if generation.top is not None:
+        for top in generation.tops:
             if self._scalar:
-                message.top_tokens.CopyFrom(self._tokens(self.pb.TopTokens, generation.top))
+                message.top_tokens.CopyFrom(self._tokens(self.pb.TopTokens, top))
             else:
-                message.top_tokens.append(self._tokens(self.pb.Tokens, generation.top))
+                message.top_tokens.append(self._tokens(self.pb.Tokens, top))
         if text is not None:
             message.generated_text.CopyFrom(_known(self.pb.GeneratedText, **asdict(text)))
         return message

@@ -82,6 +82,9 @@ async def generate_call(
         truncate=request.truncate,
         request_id=request.request_id,
         priority=request.priority,
+        max_draft_tokens=(
+            request.max_draft_tokens if request.HasField("max_draft_tokens") else None
+        ),
         failures_last=True,
         labels=_labels(request.labels),
         # Two callers that choose the same salt share nothing.

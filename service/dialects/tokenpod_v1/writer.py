@@ -192,6 +192,8 @@ class EventWriter(SampleWriter):
             cached_token_count=self.generation.cached_tokens,
             generated_token_count=self.generation.generated_tokens,
             reasoning_token_count=self.generation.reasoning_tokens,
+            drafted_token_count=self.generation.drafted_tokens,
+            accepted_token_count=self.generation.accepted_tokens,
         )
 
 

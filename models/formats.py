@@ -140,7 +140,7 @@ class MadeAtLoad:
         rows = max(_NUMBERS // max(dense.shape[1], 1), 1)
         if not self.format.outputs_apart or len(dense) <= rows:
             return self.format.made_of(dense.float())
-        parts = [self.format.made_of(some.float()) for some in dense.split(rows)]
+        parts = [self.format.made_of(some.float()) for some in torch.split(dense, rows)]
         joined = self.format.joined(parts)
         assert joined is not None, "they were made alike"
         return joined

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from tokenpod.core.messages import Request, SamplingParams, StoppingParams
+from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 STEPS = 300
@@ -51,13 +52,27 @@ def admission(requests: int) -> float:
     return 1e3 * (time.perf_counter() - began)
 
 
-def full_pod(rows: int, waiting: int) -> tuple[float, float]:
-    """Milliseconds of a plan of a full pod when nobody comes or goes, and when one does."""
-    scheduler = Scheduler(Limits(rows * 600, rows, 2048, prefill_tokens=rows * PROMPT))
-    ask(scheduler, 0, rows, prompt=PROMPT, most=500)
+def full_pod(
+    rows: int, waiting: int, admission: str, turns: str, *, memory: bool
+) -> tuple[float, float, float]:
+    """Milliseconds of plans of a full pod: nobody comes or goes; one has gone; the most of these.
+
+    Args:
+        rows: sequences that run.
+        waiting: requests that wait.
+        admission, turns: the policies' names.
+        memory: the waiting ones lack memory, and not a row.
+    """
+    longest, new = PROMPT + 500, 500
+    slots = rows * (longest + 300)
+    limits = Limits(slots, (2 if memory else 1) * rows, slots, prefill_tokens=rows * PROMPT)
+    made = batching(turns)
+    scheduler = Scheduler(limits, admission=ADMISSIONS[admission], batching=made)
+    ask(scheduler, 0, rows, prompt=PROMPT, most=new)
     while turn(scheduler):
         pass
-    ask(scheduler, rows, waiting, prompt=PROMPT, most=500)
+    assert scheduler.load().running == rows
+    ask(scheduler, rows, waiting, prompt=slots - rows * PROMPT if memory else PROMPT, most=new)
     turn(scheduler)
     calm: list[float] = []
     moved: list[float] = []
@@ -69,7 +84,8 @@ def full_pod(rows: int, waiting: int) -> tuple[float, float]:
             step = scheduler.plan(0)
             times.append(time.perf_counter() - began)
             scheduler.settle(step, [1] * len(step.sampled), 0)
-    return 1e3 * min(calm), 1e3 * min(moved)
+    assert scheduler.load().waiting
+    return 1e3 * min(calm), 1e3 * min(moved), 1e3 * sorted(moved)[len(moved) // 2]
 
 
 def main() -> None:
@@ -91,8 +107,13 @@ def main() -> None:
     for requests in (256, 512, 1000):
         least = min(admission(requests) for _ in range(5))
         print(f"{requests:4} requests let in by the first plan: {least:6.1f} ms")
-    calm, moved = full_pod(512, 1000)
-    print(f" 512 rows, 1000 waiting: plan {calm:.2f} ms, {moved:.2f} ms when one has gone")
+    print(" 512 rows, 1000 waiting, ms of a plan: nobody comes or goes; one has gone (median)")
+    for admission_name in ADMISSIONS:
+        for turns in BATCHINGS:
+            for memory in (False, True):
+                pair = f"{admission_name} + {turns}, {'no memory' if memory else 'no row'}"
+                calm, moved, median = full_pod(512, 1000, admission_name, turns, memory=memory)
+                print(f"{pair:40} {calm:.2f} {moved:.2f} ({median:.2f})")
 
 
 if __name__ == "__main__":

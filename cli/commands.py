@@ -135,6 +135,8 @@ def _rows(model: model_pb2.Model) -> Iterator[tuple[str, object]]:
             yield "sampling defaults", ", ".join(f"{f.name} {x:g}" for f, x in value.ListFields())
         elif field == "eos_token_ids":
             yield "eos token ids", ", ".join(map(str, value))
+        elif field == "adapters":
+            yield "adapters", ", ".join(f"{each.name} (rank {each.rank})" for each in value)
         elif field != "features":
             yield field.replace("_", " "), value
 

@@ -1,4 +1,4 @@
-"""The server's commands: serve, size, models, download, convert, quantize. Imports no torch."""
+"""The commands serve, size, simulate, models, download, convert, quantize. Imports no torch."""
 
 from tokenpod_client.cli.entries import Entry
 
@@ -8,6 +8,7 @@ COMMANDS = {
     for name, summary, where in (
         ("serve", "Start a server; without a model on the embedded one.", "serve:serve"),
         ("size", "Estimate whether a model fits a device.", "size_flags:size"),
+        ("simulate", "Show what a scheduler would do with a trace.", "simulate:simulate"),
         ("models", "List which architectures are served.", "models:models"),
         ("download", "Download the files of a model that a server reads.", "download:download"),
         ("convert", "Make safetensors of a .bin checkpoint or a GGUF file.", "convert:convert"),

@@ -34,6 +34,7 @@ _SETTINGS = (
     "revision",
     "dtype",
     "quantize",
+    "quantize_head",
     "kv_cache_dtype",
     "max_total_tokens",
     "max_batch_size",

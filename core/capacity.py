@@ -92,11 +92,13 @@ class Footprint(msgspec.Struct, frozen=True):
     portions: dict[int, Portion]
     #: The format that weights of products are made into.
     quantize: str = "none"
+    #: Numbers of weights that are held twice: of a head that is the embedding in another format.
+    repeated: int = 0
 
     @property
     def parameters(self) -> int:
         """Numbers in all weights."""
-        return self.portions[1].numbers
+        return self.portions[1].numbers - self.repeated
 
     def weight_bytes(self, ranks: int, item_bytes: int) -> int:
         """Bytes of one rank's weights, whose dense numbers take `item_bytes` each."""

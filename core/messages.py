@@ -340,6 +340,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Tokens that the prefix tree has forgotten since the start, to make room.
+    evicted_tokens: int = 0
     #: Different adapters of running sequences.
     adapters: int = 0
     #: Preempted sequences whose keys and values wait in host memory, and tokens since the start
@@ -537,6 +539,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_logit_edits: int = 3072
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
+    #: See `scheduler.work.Limits`.
+    prefix_eviction: str = "lru"
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
     #: Adapters that running sequences can have at once, and the largest rank of their modules.
@@ -559,6 +563,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     speculate: int = 0
     #: None: this engine is alone.
     placement: Placement | None = None
+    #: Make the head's weight in the format `quantize` too.
+    quantize_head: bool = False
 
 
 ToEngine = (

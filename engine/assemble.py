@@ -175,14 +175,16 @@ def _on_device(
         max_positions=positions,
         max_tokens=rows + prompt + drafts,
         device=device,
+        adapters=model.adapters is not None,
         put_adapter=model.adapters.put if model.adapters else no_adapters,
         drafts=drafts,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
+    adapter = int(model.adapters is not None)
     each = min(options.speculate, positions - 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each))
+    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     left = free_memory(device)
@@ -200,24 +202,32 @@ def _on_device(
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each))
+    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
 
 
 def run_worst_steps(
-    executor: Executor, rows: int, prompt: int, positions: int, drafts: tuple[int, int] = (0, 0)
+    executor: Executor,
+    rows: int,
+    prompt: int,
+    positions: int,
+    drafts: tuple[int, int] = (0, 0),
+    adapter: int = 0,
 ) -> None:
     """Two of them under way at a time, as in serving.
 
-    The largest first, then smaller ones: the allocator learns to cut up what it has.
+    The largest first, then smaller ones: the allocator learns to cut up what it has. `adapter`: the
+    slot of all rows' adapter; 0: they have none.
     """
     under_way: deque[Launched] = deque()
     for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
         executor.release(range(rows))
         scattered = tokens == prompt // 2
-        plan = worst_step(rows, max(tokens, 1), positions, scattered=scattered, drafts=drafts)
+        plan = worst_step(
+            rows, max(tokens, 1), positions, scattered=scattered, drafts=drafts, adapter=adapter
+        )
         under_way.append(executor.launch(plan))
         if len(under_way) > 1:
             under_way.popleft().wait()
@@ -291,6 +301,7 @@ def worst_step(
     *,
     scattered: bool,
     drafts: tuple[int, int] = (0, 0),
+    adapter: int = 0,
 ) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
 
@@ -299,6 +310,7 @@ def worst_step(
         prompt: most prompt tokens of a step.
         positions: longest sequence, in tokens.
         scattered: no two slots of a row are adjacent.
+        adapter: the slot of all rows' adapter; 0: they have none.
         drafts: how many there are of all rows, and of one row at most.
     """
     lengths = [1] * rows
@@ -323,7 +335,9 @@ def worst_step(
         tokens, samples = [0] * length, 1 + guessed[row]
         following = tokens if length > samples else []
         own, new = slots[at : at + length], _new_row(tokens)
-        steps.append(PlanRow(row, 0, own, tokens, samples, following=following, new=new))
+        steps.append(
+            PlanRow(row, 0, own, tokens, samples, following=following, new=new, adapter=adapter)
+        )
         at += length
     return plan_of(0, sorted(steps, key=lambda row: len(row.slots) > 1))
 

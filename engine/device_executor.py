@@ -45,7 +45,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
-        adapters: whether captured steps have a column of adapters; others are not captured.
+        adapters: whether steps in which rows have adapters are captured too.
     """
 
     def __init__(
@@ -81,35 +81,37 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._mailboxes = [Mailbox(rows + drafts, words, device) for _ in range(_DEPTH)]
         self._turn = 0
         self._max_tokens = max_tokens
-        self._decode: Graphs | None = None
-        self._mixed: Graphs | None = None
-        self._drafted: Graphs | None = None
+        #: By whether some row has an adapter: of mixed steps, of those that decode alone, and of
+        #: those with drafts.
+        self._graphs: dict[bool, tuple[Graphs, Graphs, Graphs | None]] = {}
 
     def use(self, pool: KVPool) -> None:
         """Keep keys and values there from now on. No step is under way, no row is taken."""
-        assert self._decode is None, "captured steps know the pool that they were captured with"
+        assert not self._graphs, "captured steps know the pool that they were captured with"
         self._pool = pool
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
-        mixed = mixed_counts(self._rows, most, self._tiles.count)
-        decode = decode_counts(self._rows)
-        for ladder in (mixed, decode) if self._adapters else ():
-            ladder |= {size: replace(counts, adapters=True) for size, counts in ladder.items()}
-        # Each draft is a token of the step.
-        drafted = {
-            size: replace(counts, drafts=min(self._drafts, size))
-            for size, counts in mixed.items()
-            if size <= _MOST_DRAFTED_TOKENS
-        }
-        with torch.inference_mode():
-            self._mixed = Graphs(self._forward_mixed, mixed, self._padding)
-            self._decode = Graphs(self._forward_decode, decode, self._padding, self._mixed.memory)
-            if self._drafts:
-                self._drafted = Graphs(
-                    self._forward_mixed, drafted, self._padding, self._mixed.memory
-                )
+        memory = None
+        # Steps in which no row has an adapter do without the launches for them.
+        for adapted in (False, True)[: 1 + self._adapters]:
+            mixed = _adapted(mixed_counts(self._rows, most, self._tiles.count), adapted)
+            decode = _adapted(decode_counts(self._rows), adapted)
+            # Each draft is a token of the step.
+            drafted = {
+                size: replace(counts, drafts=min(self._drafts, size))
+                for size, counts in mixed.items()
+                if size <= _MOST_DRAFTED_TOKENS
+            }
+            with torch.inference_mode():
+                first = Graphs(self._forward_mixed, mixed, self._padding, memory)
+                memory = first.memory
+                second = Graphs(self._forward_decode, decode, self._padding, memory)
+                third = None
+                if self._drafts:
+                    third = Graphs(self._forward_mixed, drafted, self._padding, memory)
+            self._graphs[adapted] = first, second, third
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -161,16 +163,16 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
-        if self._decode is None or self._mixed is None:
+        graphs = self._graphs.get(len(plan.r_adapter) > 0)
+        if graphs is None or len(plan.scored_token) or len(plan.given):
             return None
-        if len(plan.scored_token) or len(plan.given) or (len(plan.r_adapter) > self._adapters):
-            return None
+        mixed, decode, drafted = graphs
         if plan.rows == plan.tokens and plan.r_samples.all():
-            captured = self._decode.fitting(plan.rows)
+            captured = decode.fitting(plan.rows)
         elif (plan.r_samples > 1).any():
-            captured = self._drafted.fitting(plan.tokens) if self._drafted else None
+            captured = drafted.fitting(plan.tokens) if drafted else None
         else:
-            captured = self._mixed.fitting(plan.tokens)
+            captured = mixed.fitting(plan.tokens)
         if captured is None:
             return None
         host = views(mailbox.host_words, captured.counts)
@@ -250,6 +252,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         host = np.zeros(counts.words, np.int64)
         pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)
+
+
+def _adapted(ladder: dict[int, Counts], adapters: bool) -> dict[int, Counts]:
+    return {size: replace(counts, adapters=adapters) for size, counts in ladder.items()}
 
 
 def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:

@@ -18,6 +18,7 @@ from tokenpod.models.layer_spec import Rope
 from tokenpod.models.linear import Delta, Product, Products, Weights, no_delta
 from tokenpod.models.rope import pair_frequencies
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weights import HEAD
 
 
 class Decoder:
@@ -171,9 +172,9 @@ def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch]
 def _head(config: ModelSpec, products: Products) -> Product:
     """Without the embedding's table, which it may have in another layout."""
     project = products.linear("project_out") if config.embedding.width is not None else None
-    if config.head.tied:
-        products.weights["head"] = products.weights["embedding"]
-    product, group = products.linear("head"), products.ops.group
+    if config.head.tied and HEAD not in products.weights:
+        products.weights[HEAD] = products.weights["embedding"]
+    product, group = products.linear(HEAD), products.ops.group
     vocabulary, scale, softcap = config.vocab_size, config.head.scale, config.head.softcap
 
     def head(hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:

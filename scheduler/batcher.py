@@ -92,6 +92,15 @@ class Batcher:
         """Sequences whose prompt is being computed, or is next."""
         return list(self._prefilling)
 
+    def holds_only(self, places: Ints) -> bool:
+        """Whether the sequences at these places decode, and there are no others."""
+        if self._leaving or self._vacating or self._siblings or self.has_prompts:
+            return False
+        sequences, decoding = self._next_to_decode()
+        return len(sequences) == len(self._decoding) == len(places) and set(
+            decoding.tolist()
+        ) == set(places.tolist())
+
     def start(self, samples: list[Sequence]) -> None:
         """See `queue.Planner`."""
         first, *siblings = samples

@@ -25,6 +25,8 @@ class Constrained:
         self._enqueue = enqueue
         #: Samples that are queued together, by the first one's id.
         self.held: dict[int, list[Sequence]] = {}
+        #: Which first one each of them is with.
+        self._first: dict[int, int] = {}
         #: Those of them whose masks are there.
         self._masked: set[int] = set()
         self._paused: dict[int, Sequence] = {}
@@ -47,6 +49,7 @@ class Constrained:
         for sequence in samples:
             if self._paused.pop(sequence.id, None):
                 sequence.paused = 0
+            self._first[sequence.id] = samples[0].id
         self.held[samples[0].id] = samples
 
     def pause(self, sequence: Sequence) -> None:
@@ -59,11 +62,9 @@ class Constrained:
         if sequence := self._paused.pop(sequence_id, None):
             sequence.paused = 0
             return
-        self._masked.add(sequence_id)
-        for first, samples in self.held.items():
-            if any(s.id == sequence_id for s in samples):
-                self._let_go(first)
-                return
+        if (first := self._first.get(sequence_id)) is not None:
+            self._masked.add(sequence_id)
+            self._let_go(first)
 
     def forget(self, sequence: Sequence) -> bool:
         """A sequence has ended; whether it was held."""
@@ -72,18 +73,20 @@ class Constrained:
         self.over.pop(sequence.id, None)
         self._paused.pop(sequence.id, None)
         self._masked.discard(sequence.id)
-        for first, samples in self.held.items():
-            if sequence in samples:
-                samples.remove(sequence)
-                self._let_go(first)
-                return True
-        return False
+        first = self._first.pop(sequence.id, None)
+        if first is None:
+            return False
+        self.held[first].remove(sequence)
+        self._let_go(first)
+        return True
 
     def _let_go(self, first: int) -> None:
         """Queue samples if all of their masks are there."""
         samples = self.held[first]
         if all(s.id in self._masked for s in samples):
             del self.held[first]
-            self._masked.difference_update(s.id for s in samples)
+            for sequence in samples:
+                self._masked.discard(sequence.id)
+                del self._first[sequence.id]
             if samples:
                 self._enqueue(samples)

@@ -17,6 +17,9 @@ class Deadlines:
         self._moments: list[tuple[int, int]] = []
         self._watched: set[int] = set()
 
+    def __len__(self) -> int:
+        return len(self._watched)
+
     def add(self, request: Request) -> None:
         """Watch a request's moments: its samples' end, and its beginning, which is the first's."""
         moments = request.deadline_at, request.stopping.time_limit_at

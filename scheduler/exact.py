@@ -145,10 +145,20 @@ class Forecast:
 
     def _many(self, sequences: Listing[Sequence], tokens: Ints, growth: Ints, ends: Ints) -> None:
         self._columns.append(np.stack((tokens, growth, ends)))
+        #: Nodes that one of them has for itself, mostly: their tokens, and until when.
+        alone: list[int] = []
+        until: list[int] = []
         for sequence, end in zip(sequences, ends.tolist(), strict=True):
             self._ends_at[sequence.id] = end
-            if sequence.node is not None:
-                self._lock(sequence.node, end)
+            node = sequence.node
+            while node is not None and node.parent is not None and node.seen_by != self._number:
+                alone.append(len(node.tokens))
+                until.append(end)
+                node.seen_by, node.kept_until = self._number, end
+                node = node.parent
+            if node is not None:
+                self._lock(node, end)
+        self._columns.append(np.array((alone, [0] * len(alone), until), np.int64))
 
     def _behind_all(self, sequence: Sequence, need: int) -> int:
         """Add one with `need` tokens to compute; the step by which it has ended."""

@@ -25,7 +25,7 @@ from tokenpod.scheduler.tails import Tails
 ROOM_TO_EVICT_FOR = 128
 
 #: For one run of that length, at most so many times as many are.
-MOST_EVICTED = 4
+MOST_EVICTED = 8
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
@@ -37,14 +37,15 @@ class KV:
         slots: of the pool.
         caching: keep what has been computed for later requests; if False, only the samples of one
             request share its prompt.
+        by_uses: evict what few requests have used, and not what was used longest ago.
     """
 
-    def __init__(self, slots: int, *, caching: bool = True) -> None:
+    def __init__(self, slots: int, *, caching: bool = True, by_uses: bool = False) -> None:
         self.total = slots
         #: Columns of the sequences that keys and values belong to.
         self.table = Table()
         self._caching = caching
-        self.tree = RadixTree()
+        self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
 
     @property
@@ -171,6 +172,14 @@ class KV:
         slots = np.empty(len(places), np.int64)
         slots[roomy] = self._allocator.grow_each(tails[roomy])
         return np.flatnonzero(~roomy), slots
+
+    def room_of(self, places: Ints) -> int:
+        """Positions by which each of these sequences can grow where it is."""
+        return int(self._allocator.rooms[self.table.tail[places]].min())
+
+    def extend_all(self, places: Ints, n: int) -> None:
+        """The next `n` positions of each of these sequences, which have room for them."""
+        self._allocator.grow_each(self.table.tail[places], n)
 
     def publish_inputs(self, sequence: Sequence, *, awaited: bool) -> None:
         """Move the slots of a sequence's needed positions, which are computed, to the tree.

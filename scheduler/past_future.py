@@ -157,9 +157,21 @@ class Drawn:
         growth = self._lengths.of_running(outputs, outputs + left, self._draws) - outputs
         self._columns.append((table.computed[at] - table.shared[at], growth, growth))
         self._company.note(sequences)
-        for sequence, ends in zip(sequences, growth.T.tolist(), strict=True):
+        #: Nodes that one of them has for itself, mostly: their tokens, and whose end is theirs.
+        tokens: list[int] = []
+        whose: list[int] = []
+        for place, (sequence, ends) in enumerate(zip(sequences, growth.T.tolist(), strict=True)):
             self._ends_at[sequence.id] = ends
-            self._lock(sequence, ends)
+            node = sequence.node
+            while node is not None and node.parent is not None and node.seen_by != self._number:
+                tokens.append(len(node.tokens))
+                whose.append(place)
+                node.seen_by, node.kept_until = self._number, len(self._kept)
+                self._kept.append(ends)
+                node = node.parent
+            self._lock(node, ends)
+        still = np.zeros((self._draws, len(whose)), np.int64)
+        self._columns.append((np.array(tokens, np.int64), still, growth[:, whose]))
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
         """See `Ledger`."""
@@ -195,7 +207,7 @@ class Drawn:
         prompt = first.needed - first.shared
         self._add(-prompt, self._zeros, before)
         self._add(prompt, self._zeros, last)
-        self._lock(first, last)
+        self._lock(first.node, last)
 
     @property
     def mark(self) -> int:
@@ -245,7 +257,7 @@ class Drawn:
         self._company.note((sequence,))
         self._add(held, ends, ends)
         self._ends_at[sequence.id] = ends
-        self._lock(sequence, ends)
+        self._lock(sequence.node, ends)
         return ends
 
     def _until(self, sequence: Sequence, held: int, end: int) -> list[int]:
@@ -253,7 +265,7 @@ class Drawn:
         ends = [end] * self._draws
         self._add(held, self._zeros, ends)
         self._ends_at[sequence.id] = ends
-        self._lock(sequence, ends)
+        self._lock(sequence.node, ends)
         return ends
 
     def _add(self, tokens: int, growth: list[int], ends: list[int]) -> None:
@@ -262,9 +274,8 @@ class Drawn:
         self._ends.append(ends)
         self._most.append(self._capacity)
 
-    def _lock(self, sequence: Sequence, ends: list[int]) -> None:
-        """Count the path to a sequence's node until it has ended."""
-        node: Node | None = sequence.node
+    def _lock(self, node: Node | None, ends: list[int]) -> None:
+        """Count the path to a node until these ends."""
         while node is not None and node.parent is not None:
             if node.seen_by == self._number:
                 before = self._kept[node.kept_until]

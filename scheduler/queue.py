@@ -80,6 +80,11 @@ class Queue:
         return len(self._waiting)
 
     @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits of whom it is not known that he does not fit."""
+        return bool(self._waiting) and self._fitted != 0
+
+    @property
     def head(self) -> list[Sequence]:
         """The samples of the request that is next; none if the queue is empty."""
         return self._waiting[0][-1] if self._waiting else []

@@ -76,7 +76,8 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
-        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching)
+        by_uses = limits.prefix_eviction == "lfu"
+        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching, by_uses=by_uses)
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
@@ -248,19 +249,11 @@ class Scheduler:
         self._settled_at = now
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
-        left = [sequence for sequence in step.sequences if sequence.dead]
+        left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
         drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
-        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if sequence.group is not None:
-                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
-            elif token != UNSAMPLED:
-                if self._drafting and sequence.id not in drafted:
-                    self._drafting.watch(sequence, token)
-                self._take(sequence, token, at, now, settled)
-            elif sequence.constrained and not sequence.dead:
-                self._postpone(sequence)
+        self._take_each(step, tokens, tops, drafted, now, settled)
         settled.drafted = [self._counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
@@ -305,6 +298,7 @@ class Scheduler:
             preemptions=self._batcher.preemptions,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
+            evicted_tokens=self.kv.tree.evicted,
             adapters=len(self.adapters.in_use),
             ended=Ended(
                 stopped=self._ended[EndState.STOPPED],
@@ -390,6 +384,26 @@ class Scheduler:
             self._drafting.began(sequences)
         return sequences
 
+    def _take_each(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        tops: Mapping[int, Top],
+        drafted: Mapping[int, Landed],
+        now: int,
+        settled: Settled,
+    ) -> None:
+        """Append a step's tokens, and note in `settled` what they mean."""
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if sequence.group is not None:
+                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
+            elif token != UNSAMPLED:
+                if self._drafting and sequence.id not in drafted:
+                    self._drafting.watch(sequence, token)
+                self._take(sequence, token, at, now, settled)
+            elif sequence.constrained and not sequence.dead:
+                self._postpone(sequence)
+
     def _counted(self, draft: Landed) -> Drafted:
         for counts, n in ((self._drafted, draft.drafted), (self._accepted, draft.accepted)):
             counts += [0] * (draft.drafted - len(counts))
@@ -399,8 +413,12 @@ class Scheduler:
 
     def _take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:
         sequence.keep = sequence.keep and token >= 0
-        if sequence.dead:
+        if sequence.ended_as is not None:
             # Sampled after its end, before that was seen.
+            return
+        if token < 0 and sequence.constrained and sequence.request.sampling.bad_words:
+            # What the mask allows, its bad words forbid; which these are now, the sampler knows.
+            self.end_constrained(sequence.id)
             return
         if token < 0:
             self._spoil(sequence, settled)
@@ -452,6 +470,8 @@ class Scheduler:
             # Samples share their prompt: it counts once.
             self._prompt_tokens += len(sequence.request.prompt)
             self._cached_tokens += sequence.cached
+            if sequence.node is not None:
+                self.kv.tree.use(sequence.node)
 
     def _spoil(self, sequence: Sequence, settled: Settled) -> None:
         problem = "the model computed NaN or Inf for this sequence"

@@ -109,7 +109,9 @@ class Sequence:
         table.bound[self.place] = self.bound
         # Drafts would need a mask each; and beams follow one another's tokens.
         drafted = request.constraint is None and request.beam is None
-        table.drafts[self.place] = request.drafts if drafted else 0
+        # Under a constraint each token waits for its mask, which follows from the one before.
+        free = drafted and request.constraint is None
+        table.drafts[self.place] = request.drafts if free else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
         #: Its place in the queue within its priority.

@@ -136,12 +136,15 @@ class SlotAllocator:
             return []
         return self.allocate(n - taken, position=extent.position + extent.used, room=room)
 
-    def grow_each(self, at: Ints) -> Ints:
-        """[n] one more slot for each of these extents; they have room, and are n different ones."""
+    def grow_each(self, at: Ints, n: int = 1) -> Ints:
+        """`n` more slots for each of these extents; they have room, and are different ones.
+
+        Returns the first new slot of each.
+        """
         slots = self.firsts[at] + self.used[at]
-        self.used[at] += 1
-        self.rooms[at] -= 1
-        self.free -= len(at)
+        self.used[at] += n
+        self.rooms[at] -= n
+        self.free -= n * len(at)
         return slots
 
     def shrink(self, extent: Extent, n: int) -> None:

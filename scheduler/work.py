@@ -21,6 +21,8 @@ class Limits:
     prefill_tokens: int
     #: Keep keys and values for later prompts with the same prefix.
     prefix_caching: bool = True
+    #: What is forgotten first: "lru" what was used longest ago, "lfu" what few requests have used.
+    prefix_eviction: str = "lru"
     #: Whether sequences can begin with slots that another has computed: samples of a request with
     #: its prompt, later ones with a cached prefix. Not where each row keeps a state of its own.
     sharing: bool = True

@@ -82,6 +82,8 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
 
 
 def _model_faults(s: ServerSettings) -> Iterator[str]:
+    if s.quantize_head and s.quantize == "none":
+        yield "--quantize-head needs --quantize: it says what the head is made into"
     if s.config_override is None:
         return
     try:

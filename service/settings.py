@@ -95,6 +95,9 @@ class Settings(BaseSettings):
     value: its config says how, and the name of a layout (gptq, awq, marlin, compressed-tensors,
     modelopt, fp8, bitsandbytes) is compared with it. Of a dense checkpoint eetq and bitsandbytes
     make int8, bitsandbytes-nf4 and bitsandbytes-fp4 int4."""
+    quantize_head: bool = _model(False)
+    """Make the head's weight in that format too. A head that is the embedding is then held twice,
+    and read in fewer bits."""
     lora_adapters: str | None = _model(min_length=1)
     """LoRA adapters that are loaded with the model, as `NAME=PATH,NAME=PATH@REVISION`: folders in
     PEFT's layout, or names that are looked up in the local Hugging Face cache. A place without a
@@ -227,6 +230,9 @@ class Settings(BaseSettings):
     """With batching alternate: after so many tokens any number of waiting requests interrupts."""
     prefix_caching: bool = _memory(True)
     """Keep keys and values of prompts, and use them for later prompts that begin alike."""
+    prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
+    """Which of them make room for others. lru: those that were used longest ago; lfu: those that
+    few requests have used."""
     speculate: int = _memory(0, ge=0, le=32)
     """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams): it
     keeps those that it would have generated. Tokens stay the same. 0: none."""

@@ -107,8 +107,10 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
+    odd |= {"prefix_eviction": "lfu"}
     odd |= {
         "require_manifest": "true",
+        "quantize_head": "true",
         "kv_cache_events": "true",
         "generation_config": "none",
         "tool_parser": "hermes",

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     # The client's package: nothing of the server's.
     "client": {"protos"},
     "cli": {"protos", "client"},
-    "commands": {"core", "service", "cli"},
+    "commands": {"core", "scheduler", "service", "cli"},
     # The command's entry.
     "tokenpod": {"cli"},
 }

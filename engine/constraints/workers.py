@@ -2,15 +2,15 @@
 
     fast    masks, most often in microseconds
     slow    those of matchers whose last mask took long: nobody else waits behind them
-    compile constraints with their first masks, of low priority for the kernel
+    compile constraints with their first masks, one at a time on small machines
 
 The library lets go of the interpreter's lock while it works, so that threads are enough (measured
-by benchmarks/constraints.py).
+by benchmarks/constraints.py). None has a lower priority: one that is preempted while it has that
+lock would hold up the step loop (measured: streams stood still for a second).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
@@ -21,9 +21,7 @@ from queue import SimpleQueue
 #: worker gets it back after each mask, and by default would wait 5 ms while the loop plans.
 _SWITCH_SECONDS = 0.0005
 _MOST_WORKERS = 8
-_SLOW_WORKERS, _COMPILERS = 2, 2
-#: Of a compiling thread: a step's own threads come first.
-_NICE = 10
+_SLOW_WORKERS, _MOST_COMPILERS = 2, 2
 
 
 class Workers:
@@ -36,27 +34,24 @@ class Workers:
     def __init__(self, count: int = 0) -> None:
         sys.setswitchinterval(_SWITCH_SECONDS)
         cores = len(os.sched_getaffinity(0))
-        self._queues = {
-            "fast": (count or max(1, min(cores // 2, _MOST_WORKERS)), 0),
-            "slow": (_SLOW_WORKERS, _NICE // 2),
-            "compile": (_COMPILERS, _NICE),
+        kinds = {
+            "fast": count or max(1, min(cores // 2, _MOST_WORKERS)),
+            "slow": _SLOW_WORKERS,
+            "compile": max(1, min(cores // 4, _MOST_COMPILERS)),
         }
         self._jobs: dict[str, SimpleQueue[Callable[[], None]]] = {}
-        for kind, (threads, nice) in self._queues.items():
+        for kind, threads in kinds.items():
             jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
             self._jobs[kind] = jobs
             for at in range(threads):
                 name = f"constraints-{kind}-{at}"
-                threading.Thread(target=_work, args=(jobs, nice), name=name, daemon=True).start()
+                threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
 
     def run(self, job: Callable[[], None], kind: str) -> None:
         """Do a job, which raises nothing, in a thread of this kind."""
         self._jobs[kind].put(job)
 
 
-def _work(jobs: SimpleQueue[Callable[[], None]], nice: int) -> None:
-    if nice:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+def _work(jobs: SimpleQueue[Callable[[], None]]) -> None:
     while True:
         jobs.get()()

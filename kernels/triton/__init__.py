@@ -5,7 +5,7 @@ from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
-from tokenpod.kernels.reference.adapters import adapt, plan_adapters
+from tokenpod.kernels.triton.adapters import adapt, plan_adapters
 from tokenpod.kernels.triton.attention import attention, plan_attention, prepare_capture
 from tokenpod.kernels.triton.experts import prepare_experts
 from tokenpod.kernels.triton.latent import absorbed, plan_tokens, store_latent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from tokenpod.kernels.weight import LinearWeight, QuantisedWeight, Stored
 from tokenpod.models.checkpoint import Checkpoint, Quantised
+from tokenpod.models.errors import ModelError
 from tokenpod.models.layouts.module import PublishedLayout, Scheme, StoredModule
 from tokenpod.models.reading import read_dense
 from tokenpod.models.shard import Shard
@@ -73,6 +74,21 @@ class PublishedReader:
                     outputs, inputs, source.axes[1].length, self._scale_bytes(_module(source))
                 )
         return Quantised(numbers, size)
+
+    def idle_biases(self, weights: Iterable[Weight], architecture: str) -> list[str]:
+        """Names of biases that the model does not have: some packers write zeros for every module.
+
+        ModelError for one that is not zero.
+        """
+        assert self.there is not None
+        sources = [(weight, source) for weight in weights for source in weight.sources]
+        own = {source.name for _, source in sources}
+        modules = {_module(x) for weight, x in sources if self._scheme(weight, x) is not None}
+        idle = sorted({f"{module}.bias" for module in modules} & self.there.names - own)
+        for name in idle:
+            if bool(self.there.read(name).count_nonzero()):
+                raise ModelError(f"{name} is not zero, and {architecture} has no such bias")
+        return idle
 
     def read(
         self,

@@ -33,6 +33,7 @@ def lone_options(
         memory_fraction=settings.memory_fraction,
         kv_cache_dtype=settings.kv_cache_dtype,
         quantize=None if settings.quantize == "none" else settings.quantize,
+        quantize_head=settings.quantize_head,
         config_override=settings.config_override,
         max_logit_edits=3 * settings.max_logit_bias,
         constraints=ConstraintLimits(
@@ -42,6 +43,7 @@ def lone_options(
             cache_bytes=settings.constraint_cache_bytes,
         ),
         prefix_caching=settings.prefix_caching,
+        prefix_eviction=settings.prefix_eviction,
         require_manifest=settings.require_manifest,
         max_adapters=settings.resolved_adapters,
         max_adapter_rank=settings.max_adapter_rank,

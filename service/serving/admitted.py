@@ -13,7 +13,7 @@ from msgspec import structs
 from tokenpod.core.messages import Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
-from tokenpod.service.rpc.errors import AlreadyExists
+from tokenpod.service.rpc.errors import AlreadyExists, Unimplemented
 from tokenpod.service.rpc.memory_budget import Lease
 from tokenpod.service.serving.adapters import salted
 from tokenpod.service.serving.bad_words import token_runs
@@ -133,6 +133,9 @@ class AdmittedCall:
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         self._place.queue(len(prompt))
         request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
+        if constraint is not None and call.beam is not None:
+            field = call.constraint.field if call.constraint else "chat.tool_choice"
+            raise Unimplemented(field, "is not supported beside sampling.beam")
         if constraint is not None:
             request = structs.replace(request, constraint=constraint)
         generation = Generation(

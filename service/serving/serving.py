@@ -74,16 +74,21 @@ class Serving:
             if answer is not None:
                 problem = "can't be combined with chat.tools, unless chat.tool_choice is none"
                 raise InvalidArgument(call.constraint.field if call.constraint else "", problem)
-            answer = await self._calls_of(chat, self.formats.calls, raw=call.output.raw_text)
+            answer = await self._calls_of(call, chat, self.formats.calls)
         reasoning = self.formats.reasoning
         if answer is None or reasoning is None or isinstance(answer, Grammar | Reasoned):
             return answer
         return Reasoned(reasoning.begin, reasoning.end, reasoning.is_open(prompt_end), answer)
 
-    async def _calls_of(self, chat: ChatPrompt, calls: CallFormat, *, raw: bool) -> Tagged | None:
+    async def _calls_of(
+        self, call: GenerateCall, chat: ChatPrompt, calls: CallFormat
+    ) -> Tagged | None:
         if chat.must_call:
             self._check_bytes("chat.tool_choice")
-        elif raw or not self.tokenizer.tells_bytes:
+            if call.beam is not None:
+                problem = "can't be combined with a call of a tool that must be made"
+                raise InvalidArgument("sampling.beam", problem)
+        elif call.output.raw_text or call.beam is not None or not self.tokenizer.tells_bytes:
             return None
         template = self.tokenizer.template_source or ""
         return await calls_constraint(chat, calls, template)

@@ -135,6 +135,12 @@ class Instruments:
                 meaning,
             )
         counter(
+            "tokenpod.prefix.tokens",
+            [lambda options: list(_prefixes(load()))],
+            "{token}",
+            "Tokens of prompts: cached, or computed; and those that the cache has evicted",
+        )
+        counter(
             "tokenpod.preemptions",
             observing(lambda now: now.preemptions),
             "{preemption}",
@@ -181,6 +187,13 @@ _MASKS: Sequence[tuple[str, str, str, Callable[[MaskCounts], float]]] = (
 
 def _observing(load: Callable[[], Load], read: Callable[[MaskCounts], float]) -> Callback:
     return lambda options: [Observation(read(load().masks))]
+
+
+def _prefixes(load: Load) -> Iterator[Observation]:
+    computed = load.prompt_tokens - load.cached_tokens
+    counts = {"cached": load.cached_tokens, "computed": computed, "evicted": load.evicted_tokens}
+    for name, count in counts.items():
+        yield Observation(count, {"tokenpod.prefix": name})
 
 
 def _ended(load: Load) -> Iterator[Observation]:

@@ -9,6 +9,7 @@ import time
 
 import constrained
 import jsonschema
+import msgspec
 import pytest
 import row_by_row
 import torch
@@ -156,6 +157,17 @@ def test_a_text_ends_where_nothing_more_is_allowed(model):
     assert re.fullmatch("[ab]{5}", client.text(1))
     first = serve(model, Client([ask(1, Regex("b"), allowed_token_ids=[END])]))
     assert "no token can begin" in first.failures[1]
+
+
+def test_bad_words_that_leave_nothing_end_a_text_and_are_no_fault_of_the_model(model):
+    letters = [constrained.TOKENS.tokens.index(letter) for letter in (b"a", b"b")]
+    asked = ask(1, Regex("a[ab]"), bad_words=[[letters[0], letter] for letter in letters], new=9)
+    only = {"allowed_token_ids": [*letters, END]}
+    asked = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, **only))
+    client = serve(model, Client([asked]), overlap=True)
+    assert client.finishes == {1: FinishCode.CONSTRAINT}
+    assert client.satisfied == {1: False}
+    assert client.text(1) == "a"
 
 
 def test_an_end_is_drawn_only_where_the_grammar_allows_one_and_not_too_early(model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -142,6 +144,13 @@ def test_the_model_names_its_adapters(api: Any, adapters: dict[str, Any]) -> Non
     assert [each.name for each in model.adapters] == sorted(adapters)
     assert {each.rank for each in model.adapters} == {4}
     assert len({each.digest for each in model.adapters}) == 3
+
+
+def test_the_command_line_shows_them(pod: ServerProcess) -> None:
+    command = [sys.executable, "-P", "-m", "tokenpod", "info", "--address", pod.address]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert "adapters chat (rank 4), law (rank 4), sql (rank 4)" in lines, shown
 
 
 def test_without_adapters_the_field_is_no_feature(server: ServerProcess) -> None:

@@ -83,6 +83,11 @@ BAD: dict[str, dict[str, Any]] = {
 NOT_YET: dict[str, dict[str, Any]] = {
     "sampling.repetition_penalty": {"sampling": BEAM | {"repetition_penalty": 1.1}},
     "stopping.stop_sequences": {"sampling": BEAM, "stopping": {"stop_sequences": ["x"]}},
+    "constraint.regex": {
+        "sampling": BEAM,
+        "constraint": {"regex": "a+"},
+        "stopping": {"max_new_tokens": 4},
+    },
     "output.ranks": {"sampling": BEAM, "output": {"ranks": True}},
 }
 

@@ -25,7 +25,7 @@ from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
-from tokenpod.kernels.triton.product import PARTIALS_BLOCK
+from tokenpod.kernels.triton.product import BULK_BYTES, PARTIALS_BLOCK
 from tokenpod.kernels.triton.product_kernels import add_partials
 from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
 from tokenpod.kernels.triton.quantised.multiply_add import multiply_add_bytes, multiply_add_words
@@ -244,6 +244,12 @@ def _multiply_add(
     )
 
 
+def _ahead(tile: MatrixTile, row_bytes: int, device: torch.device) -> int:
+    """Bytes of each row to ask for while the kernel before drains."""
+    overlaps = bool(launch_options(device)["OVERLAP"])
+    return tile.ahead if overlaps and row_bytes % BULK_BYTES == 0 else 0
+
+
 def multiply(
     x: Rounded,
     weight: Format,
@@ -294,6 +300,7 @@ def multiply(
         PANEL=tile.panel,
         STAGES=tile.stages,
         UNROLL=tile.unroll,
+        AHEAD=_ahead(tile, row_bytes, y.device),
         num_warps=tile.warps,
         **launch_options(y.device),
     )

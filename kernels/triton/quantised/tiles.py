@@ -35,6 +35,8 @@ class MatrixTile:
     stages: int = 3
     #: Programs that share a row along k; a gated product has rows enough, and takes it for 1.
     splits: int = 1
+    #: Bytes of each row that are asked for before the input is there.
+    ahead: int = 0
     #: Blocks of inputs in one turn of the loop, each of which has loads of its own in flight.
     unroll: int = 1
     #: Blocks of rows whose programs walk over tokens side by side.

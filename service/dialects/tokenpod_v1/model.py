@@ -30,7 +30,10 @@ def model_of(serving: Serving) -> model_pb2.Model:
         vocabulary_size=ready.vocab_size,
         limits=_limits(serving),
         features=features(
-            chats=template is not None, tools=_tools(serving), adapters=bool(adapters.slots)
+            chats=template is not None,
+            tools=_tools(serving),
+            adapters=bool(adapters.slots),
+            constraints=tokenizer.tells_bytes,
         ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
@@ -85,6 +88,7 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         total_token_count=slots,
         prompt_token_count=load.prompt_tokens,
         cached_token_count=load.cached_tokens,
+        evicted_token_count=load.evicted_tokens,
         swapped_count=load.swapped,
         preemption_count=load.preemptions,
         swapped_token_count=load.swapped_tokens,

@@ -1,0 +1,82 @@
+"""A scheduler that takes runs of uneventful steps at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Listing
+
+from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.scheduler.drafting import Landed
+from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
+
+#: A token that never ends a sequence.
+PLAIN = 0
+
+
+class SkippingScheduler(Scheduler):
+    """The scheduler, for simulations: what it holds after a skip is what steps would have left.
+
+    Callers see to it that `PLAIN` ends nothing: it is no end of text, nor the last token that a
+    request asks for, and requests have no time limits. Of a step's outcome it tells whose tokens
+    came, without the tokens.
+    """
+
+    def quiet_steps(self, step: Step, most: int) -> int:
+        """How many steps like `step`, the last one planned, surely follow if no token ends one.
+
+        Such steps hold a token of the same rows, nobody joins, and each row has room for its slots.
+        At most `most`; 0 if that can't be said.
+        """
+        if most < 1 or self._queue.may_admit or self._routed.ops or len(self._probes):
+            return 0
+        if self._new or self._deadlines or not self._batcher.holds_only(step.places):
+            return 0
+        table = self.kv.table
+        left = (table.bound[step.places] - table.computed[step.places]).min()
+        available = self.kv.available - self._routed.reserved - self._probes.reserved
+        return min(most, int(left), self.kv.room_of(step.places), available // len(step.places))
+
+    def skip(self, step: Step, steps: int) -> None:
+        """Plan and settle so many steps after `step`, which `quiet_steps` has allowed, at once.
+
+        Each row samples `PLAIN` in each of them. A step in flight stays in flight.
+        """
+        self.kv.extend_all(step.places, steps)
+        table = self.kv.table
+        table.computed[step.places] += steps
+        table.launched[step.places] += steps
+        more = [PLAIN] * steps
+        for sequence in step.sequences:
+            sequence.outputs += more
+        for _ in range(steps):
+            self._batching.portion(
+                decoding=True, prompts=False, prompt_tokens=self.limits.prefill_tokens
+            )
+        self._steps += steps
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots that sequences use; what is only cached does not count."""
+        return max(self.limits.slots + PROBE_TOKENS - self.kv.available, 0)
+
+    def place_of(self, sequence_id: int) -> int:
+        """Where a sequence is in the table, until it has ended. Raises KeyError."""
+        return self._sequences[sequence_id].place
+
+    def _take_each(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        drafted: Mapping[int, Landed],
+        now: int,
+        settled: Settled,
+    ) -> None:
+        """See `Scheduler`: a plain token of a running stream takes no questions."""
+        del drafted
+        sequence_ids = settled.sequence_ids
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if token == PLAIN and sequence.proven and sequence.ended_as is None:
+                sequence.outputs.append(PLAIN)
+                sequence_ids.append(sequence.id)
+            else:
+                self._take(sequence, token, at, now, settled)

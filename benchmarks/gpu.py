@@ -25,7 +25,7 @@ import sys
 import time
 import types
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,16 @@ def config_of(model: dict[str, Any]) -> ModelSpec:
 
 
 def random_model(
-    family: Family, config: ModelSpec, device: torch.device, options: argparse.Namespace
+    family: Family,
+    config: ModelSpec,
+    device: torch.device,
+    options: argparse.Namespace | None = None,
+    change: Callable[[dict[str, torch.Tensor | LinearWeight]], None] = lambda weights: None,
 ) -> Decoder:
+    """Random weights, quantised as `options` say, which `change` may alter."""
     torch.manual_seed(0)
     weights: dict[str, torch.Tensor | LinearWeight] = {}
-    quantised = MADE_AT_LOAD.get(options.quantize)
+    quantised = MADE_AT_LOAD.get(options.quantize) if options else None
     for weight in weights_of(config, family.names_of(config)[0], ""):
         dtype = weight.dtype or torch.bfloat16
         # A token's own features outweigh what layers add: else routers send all rows one way.
@@ -100,9 +105,10 @@ def random_model(
         if weight.experts:
             made = made.view(weight.experts, -1, *weight.shape[1:])
         weights[weight.name] = made if made.ndim > 1 else made.add_(1)
-        head = weight.name == "head" and options.quantize_head
+        head = options is not None and weight.name == "head" and options.quantize_head
         if quantised is not None and (weight.multiplied or head):
             weights[weight.name] = LinearWeight((quantised.made_of(made),))
+    change(weights)
     return Decoder(config, weights, operations_for(device, torch.bfloat16))
 
 

@@ -146,9 +146,12 @@ def check(name: str, weight: Any, around: str, tokens: int, tiles: Tiles | None)
 
 def candidates(kind: str, around: str, tokens: int) -> Iterator[Tile]:
     if tokens == 1 and kind in ("int4", "int8"):
-        blocks = ((4096, 4), (2048, 2)) if kind == "int4" else ((1024, 4), (1024, 2))
-        for (block_k, warps), block_n in itertools.product(blocks, (2, 4, 8)):
-            yield AddTile(block_n, block_k, warps)
+        if kind == "int4":
+            for warps, block_n, each in itertools.product((4, 8, 16), (2, 4, 8), (1, 2, 4)):
+                yield AddTile(block_n, 1, warps, 132 * each)
+        else:
+            for warps, block_n in itertools.product((2, 4), (4, 8)):
+                yield AddTile(block_n, 1024, warps)
     if tokens > 64:
         for n, k, t, warps, stages in (
             (128, 128, 128, 8, 3),
@@ -159,17 +162,11 @@ def candidates(kind: str, around: str, tokens: int) -> Iterator[Tile]:
             yield MatrixTile(n, k, t, warps, stages)
         return
     splits = (1,) if around in ("gate", "plain") else (1, 2, 4)
-    if kind == "int4":
-        for n, unroll, split in itertools.product((32, 64), (1, 2, 4), splits):
-            yield MatrixTile(n, 128, 64, 4, 4, split, unroll)
-    elif kind == "fp8-blocks":
-        for n, split in itertools.product((32, 64), splits):
-            yield MatrixTile(n, 128, 64, 4, 5, split)
-    else:
-        for (n, k, stages), split in itertools.product(
-            ((64, 128, 5), (64, 256, 4), (64, 256, 5), (128, 128, 5)), splits
-        ):
-            yield MatrixTile(n, k, 64, 4, stages, split)
+    wide = ((64, 4), (128, 4), (128, 8), (256, 8)) if tokens > 16 else ((64, 4),)
+    sizes = (128,) if kind in ("int4", "fp8-blocks") else (128, 256)
+    for (n, warps), k, split, ahead in itertools.product(wide, sizes, splits, (0, 1024, 4096)):
+        if ahead != 4096 or tokens == 1:
+            yield MatrixTile(n, k, 64, warps, 4, split, ahead)
 
 
 @dataclass

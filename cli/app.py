@@ -33,7 +33,7 @@ CLIENT = {
     "bench": Entry("Measure a running server under load.", "bench.flags:bench"),
 }
 #: Commands of the server's package.
-SERVER = ("serve", "size", "models", "download", "convert")
+SERVER = ("serve", "size", "models", "download", "convert", "quantize")
 
 
 class Commands(click.Group):

@@ -59,7 +59,7 @@ async def generate(
         stream: as it comes; else at its end.
         json_lines: each message of the server as JSON.
     """
-    several = max(request.sampling.n, 1) > 1
+    several = max(request.sampling.n, request.sampling.beam.n) > 1
     live = None if json_lines else LiveText(several=several)
     async with calling(remote) as channel:
         async for message in _messages(GenerationServiceStub(channel), request, remote, stream):
@@ -135,6 +135,8 @@ def _rows(model: model_pb2.Model) -> Iterator[tuple[str, object]]:
             yield "sampling defaults", ", ".join(f"{f.name} {x:g}" for f, x in value.ListFields())
         elif field == "eos_token_ids":
             yield "eos token ids", ", ".join(map(str, value))
+        elif field == "adapters":
+            yield "adapters", ", ".join(f"{each.name} (rank {each.rank})" for each in value)
         elif field != "features":
             yield field.replace("_", " "), value
 

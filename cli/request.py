@@ -71,6 +71,10 @@ class RequestOptions:
     best_of: int | None = _sampling_count(
         "Samples to choose from; needs --no-stream.", default=None
     )
+    beam_width: int | None = _sampling_count(
+        "Search with so many beams; --n of them are returned.", default=None
+    )
+    length_penalty: float | None = _sampling("Of a beam search: above 1 favours long texts.")
     request_id: str = option("Name in logs and traces.", default="")
     priority: int | None = option("Higher runs first.", min=-100, max=100)
     model: str = option("The model that is meant; another one is an error.", default="")
@@ -80,6 +84,11 @@ class RequestOptions:
         """The fields that are set, by name. Raises BadParameter for a bias that can't be read."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         del given["stream"]
+        beam = {"width": given.pop("beam_width", None)}
+        beam["length_penalty"] = given.pop("length_penalty", None)
+        if any(value is not None for value in beam.values()):
+            beam["n"] = given.pop("n", None)
+            given["beam"] = {name: value for name, value in beam.items() if value is not None}
         if self.time_limit is not None:
             given["time_limit"] = timedelta(seconds=self.time_limit)
         return given | {"logit_bias": dict(map(_bias, self.logit_bias or ()))}

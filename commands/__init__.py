@@ -1,4 +1,4 @@
-"""The server's commands: serve, size, simulate, models, convert, download. Imports no torch."""
+"""The commands serve, size, simulate, models, download, convert, quantize. Imports no torch."""
 
 from tokenpod_client.cli.entries import Entry
 
@@ -12,5 +12,6 @@ COMMANDS = {
         ("models", "List which architectures are served.", "models:models"),
         ("download", "Download the files of a model that a server reads.", "download:download"),
         ("convert", "Make safetensors of a .bin checkpoint or a GGUF file.", "convert:convert"),
+        ("quantize", "Make a quantised checkpoint of a dense one.", "quantize:quantize"),
     )
 }

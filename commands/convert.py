@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from tokenpod.commands.child import ChildError, answer_of
 from tokenpod.core.staging import StagingError, staging
 from tokenpod_client.cli.errors import print_error
 from tokenpod_client.cli.options import argument, command, option
@@ -25,10 +24,6 @@ class Kind(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
-
-
-class ConvertError(Exception):
-    """It can't be converted; one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +64,7 @@ def convert(wanted: Job) -> int:
         with staging(wanted.folder) as part:
             done = _run({**job, "folder": str(part.folder)}, wanted.time_limit)
             part.finish()
-    except (StagingError, ConvertError) as error:
+    except (StagingError, ChildError) as error:
         print_error(str(error))
         return 1
     except OSError as error:
@@ -83,29 +78,7 @@ def convert(wanted: Job) -> int:
 
 
 def _run(job: dict[str, Any], seconds: int) -> dict[str, Any]:
-    """What the process says of a job; ConvertError if it says nothing, or what is wrong."""
+    """What the process says of a job; ChildError if it says nothing, or what is wrong."""
     command = [*CONVERT_COMMAND, json.dumps(job)]
     limit = f"it took more than {seconds} s (--time-limit)"
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    try:
-        said, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise ConvertError(f"{job['source']}: {limit}") from None
-    finally:
-        process.kill()
-        process.wait()
-    try:
-        done: dict[str, Any] = json.loads(said)
-    except ValueError:
-        why = limit if process.returncode == -signal.SIGXCPU else _ended(process.returncode)
-        raise ConvertError(f"{job['source']}: {why}") from None
-    if "error" in done:
-        raise ConvertError(done["error"])
-    return done
-
-
-def _ended(status: int) -> str:
-    if status < 0:
-        name = signal.Signals(-status).name
-        return f"its process was ended by {name}, perhaps for want of memory"
-    return f"its process ended with status {status}"
+    return answer_of(command, job["source"], seconds=seconds, limit=limit)

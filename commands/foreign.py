@@ -32,7 +32,10 @@ _VLLM = {
     "--seed": "a seed of each request",
     "--load-format": "nothing: weights are safetensors, and `tokenpod convert` makes them",
     "--download-dir": "--download",
-    "--enable-lora": "nothing yet: adapters are not served",
+    "--max-loras": "--max-adapters",
+    "--max-lora-rank": "--max-adapter-rank",
+    "--lora-modules": "--lora-adapters, as NAME=PATH,NAME=PATH",
+    "--enable-lora": "--lora-adapters and --max-adapters",
 }
 #: The same of TGI's launcher; most of its flags are ours by the same name.
 _TGI = {
@@ -47,7 +50,6 @@ _TGI = {
     "--rope-factor": "--config-override",
     "--api-key": "--auth-token-file, which keeps it out of the process list",
     "--speculate": "nothing yet: there is no speculative decoding",
-    "--lora-adapters": "nothing yet: adapters are not served",
     "--prometheus-port": "--otlp-endpoint: metrics are pushed",
     "--weights-cache-override": "--download",
     "--huggingface-hub-cache": "the variable HF_HUB_CACHE",

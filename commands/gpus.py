@@ -22,7 +22,8 @@ class Device:
 
 
 #: Names, GiB, compute capabilities and GB/s. Memory is what CUDA tells programs on Linux, with ECC
-#: where a card is sold with it on; compute capabilities and GB/s are from NVIDIA's data sheets.
+#: where a card is sold with it on; compute capabilities and GB/s are from NVIDIA's data sheets: of
+#: SXM modules where there are several (B200: a DGX's 64 TB/s by eight), and for the A10G the A10's.
 _KNOWN = (
     ("t4", 14.56, (7, 5), 320),
     ("l4", 22.03, (8, 9), 300),

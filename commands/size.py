@@ -124,7 +124,11 @@ def report(
     if problem is not None:
         raise SizeError(problem)
     options = lone_options(settings, folder)
-    model = footprint(folder, options.quantize)
+    model = footprint(folder, options.quantize, head=options.quantize_head)
+    if options.max_adapters and model.portions[1].adapter_numbers is None:
+        raise SizeError(
+            f"--max-adapters is {options.max_adapters}: {model.architecture} takes none"
+        )
     if options.max_total_tokens is not None and options.max_total_tokens > model.max_positions:
         raise SizeError(
             f"--max-total-tokens is {options.max_total_tokens}: the model's context has"
@@ -157,9 +161,10 @@ def _problem(device: Device, settings: ServerSettings) -> str | None:
     return problem
 
 
-def footprint(folder: Path, quantize: str | None = None) -> Footprint:
+def footprint(folder: Path, quantize: str | None = None, *, head: bool = False) -> Footprint:
     """What the model in `folder` takes. Raises SizeError with what is wrong with it."""
-    command = [*FOOTPRINT_COMMAND, str(folder), *([quantize] if quantize else [])]
+    formats = [quantize, *(["head"] if head else [])] if quantize else []
+    command = [*FOOTPRINT_COMMAND, str(folder), *formats]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]

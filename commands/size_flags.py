@@ -34,12 +34,15 @@ _SETTINGS = (
     "revision",
     "dtype",
     "quantize",
+    "quantize_head",
     "kv_cache_dtype",
     "max_total_tokens",
     "max_batch_size",
     "max_batch_prefill_tokens",
     "max_batch_total_tokens",
     "memory_fraction",
+    "max_adapters",
+    "max_adapter_rank",
 )
 
 _device_option = partial(option, panel="Device")

@@ -29,6 +29,8 @@ _CUDA_CONTEXT = GIB // 2
 _CPU_PROCESSES = 3 * GIB // 4
 #: Steps of all sizes leave gaps: a GPU keeps one part in so many of the largest step for them.
 GAPS = 16
+#: Drafts of all sequences together in a step, at most.
+MOST_DRAFTS = 256
 #: A GPU samples with so many bytes for each row and vocabulary entry: counts and candidates.
 _SAMPLER_BYTES = 12
 
@@ -69,6 +71,8 @@ class Portion(msgspec.Struct, frozen=True):
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
+    #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
+    adapter_numbers: tuple[int, int] | None = None
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -88,17 +92,24 @@ class Footprint(msgspec.Struct, frozen=True):
     portions: dict[int, Portion]
     #: The format that weights of products are made into.
     quantize: str = "none"
+    #: Numbers of weights that are held twice: of a head that is the embedding in another format.
+    repeated: int = 0
 
     @property
     def parameters(self) -> int:
         """Numbers in all weights."""
-        return self.portions[1].numbers
+        return self.portions[1].numbers - self.repeated
 
     def weight_bytes(self, ranks: int, item_bytes: int) -> int:
         """Bytes of one rank's weights, whose dense numbers take `item_bytes` each."""
         portion = self.portions[ranks]
         dense = portion.numbers - portion.quantised_numbers
         return dense * item_bytes + portion.quantised_bytes
+
+    def adapter_bytes(self, ranks: int, rank: int, item_bytes: int) -> int:
+        """Bytes of one rank's slot for adapters of that rank."""
+        each, fixed = self.portions[ranks].adapter_numbers or (0, 0)
+        return (each * rank + fixed) * item_bytes
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""
@@ -177,6 +188,11 @@ def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Ca
     return next((found for found in each if found.fits), None)
 
 
+def most_drafts(options: EngineOptions) -> int:
+    """Drafts for which executors have room in a step."""
+    return min(MOST_DRAFTS, options.speculate * options.max_batch_size)
+
+
 def largest_step(
     rows: int, prompt: int, *, hidden: int, inner: int, vocabulary: int, item_bytes: int
 ) -> int:
@@ -200,16 +216,22 @@ def _reserve(
     # A row and a prompt more: a liveness probe's.
     rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
     step = largest_step(
-        rows,
+        rows + most_drafts(options),
         prompt,
         hidden=model.hidden_size,
         inner=model.intermediate_size // ranks,
         vocabulary=model.vocab_size,
         item_bytes=item_bytes,
     )
+    adapters = {}
+    if options.max_adapters:
+        adapters["adapters"] = options.max_adapters * model.adapter_bytes(
+            ranks, options.max_adapter_rank, item_bytes
+        )
     if options.device == "cpu":
-        return {"processes": _CPU_PROCESSES, "largest step": step}
+        return {"processes": _CPU_PROCESSES, "largest step": step, **adapters}
     return {
+        **adapters,
         "CUDA context": _CUDA_CONTEXT,
         "largest step": step,
         "gaps between tensors": step // GAPS,

@@ -12,6 +12,7 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
+from tokenpod.core.constraints import Constraint, ConstraintLimits
 from tokenpod.core.placement import Placement
 from tokenpod.core.sampling import SamplingParams
 
@@ -39,6 +40,29 @@ class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
     length_first: bool = False
     #: Finish with TIME_LIMIT once this moment has passed.
     time_limit_at: int | None = None
+
+
+class EarlyStop(IntEnum):
+    """When a beam search ends; transformers' `early_stopping`."""
+
+    #: False: once the best beam, were it to end now, is no better than the worst result.
+    FALSE = 0
+    #: True: as soon as there are `width` results.
+    TRUE = 1
+    #: "never": once no beam could become better than the worst result.
+    NEVER = 2
+
+
+class BeamParams(msgspec.Struct, frozen=True, array_like=True):
+    """A beam search: keep the likeliest beginnings, and extend them all."""
+
+    #: Beginnings that are kept.
+    width: int
+    #: A result's log probability is divided by its length to the power of this.
+    length_penalty: float = 1.0
+    early_stopping: EarlyStop = EarlyStop.FALSE
+    #: Results that are told, the best first; at most `width`.
+    n: int = 1
 
 
 class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +104,7 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: A router's liveness probe: one new token at once, in a row and slots that are reserved for
     #: it. Its prompt has less than PROBE_TOKENS tokens.
     probe: bool = False
-    #: The adapter of its products, from 1; 0: none. Those of one adapter share a salt.
+    #: The number of its adapter, from 1; 0: none. Those of one adapter share a salt.
     adapter: int = 0
     #: Positions whose embeddings are given; penalties alone count their tokens.
     given: list[GivenVectors] = []
@@ -90,6 +114,17 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: ranks of its tokens.
     prompt_top_n_tokens: int = 0
     prompt_ranks: bool = False
+    #: What the text must conform to.
+    constraint: Constraint | None = None
+    #: Search: one sequence for each beam, of which the first `n` tell the results, at the end.
+    #: `top_n_tokens` is what a search needs of each beam, at least `width` and one for each token
+    #: that ends the text.
+    beam: BeamParams | None = None
+
+    @property
+    def told(self) -> list[int]:
+        """The sequences whose tokens, ends and failures are told."""
+        return self.sequence_ids if self.beam is None else self.sequence_ids[: self.beam.n]
 
 
 class Abort(Message, frozen=True, array_like=True, tag=True):
@@ -129,8 +164,34 @@ class WatchCache(Message, frozen=True, array_like=True, tag=True):
     wanted: bool
 
 
+class Vocabulary(Message, frozen=True, array_like=True, tag=True):
+    """The bytes of each token, for constraints; from the first front end, before any request."""
+
+    tokens: list[bytes]
+    #: Those that are no text: a grammar allows them by name alone.
+    special: list[int]
+
+
 class FlushCache(Message, frozen=True, array_like=True, tag=True):
     """Forget every cached prefix that no sequence uses."""
+
+
+class LoadAdapter(Message, frozen=True, array_like=True, tag=True):
+    """Read an adapter, and point its name to it once every rank has it; then `AdapterDone`."""
+
+    op: int
+    name: str
+    #: Of its folder, below each rank's own folder of adapters.
+    path: str
+    #: SHA-256 of its files that is expected, in hexadecimal digits; empty: any.
+    digest: str = ""
+
+
+class UnloadAdapter(Message, frozen=True, array_like=True, tag=True):
+    """Give no request this adapter any more; `AdapterDone` once the last that has it has ended."""
+
+    op: int
+    name: str
 
 
 class FailureCode(IntEnum):
@@ -141,6 +202,7 @@ class FailureCode(IntEnum):
     DATA_LOSS = 3
     UNAVAILABLE = 4
     INVALID_ARGUMENT = 5
+    NOT_FOUND = 6
 
 
 class FinishCode(IntEnum):
@@ -153,6 +215,8 @@ class FinishCode(IntEnum):
     TIME_LIMIT = 4
     #: Its client has ended it by its name; the service's word, which the engine never says.
     ABORTED = 5
+    #: Its constraint allows no token, or one of the constraint's limits was reached.
+    CONSTRAINT = 6
 
 
 class PromptDetails(msgspec.Struct, frozen=True, array_like=True):
@@ -232,6 +296,20 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
     waiting: list[int] = []
 
 
+class MaskCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What constraints have cost since the start."""
+
+    #: Masks that steps needed, and those of them that came too late for their step.
+    needed: int = 0
+    late: int = 0
+    #: Nanoseconds of the workers, in all.
+    nanoseconds: int = 0
+    #: Compiled constraints: found in the cache, made, and refused.
+    cached: int = 0
+    compiled: int = 0
+    refused: int = 0
+
+
 class Ended(msgspec.Struct, frozen=True, array_like=True):
     """Requests that have ended, counted by vLLM's states."""
 
@@ -262,15 +340,31 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: in the prefix tree.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    #: Tokens that the prefix tree has forgotten since the start, to make room.
+    evicted_tokens: int = 0
+    #: Different adapters of running sequences.
+    adapters: int = 0
     #: Preempted sequences whose keys and values wait in host memory, and tokens since the start
     #: that went there.
     swapped: int = 0
     swapped_tokens: int = 0
     #: Requests that have ended since the start, by how: of several samples, the last one.
     ended: Ended = Ended()
-    #: Tokens drafted since the start, and those of them that were accepted.
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
+    masks: MaskCounts = MaskCounts()
+    #: Tokens drafted since the start, and those of them that were accepted, by how far behind the
+    #: last known token they stood; up to the most that any step had.
+    drafted_at: list[int] = []
+    accepted_at: list[int] = []
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens drafted since the start."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Those of them that were accepted."""
+        return sum(self.accepted_at)
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
@@ -305,6 +399,8 @@ class StepOutputs(Message, frozen=True, array_like=True, tag=True):
     failures: list[Failure] = []
     advanced: list[Advanced] = []
     drafted: list[Drafted] = []
+    #: Of constrained sequences that end: whether the text is whole by the constraint, by id.
+    satisfied: dict[int, bool] = {}
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -339,6 +435,38 @@ class Loading(Message, frozen=True, array_like=True, tag=True):
     total_bytes: int
 
 
+class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that can be used."""
+
+    #: Names this version: what `Request.adapter` says. Never used again.
+    number: int
+    name: str
+    #: SHA-256 of its files, in hexadecimal digits.
+    digest: str
+    #: Largest rank of its modules.
+    rank: int
+    #: Bytes of host memory on rank 0.
+    nbytes: int
+
+
+class AdapterList(Message, frozen=True, array_like=True, tag=True):
+    """The adapters that requests can have from now on; for every front end."""
+
+    loaded: list[AdapterFacts]
+
+
+class AdapterDone(Message, frozen=True, array_like=True, tag=True):
+    """What became of a `LoadAdapter` or an `UnloadAdapter`. For the first front end."""
+
+    op: int
+    #: Of an adapter that was loaded.
+    facts: AdapterFacts | None = None
+    #: None: it is done.
+    failure: FailureCode | None = None
+    #: One line for the operator.
+    message: str = ""
+
+
 class Ready(Message, frozen=True, array_like=True, tag=True):
     """The model is warm and can generate."""
 
@@ -369,8 +497,12 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     rows: int = 0
     #: Whether rows are padded to the longest of their batch, for which routers then budget.
     requires_padding: bool = False
+    #: Those that were loaded with the model.
+    adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
+    #: Tokens that a step may draft for a sequence.
+    speculate: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -407,17 +539,44 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_logit_edits: int = 3072
     #: Keep keys and values of prompts for later ones that begin alike.
     prefix_caching: bool = True
+    #: See `scheduler.work.Limits`.
+    prefix_eviction: str = "lru"
     #: Refuse a model folder without a manifest of digests.
     require_manifest: bool = False
+    #: Adapters that running sequences can have at once, and the largest rank of their modules.
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
+    #: Adapters that are kept in the host's memory at once.
+    max_loaded_adapters: int = 128
+    #: Where those lie that are loaded while serving.
+    adapter_folder: str = ""
+    #: Adapters to load with the model: names and folders.
+    adapters: list[tuple[str, str]] = []
     #: Who may join, by name (see scheduler/policies.py).
     admission: str = "exact"
     #: What a step holds, likewise; and TGI's numbers for "alternate".
     batching: str = "mixed"
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
+    constraints: ConstraintLimits = ConstraintLimits()
+    #: Tokens that a step may draft for a sequence; 0: nothing is drafted.
+    speculate: int = 0
     #: None: this engine is alone.
     placement: Placement | None = None
+    #: Make the head's weight in the format `quantize` too.
+    quantize_head: bool = False
 
 
-ToEngine = Request | Abort | Advance | Ask | WatchCache | FlushCache | EngineOptions
-FromEngine = StepOutputs | CacheEvents | Loading | Ready | Broken
+ToEngine = (
+    Request
+    | Abort
+    | Advance
+    | Ask
+    | WatchCache
+    | Vocabulary
+    | FlushCache
+    | LoadAdapter
+    | UnloadAdapter
+    | EngineOptions
+)
+FromEngine = StepOutputs | CacheEvents | AdapterList | AdapterDone | Loading | Ready | Broken

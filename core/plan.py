@@ -51,6 +51,8 @@ class Counts(NamedTuple):
     #: Given embeddings, and how many numbers one has.
     given: int = 0
     width: int = 0
+    #: Adapters that are put into slots.
+    puts: int = 0
 
     @property
     def words(self) -> int:
@@ -66,6 +68,7 @@ class Counts(NamedTuple):
             + self.adapters
             + self.masked
             + self.given * self.width
+            + 2 * self.puts
         )
 
 
@@ -133,7 +136,7 @@ class StepPlan:
         self.asks = asks
         low, high, *counts = buffer[:_HEADER].tolist()
         self.step = high << 31 | low
-        rows, tokens, scored, freed, new, prefix, copies, adapters, masked, given, width = counts
+        rows, tokens, scored, freed, new, prefix, *fewer = counts
         at = _HEADER
 
         def column(length: int) -> Ints:
@@ -167,16 +170,20 @@ class StepPlan:
         self.prefix_slot = column(prefix)
         #: Keys and values to be copied before anything else, all at once, from slot to slot.
         self.copy_from = self.copy_to = _NOTHING
-        #: Empty if no row has one: each row's adapter, from 1; 0: none.
+        #: Adapters to be put into slots before anything else: slots, from 1, and adapters' numbers.
+        self.put_slot = self.put_adapter = _NOTHING
+        #: Empty if no row has one: the slot of each row's adapter, from 1; 0: none.
         self.r_adapter = _NOTHING
         #: Empty if no row is: whether a row is sampled under a mask, which comes after the plan.
         self.r_masked = _NOTHING
         #: [given, width] what stands in for rows of the embedding's table.
         self.given: Floats = _NO_VECTORS
-        if copies or adapters or masked or given:
+        if any(fewer):
+            copies, adapters, masked, given, width, puts = fewer
             self.copy_from, self.copy_to = column(copies), column(copies)
             self.r_adapter, self.r_masked = column(adapters), column(masked)
             self.given = column(given * width).view(np.float32).reshape(given, width)
+            self.put_slot, self.put_adapter = column(puts), column(puts)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
@@ -246,8 +253,12 @@ def plan_of(
     rows: Sequence[PlanRow],
     freed: Sequence[int] = (),
     copies: Sequence[tuple[int, int]] = (),
+    puts: Sequence[tuple[int, int]] = (),
 ) -> StepPlan:
-    """A plan of these rows; those with a single token come first. `copies`: slots from and to."""
+    """A plan of these rows; those with a single token come first.
+
+    `copies`: slots from and to; `puts`: slots of adapters, and their numbers.
+    """
     fresh = [(row, row.new) for row in rows if row.new is not None]
     given = [row.given for row in rows if row.given is not None]
     counts = Counts(
@@ -262,6 +273,7 @@ def plan_of(
         masked=len(rows) if any(row.masked for row in rows) else 0,
         given=sum(map(len, given)),
         width=given[0].shape[1] if given else 0,
+        puts=len(puts),
     )
     plan = StepPlan.empty(step, counts, [new for _, new in fresh])
     plan.r_row[:] = [row.row for row in rows]
@@ -280,6 +292,8 @@ def plan_of(
     plan.prefix_slot[:] = [slot for row, _ in fresh for slot in row.prefix]
     plan.copy_from[:] = [slot for slot, _ in copies]
     plan.copy_to[:] = [slot for _, slot in copies]
+    plan.put_slot[:] = [slot for slot, _ in puts]
+    plan.put_adapter[:] = [adapter for _, adapter in puts]
     if counts.adapters:
         plan.r_adapter[:] = [row.adapter for row in rows]
     if counts.masked:

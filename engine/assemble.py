@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, largest_step
+from tokenpod.core.capacity import GAPS, largest_step, most_drafts
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import (
     PROBE_TOKENS,
@@ -34,9 +34,11 @@ from tokenpod.engine.memory import (
     map_ahead,
 )
 from tokenpod.engine.room import Room, room_for
+from tokenpod.engine.step_executor import no_adapters
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.facts import LoadedModel
 
 __all__ = ["Assembled", "EngineError", "assemble"]
@@ -53,6 +55,8 @@ class Assembled:
     kv_dtype: torch.dtype
     #: Whether a step can be launched before the one before has been waited for.
     overlap: bool
+    #: None: the model takes none.
+    adapters: AdapterStore | None = None
 
     @property
     def slots(self) -> int:
@@ -115,15 +119,16 @@ def _on_host(
         rows=options.max_batch_size + 1,
         vocab_size=model.config.vocab_size,
         group=group,
+        put_adapter=model.adapters.put if model.adapters else no_adapters,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=False)
+    return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
 
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
     step = largest_step(
-        options.max_batch_size + 1,
+        options.max_batch_size + 1 + most_drafts(options),
         options.max_batch_prefill_tokens + PROBE_TOKENS,
         hidden=model.config.hidden_size,
         inner=model.config.widest // ranks,
@@ -154,7 +159,8 @@ def _on_device(
     # A row and a prompt more: a liveness probe's.
     rows = options.max_batch_size + 1
     prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
-    pool = make_pool(model, rows + prompt, device)
+    drafts = most_drafts(options)
+    pool = make_pool(model, rows + prompt + drafts, device)
     executor = DeviceExecutor(
         model,
         pool,
@@ -167,13 +173,18 @@ def _on_device(
         ),
         rows=rows,
         max_positions=positions,
-        max_tokens=rows + prompt,
+        max_tokens=rows + prompt + drafts,
         device=device,
+        adapters=model.adapters is not None,
+        put_adapter=model.adapters.put if model.adapters else no_adapters,
+        drafts=drafts,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
-    run_worst_steps(executor, rows, prompt, positions)
+    adapter = int(model.adapters is not None)
+    each = min(options.speculate, positions - 1)
+    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     left = free_memory(device)
@@ -189,21 +200,34 @@ def _on_device(
         executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.
     rows = max(min(rows, slots // 2), 1)
-    run_worst_steps(executor, rows, max(min(prompt, slots - rows), 1), positions)
+    drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
+    prompt = max(min(prompt, slots - rows), 1)
+    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=True)
+    return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
 
 
-def run_worst_steps(executor: Executor, rows: int, prompt: int, positions: int) -> None:
+def run_worst_steps(
+    executor: Executor,
+    rows: int,
+    prompt: int,
+    positions: int,
+    drafts: tuple[int, int] = (0, 0),
+    adapter: int = 0,
+) -> None:
     """Two of them under way at a time, as in serving.
 
-    The largest first, then smaller ones: the allocator learns to cut up what it has.
+    The largest first, then smaller ones: the allocator learns to cut up what it has. `adapter`: the
+    slot of all rows' adapter; 0: they have none.
     """
     under_way: deque[Launched] = deque()
     for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
         executor.release(range(rows))
-        plan = worst_step(rows, max(tokens, 1), positions, scattered=tokens == prompt // 2)
+        scattered = tokens == prompt // 2
+        plan = worst_step(
+            rows, max(tokens, 1), positions, scattered=scattered, drafts=drafts, adapter=adapter
+        )
         under_way.append(executor.launch(plan))
         if len(under_way) > 1:
             under_way.popleft().wait()
@@ -270,7 +294,15 @@ def warm_up(executor: Executor, tokens: list[int]) -> None:
     executor.release([0])
 
 
-def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> StepPlan:
+def worst_step(
+    rows: int,
+    prompt: int,
+    positions: int,
+    *,
+    scattered: bool,
+    drafts: tuple[int, int] = (0, 0),
+    adapter: int = 0,
+) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
 
     Args:
@@ -278,9 +310,19 @@ def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> St
         prompt: most prompt tokens of a step.
         positions: longest sequence, in tokens.
         scattered: no two slots of a row are adjacent.
+        adapter: the slot of all rows' adapter; 0: they have none.
+        drafts: how many there are of all rows, and of one row at most.
     """
     lengths = [1] * rows
+    guessed = [0] * rows
+    left, each = drafts
+    for row in range(rows if each else 0):
+        guessed[row] = min(each, left)
+        lengths[row] += guessed[row]
+        left -= guessed[row]
     for row in range(rows - 1, -1, -1):
+        if guessed[row]:
+            break
         lengths[row] = max(min(prompt, positions - 1), 1)
         prompt -= lengths[row]
         if prompt <= 0:
@@ -290,12 +332,14 @@ def worst_step(rows: int, prompt: int, positions: int, *, scattered: bool) -> St
         slots = slots[::-1]
     steps, at = [], 0
     for row, length in enumerate(lengths):
-        tokens = [0] * length
-        following = tokens if length > 1 else []
-        own = slots[at : at + length]
-        steps.append(PlanRow(row, 0, own, tokens, following=following, new=_new_row(tokens)))
+        tokens, samples = [0] * length, 1 + guessed[row]
+        following = tokens if length > samples else []
+        own, new = slots[at : at + length], _new_row(tokens)
+        steps.append(
+            PlanRow(row, 0, own, tokens, samples, following=following, new=new, adapter=adapter)
+        )
         at += length
-    return plan_of(0, steps)
+    return plan_of(0, sorted(steps, key=lambda row: len(row.slots) > 1))
 
 
 def _new_row(prompt: list[int]) -> NewRow:

@@ -23,7 +23,7 @@ from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
-from tokenpod.engine.step_executor import StepExecutor
+from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
@@ -32,6 +32,8 @@ from tokenpod.kernels.triton.steps import remember, resolve
 _DEPTH = 3
 #: Mixed steps of more tokens than this take a GPU longer than Python takes to launch them.
 _MOST_CAPTURED_TOKENS = 1024
+#: Of the captured steps with drafts: as many tokens as drafts, and rows that have them.
+_MOST_DRAFTED_TOKENS = 384
 
 
 class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
@@ -41,8 +43,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_positions: longest sequence, in tokens.
         max_tokens: most tokens of a step.
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
-        drafts: most samples of a step besides each row's first.
-        adapters: whether captured steps have a column of adapters; others are not captured.
+        drafts: most samples of a step besides each row's first; steps with any have graphs of
+            their own, since others would make their logits too.
+        adapters: whether steps in which rows have adapters are captured too.
     """
 
     def __init__(
@@ -57,10 +60,19 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: torch.device,
         drafts: int = 0,
         adapters: bool = False,
+        put_adapter: PutAdapter = no_adapters,
     ) -> None:
         # The last row is padding's.
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
-        super().__init__(model, pool, sampler, rows=rows, device=device, row_table=table)
+        super().__init__(
+            model,
+            pool,
+            sampler,
+            rows=rows,
+            device=device,
+            row_table=table,
+            put_adapter=put_adapter,
+        )
         self._tiles = model.prepare_capture(rows)
         self._drafts, self._adapters = drafts, adapters
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
@@ -69,31 +81,37 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._mailboxes = [Mailbox(rows + drafts, words, device) for _ in range(_DEPTH)]
         self._turn = 0
         self._max_tokens = max_tokens
-        self._decode: Graphs | None = None
-        self._mixed: Graphs | None = None
+        #: By whether some row has an adapter: of mixed steps, of those that decode alone, and of
+        #: those with drafts.
+        self._graphs: dict[bool, tuple[Graphs, Graphs, Graphs | None]] = {}
 
     def use(self, pool: KVPool) -> None:
         """Keep keys and values there from now on. No step is under way, no row is taken."""
-        assert self._decode is None, "captured steps know the pool that they were captured with"
+        assert not self._graphs, "captured steps know the pool that they were captured with"
         self._pool = pool
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
-        mixed = mixed_counts(self._rows, most, self._tiles.count)
-        decode = decode_counts(self._rows)
-        if self._drafts or self._adapters:
-            # Only rows of several tokens, in mixed steps, have drafts.
-            mixed = {
-                size: replace(counts, drafts=self._drafts, adapters=self._adapters)
+        memory = None
+        # Steps in which no row has an adapter do without the launches for them.
+        for adapted in (False, True)[: 1 + self._adapters]:
+            mixed = _adapted(mixed_counts(self._rows, most, self._tiles.count), adapted)
+            decode = _adapted(decode_counts(self._rows), adapted)
+            # Each draft is a token of the step.
+            drafted = {
+                size: replace(counts, drafts=min(self._drafts, size))
                 for size, counts in mixed.items()
+                if size <= _MOST_DRAFTED_TOKENS
             }
-            decode = {
-                size: replace(counts, adapters=self._adapters) for size, counts in decode.items()
-            }
-        with torch.inference_mode():
-            self._mixed = Graphs(self._forward_mixed, mixed, self._padding)
-            self._decode = Graphs(self._forward_decode, decode, self._padding, self._mixed.memory)
+            with torch.inference_mode():
+                first = Graphs(self._forward_mixed, mixed, self._padding, memory)
+                memory = first.memory
+                second = Graphs(self._forward_decode, decode, self._padding, memory)
+                third = None
+                if self._drafts:
+                    third = Graphs(self._forward_mixed, drafted, self._padding, memory)
+            self._graphs[adapted] = first, second, third
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -145,14 +163,16 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
-        if self._decode is None or self._mixed is None:
+        graphs = self._graphs.get(len(plan.r_adapter) > 0)
+        if graphs is None or len(plan.scored_token) or len(plan.given):
             return None
-        if len(plan.scored_token) or len(plan.given) or (len(plan.r_adapter) > self._adapters):
-            return None
+        mixed, decode, drafted = graphs
         if plan.rows == plan.tokens and plan.r_samples.all():
-            captured = self._decode.fitting(plan.rows)
+            captured = decode.fitting(plan.rows)
+        elif (plan.r_samples > 1).any():
+            captured = drafted.fitting(plan.tokens) if drafted else None
         else:
-            captured = self._mixed.fitting(plan.tokens)
+            captured = mixed.fitting(plan.tokens)
         if captured is None:
             return None
         host = views(mailbox.host_words, captured.counts)
@@ -232,6 +252,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         host = np.zeros(counts.words, np.int64)
         pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)
+
+
+def _adapted(ladder: dict[int, Counts], adapters: bool) -> dict[int, Counts]:
+    return {size: replace(counts, adapters=adapters) for size, counts in ladder.items()}
 
 
 def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:

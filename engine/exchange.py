@@ -22,7 +22,17 @@ from typing import Protocol
 import msgspec
 
 from tokenpod.core.link import Link, LinkClosed, PatientLink, take_link
-from tokenpod.core.messages import Abort, CacheEvents, Ready, Request, StepOutputs, ToEngine, Top
+from tokenpod.core.messages import (
+    Abort,
+    AdapterDone,
+    AdapterList,
+    CacheEvents,
+    Ready,
+    Request,
+    StepOutputs,
+    ToEngine,
+    Top,
+)
 
 #: Seconds that a further front end's link may stand still. Longer than heartbeats take to show that
 #: a front end hangs (service/pod/front_ends.py), so that one that only lags is kept.
@@ -86,6 +96,8 @@ class Exchange:
         self._aborts: list[ToEngine] = []
         #: The first message to a new front end.
         self._ready: Ready | None = None
+        #: The last one, for it too.
+        self._adapters: AdapterList | None = None
 
     def receive(self, wait: float | None = 0.0) -> list[ToEngine]:
         """Messages of all front ends; see `Face`."""
@@ -99,10 +111,12 @@ class Exchange:
         return messages
 
     def send(self, message: msgspec.Struct) -> None:
-        """To all; of a step to each its own part, and of the cache to the first one alone."""
+        """To all; of a step to each its part; of the cache and of calls to the first alone."""
         if isinstance(message, Ready):
             self._ready = message
-        if isinstance(message, CacheEvents):
+        if isinstance(message, AdapterList):
+            self._adapters = message
+        if isinstance(message, CacheEvents | AdapterDone):
             self._send(0, message)
             return
         if not isinstance(message, StepOutputs):
@@ -143,7 +157,7 @@ class Exchange:
             return [self._gone(at)]
         for message in arrived:
             if isinstance(message, Request):
-                self._owned[at].update(message.sequence_ids)
+                self._owned[at].update(message.told)
             elif isinstance(message, Abort):
                 self._owned[at].difference_update(message.sequence_ids)
         return arrived
@@ -170,6 +184,8 @@ class Exchange:
         self._links[at] = self._further(endpoint)
         if self._ready is not None:
             self._send(at, self._ready)
+        if self._adapters is not None:
+            self._send(at, self._adapters)
 
     def _further(self, endpoint: socket.socket) -> Link[ToEngine]:
         return PatientLink[ToEngine](endpoint, ToEngine, patience=self._patience)  # type: ignore[arg-type]
@@ -218,4 +234,6 @@ class Exchange:
             ],
             failures=[f for f in outputs.failures if f.sequence_id % count == owner],
             advanced=outputs.advanced if owner == 0 else [],
+            satisfied={i: whole for i, whole in outputs.satisfied.items() if i % count == owner},
+            drafted=[d for d in outputs.drafted if d.sequence_id % count == owner],
         )

@@ -26,20 +26,29 @@ from tokenpod.core.messages import (
     EngineOptions,
     FlushCache,
     Load,
+    LoadAdapter,
     Request,
     Started,
     StepOutputs,
     ToEngine,
     Top,
+    UnloadAdapter,
+    Vocabulary,
     WatchCache,
 )
+from tokenpod.engine.adapters import Adapters
+from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Launched, Launcher, StepResult
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 _NAP_SECONDS = 0.01
+#: The same where all that is here waits for masks, or to be compiled.
+_MASK_SECONDS = 0.0005
 _PULSE_NS = 1_000_000_000
+#: No sequence has this id.
+_NOBODY = -1
 
 
 @dataclass(slots=True)
@@ -68,6 +77,10 @@ class EngineLoop:
     executor: Launcher
     overlap: bool = False
     clock: Callable[[], int] = time.monotonic_ns
+    #: None: adapters neither come nor go.
+    adapters: Adapters | None = None
+    #: Brings masks; None: requests have no constraints.
+    masked: MaskedSteps | None = None
     _settled: int = 0
     #: The last plan was empty: nothing that is here can run.
     _stuck: bool = False
@@ -95,6 +108,10 @@ class EngineLoop:
         """One turn; waits for messages if there is nothing else to do."""
         for message in self.link.receive(self._patience()):
             self._take(message)
+        if self.adapters is not None:
+            self.adapters.settle()
+        if self.masked is not None:
+            self.masked.look(self.scheduler)
         step = self.scheduler.plan(self.clock())
         previous, self._flying = self._flying, None
         # What waits for the step in flight to settle (rows with drafts) can run after that.
@@ -103,6 +120,8 @@ class EngineLoop:
             self._flying = _InFlight(step, self.executor.launch(step.plan))
         if previous is not None:
             self._settle(previous)
+        if self._flying is not None and self.masked is not None:
+            self.masked.sample(self._flying.step, self._flying.launched)
         if self._flying is not None and not self.overlap:
             flying, self._flying = self._flying, None
             self._settle(flying)
@@ -112,17 +131,23 @@ class EngineLoop:
         """Seconds to wait for messages; None: for ever."""
         if self._flying is not None or not (self._stuck or not self.scheduler.busy):
             return 0.0
+        if self.masked is not None and self.scheduler.waiting_for_masks:
+            return _MASK_SECONDS
         # What is queued and cannot run waits for a router to let go, or for its own deadline.
-        return _NAP_SECONDS if self.scheduler.busy else None
+        reading = self.adapters is not None and self.adapters.busy
+        return _NAP_SECONDS if self.scheduler.busy or reading else None
 
     # -- in ------------------------------------------------------------------------------------
 
     def _take(self, message: ToEngine) -> None:
         match message:
             case Request():
+                self._begin([message])
                 self.scheduler.submit(message)
             case Abort():
                 self.scheduler.abort(message.sequence_ids, stopped=message.stopped)
+                if self.masked is not None:
+                    self.masked.forget(message.sequence_ids)
                 for sequence_id in message.sequence_ids:
                     self._scored.pop(sequence_id, None)
             case Advance():
@@ -133,13 +158,30 @@ class EngineLoop:
                 self.scheduler.watch_cache(wanted=message.wanted)
             case FlushCache():
                 self.scheduler.flush_cache()
+            case LoadAdapter():
+                assert self.adapters is not None
+                self.adapters.load(message)
+            case UnloadAdapter():
+                assert self.adapters is not None
+                self.adapters.unload(message)
+            case Vocabulary():
+                if self.masked is not None:
+                    self.masked.learn(message)
             case EngineOptions():
                 raise ValueError("EngineOptions is the first message only")
+
+    def _begin(self, requests: list[Request]) -> None:
+        """Let constraints of new requests be compiled."""
+        for request in requests:
+            if request.constraint is not None:
+                assert self.masked is not None, "this engine has no constraints"
+                self.masked.begin(request)
 
     def _advance(self, op: Advance) -> None:
         now = self.clock()
         failure = self.scheduler.advance(op)
         if failure is None:
+            self._begin(op.start)
             self._ops[op.op] = _OpTimes(began=now)
         else:
             self._publish(Settled(), advanced=[Advanced(op.op, failure=failure)])
@@ -148,6 +190,8 @@ class EngineLoop:
 
     def _settle(self, flying: _InFlight) -> None:
         result = flying.launched.wait()
+        if self.masked is not None:
+            self.masked.forwarded(result.forward_ns)
         for times in self._ops.values():
             times.forward_ns += result.forward_ns
             times.sample_ns += result.sample_ns
@@ -157,7 +201,8 @@ class EngineLoop:
                 # A prompt that was preempted half-way is scored again from its beginning.
                 start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
-        settled = self.scheduler.settle(flying.step, result.tokens, self.clock())
+        tops = {index: (ids, values) for index, ids, values in result.tops}
+        settled = self.scheduler.settle(flying.step, result.tokens, self.clock(), tops)
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 
@@ -190,11 +235,18 @@ class EngineLoop:
         now = self._sent_at = self.clock()
         self._asked = False
         load = self._sent_load = self.scheduler.load()
+        satisfied: dict[int, bool] = {}
+        if self.masked is not None:
+            satisfied = self.masked.settled(settled)
+            load = msgspec.structs.replace(load, masks=self.masked.counts)
         logprobs = [0.0] * len(settled.sequence_ids)
         tops: list[Top] = []
         if step is not None and result is not None:
             # A surplus token, sampled after its sequence had ended, is in `result` only.
-            logprobs = [result.logprobs[sample] for sample in settled.samples]
+            logprobs = [
+                result.logprobs[sample] if sample >= 0 else settled.logprobs[at]
+                for at, sample in enumerate(settled.samples)
+            ]
             where = {sample: at for at, sample in enumerate(settled.samples)}
             found = {index: (ids, values) for index, ids, values in result.tops}
             for index in sorted({*found, *(at for at, rank in enumerate(result.ranks) if rank)}):
@@ -224,6 +276,7 @@ class EngineLoop:
                 tops=tops,
                 failures=settled.failures,
                 advanced=finished + (advanced or []),
+                satisfied=satisfied,
                 drafted=settled.drafted,
             )
         )

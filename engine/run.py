@@ -6,13 +6,19 @@ import gc
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
+from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions, Loading, Ready
+from tokenpod.engine.adapters import Adapters, OwnAdapters, read_given, space_of
 from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.constraints.guidance import Guidance
+from tokenpod.engine.constraints.masked_steps import MaskedSteps
+from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.device_check import check_attention, check_device
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
@@ -23,8 +29,12 @@ from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.ngrams import NGrams
 from tokenpod.scheduler.policies import ADMISSIONS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.step_times import Costs
 
 
 def run(options: EngineOptions, link: Face, member: Member | None) -> None:
@@ -40,8 +50,10 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
     if member is not None:
         member.come_up(ready.slots)
     link.send(ready)
+    store = assembled.adapters
     if member is not None and not member.leads:
-        follow(member, assembled.executor)
+        own = OwnAdapters(store, options.adapter_folder, member.placement.rank)
+        follow(member, assembled.executor, own)
     launcher = member.leading(assembled.executor) if member else assembled.executor
     scheduler = Scheduler(
         limits,
@@ -51,17 +63,37 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
             ratio=options.waiting_served_ratio,
             max_waiting_tokens=options.max_waiting_tokens,
         ),
+        drafting=drafting(options),
     )
-    EngineLoop(link, scheduler, launcher, overlap=assembled.overlap).run()
+    adapters = Adapters(
+        store,
+        scheduler.adapters,
+        ready.adapters,
+        root=options.adapter_folder,
+        most=options.max_loaded_adapters,
+        send=link.send,
+        followers=member.followers if member else None,
+    )
+    overlap = assembled.overlap
+    masked = MaskedSteps(Masks(Guidance, ready.vocab_size, options.constraints), overlap=overlap)
+    loop = EngineLoop(link, scheduler, launcher, overlap=overlap, adapters=adapters, masked=masked)
+    loop.run()
 
 
-def follow(member: Member, executor: Executor) -> NoReturn:
+def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
+    """Makes what decides who has drafts; None: nobody has."""
+    if not options.speculate:
+        return None
+    return lambda kv: Drafting(NGrams(), options.speculate, kv, Costs())
+
+
+def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:
     """Take every step that the leader plans, one ahead of the step that is waited for.
 
     Raises RankLost when the group is over.
     """
     flying = None
-    for plan in member.plans():
+    for plan in member.plans(adapters):
         launched = executor.launch(plan)
         if flying is not None:
             flying.wait()
@@ -107,10 +139,18 @@ def load(
         group=group,
         max_total_tokens=options.max_total_tokens,
         quantize=options.quantize,
+        quantize_head=options.quantize_head,
         require_manifest=options.require_manifest,
         override=override,
+        adapters=space_of(options),
     )
     config = model.config
+    adapters = read_given(model.adapters, options)
+    if options.speculate and config.own_state is not None:
+        raise EngineError(
+            f"speculate is {options.speculate}: {config.architecture} keeps a state for each row,"
+            " from which wrong drafts can't be taken back"
+        )
     loaded = time.monotonic()
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
     assembled = assemble(model, options, positions=positions, device=device, group=group)
@@ -121,8 +161,11 @@ def load(
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
         prefix_caching=options.prefix_caching,
+        prefix_eviction=options.prefix_eviction,
         sharing=own is None,
         scores_prompts=own is None or own.scores_prompts,
+        adapter_slots=options.max_adapters,
+        adapters=frozenset(adapter.number for adapter in adapters),
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),
@@ -135,6 +178,7 @@ def load(
         max_positions=positions,
         slots=room.slots,
         rows=room.rows,
+        speculate=options.speculate,
         parameters=model.parameters_count,
         weight_bytes=model.weight_bytes,
         load_seconds=loaded - began,
@@ -143,6 +187,7 @@ def load(
         rope=config.rope_variant,
         unused_tensors=", ".join(f"{count} of {part}" for part, count in model.unused.items()),
         runs_on=config.runs_on,
+        adapters=adapters,
         quantization=model.quantization,
     )
     return assembled, ready, limits

@@ -11,7 +11,7 @@ found, which kernels draw, and in what is captured.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -39,6 +39,14 @@ from tokenpod.kernels.pool import KVPool
 #: would be gigabytes.
 _SCORED_AT_ONCE = 128
 
+#: (slot from 1, adapter's number)
+PutAdapter = Callable[[int, int], None]
+
+
+def no_adapters(slot: int, adapter: int) -> None:
+    """Of executors whose plans put no adapters."""
+    raise AssertionError(f"adapter {adapter} for slot {slot} of a model without slots")
+
 
 S = TypeVar("S", bound=Sampler | LeaderTokens)
 
@@ -53,6 +61,7 @@ class StepExecutor(ABC, Generic[S]):
         rows: sequences that can be live at once.
         device: where the model is.
         row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
+        put_adapter: puts an adapter into a slot, in the order of the device's queue.
     """
 
     def __init__(
@@ -64,7 +73,9 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
+        put_adapter: PutAdapter = no_adapters,
     ) -> None:
+        self._put_adapter = put_adapter
         self._model = model
         self._pool = pool
         self._sampler = sampler
@@ -89,6 +100,8 @@ class StepExecutor(ABC, Generic[S]):
             self.release(plan.freed.tolist())
             if len(plan.copy_from):
                 self._pool.copy(self._upload(plan.copy_from), self._upload(plan.copy_to))
+            for slot, adapter in zip(plan.put_slot, plan.put_adapter, strict=True):
+                self._put_adapter(int(slot), int(adapter))
             self._take_rows(plan)
             mailbox = self._free_mailbox(plan)
             mailbox.begin()

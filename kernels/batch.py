@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.kernels.adapter_ops import AdapterPlan
+
 #: A run of adjacent KV slots: [first, end).
 Run = tuple[int, int]
 
@@ -95,12 +97,14 @@ class ForwardBatch:
     given: GivenEmbeddings | None = None
     #: [T] int64: each token's adapter, from 1; 0: none. None: no token has one.
     t_adapter: torch.Tensor | None = None
+    #: What `Operations.plan_adapters` made of that; None: no product is adapted.
+    adapters: AdapterPlan = None
 
     def at(self, t_index: torch.Tensor) -> ForwardBatch:
         """The step for products of the tokens at t_index [N] int64 alone, as rows 0 to N - 1."""
         if self.t_adapter is None:
             return self
-        return replace(self, t_adapter=self.t_adapter.index_select(0, t_index))
+        return replace(self, t_adapter=self.t_adapter.index_select(0, t_index), adapters=None)
 
     @property
     def tokens(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tokenpod.kernels.adapter_ops import Adapt, PlanAdapters
 from tokenpod.kernels.attention_ops import (
     AttendLatent,
     Attention,
@@ -156,6 +157,8 @@ class Operations:
     prepare_norm_linear: PrepareNormLinear
     prepare_add_linear: PrepareAddLinear
     prepare_experts: PrepareExperts
+    plan_adapters: PlanAdapters
+    adapt: Adapt
     #: Kernels for formats of fewer bits, by the class of their weights; others are made by the
     #: weights' own `multiply`.
     quantised: Mapping[type[QuantisedWeight], FormatProducts] = field(default_factory=dict)

@@ -65,7 +65,15 @@ class Checkpoint:
 
     def number_bytes(self, name: str) -> int:
         """Bytes of each number of a tensor."""
-        return self._dtype(name).itemsize
+        return self.dtype(name).itemsize
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor's numbers."""
+        file = self._where[name]
+        kind = file.entries[name].kind
+        if kind not in DTYPES:
+            raise ModelError(f"{file.name}: {name} holds {kind} numbers, which are not read")
+        return DTYPES[kind]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a tensor."""
@@ -96,7 +104,7 @@ class Checkpoint:
         shape = list(_within(self.shape(name), stack)[1])
         if axis is not None:
             shape[axis] = len(part)
-        target = torch.empty(shape, dtype=self._dtype(name))
+        target = torch.empty(shape, dtype=self.dtype(name))
         self.read_into(target, name, axis, part, stack)
         return target
 
@@ -123,13 +131,6 @@ class Checkpoint:
             if name in self._where:
                 raise ModelError(f"{path}: {name} is also in {self._where[name].name}")
             self._where[name] = file
-
-    def _dtype(self, name: str) -> torch.dtype:
-        file = self._where[name]
-        kind = file.entries[name].kind
-        if kind not in DTYPES:
-            raise ModelError(f"{file.name}: {name} holds {kind} numbers, which are not read")
-        return DTYPES[kind]
 
 
 def _within(shape: tuple[int, ...], stack: Stack | None) -> tuple[int, tuple[int, ...]]:

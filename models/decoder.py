@@ -11,12 +11,14 @@ from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.latent import shape_of
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.layer_spec import Rope
 from tokenpod.models.linear import Delta, Product, Products, Weights, no_delta
 from tokenpod.models.rope import pair_frequencies
 from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weights import HEAD
 
 
 class Decoder:
@@ -25,7 +27,7 @@ class Decoder:
     `weights` maps the names of `weights_of` to what is on one device, and is empty afterwards:
     layers may hold them in another layout. Of a model that ranks divide, `config`, `weights` and
     `ops` are one rank's; `parameters` then counts those of all, each once. `delta` says what is
-    added to products of which tokens.
+    added to products of which tokens; where there are `adapters`, that is theirs.
     """
 
     captures = True
@@ -41,6 +43,7 @@ class Decoder:
         kv_scales: KVScales | None = None,
         delta: Delta = no_delta,
         unused: Mapping[str, int] = MappingProxyType({}),
+        adapters: AdapterStore | None = None,
         quantization: str = "",
     ) -> None:
         self.config = config
@@ -58,7 +61,9 @@ class Decoder:
         table = weights["embedding"]
         assert isinstance(table, torch.Tensor)
         self._dtype, self._device = table.dtype, table.device
-        products = Products(ops, weights, delta)
+        #: None: products are never adapted.
+        self.adapters = adapters
+        products = Products(ops, weights, delta if adapters is None else adapters.delta)
         self._rotations, numbers = _rotations(config, table.device)
         self._layers = [
             make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)
@@ -79,6 +84,8 @@ class Decoder:
         Returns [T, hidden] after the final norm, an inference tensor.
         """
         ops = self._ops
+        if self.adapters is not None:
+            batch = self.adapters.prepared(batch)
         latent = self.config.latent
         if latent is None:
             plans = {w: ops.plan_attention(batch, w) for w in set(self.config.windows)}
@@ -165,9 +172,9 @@ def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch]
 def _head(config: ModelSpec, products: Products) -> Product:
     """Without the embedding's table, which it may have in another layout."""
     project = products.linear("project_out") if config.embedding.width is not None else None
-    if config.head.tied:
-        products.weights["head"] = products.weights["embedding"]
-    product, group = products.linear("head"), products.ops.group
+    if config.head.tied and HEAD not in products.weights:
+        products.weights[HEAD] = products.weights["embedding"]
+    product, group = products.linear(HEAD), products.ops.group
     vocabulary, scale, softcap = config.vocab_size, config.head.scale, config.head.softcap
 
     def head(hidden: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from tokenpod.kernels.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.pool import KVLayout, KVPool
+from tokenpod.models.adapters.store import AdapterStore
 
 
 def ends_within(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
@@ -115,6 +116,8 @@ class LoadedModel(Protocol):
     weight_bytes: int
     #: How many tensors of the checkpoint belong to each part that is not served.
     unused: Mapping[str, int]
+    #: None: its products are never adapted.
+    adapters: AdapterStore | None
     #: What weights of fewer bits are held in, such as "int8" or "gptq int4"; empty: there are none.
     quantization: str
 

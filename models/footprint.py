@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tokenpod.core.capacity import Footprint, Portion
+from tokenpod.models.adapters.targets import slot_numbers
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.load import Layout, ModelError, check_alone, is_native, read_layout, tier_of
 from tokenpod.models.shard import WHOLE, Shard
@@ -21,8 +22,9 @@ from tokenpod.models.shard import WHOLE, Shard
 def main() -> int:
     """Print the footprint of the model in a folder as JSON, or one line about what is wrong."""
     folder, *formats = sys.argv[1:]
+    head = "head" in formats[1:]
     try:
-        footprint = footprint_of(Path(folder), *formats)
+        footprint = footprint_of(Path(folder), *formats[:1], head=head)
     except ModelError as error:
         print(error, file=sys.stderr)
         return 1
@@ -30,18 +32,21 @@ def main() -> int:
     return 0
 
 
-def footprint_of(folder: Path, quantize: str | None = None) -> Footprint:
+def footprint_of(folder: Path, quantize: str | None = None, *, head: bool = False) -> Footprint:
     """The footprint of the model in `folder`, which needs no more than its config.json.
 
     Where its safetensors files are there too, their tensors are checked against it. Raises
-    ModelError for what could not be served, with its products in the format `quantize`.
+    ModelError for what could not be served, with its products in the format `quantize`, and with
+    `head` the head too.
     """
     if not is_native(folder):
         return _through_transformers(folder, quantize)
     if not any(folder.glob("*.safetensors")):
-        return _footprint(read_layout(folder, None, None, quantize), tensors=False)
+        layout = read_layout(folder, None, None, quantize, quantize_head=head)
+        return _footprint(layout, tensors=False)
     with Checkpoint(folder) as checkpoint:
-        return _footprint(read_layout(folder, checkpoint, None, quantize), tensors=True)
+        layout = read_layout(folder, checkpoint, None, quantize, quantize_head=head)
+        return _footprint(layout, tensors=True)
 
 
 def _through_transformers(folder: Path, quantize: str | None) -> Footprint:
@@ -78,6 +83,7 @@ def _footprint(layout: Layout, *, tensors: bool) -> Footprint:
         max_positions=spec.max_positions,
         portions=portions,
         quantize=layout.reader.name if layout.reader else "none",
+        repeated=portions[1].numbers - layout.parameters,
     )
 
 
@@ -88,7 +94,12 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             local = shard.config(layout.spec)
         except ModelError:
             continue
-        portion = Portion(shard.numbers(layout.weights), sum(kv.numbers for kv in local.kv_layouts))
+        fixed = slot_numbers(layout.weights, shard, 0)
+        portion = Portion(
+            shard.numbers(layout.weights),
+            sum(kv.numbers for kv in local.kv_layouts),
+            adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
+        )
         reader = layout.reader
         if reader is not None:
             quantised = [

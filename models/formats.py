@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,14 +18,16 @@ from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.reading import read_dense
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import StoredTensor, Weight
+from tokenpod.models.weights import HEAD, StoredTensor, Weight
 
 
 def reader_for(
     spec: ModelSpec,
     quantize: str | None,
     layout: PublishedLayout | None = None,
-    there: Collection[str] | None = None,
+    there: Checkpoint | None = None,
+    *,
+    head: bool = False,
 ) -> WeightReader | None:
     """What reads weights of products; None: they are dense.
 
@@ -33,13 +35,19 @@ def reader_for(
         spec: of the model.
         quantize: what the operator asked for; None: the checkpoint decides.
         layout: how the checkpoint is quantised; None: it is not.
-        there: names of its tensors; None: only its config is known.
+        there: the checkpoint; None: only its config is known.
+        head: whether the head's weight is made in that format too.
 
     Raises ModelError for an unknown format, one that the checkpoint is not in, or one that the
     model's products can't be held in.
     """
     if layout is not None:
         _check_layout(quantize, layout)
+        if head:
+            raise ModelError(
+                f"quantize_head: the head is as the checkpoint has it ({layout.name}); only what "
+                "is made while loading has another"
+            )
         return PublishedReader(layout, there)
     if quantize is None:
         return None
@@ -55,7 +63,7 @@ def reader_for(
         raise ModelError(
             f"quantize is {quantize}: {spec.architecture} has experts, which are held as they are"
         )
-    return MadeAtLoad(made, MADE_AT_LOAD[made])
+    return MadeAtLoad(made, MADE_AT_LOAD[made], head=head)
 
 
 def _check_layout(quantize: str | None, layout: PublishedLayout) -> None:
@@ -74,10 +82,12 @@ class MadeAtLoad:
 
     name: str
     format: type[QuantisedWeight]
+    #: Whether the head is made so too.
+    head: bool = False
 
     def quantises(self, weight: Weight) -> bool:
-        """All that products are made with, but embedding and head."""
-        return weight.multiplied
+        """All that products are made with, but the embedding."""
+        return weight.multiplied or (self.head and weight.name == HEAD)
 
     def tensors(self, weight: Weight) -> Mapping[str, StoredTensor]:
         """Those of the dense weight."""

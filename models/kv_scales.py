@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
+from tokenpod.models.names import Names
 from tokenpod.models.shard import Shard
+from tokenpod.models.spec import ModelSpec
 from tokenpod.models.weights import Axis, Division
+
+
+def scale_names(
+    spec: ModelSpec, names: Names, prefix: str, there: Container[str] = ()
+) -> list[list[str]]:
+    """Of the tensors with each layer's scales of keys, and of values.
+
+    ModelOpt has them inside the products that make keys and values; `there`: the checkpoint's.
+    """
+    found = []
+    for name in (names.key_scale, names.value_scale):
+        block, _, last = name.rpartition(".")
+        of_layers = [prefix + names.layer.format(i=i) for i in range(len(spec.layers))]
+        inside = [f"{at}{block}.{last[0]}_proj.{last}" for at in of_layers]
+        found.append(inside if inside[0] in there else [at + name for at in of_layers])
+    return found
 
 
 def read_scales(

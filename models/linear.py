@@ -25,11 +25,15 @@ Product = Callable[[torch.Tensor, ForwardBatch | None], torch.Tensor]
 #: x [T, in], the stream [T, out], changed in place, and the step.
 AddProduct = Callable[[torch.Tensor, torch.Tensor, ForwardBatch | None], None]
 
+#: What a product multiplies, [T, in]. Called only where something is to be made of it, since behind
+#: a norm that is part of the product it must be computed apart.
+Read = Callable[[], torch.Tensor]
+
 #: (weight's name, x [T, in], step) -> [T, out] that the product's sum starts from, or None.
-Delta = Callable[[str, torch.Tensor, ForwardBatch | None], torch.Tensor | None]
+Delta = Callable[[str, Read, ForwardBatch | None], torch.Tensor | None]
 
 
-def no_delta(name: str, x: torch.Tensor, step: ForwardBatch | None) -> None:
+def no_delta(name: str, x: Read, step: ForwardBatch | None) -> None:
     """Nothing is added to any product."""
     del name, x, step
 
@@ -64,7 +68,7 @@ class Products:
         if len(weight.parts) == 1:
             fused = fused_norm_linear(self.ops, weight.parts[0], bias, norm, activation)
             if fused is not None:
-                return self._with_delta(name, fused)
+                return self._with_delta(name, fused, norm)
         ops, plain = self.ops, self._with_delta(name, self._plain(weight, bias))
 
         def normed_product(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
@@ -109,17 +113,21 @@ class Products:
             return lambda x, stream, step: fused(x, stream)
 
         def add_product(x: torch.Tensor, stream: torch.Tensor, step: ForwardBatch | None) -> None:
-            fused(x, stream, delta(name, x, step))
+            fused(x, stream, delta(name, lambda: x, step))
 
         return add_product
 
-    def _with_delta(self, name: str, product: Linear) -> Product:
-        delta = self.delta
+    def _with_delta(self, name: str, product: Linear, norm: RowNorm | None = None) -> Product:
+        """`norm`: of what is multiplied, where that is part of the product."""
+        delta, rms_norm = self.delta, self.ops.rms_norm
         if delta is no_delta:
             return lambda x, step: product(x)
 
         def product_of_step(x: torch.Tensor, step: ForwardBatch | None) -> torch.Tensor:
-            return product(x, delta(name, x, step))
+            def read() -> torch.Tensor:
+                return x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
+
+            return product(x, delta(name, read, step))
 
         return product_of_step
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +12,9 @@ import torch
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
-from tokenpod.models.checkpoint import Checkpoint, WeightReader, check, tensors_of
+from tokenpod.models.adapters.store import Space, store_of
+from tokenpod.models.adapters.targets import slot_numbers, targets_of
+from tokenpod.models.checkpoint import Checkpoint, check
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
 from tokenpod.models.facts import LoadedModel, ModelFacts, ends_within
@@ -21,22 +22,23 @@ from tokenpod.models.families import FAMILIES, Family
 from tokenpod.models.families.family import dtype_of
 from tokenpod.models.fields import Fields, read_fields
 from tokenpod.models.formats import bytes_needed, reader_for
-from tokenpod.models.kv_scales import read_scales
+from tokenpod.models.kv_scales import read_scales, scale_names
+from tokenpod.models.layout import Layout, stored_table, with_head
 from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import PublishedLayout
+from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.memory import available_bytes
-from tokenpod.models.names import Names, beyond_names, head_name, scale_names, weights_of
+from tokenpod.models.names import beyond_names, head_name, weights_of
 from tokenpod.models.overrides import Overridden
 from tokenpod.models.reading import Progress, read_weights
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.spec import ModelSpec
 from tokenpod.models.verify import verified
-from tokenpod.models.weights import Weight
 
 if TYPE_CHECKING:
     from tokenpod.models.tier.choose import Loader
 
-__all__ = ["ModelError", "load_model", "read_config", "read_layout"]
+__all__ = ["Layout", "ModelError", "load_model", "read_config", "read_layout"]
 
 
 def read_config(
@@ -108,35 +110,23 @@ def tier_of(
         raise _unsupported(fields, reason) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A checkpoint's model, and the tensors that it is made of."""
-
-    spec: ModelSpec
-    weights: list[Weight]
-    #: Of scales that the checkpoint may have, of each layer's keys, and values.
-    scales: list[list[str]]
-    #: Of weights that are quantised; None: none are.
-    reader: WeightReader | None = None
-    #: How many tensors belong to each other part of the checkpoint, which is not served.
-    unused: Mapping[str, int] = field(default_factory=dict)
-
-
 def read_layout(
     folder: Path,
     checkpoint: Checkpoint | None,
     max_total_tokens: int | None = None,
     quantize: str | None = None,
     *,
+    quantize_head: bool = False,
     override: Mapping[str, Any] | None = None,
 ) -> Layout:
     """The model in `folder`, and its weights, checked against `checkpoint` if there is one.
 
-    `quantize` is the format that products' weights are made into; the others are as `read_config`
-    has them. Raises ModelError as that does, and where config.json and tensors don't go together.
+    `quantize` is the format that products' weights are made into, with `quantize_head` the head's
+    too; the others are as `read_config` has them. Raises ModelError as that does, and where
+    config.json and tensors don't go together.
     """
     family, spec, published = _read_config(folder, max_total_tokens, override)
-    reader = reader_for(spec, quantize, published, checkpoint.names if checkpoint else None)
+    reader = reader_for(spec, quantize, published, checkpoint, head=quantize_head)
     names = family.names_of(spec)
     there = (
         p for p in family.prefixes if checkpoint and f"{p}{names[0].embedding}.weight" in checkpoint
@@ -147,15 +137,19 @@ def read_layout(
     if checkpoint is not None and not any(name.startswith(head) for name in checkpoint.names):
         spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
     tables = [(x, weights_of(spec, x, prefix)) for x in layouts]
-    chosen, weights = _stored(checkpoint, tables, reader)
+    chosen, weights = stored_table(checkpoint, tables, reader)
     stored = checkpoint.names if checkpoint else set()
     parts = {part: sum(name.startswith(part) for name in stored) for part in family.unused}
     unused = {part.rstrip("."): count for part, count in parts.items() if count}
-    layout = Layout(spec, weights, scale_names(spec, chosen, prefix), reader, unused)
+    if quantize_head and spec.head.tied:
+        weights = with_head(weights)
+    layout = Layout(spec, weights, scale_names(spec, chosen, prefix, stored), reader, unused)
     if checkpoint is not None:
         optional = [name for layers in layout.scales for name in layers]
         if spec.head.tied:
             optional.append(f"{head}weight")
+        if isinstance(reader, PublishedReader):
+            optional += reader.idle_biases(weights, spec.architecture)
         check(
             checkpoint,
             layout.weights,
@@ -168,20 +162,6 @@ def read_layout(
     return layout
 
 
-def _stored(
-    checkpoint: Checkpoint | None,
-    layouts: list[tuple[Names, list[Weight]]],
-    reader: WeightReader | None,
-) -> tuple[Names, list[Weight]]:
-    """The layout of which a checkpoint has all tensors; otherwise the first."""
-    for names, weights in layouts:
-        if checkpoint and all(
-            name in checkpoint for weight in weights for name in tensors_of(weight, reader)
-        ):
-            return names, weights
-    return layouts[0]
-
-
 def load_model(
     folder: Path,
     *,
@@ -192,8 +172,10 @@ def load_model(
     group: Group | None = None,
     max_total_tokens: int | None = None,
     quantize: str | None = None,
+    quantize_head: bool = False,
     require_manifest: bool = False,
     override: Mapping[str, Any] | None = None,
+    adapters: Space | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -206,8 +188,10 @@ def load_model(
         group: the ranks of that shard; None if it is all of the model.
         max_total_tokens: the longest sequence that will be served; None: what the model can.
         quantize: the format that products' weights are made into; None: `dtype`.
+        quantize_head: make the head's so too.
         require_manifest: refuse a folder without a manifest; one that is there is always checked.
         override: fields that replace those of config.json.
+        adapters: what is taken for adapters; None: there are none.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -219,23 +203,33 @@ def load_model(
     if not is_native(folder):
         tier = tier_of(folder, max_total_tokens, override)
         _check_length(tier.spec, max_total_tokens)
-        check_alone(tier.spec, shard, quantize)
+        check_alone(tier.spec, shard, quantize, adapters)
         with (
             Checkpoint(folder) as checkpoint,
             verified(folder, checkpoint.files, required=require_manifest, share=share),
         ):
             return _load_tier(tier, checkpoint, dtype=dtype, device=device, progress=progress)
-    spec = _read_config(folder, max_total_tokens, override).spec
+    read = _read_config(folder, max_total_tokens, override)
+    family, spec = read.family, read.spec
     _check_length(spec, max_total_tokens)
     shard.check(spec)
     with (
         Checkpoint(folder) as checkpoint,
         verified(folder, checkpoint.files, required=require_manifest, share=share),
     ):
-        layout = read_layout(folder, checkpoint, max_total_tokens, quantize, override=override)
+        layout = read_layout(
+            folder,
+            checkpoint,
+            max_total_tokens,
+            quantize,
+            quantize_head=quantize_head,
+            override=override,
+        )
         spec, weights = layout.spec, layout.weights
         dtype = dtype or spec.dtype or torch.float32
         needed = bytes_needed(weights, shard, dtype, layout.reader)
+        if adapters is not None:
+            needed += adapters.slots * slot_numbers(weights, shard, adapters.rank) * dtype.itemsize
         _check_memory(needed, dtype, device, local)
         try:
             tensors = read_weights(
@@ -251,18 +245,24 @@ def load_model(
             raise ModelError(f"{folder}: not enough memory for the weights ({error})") from None
         scales = read_scales(checkpoint, layout.scales, spec.kv.heads, shard, device)
     ops = operations_for(device, dtype)
+    store = None
+    if adapters is not None:
+        store = store_of(targets_of(family, spec), weights, tensors, adapters, shard, ops)
     return Decoder(
         shard.config(spec),
         tensors,
         parallel(ops, group) if group else ops,
-        parameters=WHOLE.numbers(weights),
+        parameters=layout.parameters,
         kv_scales=scales,
         unused=layout.unused,
+        adapters=store,
         quantization=layout.reader.name if layout.reader else "",
     )
 
 
-def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
+def check_alone(
+    facts: ModelFacts, shard: Shard, quantize: str | None, adapters: Space | None = None
+) -> None:
     """Raise ModelError for what only families of ours can do."""
     name = facts.architecture
     if shard.world > 1:
@@ -273,6 +273,8 @@ def check_alone(facts: ModelFacts, shard: Shard, quantize: str | None) -> None:
         raise ModelError(
             f"quantize is {quantize}: {name} is computed by transformers, with weights as they are"
         )
+    if adapters is not None:
+        raise ModelError(f"adapters: {name} is computed by transformers, and takes none")
 
 
 def _load_tier(

@@ -22,7 +22,7 @@ from tokenpod.models.layer_spec import (
 )
 from tokenpod.models.rope import head_order
 from tokenpod.models.spec import ModelSpec
-from tokenpod.models.weights import Axis, Division, Segment, Source, Stack, Weight
+from tokenpod.models.weights import HEAD, Axis, Division, Segment, Source, Stack, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +111,6 @@ def head_name(names: Names, prefix: str) -> str:
     )
 
 
-def scale_names(spec: ModelSpec, names: Names, prefix: str) -> list[list[str]]:
-    """Of the tensors with each layer's scales of keys, and of values."""
-    return [
-        [prefix + names.layer.format(i=i) + name for i in range(len(spec.layers))]
-        for name in (names.key_scale, names.value_scale)
-    ]
-
-
 def beyond_names(spec: ModelSpec, names: Names, prefix: str) -> tuple[str, ...]:
     """Beginnings of the names of tensors that a checkpoint has beyond its model's."""
     return tuple(prefix + name.format(layers=len(spec.layers)) for name in names.beyond)
@@ -142,7 +134,7 @@ def _outer(spec: ModelSpec, names: Names, prefix: str) -> Iterator[Weight]:
         # In no format of fewer bits: here rounding shows at once.
         function = _rows_of_length_one if spec.head.normalised else None
         source = Source(f"{names.head}.weight", (vocabulary, width), function=function)
-        yield Weight("head", (source,))
+        yield Weight(HEAD, (source,))
     if spec.head.bias:
         yield Weight("head_bias", (Source(f"{names.head}.bias", (vocabulary,)),))
 

@@ -16,6 +16,9 @@ import torch
 
 from tokenpod.models import mxfp4
 
+#: The name of the head's weight.
+HEAD = "head"
+
 
 class Division(Enum):
     """How parallel ranks divide an axis."""

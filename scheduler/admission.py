@@ -33,6 +33,12 @@ class Ledger(Protocol):
     def prefilling(self, sequence: Sequence) -> None:
         """Add one that is computed after those that were added before."""
 
+    def searching(self, sequences: Listing[Sequence]) -> None:
+        """Add beams, which take one slot per step or less often and are never preempted.
+
+        Beams that wait or prefill are added as other sequences are. Their bound must stay reserved.
+        """
+
     def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
         """Add samples that wait for the prompt of `first`, which was added before."""
 

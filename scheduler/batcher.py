@@ -21,6 +21,7 @@ import numpy as np
 
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batching import Batching
+from tokenpod.scheduler.beams import Beams, Group
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
@@ -68,6 +69,8 @@ class Batcher:
         self._lockstep: tuple[list[Sequence], Ints] | None = None
         #: Ended, but with a step in flight, so that their slots are not free yet.
         self._leaving: dict[int, Sequence] = {}
+        #: Searches whose prompts have been launched.
+        self._beams = Beams(kv, rows)
         #: The same for preempted ones.
         self._vacating: dict[int, Sequence] = {}
 
@@ -76,7 +79,8 @@ class Batcher:
         """Admitted sequences."""
         siblings = sum(map(len, self._siblings.values()))
         queued = len(self._ready) + len(self._prefilling)
-        return queued + len(self._decoding) + len(self._vacating) + siblings
+        decoding = len(self._decoding) + self._beams.running
+        return queued + decoding + len(self._vacating) + siblings
 
     @property
     def has_prompts(self) -> bool:
@@ -114,11 +118,13 @@ class Batcher:
     def add_to(self, ledger: Ledger) -> None:
         """Add what these sequences need."""
         ledger.decoding([*self._decoding.values()])
+        self._beams.add_to(ledger)
         ledger.leaving([*self._leaving.values(), *self._vacating.values()])
         for sequence in self._ready:
             ledger.prefilling(sequence)
         for first, siblings in self._siblings.items():
             computed = self._decoding.get(first) or self._vacating.get(first)
+            computed = computed or self._beams.first(first)
             if computed is not None:
                 ledger.siblings(computed, siblings)
         for sequence in self._prefilling:
@@ -132,16 +138,22 @@ class Batcher:
             prompt_tokens: left of the step's budget.
             slots: that may be taken. Too few are never left under exact admission.
         """
+        decoding = bool(self._decoding or self._beams.running)
         portion = self._batching.portion(
-            decoding=bool(self._decoding), prompts=self.has_prompts, prompt_tokens=prompt_tokens
+            decoding=decoding, prompts=self.has_prompts, prompt_tokens=prompt_tokens
         )
+        beams = self._beams.wanted if portion.decode else 0
         sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
-        if len(sequences) + self.has_prompts > slots:
+        if len(sequences) + beams + self.has_prompts > slots:
             slots = self._make_room(slots, decode=portion.decode)
             sequences, places = self._next_to_decode() if portion.decode else ([], _NONE)
+        if beams:
+            # Before the others: these can be preempted.
+            slots -= self._beams.plan(step, slots)
+        if len(sequences) > slots:
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
-        if self._drafting is not None and self._to_come <= slots:
+        if self._drafting and not self._beams.running and self._to_come <= slots:
             split = self._drafting.split(sequences, places)
             sequences, places = split.sequences, split.places
             for sequence, drafts in split.drafts:
@@ -164,6 +176,14 @@ class Batcher:
             self._kv.follow(sibling, sequence)
             self._rows.give(sibling)
             self._ready.append(sibling)
+
+    def branched(self, group: Group, parents: dict[Sequence, Sequence]) -> None:
+        """A step of a search has settled: which sequence goes on from which."""
+        if not group.begun:
+            group.first.proven = True
+            self._kv.publish_inputs(group.first, awaited=True)
+            self._beams.begin(group, self._siblings.pop(group.first.id))
+        self._beams.continue_with(group, parents)
 
     def preempt(self, sequence: Sequence) -> bool:
         """Take row and slots from a running sequence, which goes back to its place in the queue.
@@ -191,7 +211,11 @@ class Batcher:
         """A sequence has ended; its slots stay with it until `released`."""
         if sequence.row < 0:
             self._remove_sibling(sequence)
-        elif sequence.id in self._vacating or self._take_out(sequence):
+        elif (
+            sequence.id in self._vacating
+            or self._take_out(sequence)
+            or self._beams.remove(sequence)
+        ):
             self._vacating.pop(sequence.id, None)
             if siblings := self._take_siblings(sequence):
                 # The prompt that they wait for may never come.
@@ -212,6 +236,8 @@ class Batcher:
         sequences, places = self._lockstep
         table = self._kv.table
         going_on = table.computed[places] < table.bound[places]
+        if table.constrained:
+            going_on &= table.paused[places] == 0
         if self._drafting is not None:  # which of the drafts are right must be known first
             going_on &= table.drafted[places] == 0
         if going_on.all():
@@ -223,15 +249,16 @@ class Batcher:
         """Slots that all of these sequences may still take, up to their bounds.
 
         Drafts let one take its slots sooner than admission has counted, before others have ended.
-        So nothing is drafted unless all can have theirs, in whatever order.
+        So nothing is drafted unless all can have theirs, in whatever order. (Nor beside beams,
+        which are counted otherwise.)
         """
         started = [*self._decoding.values(), *self._ready, *self._prefilling]
         places = np.array([sequence.place for sequence in started], np.int64)
         table = self._kv.table
         siblings = [s for waiting in self._siblings.values() for s in waiting]
-        return int((table.bound[places] - table.computed[places]).sum()) + sum(
-            sequence.bound - sequence.needed + 1 for sequence in siblings
-        )
+        to_come = int((table.bound[places] - table.computed[places]).sum())
+        to_come += sum(sequence.bound - sequence.needed + 1 for sequence in siblings)
+        return to_come + self._beams.to_come
 
     def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add pieces of prompts, in the order of admission."""
@@ -243,6 +270,9 @@ class Batcher:
             budget -= n
             if not sequence.prefilling:
                 line.popleft()
+                if sequence.group is not None:
+                    self._beams.add(sequence.group)
+                    continue
                 self._decoding[sequence.id] = sequence
                 self._lockstep = None
 
@@ -254,7 +284,8 @@ class Batcher:
         """
         coming = 0
         while running := [*self._decoding.values(), *self._ready, *self._prefilling]:
-            wanted = len(self._next_to_decode()[0]) * decode + self.has_prompts
+            wanted = (len(self._next_to_decode()[0]) + self._beams.wanted) * decode
+            wanted += self.has_prompts
             if wanted <= slots + coming:
                 break
             victims = self._admission.victims(running)

@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.plan import UNSAMPLED
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.odds import Floats, Odds
@@ -29,14 +30,15 @@ from tokenpod.scheduler.table import Ints
 
 Flags = npt.NDArray[np.bool_]
 
-#: Drafts of all rows together in a step, at most: executors have room for so many.
-MOST_DRAFTS = 256
 #: In steps of more rows nothing is drafted, nor watched: weights are read for many rows already.
 MOST_ROWS = 64
 #: Drafting must promise so much more than not drafting.
 _MARGIN = 1.02
-#: Steps of the same rows for which a choice holds.
+#: Steps of the same rows for which a choice holds; and those whose times show what drafts cost.
 _CHOICE_HOLDS = 8
+_TRIALS = 4
+#: Guesses that are watched before any is drafted.
+_WATCHED_FIRST = 8
 
 
 class DraftSource(Protocol):
@@ -114,6 +116,10 @@ class Drafting:
         self._watching = False
         self._odds = Odds()
         self._choice: _Choice | None = None
+        #: Steps with drafts since there was one without.
+        self._streak = 0
+        #: By sequence id: a guess that is compared with what comes, and how much of it was right.
+        self._watched: dict[int, tuple[list[int], int]] = {}
 
     def split(self, sequences: list[Sequence], places: Ints, *, wait: bool = True) -> Split:
         """Who of these decodes in the next step, with which drafts.
@@ -144,6 +150,7 @@ class Drafting:
         for at in np.flatnonzero(ready).tolist():
             n = min(choice.most, int(room[at]), left)
             tokens = self._source.propose(sequences[at], n) if n > 0 else []
+            self._watched.pop(sequences[at].id, None)
             if tokens:
                 split.drafts.append((sequences[at], tokens))
                 left -= len(tokens)
@@ -192,11 +199,16 @@ class Drafting:
             or not (sequence.request.drafts and sequence.outputs)
         ):
             return
-        guessed = self._source.propose(sequence, 1)
-        if guessed:
-            self._odds.checked(sequence.place, 1, int(guessed[0] == token))
-        else:
+        guessed, right = self._watched.pop(sequence.id, ([], 0))
+        guessed = guessed or self._source.propose(sequence, self._most)
+        if not guessed:
             self._odds.none(sequence.place)
+        elif guessed[right] != token:
+            self._odds.checked(sequence.place, len(guessed), right)
+        elif right + 1 == len(guessed):
+            self._odds.checked(sequence.place, len(guessed), right + 1)
+        else:
+            self._watched[sequence.id] = guessed, right + 1
 
     def began(self, sequences: Iterable[Sequence]) -> None:
         """Sequences exist: nothing is known of them."""
@@ -206,6 +218,7 @@ class Drafting:
     def forget(self, sequence: Sequence) -> None:
         """A sequence is over."""
         self._source.forget(sequence)
+        self._watched.pop(sequence.id, None)
 
     # -- whether it pays -----------------------------------------------------------------------
 
@@ -213,7 +226,9 @@ class Drafting:
         last = self._choice
         if last is None or not last.holds or not np.array_equal(last.places, places):
             draws, most = self._choose(places, may)
-            last = _Choice(draws, most, places, _CHOICE_HOLDS)
+            self._streak = self._streak + 1 if draws.any() else 0
+            holds = 1 if 0 < self._streak <= _TRIALS else _CHOICE_HOLDS
+            last = _Choice(draws, most, places, holds)
         self._choice = _Choice(last.draws, last.most, places, last.holds - 1)
         return last
 
@@ -222,7 +237,7 @@ class Drafting:
         if self._costs is None:
             return may, self._most
         best, chosen = self._costs.plain(len(places)) * _MARGIN, (np.zeros_like(may), 0)
-        if best == 0:
+        if best == 0 or self._odds.cases < _WATCHED_FIRST:
             return chosen
         odds = self._odds.of(places)
         for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):

@@ -20,6 +20,9 @@ from tokenpod.scheduler.work import Limits
 #: Steps by which a sequence may outlast its count: the one in flight when its end is seen.
 _SLACK = 1
 
+#: Steps that beams take for a token at most: overlapped, they are in every other one.
+_STEPS_OF_BEAMS = 2
+
 
 class Exact:
     """Admits a request if all sequences together can never need more slots than there are.
@@ -77,6 +80,20 @@ class Forecast:
         growth, drafted = table.bound[at] - table.computed[at], table.drafted[at]
         # Of drafts in flight all may be wrong; and meanwhile a step may go without their row.
         ends = growth + drafted + (drafted > 0) + _SLACK
+        tokens = table.computed[at] - table.shared[at]
+        if table.constrained:
+            # Those that may miss steps do not run in lockstep: all of their bound counts, always.
+            uneven = table.masked[at] > 0
+            tokens += growth * uneven
+            ends[uneven] = FOREVER
+            growth = growth * ~uneven
+        self._many(sequences, tokens, growth, ends)
+
+    def searching(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`."""
+        table, at = self._table, places_of(sequences)
+        growth = table.bound[at] - table.computed[at]
+        ends = _STEPS_OF_BEAMS * growth + 1 + _SLACK
         self._many(sequences, table.computed[at] - table.shared[at], growth, ends)
 
     def leaving(self, sequences: Listing[Sequence]) -> None:
@@ -150,7 +167,10 @@ class Forecast:
         delay = -(-self._prompt_tokens // self._quantum) + 3
         # The last of these steps brings the first new token; the last one is not written.
         growth = sequence.bound - len(sequence.inputs)
-        end = delay + growth + _SLACK
+        steps = growth if sequence.group is None else _STEPS_OF_BEAMS * growth + 1
+        end = delay + steps + _SLACK
+        if sequence.constrained:
+            need, growth, end = need + growth, 0, FOREVER
         self._add(sequence.private + need, growth, end)
         self._ends_at[sequence.id] = end
         if sequence.node is not None:

@@ -19,12 +19,13 @@ from tokenpod.scheduler.radix import Node, RadixTree, Slots
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.slots import Extent, SlotAllocator
 from tokenpod.scheduler.table import Ints, Table
+from tokenpod.scheduler.tails import Tails
 
 #: Cached tokens are evicted for so much room at a time: outputs may end long before their bound.
 ROOM_TO_EVICT_FOR = 128
 
 #: For one run of that length, at most so many times as many are.
-MOST_EVICTED = 4
+MOST_EVICTED = 8
 
 _NO_SLOTS: Slots = np.empty(0, np.int64)
 
@@ -36,14 +37,15 @@ class KV:
         slots: of the pool.
         caching: keep what has been computed for later requests; if False, only the samples of one
             request share its prompt.
+        by_uses: evict what few requests have used, and not what was used longest ago.
     """
 
-    def __init__(self, slots: int, *, caching: bool = True) -> None:
+    def __init__(self, slots: int, *, caching: bool = True, by_uses: bool = False) -> None:
         self.total = slots
         #: Columns of the sequences that keys and values belong to.
         self.table = Table()
         self._caching = caching
-        self.tree = RadixTree()
+        self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
 
     @property
@@ -93,13 +95,20 @@ class KV:
         """[shared] the slots of the cached prefix, int64, of a sequence that begins."""
         node = sequence.node
         assert node is not None
-        return _NO_SLOTS if node.parent is None else self.tree.slots(node)
+        slots = _NO_SLOTS if node.parent is None else self.tree.slots(node)
+        if sequence.tails is None:
+            return slots
+        return np.concatenate((slots, sequence.tails.before_step(sequence)))
 
     def extend(self, sequence: Sequence, n: int) -> Slots:
         """[n] slots for the next `n` positions, int64. Raises OutOfSlots if fewer are available."""
-        position = sequence.computed
-        room = max(sequence.bound - position - n, 0)
-        extents = sequence.extents
+        position, extents = sequence.computed, sequence.extents
+        slots = self._grow(extents, position, n, max(sequence.bound - position - n, 0))
+        self.table.tail[sequence.place] = extents[-1].at
+        return slots
+
+    def _grow(self, extents: list[Extent], position: int, n: int, room: int) -> Slots:
+        """[n] slots more for whoever has `extents`, and `room` after them if there is any."""
         if not extents:
             self._make_space(n, room)
             extents += self._allocator.allocate(n, position=position, room=room)
@@ -108,7 +117,6 @@ class KV:
             if n > last.room:
                 self._make_space(n - last.room, room)
             extents += self._allocator.grow(last, n, room)
-        self.table.tail[sequence.place] = extents[-1].at
         return _slots_from(extents, position, n)
 
     def take_back(self, sequence: Sequence, n: int) -> None:
@@ -120,6 +128,33 @@ class KV:
             n = over
         self._allocator.shrink(extents[-1], n)
         self.table.tail[sequence.place] = extents[-1].at
+
+    # -- beams ---------------------------------------------------------------------------------
+
+    def branch(self, first: Sequence, others: list[Sequence]) -> None:
+        """Let `others` go on from where `first` is: what is not in the tree they share as `Tails`.
+
+        `first` has computed its prompt, and published it if anybody could use it.
+        """
+        assert first.node is not None
+        n = first.private
+        slots = _slots_from(first.extents, first.shared, n) if n else _NO_SLOTS
+        bound = n + (len(others) + 1) * (first.bound - first.computed)
+        tails = Tails(first.extents, taken=first.shared + n, bound=first.shared + bound)
+        self._keep(first, [])
+        tails.begin([first, *others], slots)
+        for other in others:
+            self.tree.lock(first.node)
+            self._begin_after(other, first.node, first.shared)
+            other.computed = first.computed
+
+    def extend_tails(self, tails: Tails, sequences: list[Sequence]) -> Slots:
+        """[n] a slot for the next position of each of these, int64. Raises OutOfSlots."""
+        missing = len(sequences) - len(tails.spare)
+        if missing > 0:
+            room = max(tails.bound - tails.taken - missing, 0)
+            tails.add(self._grow(tails.extents, tails.taken, missing, room))
+        return tails.take(sequences)
 
     def extend_each(self, places: Ints) -> tuple[Ints, Slots]:
         """A slot for the next position of each sequence whose last extent has room for it.
@@ -182,6 +217,9 @@ class KV:
         """Take all slots of a sequence: what it computed goes to the tree, the rest is free."""
         if sequence.node is None:
             return
+        if sequence.tails is not None:
+            self._leave_tails(sequence, sequence.tails)
+            return
         computed = min(sequence.computed, sequence.length)
         if self._caching and sequence.keep and computed > sequence.shared:
             tokens = sequence.all_tokens(computed)
@@ -197,11 +235,18 @@ class KV:
         """Raise AssertionError unless every slot is in exactly one place."""
         owner = np.zeros(self.total, np.int64)
         private = 0
+        sequences = list(sequences)
         for sequence in sequences:
-            for extent in sequence.extents:
+            if sequence.tails is None:
+                used = sum(extent.used for extent in sequence.extents)
+                assert used == sequence.private, sequence.id
+        tails = {id(s.tails): s.tails for s in sequences if s.tails is not None}.values()
+        for each in tails:
+            each.check()
+        for extents in (*(each.extents for each in tails), *(s.extents for s in sequences)):
+            for extent in extents:
                 owner[extent.first : extent.end] += 1
                 private += extent.used
-            assert sum(extent.used for extent in sequence.extents) == sequence.private, sequence.id
         tree = 0
         for node in self.tree.nodes():
             owner[node.slots] += 1
@@ -221,6 +266,12 @@ class KV:
         sequence.shared = sequence.computed = length
         if not sequence.began_at:
             sequence.cached = length
+
+    def _leave_tails(self, sequence: Sequence, tails: Tails) -> None:
+        if tails.leave(sequence):
+            for extent in tails.extents:
+                self._allocator.release(extent)
+        self._unlock(sequence)
 
     def _unlock(self, sequence: Sequence) -> None:
         assert sequence.node is not None

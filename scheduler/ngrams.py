@@ -55,7 +55,7 @@ class _Index:
         #: Key -> the position behind it, of n-grams that end among the outputs or with the prompt.
         self._ends: dict[int, int] = {}
         #: The last three tokens, -1 where there are fewer.
-        self._last = [-1, -1, -1, *prompt[-_LONGEST:].tolist()][-_LONGEST:]
+        self._last = [-1, -1, -1, *(prompt[-_LONGEST:] & _MASK).tolist()][-_LONGEST:]
 
     def extend(self, outputs: list[int]) -> None:
         """Take what has come since."""
@@ -80,6 +80,8 @@ class _Index:
         found = self._prompt[at : at + most].tolist() if at < start else []
         since = max(at - start, 0)
         found += self._outputs[since : since + most - len(found)]
+        if (end := next((i for i, token in enumerate(found) if token < 0), most)) < most:
+            return found[:end]  # a given embedding can't be drawn
         # Where the text ends it goes on with what it has just repeated.
         period = len(found)
         while len(found) < most:

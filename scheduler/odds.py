@@ -22,15 +22,23 @@ class Odds:
         #: right one is.
         self._counts = np.zeros((3, 2, 64))
         #: The same of all rows together.
-        self._all = np.array([[2.0, 4.0], [2.0, 4.0], [3.0, 4.0]])
+        self._all = np.array([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
+
+    @property
+    def cases(self) -> float:
+        """How many guesses, or steps without any, are counted."""
+        return float(self._all[0, 1]) - 1
 
     def of(self, places: Ints) -> tuple[Floats, Floats, Floats]:
-        """[n] each: the shares."""
+        """[n] each: the shares, less what chance may have added to them (one standard error)."""
         self._grow(int(places.max(initial=0)))
         prior = (self._all[:, 0] / self._all[:, 1])[:, None]
         yes, cases = self._counts[:, 0, places], self._counts[:, 1, places]
-        some, first, further = (yes + _PRIOR * prior) / (cases + _PRIOR)
-        return some, first, np.minimum(further, 0.99)
+        shares = (yes + _PRIOR * prior) / (cases + _PRIOR)
+        known = cases + np.minimum(self._all[:, 1], _PRIOR**2)[:, None]
+        shares -= np.sqrt(shares * (1 - shares) / known)
+        some, first, further = shares.clip(0, 0.99)
+        return some, first, further
 
     def none(self, place: int) -> None:
         """There was no guess."""

@@ -182,15 +182,27 @@ class Drawn:
         """See `Ledger`: it may stay for ever."""
         self._until(sequence, sequence.bound - sequence.shared, FOREVER)
 
+    def searching(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`: its bound is all that is sure."""
+        self._company.note(sequences)
+        for sequence in sequences:
+            self.reserved(sequence)
+
     def prefilling(self, sequence: Sequence) -> None:
         """See `Ledger`."""
+        if sequence.group is not None:
+            self.searching([sequence])
+            return
         self._grow(sequence, len(sequence.inputs) - sequence.shared)
 
     def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
         """See `Ledger`. The prompt is there once, until the last sample is over."""
         last = before = self._ends_at[first.id]
         for sequence in sequences:
-            ends = self._grow(sequence, 1)
+            if sequence.group is None:
+                ends = self._grow(sequence, 1)
+            else:
+                ends = self._until(sequence, sequence.bound - sequence.needed + 1, FOREVER)
             last = [*map(max, last, ends)]
         prompt = first.needed - first.shared
         self._add(-prompt, self._zeros, before)
@@ -248,11 +260,13 @@ class Drawn:
         self._lock(sequence.node, ends)
         return ends
 
-    def _until(self, sequence: Sequence, held: int, end: int) -> None:
+    def _until(self, sequence: Sequence, held: int, end: int) -> list[int]:
+        """Add one that holds so much to the end; when it has ended."""
         ends = [end] * self._draws
         self._add(held, self._zeros, ends)
         self._ends_at[sequence.id] = ends
         self._lock(sequence.node, ends)
+        return ends
 
     def _add(self, tokens: int, growth: list[int], ends: list[int]) -> None:
         self._tokens.append(tokens)

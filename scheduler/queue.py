@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Protocol
 
+from tokenpod.scheduler.adapter_slots import AdapterSlots
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.batching import Joining
 from tokenpod.scheduler.kv import KV
@@ -49,6 +50,7 @@ class Queue:
         ledger: makes one with everything that has been admitted.
         joining: asks the batching policy, given the tokens that each of the batcher's waiting
             requests needs computed, in the queue's order.
+        adapters: their slots.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Queue:
         planners: Mapping[Owner, Planner],
         ledger: Callable[[], Ledger],
         joining: Callable[[Iterator[int]], Joining],
+        adapters: AdapterSlots,
     ) -> None:
         #: Tokens that waiting requests need computed.
         self.tokens = 0
@@ -66,6 +69,7 @@ class Queue:
         self._planners = planners
         self._ledger = ledger
         self._joining = joining
+        self._adapters = adapters
         self._arrivals = 0
         self._waiting: list[_Entry] = []
         #: How many of the batcher's at the head fitted when the next entry did not, and nothing has
@@ -87,10 +91,14 @@ class Queue:
 
     def add(self, samples: list[Sequence]) -> None:
         """Add a request behind those of its priority."""
+        self.number(samples)
+        self.add_again(samples)
+
+    def number(self, samples: list[Sequence]) -> None:
+        """Note when a request arrived: that is its place in the queue, also if it joins later."""
         self._arrivals += 1
         for sequence in samples:
             sequence.arrival = self._arrivals
-        self.add_again(samples)
 
     def add_again(self, samples: list[Sequence]) -> None:
         """Add samples that were admitted and have to begin anew, in their old place."""
@@ -144,6 +152,8 @@ class Queue:
         for _, _, _, samples in self._waiting[:fitting]:
             first, *siblings = samples
             self.tokens -= first.needed
+            for sequence in samples:
+                self._adapters.give(sequence)
             self._rows.give(first)
             self._rows.promise(len(siblings))
             self._planners[first.owner].start(samples)
@@ -169,6 +179,7 @@ class Queue:
     def _begin_fitting(self, limit: int) -> int:
         """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
         ledger, rows = self._ledger(), self._rows.free
+        adapters, is_full = self._adapters.in_use, False
         #: The ledger's mark after each of them.
         marks: list[int] = []
 
@@ -179,7 +190,10 @@ class Queue:
         while True:
             for _, _, _, samples in self._waiting[fitting : min(2 * fitting or 1, limit)]:
                 rows -= len(samples)
-                if rows < 0:
+                adapters.add(samples[0].request.adapter)
+                # Each has a slot while it runs; 0 is none.
+                is_full = rows < 0 or len(adapters - {0}) > self._adapters.total
+                if is_full:
                     break
                 self._kv.begin(samples[0])
                 self._planners[samples[0].owner].enter(ledger, samples)
@@ -192,7 +206,7 @@ class Queue:
                 self._withdraw(self._waiting[fitting : len(marks)])
                 return fitting
             fitting = len(marks)
-            if rows < 0:
+            if is_full:
                 return fitting
 
     def _withdraw(self, begun: list[_Entry]) -> None:

@@ -2,8 +2,13 @@
 
 A node owns the slots of a run of tokens; the path from its root is a prefix. A sequence that uses a
 path locks it. A slot in the tree is never written, so nothing is ever copied; what no sequence
-locks is a cache, and its least recently used leaves are evicted when slots are needed. Each salt
+locks is a cache, and its leaves of lowest rank are evicted when slots are needed. Each salt
 (an adapter, a tenant) has a root of its own.
+
+The rank is when a node was last matched (`lru`), or how many requests have used it (`lfu`). What
+was popular once must go in the end: a node's uses are counted on top of the rank of what was
+evicted last (LFU with dynamic aging; Arlitt et al., "Evaluating content management techniques for
+Web proxy caches", 2000).
 """
 
 from __future__ import annotations
@@ -44,10 +49,11 @@ class Node:
         "locks",
         "parent",
         "queued",
+        "rank",
         "seen_by",
         "slots",
         "tokens",
-        "used_at",
+        "uses",
     )
 
     def __init__(self, tokens: Tokens, slots: Slots, parent: Node | None) -> None:
@@ -57,7 +63,9 @@ class Node:
         self.children: dict[int, Node] = {}
         #: Sequences that use this node or one below it.
         self.locks = 0
-        self.used_at = 0
+        #: The lowest is evicted first; and requests that have used it, if these are counted.
+        self.rank = 0
+        self.uses = 1
         #: Whether its parent knows it: `match` finds it, and it outlives its last lock.
         self.listed = True
         #: Whether it is in the queue for eviction.
@@ -69,18 +77,26 @@ class Node:
 
 
 class RadixTree:
-    """Prefixes by salt."""
+    """Prefixes by salt.
 
-    def __init__(self) -> None:
+    Args:
+        by_uses: evict by uses, and not by time.
+    """
+
+    def __init__(self, *, by_uses: bool = False) -> None:
         #: Tokens in all nodes, and in locked ones.
         self.tokens = 0
         self.locked_tokens = 0
         self._roots: dict[str, Node] = {}
         self._unlisted: set[Node] = set()
-        #: (used_at, ticket, node): every leaf without locks is queued, once. Changes since then are
+        #: Tokens that have been evicted since the start.
+        self.evicted = 0
+        #: (rank, ticket, node): every leaf without locks is queued, once. Changes since then are
         #: noticed when it is taken out.
         self._leaves: list[tuple[int, int, Node]] = []
         self._tickets = itertools.count()
+        self._by_uses = by_uses
+        #: By time: what matches have; by uses: what was evicted last.
         self._clock = 0
         #: Hears of what is added and removed; None: nobody asks.
         self.log: BlockLog | None = None
@@ -92,7 +108,7 @@ class RadixTree:
 
     def match(self, tokens: Tokens, salt: str = "") -> tuple[Node, int]:
         """The node that ends the longest known prefix of `tokens`, and that prefix's length."""
-        self._clock += 1
+        self._clock += not self._by_uses
         node, at = self.root(salt), 0
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
@@ -101,7 +117,8 @@ class RadixTree:
             common = _common_prefix(child.tokens, tokens[at:])
             if common < len(child.tokens):
                 child = self._split(child, common)
-            child.used_at = self._clock
+            if not self._by_uses:
+                child.rank = self._clock
             node = child
             at += common
         return node, at
@@ -131,7 +148,7 @@ class RadixTree:
             return node
         assert int(tokens[0]) not in node.children, "the tree has this prefix already"
         child = Node(tokens.copy(), slots.copy(), node)
-        child.used_at = self._clock
+        child.rank = self._clock + self._by_uses
         node.children[int(tokens[0])] = child
         self.tokens += len(tokens)
         self._queue_leaf(child)
@@ -149,6 +166,13 @@ class RadixTree:
         self._unlisted.add(child)
         self.tokens += len(tokens)
         return child
+
+    def use(self, node: Node) -> None:
+        """A request has used the path to `node`."""
+        if self._by_uses:
+            for each in _path(node):
+                each.uses += 1
+                each.rank = self._clock + each.uses
 
     def lock(self, node: Node) -> None:
         """Protect the path to `node`."""
@@ -180,9 +204,9 @@ class RadixTree:
         """Remove at least `n` tokens, or all that no sequence uses; their slots."""
         freed: list[Slots] = []
         while self._leaves and n > 0:
-            used_at, _, leaf = heapq.heappop(self._leaves)
+            rank, _, leaf = heapq.heappop(self._leaves)
             leaf.queued = False
-            if leaf.used_at != used_at:
+            if leaf.rank != rank:
                 self._queue_leaf(leaf)
                 continue
             parent = leaf.parent
@@ -190,6 +214,9 @@ class RadixTree:
                 # It is queued again when its last child or lock is gone.
                 continue
             keep = max(len(leaf.tokens) - n, 0)
+            self.evicted += len(leaf.tokens) - keep
+            if self._by_uses:
+                self._clock = max(self._clock, rank)
             if self.log is not None:
                 self.log.cut(leaf, keep)
             freed.append(leaf.slots[keep:])
@@ -217,14 +244,14 @@ class RadixTree:
         evictable = node.listed and not node.locks and not node.children
         if evictable and not node.queued and node.parent is not None:
             node.queued = True
-            heapq.heappush(self._leaves, (node.used_at, next(self._tickets), node))
+            heapq.heappush(self._leaves, (node.rank, next(self._tickets), node))
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` in two; the new upper part. Those who locked `node` keep the lower end."""
         assert node.parent is not None
         # Copies: a view would keep all of the old run in memory after the other half is evicted.
         upper = Node(node.tokens[:at].copy(), node.slots[:at].copy(), node.parent)
-        upper.locks, upper.used_at = node.locks, node.used_at
+        upper.locks, upper.rank, upper.uses = node.locks, node.rank, node.uses
         upper.seen_by, upper.kept_until = node.seen_by, node.kept_until
         node.parent.children[int(node.tokens[0])] = upper
         node.tokens, node.slots = node.tokens[at:].copy(), node.slots[at:].copy()

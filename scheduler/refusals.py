@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenpod.core.messages import PROBE_TOKENS, Advance, Failure, FailureCode, Request
+from tokenpod.core.messages import (
+    PROBE_TOKENS,
+    Advance,
+    BeamParams,
+    Failure,
+    FailureCode,
+    Request,
+)
+from tokenpod.core.sampling import MOST_TOP_TOKENS
+from tokenpod.scheduler.beam_search import BeamSearch
 from tokenpod.scheduler.sequence import Owner, Sequence
 from tokenpod.scheduler.work import Limits
 
@@ -33,8 +42,27 @@ def never_fits(request: Request, limits: Limits) -> str:
         return f"the request needs {need} tokens of KV cache; there are {limits.slots}"
     if samples > limits.max_rows:
         return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
+    if request.adapter and not limits.adapter_slots:
+        return f"adapter {request.adapter} is asked for, and there are no slots for adapters"
+    if request.beam is not None and (problem := _no_search(request, request.beam, limits)):
+        return problem
     if request.probe and (samples > 1 or _bound(request) >= PROBE_TOKENS):
         return f"a probe is one sample of less than {PROBE_TOKENS} tokens, not {need}"
+    return ""
+
+
+def _no_search(request: Request, beam: BeamParams, limits: Limits) -> str:
+    """Why a search is impossible; empty if it is possible."""
+    stopping, width = request.stopping, beam.width
+    if not limits.sharing:
+        return "beam search is asked for: rows of this model keep states of their own"
+    if width != len(request.sequence_ids) or not 1 <= beam.n <= width:
+        return f"{len(request.sequence_ids)} sequences and {beam.n} results of {width} beams"
+    ends = len(stopping.eos_token_ids | stopping.stop_token_ids)
+    if request.top_n_tokens < (least := BeamSearch.needed_tops(width, ends)):
+        return f"a search needs {least} most likely tokens of each beam, not {request.top_n_tokens}"
+    if least > MOST_TOP_TOKENS:
+        return f"{width} beams and {ends} tokens that end the text are more than {MOST_TOP_TOKENS}"
     return ""
 
 

@@ -40,6 +40,8 @@ class _Op:
     waiting: list[int] = field(default_factory=list)
     #: Members with a row that have tokens to be planned or settled.
     open: dict[int, Sequence] = field(default_factory=dict)
+    #: Whether a member has been stepped; those whose masks were late have not.
+    stepped: bool = False
     #: Tokens of each of them that are yet to be planned.
     owed: dict[int, int] = field(default_factory=dict)
     begun: bool = False
@@ -117,6 +119,17 @@ class Routed:
             self.ops = [op for op in self.ops if not op.done]
         return [_answer(op) for op in done]
 
+    def names(self, sequence: Sequence) -> bool:
+        """Whether a step that is asked for names a sequence: only then can its end be told."""
+        return any(sequence.id in op.members for op in self.ops)
+
+    def unsampled(self, sequence: Sequence) -> None:
+        """A sequence of the step that settles got no token: its mask was late."""
+        self.taken_back(sequence, 1)
+        for op in self.ops:
+            if sequence.id in op.open:
+                op.waiting.append(sequence.id)
+
     def taken_back(self, sequence: Sequence, n: int) -> None:
         """The last `n` positions of a sequence are to be computed again."""
         if sequence.id in self._admitted:
@@ -135,6 +148,10 @@ class Routed:
         for op in self.ops:
             if sequence.id in op.open and not sequence.in_flight and not op.owed[sequence.id]:
                 del op.open[sequence.id]
+                op.stepped |= sequence.id not in op.waiting
+                if op.waits and not (op.open or op.stepped):
+                    # All came too late: the answer waits for the first of their masks.
+                    op.begun = False
 
     def _plan_op(self, op: _Op, budget: int, step: StepBuilder) -> int:
         """Add the tokens that an `Advance` has open; how many of them are of prompts."""
@@ -183,7 +200,11 @@ class Routed:
 
     def _begin(self, op: _Op) -> None:
         """Find the members that can have a part in a step; repeated until there is one."""
-        ready = {i: sequence for i, sequence in op.members.items() if i in self._admitted}
+        ready = {
+            i: sequence
+            for i, sequence in op.members.items()
+            if i in self._admitted and not sequence.paused
+        }
         op.waiting = [i for i in op.members if i not in ready]
         op.owed = {i: _promised(sequence, op.chunks.get(i, 0)) for i, sequence in ready.items()}
         op.open = {i: sequence for i, sequence in ready.items() if op.owed[i]}

@@ -20,6 +20,7 @@ class Rows:
         self._free = list(range(total - 1, -1, -1))
         self._promised = 0
         self._fresh: list[Sequence] = []
+        self._renewed: list[Sequence] = []
         self._freed: list[int] = []
 
     @property
@@ -36,6 +37,11 @@ class Rows:
         sequence.row = self._free.pop()
         self._fresh.append(sequence)
 
+    def renew(self, sequence: Sequence) -> None:
+        """Its row begins anew, with what the sequence has then."""
+        if sequence not in self._fresh:
+            self._renewed.append(sequence)
+
     def give_probe(self, sequence: Sequence) -> None:
         """Give a liveness probe the row that is reserved for it."""
         assert not self._probing, "one probe at a time"
@@ -51,6 +57,8 @@ class Rows:
             self._fresh.remove(sequence)
         else:
             self._freed.append(sequence.row)
+            if sequence in self._renewed:
+                self._renewed.remove(sequence)
         if sequence.row == self._total:
             self._probing = False
         else:
@@ -58,8 +66,8 @@ class Rows:
         sequence.row = -1
 
     def take_fresh(self) -> list[Sequence]:
-        """Sequences that got a row since the last call."""
-        fresh, self._fresh = self._fresh, []
+        """Sequences that got a row since the last call, or whose row begins anew."""
+        fresh, self._fresh, self._renewed = self._fresh + self._renewed, [], []
         return fresh
 
     def take_freed(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,10 @@ from tokenpod.core.messages import FinishCode, Request
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
 from tokenpod.scheduler.table import Table
+from tokenpod.scheduler.tails import Tails
+
+if TYPE_CHECKING:
+    from tokenpod.scheduler.beams import Group
 
 
 class Owner(Enum):
@@ -43,6 +48,7 @@ END_STATES = {
     FinishCode.TIME_LIMIT: EndState.LENGTH,
     FinishCode.EOS: EndState.STOPPED,
     FinishCode.STOP_TOKEN: EndState.STOPPED,
+    FinishCode.CONSTRAINT: EndState.STOPPED,
     FinishCode.ABORTED: EndState.ABORTED,
 }
 
@@ -94,11 +100,18 @@ class Sequence:
         self.table = table
         self.place = table.take()
         table.adapted += request.adapter > 0
+        self.constrained = request.constraint is not None
+        table.constrained += self.constrained
+        table.masked[self.place] = self.constrained
         #: [needed] the tokens at the positions that must be computed.
         self.inputs = prompt
         table.needed[self.place] = self.needed
         table.bound[self.place] = self.bound
-        table.drafts[self.place] = request.drafts
+        # Drafts would need a mask each; and beams follow one another's tokens.
+        drafted = request.constraint is None and request.beam is None
+        # Under a constraint each token waits for its mask, which follows from the one before.
+        free = drafted and request.constraint is None
+        table.drafts[self.place] = request.drafts if free else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
         #: Its place in the queue within its priority.
@@ -106,6 +119,8 @@ class Sequence:
         self.outputs: list[int] = []
         #: Prompt tokens that were found in the tree when it was first admitted.
         self.cached = 0
+        #: Where its adapter lies while it runs, from 1; 0: it has none.
+        self.adapter_slot = 0
         #: When its first step was planned, in nanoseconds; 0: not yet.
         self.began_at = 0
         self.finish = FinishCode.RUNNING
@@ -117,11 +132,16 @@ class Sequence:
         self.node: Node | None = None
         #: Private slots, by position.
         self.extents: list[Extent] = []
+        #: Of a beam: what it has in place of `extents`, together with the others of its search.
+        self.tails: Tails | None = None
+        #: Of a beam: its search.
+        self.group: Group | None = None
 
     def leave(self) -> None:
         """Give the place in the table back: the sequence has ended and has no slots."""
         self.table.give_back(self.place)
         self.table.adapted -= self.request.adapter > 0
+        self.table.constrained -= self.constrained
         self.place = 0
 
     def restart(self) -> None:
@@ -141,6 +161,7 @@ class Sequence:
     shared = Counted("Of these, the first ones that are in the tree.")
     launched = Counted("Outputs that have been sampled or are being sampled.")
     in_flight = Counted("Steps launched and not settled.")
+    paused = Counted("Whether its next mask is late; nothing of it is planned until it comes.")
     drafted = Counted("Drafted tokens in the step in flight.")
 
     @property

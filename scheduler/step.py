@@ -80,6 +80,20 @@ class _Piece:
         return vectors_of(self.sequence.request, self.start, self.start + len(self.slots))
 
 
+class _Output(_Piece):
+    """The last output of a beam, which was chosen among those of all."""
+
+    __slots__ = ()
+
+    @property
+    def tokens(self) -> Tokens:
+        return np.array(self.sequence.outputs[-1:], np.int32)
+
+    @property
+    def scored(self) -> bool:
+        return False
+
+
 class StepBuilder:
     """Collects the rows of a step; `finish` puts them into columns.
 
@@ -142,18 +156,35 @@ class StepBuilder:
         self._kv.table.drafted[sequence.place] = len(drafts)
         self._pieces.append(_Piece(sequence, start, slots, drafts))
 
+    def extend_beams(self, sequences: list[Sequence]) -> None:
+        """Add the last output of each beam of a search. Raises OutOfSlots."""
+        tails = sequences[0].tails
+        assert tails is not None
+        slots = self._kv.extend_tails(tails, sequences)
+        for at, sequence in enumerate(sequences):
+            self._pieces.append(_Output(sequence, sequence.computed, slots[at : at + 1]))
+            sequence.computed += 1
+            sequence.launched += 1
+
     @property
     def empty(self) -> bool:
         """Whether nothing has been added."""
         return not (self._decoding or self._pieces)
 
-    def finish(self, number: int, fresh: list[Sequence], freed: list[int]) -> Step:
+    def finish(
+        self,
+        number: int,
+        fresh: list[Sequence],
+        freed: list[int],
+        puts: list[tuple[int, int]] | None = None,
+    ) -> Step:
         """Make the plan.
 
         Args:
             number: of the step.
             fresh: sequences that got a row since the last step.
             freed: rows that were given back since then.
+            puts: slots of adapters, and what is to be put there first.
         """
         ones = [piece for piece in self._pieces if len(piece.slots) == 1]
         longer = [piece for piece in self._pieces if len(piece.slots) > 1]
@@ -176,9 +207,11 @@ class StepBuilder:
             freed=len(freed),
             new=len(fresh),
             prefix=sum(map(len, prefixes)),
-            adapters=len(places) if self._kv.table.adapted else 0,
+            adapters=len(places) if self._adapted(sequences) else 0,
+            masked=len(places) if self._kv.table.constrained else 0,
             given=sum(map(len, given)),
             width=given[0].shape[1] if given else 0,
+            puts=len(puts or ()),
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -191,7 +224,11 @@ class StepBuilder:
             np.concatenate(given, out=plan.given)
             plan.t_token[plan.t_token <= GIVEN] = GIVEN - np.arange(counts.given)
         if counts.adapters:
-            plan.r_adapter[:] = [sequence.request.adapter for sequence in sequences]
+            plan.r_adapter[:] = [sequence.adapter_slot for sequence in sequences]
+        if puts:
+            plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
+        if counts.masked:
+            plan.r_masked[:] = self._kv.table.masked[places] & plan.r_samples
         if freed:
             plan.freed[:] = freed
         if fresh:
@@ -201,6 +238,9 @@ class StepBuilder:
             np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
         self._kv.table.in_flight[places] += 1
         return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap)
+
+    def _adapted(self, sequences: list[Sequence]) -> bool:
+        return self._kv.table.adapted > 0 and any(s.adapter_slot for s in sequences)
 
     def _fill_rows(self, plan: StepPlan, places: Ints, longer: list[_Piece]) -> None:
         table, ends = self._kv.table, self._kv.table.computed[places]

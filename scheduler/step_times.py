@@ -6,12 +6,17 @@ import numpy as np
 import numpy.typing as npt
 
 #: Sizes that are told apart, rising; a larger step counts as the last.
-_SIZES = np.array([*range(1, 9), 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128])
+_RANGES = (range(1, 9), range(10, 17, 2), range(20, 33, 4), range(40, 65, 8), range(80, 129, 16))
+_SIZES = np.concatenate([*_RANGES, range(160, 257, 32), (320, 384)])
 #: What one more step of a size changes its time by, and by how much it may be out of the ordinary.
 _SMOOTHING = 1 / 8
 _OUTLIER = 2.0
-#: A size that has not been seen for so many steps is unknown again: contexts have grown since.
+#: Of the first steps of a size the shortest counts: one that was held up must not count for long.
+_FIRST = 4
+#: A size that has not been seen for so many steps is unknown again: contexts have grown since. One
+#: that was seen once is so after fewer, twice as many for each time more: it may have been held up.
 _MEMORY = 512
+_SHORT_MEMORY = 64
 
 
 class StepTimes:
@@ -19,7 +24,9 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._times = np.zeros(len(_SIZES))
-        self._seen = np.full(len(_SIZES), -_MEMORY)
+        #: The step from which on a size is unknown, and how often it was seen.
+        self._until = np.zeros(len(_SIZES), np.int64)
+        self._counts = np.zeros(len(_SIZES), np.int64)
         self._steps = 0
 
     def note(self, tokens: int, took: int) -> None:
@@ -27,26 +34,32 @@ class StepTimes:
         self._steps += 1
         at = min(int(_SIZES.searchsorted(tokens)), len(_SIZES) - 1)
         usual = self._times[at]
-        if self._steps - self._seen[at] >= _MEMORY:
-            self._times[at] = took
+        if not self._counts[at] or self._steps >= self._until[at] + _MEMORY:
+            self._times[at], self._counts[at] = took, 0
+        elif self._counts[at] < _FIRST:
+            self._times[at] = min(took, usual)
         else:
             self._times[at] += _SMOOTHING * (min(took, _OUTLIER * usual) - usual)
-        self._seen[at] = self._steps
+        memory = _SHORT_MEMORY << min(int(self._counts[at]), _FIRST - 1)
+        self._until[at] = self._steps + memory
+        self._counts[at] += 1
 
     def of(self, tokens: float) -> float | None:
         """What a step of so many tokens takes; None: nothing is known of any.
 
-        Between sizes that are known it rises in a line, and beyond them it is that of the nearest:
-        a size that was never tried is taken to be cheap, so that it is tried.
+        Between sizes that are known it rises in a line. Up to twice the largest of them it is that
+        one's, and grows with the tokens from there: sizes that were never tried are taken to be
+        cheap, so that they are tried, but not all at once.
         """
         known = self._known
         if not len(known):
             return None
-        return float(np.interp(tokens, _SIZES[known], self._times[known]))
+        far = max(tokens / (2 * _SIZES[known[-1]]), 1.0)
+        return float(far * np.interp(tokens, _SIZES[known], self._times[known]))
 
     @property
     def _known(self) -> npt.NDArray[np.intp]:
-        return np.flatnonzero(self._steps - self._seen < _MEMORY)
+        return np.flatnonzero(self._steps < self._until)
 
 
 class Costs:

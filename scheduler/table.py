@@ -49,12 +49,17 @@ class Table:
     row: Ints
     #: The extent that grows (see `slots.SlotAllocator`); 0: none.
     tail: Ints
+    #: 1: its tokens wait for masks, so it may miss steps.
+    masked: Ints
+    #: 1: its next mask is late; it has no part in steps until that is there.
+    paused: Ints
 
     def __init__(self) -> None:
         self._columns = np.zeros((len(_NAMES), _FIRST_PLACES), np.int64)
         self._free = list(range(_FIRST_PLACES - 1, 0, -1))
-        #: Sequences that have an adapter.
+        #: Sequences that have an adapter, and those under a constraint.
         self.adapted = 0
+        self.constrained = 0
         self._name_columns()
 
     def take(self) -> int:

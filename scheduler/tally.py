@@ -82,17 +82,29 @@ class Tally(ABC):
         """See `Ledger`."""
         self._add(sequence, sequence.bound - sequence.shared)
 
+    def searching(self, sequences: Listing[Sequence]) -> None:
+        """See `Ledger`."""
+        self._company.note(sequences)
+        for sequence in sequences:
+            self.reserved(sequence)
+
     def prefilling(self, sequence: Sequence) -> None:
         """See `Ledger`."""
         self._company.note((sequence,))
-        self._add(sequence, self.need(sequence))
+        if sequence.group is None:
+            self._add(sequence, self.need(sequence))
+        else:
+            self.reserved(sequence)
 
     def siblings(self, first: Sequence, sequences: Iterable[Sequence]) -> None:
         """See `Ledger`. The prompt is there once, counted with the first."""
         del first
         for sequence in sequences:
             self._company.note((sequence,))
-            self._add(sequence, self.sibling_need(sequence))
+            need = self.sibling_need(sequence)
+            if sequence.group is not None:
+                need = sequence.bound - sequence.needed + 1
+            self._add(sequence, need)
 
     @property
     def mark(self) -> int:

@@ -21,11 +21,16 @@ class Limits:
     prefill_tokens: int
     #: Keep keys and values for later prompts with the same prefix.
     prefix_caching: bool = True
+    #: What is forgotten first: "lru" what was used longest ago, "lfu" what few requests have used.
+    prefix_eviction: str = "lru"
     #: Whether sequences can begin with slots that another has computed: samples of a request with
     #: its prompt, later ones with a cached prefix. Not where each row keeps a state of its own.
     sharing: bool = True
     #: Whether the model gives tokens of prompts log probabilities.
     scores_prompts: bool = True
+    #: Adapters that running sequences can have at once, and those that have been read.
+    adapter_slots: int = 0
+    adapters: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -35,6 +40,8 @@ class Settled:
     sequence_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finishes: list[FinishCode] = field(default_factory=list)
+    #: By index into these: of tokens that were not sampled in this step, but chosen in a search.
+    logprobs: dict[int, float] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     advanced: list[Advanced] = field(default_factory=list)

@@ -20,7 +20,7 @@ from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource
 
-from tokenpod.service.config_rules import contradictions, flag
+from tokenpod.service.config_rules import contradictions, flag, named_adapters
 from tokenpod.service.settings import VARIABLE_PREFIX, Settings
 
 #: Variables of the client commands, which are no settings of the server.
@@ -33,6 +33,9 @@ LAUNCHER_VARIABLES = {
     "master_port": "MASTER_PORT",
 }
 
+#: What TGI's launcher reads and has no other meaning, by our setting's name.
+TGI_VARIABLES = {"lora_adapters": "LORA_ADAPTERS"}
+
 #: Kubernetes sets variables in every pod for a Service named `tokenpod`: TOKENPOD_PORT is a URL.
 _SERVICE_LINK = re.compile(r"^(tcp|udp|sctp)://")
 _SERVICE_VARIABLE = re.compile(r"_SERVICE_(HOST|PORT)(_|$)|_PORT(_\d+_(TCP|UDP|SCTP).*)?$")
@@ -43,6 +46,8 @@ _MANY_DESCRIPTORS = 1 << 20
 
 #: Requests that are taken, running and waiting, in multiples of those that run at once.
 _BATCHES_TAKEN = 4
+#: Slots for adapters, where their number is not set.
+_MOST_USUAL_ADAPTERS = 32
 #: Prompt tokens that may wait however small the KV cache is.
 _LEAST_QUEUE_TOKENS = 131_072
 #: Memory that calls may hold however few are taken.
@@ -58,6 +63,8 @@ class _Environment(EnvSettingsSource):
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
         value, key, is_complex = super().get_field_value(field, field_name)
+        if value is None and field_name in TGI_VARIABLES:
+            value = os.environ.get(TGI_VARIABLES[field_name]) or None
         if isinstance(value, str) and _SERVICE_LINK.match(value):
             return None, key, is_complex
         return value, key, is_complex
@@ -170,6 +177,13 @@ class ServerSettings(Settings):
     def resolved_batch_size(self) -> int:
         """Sequences that run at once."""
         return self.max_batch_size or (64 if self.resolved_device == "cpu" else 512)
+
+    @property
+    def resolved_adapters(self) -> int:
+        """Adapters that running sequences can have at once."""
+        if self.max_adapters is not None:
+            return self.max_adapters
+        return min(len(named_adapters(self.lora_adapters)), _MOST_USUAL_ADAPTERS)
 
     @property
     def resolved_concurrent_requests(self) -> int:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: A unix socket's path has at most 107 bytes on Linux.
 _MOST_SOCKET_BYTES = 107
+#: Of an adapter's name, in UTF-8.
+MOST_ADAPTER_NAME_BYTES = 256
 #: What it ends in until the model is ready.
 SOCKET_SUFFIX = ".new"
 
@@ -22,6 +24,7 @@ _FILES = (
     "tls_key",
     "tls_client_ca",
     "auth_token_file",
+    "adapter_token_file",
     "shard_tls_cert",
     "shard_tls_key",
     "shard_tls_ca",
@@ -43,11 +46,35 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def named_adapters(text: str | None) -> list[tuple[str, str]]:
+    """Names and places of `NAME=PATH,PATH`; a place alone is its own name.
+
+    Raises ValueError for what is no such list.
+    """
+    found: dict[str, str] = {}
+    for part in (text or "").split(","):
+        if not (part := part.strip()):
+            continue
+        name, equals, place = part.partition("=")
+        name, place = (name.strip(), place.strip()) if equals else (part, part)
+        if not name or not place:
+            raise ValueError(f"{part!r} is not NAME=PATH")
+        if len(name.encode()) > MOST_ADAPTER_NAME_BYTES or not name.isprintable():
+            raise ValueError(
+                f"{name[:80]!r} is no name of 1 to {MOST_ADAPTER_NAME_BYTES} printable bytes"
+            )
+        if name in found:
+            raise ValueError(f"{name} is named twice")
+        found[name] = place
+    return list(found.items())
+
+
 def contradictions(settings: ServerSettings) -> Iterator[str]:
     """What is wrong with settings that are right one by one."""
     yield from _model_faults(settings)
     yield from _order_faults(settings)
     yield from _memory_faults(settings)
+    yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
@@ -55,6 +82,8 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
 
 
 def _model_faults(s: ServerSettings) -> Iterator[str]:
+    if s.quantize_head and s.quantize == "none":
+        yield "--quantize-head needs --quantize: it says what the head is made into"
     if s.config_override is None:
         return
     try:
@@ -78,6 +107,29 @@ def _order_faults(s: ServerSettings) -> Iterator[str]:
 def _memory_faults(s: ServerSettings) -> Iterator[str]:
     if s.kv_cache_dtype != "auto" and s.resolved_device == "cpu":
         yield f"--kv-cache-dtype is {s.kv_cache_dtype}: it needs a GPU, and the model runs on a CPU"
+
+
+def _adapter_faults(s: ServerSettings) -> Iterator[str]:
+    try:
+        named = named_adapters(s.lora_adapters)
+    except ValueError as error:
+        yield f"--lora-adapters is {(s.lora_adapters or '')[:80]}: {error}"
+        return
+    if named and s.max_adapters == 0:
+        yield "--max-adapters is 0: --lora-adapters names some"
+    if len(named) > s.max_loaded_adapters:
+        yield (
+            f"--lora-adapters names {len(named)}: at most --max-loaded-adapters, which is"
+            f" {s.max_loaded_adapters}, are kept"
+        )
+    if s.adapter_folder is not None and not s.adapter_folder.is_dir():
+        yield f"--adapter-folder is {s.adapter_folder}: there is no such folder"
+    if s.adapter_token_file is None:
+        return
+    if s.adapter_folder is None:
+        yield f"--adapter-token-file is {s.adapter_token_file}: --adapter-folder is needed with it"
+    if not s.resolved_adapters:
+        yield f"--adapter-token-file is {s.adapter_token_file}: --max-adapters is needed with it"
 
 
 def _batching_faults(s: ServerSettings) -> Iterator[str]:

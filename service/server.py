@@ -26,9 +26,10 @@ from typing import Any
 
 import uvloop
 
-from tokenpod.core.messages import Ready
+from tokenpod.core.messages import Ready, Vocabulary
 from tokenpod.service.config import ServerSettings, SettingsError
 from tokenpod.service.dialects.registry import TABLE
+from tokenpod.service.pod.adapters import adapter_folders
 from tokenpod.service.pod.client import EngineLost
 from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.counters import PodCounters
@@ -53,7 +54,13 @@ from tokenpod.service.rpc.certificates import credentials
 from tokenpod.service.rpc.health import HealthBoard, serve_health
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import ErrorInterceptor
-from tokenpod.service.rpc.listen import StartError, bind_all, check_ports, public_server
+from tokenpod.service.rpc.listen import (
+    StartError,
+    authorising_adapters,
+    bind_all,
+    check_ports,
+    public_server,
+)
 from tokenpod.service.rpc.relay import serve_relay
 from tokenpod.service.rpc.router_socket import RouterSocket
 from tokenpod.service.serving.backend import Backend
@@ -71,11 +78,15 @@ log = logging.getLogger("tokenpod")
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A pod's first front end; `engine_command` is what runs the engine."""
+    """A pod's first front end; `engine_command` is what runs the engine.
+
+    `adapters`: names and folders of those that are loaded with the model.
+    """
 
     settings: ServerSettings
     model_folder: Path
     engine_command: Sequence[str] = ENGINE_COMMAND
+    adapters: Sequence[tuple[str, str]] = ()
 
     async def run(self) -> int:
         """Serve until a signal; the process's exit status. Raises StartError."""
@@ -151,6 +162,7 @@ class Server:
         shard_url, socket = address, None
         if (path := settings.socket_path) is not None:
             trusting = [*telemetry.interceptors(TABLE.untraced), ErrorInterceptor()]
+            trusting += authorising_adapters(settings, TABLE)
             trusting.append(intake_of(settings, backend, trusted=True))
             socket = await RouterSocket.listen(settings, path, backend, board, trusting)
             stack.push_async_callback(socket.stop, None)
@@ -216,7 +228,7 @@ class Server:
         drains = DrainRequests(leads=settings.leads)
         life.callback(drains.close)
         ranks = await Ranks.start(
-            engine_options(settings, self.model_folder, state.listener.address),
+            engine_options(settings, self.model_folder, state.listener.address, self.adapters),
             bar.update,
             self.engine_command,
             links=state.counters.count,
@@ -268,6 +280,7 @@ class Server:
                 ready = await ranks.ready()
                 encoder.tokenizer.check(ready.vocab_size)
                 check_limits(self.settings, ready)
+                await self._tell_vocabulary(ranks, encoder)
                 await others.serving()
                 return encoder, ready
         except (TokenizerError, FrontEndLost, SettingsError) as error:
@@ -278,6 +291,13 @@ class Server:
             raise
         except TimeoutError as error:
             raise StartError(state.startup.too_long) from error
+
+    async def _tell_vocabulary(self, ranks: Ranks, encoder: Encoder) -> None:
+        """Let the engine that plans know what tokens stand for: constraints need it."""
+        if self.settings.leads:
+            known = await asyncio.to_thread(encoder.tokenizer.token_bytes)
+            if known is not None:
+                ranks.client.send(Vocabulary(*known))
 
     def _open(
         self,
@@ -340,8 +360,8 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
     """Run a server in this process; its exit status. One line on standard error if it can't."""
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
-        folder = model_folder(settings)
-        return uvloop.run(Server(settings, folder, engine_command).run())
+        folder, adapters = model_folder(settings), adapter_folders(settings.lora_adapters)
+        return uvloop.run(Server(settings, folder, engine_command, adapters).run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)
         return 1

@@ -95,6 +95,24 @@ class Settings(BaseSettings):
     value: its config says how, and the name of a layout (gptq, awq, marlin, compressed-tensors,
     modelopt, fp8, bitsandbytes) is compared with it. Of a dense checkpoint eetq and bitsandbytes
     make int8, bitsandbytes-nf4 and bitsandbytes-fp4 int4."""
+    quantize_head: bool = _model(False)
+    """Make the head's weight in that format too. A head that is the embedding is then held twice,
+    and read in fewer bits."""
+    lora_adapters: str | None = _model(min_length=1)
+    """LoRA adapters that are loaded with the model, as `NAME=PATH,NAME=PATH@REVISION`: folders in
+    PEFT's layout, or names that are looked up in the local Hugging Face cache. A place without a
+    name is its own. TGI's variable LORA_ADAPTERS means the same."""
+    adapter_folder: Path | None = _model()
+    """Folder below which AdapterService may load adapters; each pod of a group has its own."""
+    max_loaded_adapters: int = _memory(128, ge=1, le=4096)
+    """Adapters that are kept in the host's memory at once, those of lora-adapters among them."""
+    max_adapters: int | None = _memory(
+        derived="as many as lora-adapters names, 32 at most", ge=0, le=1024
+    )
+    """Adapters that running sequences can have at once; others wait in the host's memory. Their
+    memory is taken at the start."""
+    max_adapter_rank: int = _memory(64, ge=1, le=512)
+    """Largest rank of an adapter. Each of max-adapters takes memory for it."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""
@@ -177,6 +195,17 @@ class Settings(BaseSettings):
     max_logit_bias: int = _limit(1024, ge=0)
     """Entries of logit_bias and of stop_token_ids, and of allowed_token_ids and tokens of bad_words
     together."""
+    max_constraint_bytes: int = _limit(256 * 1024, ge=1, le=16 * 1024**2)
+    """Bytes of a constraint: a JSON schema, a regular expression, a grammar, a choice or tags."""
+    constraint_compile_timeout: float = _limit(5.0, gt=0, le=600)
+    """Seconds in which a constraint must be compiled and have its first mask; else its request is
+    refused."""
+    constraint_mask_timeout: float = _limit(0.5, gt=0, le=60)
+    """Seconds that each further mask of a constrained text may take; else that text ends."""
+    constraint_workers: int = _limit(0, ge=0, le=64, derived="half of the cores, 8 at most")
+    """Threads of the engine that make masks of constrained texts; 0: by the number of cores."""
+    constraint_cache_bytes: int = _memory(256 * 1024**2, ge=0)
+    """Memory for compiled constraints that are kept for later requests, about."""
 
     max_batch_size: int | None = _memory(derived="64 on a CPU, 512 on a GPU", ge=1, le=65_536)
     """Sequences that run at once."""
@@ -201,6 +230,12 @@ class Settings(BaseSettings):
     """With batching alternate: after so many tokens any number of waiting requests interrupts."""
     prefix_caching: bool = _memory(True)
     """Keep keys and values of prompts, and use them for later prompts that begin alike."""
+    prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
+    """Which of them make room for others. lru: those that were used longest ago; lfu: those that
+    few requests have used."""
+    speculate: int = _memory(0, ge=0, le=32)
+    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams): it
+    keeps those that it would have generated. Tokens stay the same. 0: none."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""
@@ -234,6 +269,10 @@ class Settings(BaseSettings):
     """Require client certificates signed by these authorities (PEM)."""
     auth_token_file: FilePath | None = _security()
     """Accept only calls with one of these bearer tokens, one per line; read again on change."""
+
+    adapter_token_file: FilePath | None = _security()
+    """Switch AdapterService of tokenpod.v1 on, for calls with one of these bearer tokens, one per
+    line; read again on change. Tokens of auth-token-file do not count there."""
 
     otlp_endpoint: str | None = _telemetry(pattern=r"^https?://[^/\s]+/?$")
     """OTLP collector (gRPC) for traces and metrics, such as `http://collector:4317`."""

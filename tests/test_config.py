@@ -100,21 +100,25 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     (tmp_path / "pem").write_text("x")
     pem = str(tmp_path / "pem")
     files = ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file")
+    files += ("adapter_token_file",)
     files += ("shard_tls_cert", "shard_tls_key", "shard_tls_ca")
     (tmp_path / "settings.yaml").write_text("port: 50051")
     odd = dict.fromkeys(files, pem) | {"config": str(tmp_path / "settings.yaml")}
     odd |= {"kv_cache_dtype": "fp8_e4m3", "device": "cuda", "dtype": "float16"}
     odd |= {"quantize": "int8", "unknown_fields": "ignore", "config_override": "{}"}
     odd |= {"log_level": "error", "json_output": "true", "prefix_caching": "false"}
+    odd |= {"prefix_eviction": "lfu"}
     odd |= {
         "require_manifest": "true",
+        "quantize_head": "true",
         "kv_cache_events": "true",
         "generation_config": "none",
         "tool_parser": "hermes",
         "reasoning_parser": "think",
     }
+    odd |= {"adapter_folder": str(tmp_path), "lora_adapters": "a=b"}
     odd |= {"max_router_message_bytes": "2048", "max_front_end_bytes": "2000000"}
-    odd |= {"text_memory_bytes": "200000000"}
+    odd |= {"text_memory_bytes": "200000000", "constraint_cache_bytes": "1000"}
     odd |= {"memory_fraction": "0.5", "otlp_sample_ratio": "0.5", "otlp_endpoint": "http://c:4317"}
     odd |= {
         "max_message_bytes": "2048",

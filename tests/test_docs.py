@@ -30,7 +30,6 @@ FOREIGN = {
     *("--http2-prior-knowledge", "--protocol"),
     # Of docker and pip.
     *("--tag", "--publish", "--gpus", "--volume", "--extra-index-url"),
-    "--lora-adapters",
 }
 COMMANDS = {name: app.get_command(None, name) for name in app.list_commands()}
 

@@ -47,6 +47,8 @@ class GenerateOptions(TypedDict, total=False):
     watermark: bool
     n: int
     best_of: int
+    #: Fields of `BeamSearch`.
+    beam: Mapping[str, float]
     logprobs: bool
     top_n_tokens: int
     prompt_logprobs: bool

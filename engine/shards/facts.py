@@ -8,13 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import tokenpod
+from tokenpod.core.adapter_files import digest_of
 from tokenpod.core.messages import EngineOptions
 
 #: Of the messages in protos/tokenpod/shard/v1.
-PROTOCOL = 2
+PROTOCOL = 3
 
 #: Options that each rank may have its own way. A new option must agree unless it is named here.
-_LOCAL = frozenset({"model_folder", "device", "threads", "memory_fraction", "placement"})
+_LOCAL = frozenset(
+    {"model_folder", "device", "threads", "memory_fraction", "placement"}
+    | {"adapters", "adapter_folder"}
+)
 _DIGITS = 12
 _INDEX = "model.safetensors.index.json"
 
@@ -31,6 +35,7 @@ def facts_of(options: EngineOptions) -> dict[str, str]:
         "config.json": _digest(_canonical(folder / "config.json")),
         "weights": _weights(folder),
         "device": options.device.partition(":")[0],
+        "adapters": ", ".join(f"{name} {_adapter(folder)}" for name, folder in options.adapters),
         **{
             name: _text(getattr(options, name))
             for name in options.__struct_fields__
@@ -57,6 +62,14 @@ def _weights(folder: Path) -> str:
     index = folder / _INDEX
     digest = _digest(json.dumps(sizes).encode() + (_canonical(index) if index.exists() else b""))
     return f"{digest} ({total} bytes in {len(files)} files)"
+
+
+def _adapter(folder: str) -> str:
+    """What names an adapter's content; one that can't be read has none, and fails later."""
+    try:
+        return digest_of(Path(folder))[:_DIGITS]
+    except OSError:
+        return "unread"
 
 
 def _canonical(file: Path) -> bytes:

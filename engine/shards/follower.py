@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -20,6 +20,7 @@ from tokenpod.core.errors import EngineError, RankLost
 from tokenpod.core.group_messages import Drain
 from tokenpod.core.placement import Placement
 from tokenpod.core.plan import StepPlan
+from tokenpod.core.rank_reads import RankRead
 from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.facts import PROTOCOL
 from tokenpod.engine.shards.transport import METHOD, channel
@@ -30,6 +31,21 @@ _ANSWER_SECONDS = 5.0
 _RETRY_SECONDS = 0.3
 
 LEADER = 0
+
+#: What comes once a group serves.
+_PLANS = (pb.Plan, pb.ReadAdapter, pb.DropAdapter)
+
+
+class FollowerAdapters(Protocol):
+    """A follower's adapters, as its leader says."""
+
+    def read(self, number: int, name: str, path: str, tell: Callable[[RankRead], None]) -> None:
+        """Read one, and tell of it; returns before that."""
+        ...
+
+    def drop(self, number: int) -> None:
+        """Forget one."""
+        ...
 
 
 class PlanStream:
@@ -106,14 +122,28 @@ class PlanStream:
         if not isinstance(message, pb.Serving):
             raise RankLost(f"the group did not come up: {message}")
 
-    def plans(self) -> Iterator[StepPlan]:
-        """Every step's plan, in order. Raises EngineError at a gap, RankLost at the end."""
-        while isinstance(message := self._received.get(), pb.Plan):
+    def plans(self, adapters: FollowerAdapters) -> Iterator[StepPlan]:
+        """Every step's plan, in order. Raises EngineError at a gap, RankLost at the end.
+
+        `adapters` hears of those that come and go, in their order among the plans.
+        """
+        while isinstance(message := self._received.get(), _PLANS):
+            if isinstance(message, pb.ReadAdapter):
+                adapters.read(message.number, message.name, message.path, self._tell_read)
+                continue
+            if isinstance(message, pb.DropAdapter):
+                adapters.drop(message.number)
+                continue
             if message.number != self._begun + 1:
                 raise EngineError(f"plan {message.number} came after plan {self._begun}")
             self._begun = message.number
             yield StepPlan.from_bytes(message.columns)
         raise RankLost(f"there are no more plans: {message}")
+
+    def _tell_read(self, read: RankRead) -> None:
+        """Any thread may call."""
+        told = pb.AdapterRead(number=read.number, digest=read.digest, problem=read.problem)
+        self._outbox.put(pb.FollowRequest(adapter_read=told))
 
     def send_drain(self, drain: Drain) -> None:
         """Ask the leader's front end to drain."""

@@ -26,6 +26,7 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.group_messages import Drain
 from tokenpod.core.placement import Placement
 from tokenpod.core.plan import StepPlan
+from tokenpod.core.rank_reads import RankRead
 from tokenpod.core.silence import Silence
 from tokenpod.engine.shards.facts import PROTOCOL, difference
 from tokenpod.engine.shards.rival import find_rival
@@ -87,6 +88,8 @@ class PlanServer:
         self._plans = 0
         #: Why a rank that came was not let in, by rank; for the operator.
         self._refused: dict[int, str] = {}
+        #: What followers have answered to `read_adapter`.
+        self.reads: SimpleQueue[RankRead] = SimpleQueue()
         #: Another leader in our place.
         self._rival: str | None = None
         #: Guards what is above, and is notified when it changes.
@@ -133,6 +136,20 @@ class PlanServer:
         """The next step, for every follower."""
         self._plans += 1
         self._send(pb.FollowResponse(plan=pb.Plan(number=self._plans, columns=plan.to_bytes())))
+
+    @property
+    def count(self) -> int:
+        """Followers."""
+        return self._placement.world - 1
+
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        """See `adapters.Followers`."""
+        wanted = pb.ReadAdapter(number=number, name=name, path=path)
+        self._send(pb.FollowResponse(read_adapter=wanted))
+
+    def drop_adapter(self, number: int) -> None:
+        """See `adapters.Followers`."""
+        self._send(pb.FollowResponse(drop_adapter=pb.DropAdapter(number=number)))
 
     def send_drain(self, drain: Drain) -> None:
         """Tell a follower's front end that this pod has drained; nothing if it has left."""
@@ -294,6 +311,10 @@ class PlanServer:
                 with self._changed:
                     follower.slots = request.ready.slots
                     self._changed.notify_all()
+            case "adapter_read":
+                read = request.adapter_read
+                found = RankRead(follower.rank, read.number, read.digest, read.problem)
+                self.reads.put(found)
             case "drain":
                 self._on_drain(Drain(follower.rank))
             case "farewell":

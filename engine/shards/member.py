@@ -26,7 +26,7 @@ from tokenpod.core.silence import (
 )
 from tokenpod.engine.shards.control_stream import ControlStream
 from tokenpod.engine.shards.facts import facts_of
-from tokenpod.engine.shards.follower import PlanStream
+from tokenpod.engine.shards.follower import FollowerAdapters, PlanStream
 from tokenpod.engine.shards.leader import PlanServer
 from tokenpod.models.errors import ModelError
 
@@ -110,10 +110,16 @@ class Member:
         assert self._leader is not None
         return _Leading(self._leader, executor)
 
-    def plans(self) -> Iterator[StepPlan]:
+    @property
+    def followers(self) -> PlanServer:
+        """What the leader tells of adapters, and hears."""
+        assert self._leader is not None
+        return self._leader
+
+    def plans(self, adapters: FollowerAdapters) -> Iterator[StepPlan]:
         """The leader's plans, in order. Raises EngineError at a gap, RankLost at the end."""
         assert self._follower is not None
-        return self._follower.plans()
+        return self._follower.plans(adapters)
 
     def fail(self, error: BaseException, line: str) -> NoReturn:
         """The main thread can't go on: report it, unless a lost rank is known; end the process.

@@ -15,6 +15,7 @@ from tokenpod.kernels.cpu.rotary import rotate, store_key_value
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import FormatProducts, Operations
+from tokenpod.kernels.reference.adapters import adapt, plan_adapters
 from tokenpod.kernels.reference.latent import store_latent
 
 plan_latent, attend_latent = latent_of(plan_attention, attention)
@@ -37,6 +38,8 @@ OPERATIONS = Operations(
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
     prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
+    plan_adapters=plan_adapters,
+    adapt=adapt,
     quantised={Int8Weight: FormatProducts(prepare_int8_linear)},
 )
 

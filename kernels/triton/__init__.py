@@ -5,6 +5,7 @@ from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.triton.adapters import adapt, plan_adapters
 from tokenpod.kernels.triton.attention import attention, plan_attention, prepare_capture
 from tokenpod.kernels.triton.experts import prepare_experts
 from tokenpod.kernels.triton.latent import absorbed, plan_tokens, store_latent
@@ -37,6 +38,8 @@ OPERATIONS = Operations(
     prepare_norm_linear=prepare_norm_linear,
     prepare_add_linear=prepare_add_linear,
     prepare_experts=prepare_experts,
+    plan_adapters=plan_adapters,
+    adapt=adapt,
     quantised={Int8Weight: PRODUCTS, Fp8Weight: PRODUCTS, Int4Weight: PRODUCTS},
     prepare_sum_linear=prepare_sum_linear,
     prepare_capture=prepare_capture,

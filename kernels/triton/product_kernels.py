@@ -82,9 +82,9 @@ def multiply_add(
     up = _weight_tile(start_of_up + i, i < k, EVEN) if GATED else w
     if BULK:
         first_row = tl.program_id(0) * BLOCK_N
-        _ask_rows(weight, first_row, n, BLOCK_K, k, BLOCK_N, AHEAD)
+        ask_rows(weight, first_row, n, BLOCK_K, k, BLOCK_N, AHEAD)
         if GATED:
-            _ask_rows(weight, first_row + n, 2 * n, BLOCK_K, k, BLOCK_N, AHEAD)
+            ask_rows(weight, first_row + n, 2 * n, BLOCK_K, k, BLOCK_N, AHEAD)
     else:
         _ask_ahead(start_of_row, BLOCK_K, k, AHEAD)
         if GATED:
@@ -175,9 +175,9 @@ def matrix(
     end = tl.minimum(start + length, k)
     if BULK:
         first_row = tl.program_id(0) * BLOCK_N
-        _ask_rows(weight, first_row, n, start, k, BLOCK_N, AHEAD)
+        ask_rows(weight, first_row, n, start, k, BLOCK_N, AHEAD)
         if GATED:
-            _ask_rows(weight, first_row + n, 2 * n, start, k, BLOCK_N, AHEAD)
+            ask_rows(weight, first_row + n, 2 * n, start, k, BLOCK_N, AHEAD)
     else:
         _ask_ahead(start_of_row, start, k, AHEAD)
         if GATED:
@@ -303,7 +303,7 @@ def _ask_ahead(start_of_row, first, k, AHEAD: tl.constexpr):
 
 
 @triton.jit
-def _ask_rows(weight, row, rows, first, k, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
+def ask_rows(weight, row, rows, first, k, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
     """Prefetch AHEAD bytes, from element `first`, of BLOCK_N rows into the L2 cache, row by row.
 
     A thread asks for each row, so at most as many rows as threads. Addresses and sizes are

@@ -14,9 +14,9 @@ import torch
 from tokenpod.core.model_files import small_files
 from tokenpod.models.convert.gguf_blocks import FORMATS, dequantised
 from tokenpod.models.convert.gguf_config import ARCHITECTURES, Architecture, Metadata, config_of
+from tokenpod.models.convert.gguf_parts import parts_of, read_parts
 from tokenpod.models.convert.source import copy_files
 from tokenpod.models.convert.writer import Planned
-from tokenpod.models.errors import ModelError
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -48,36 +48,22 @@ _PIECE = 1 << 24
 
 
 class Gguf:
-    """One GGUF file; the tensors are read where it is mapped.
+    """A GGUF model; the tensors are read where its files are mapped.
 
     Args:
-        path: of the file.
+        path: of its file, or of one of several.
         dtype: what quantised numbers become.
     """
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
-        try:
-            from gguf import GGUFReader
-        except ImportError:
-            hint = "pip install 'tokenpod[gguf]'"
-            raise ModelError(f"{path}: GGUF files need the package gguf: {hint}") from None
-        self._path, self._dtype = path, dtype
-        try:
-            reader = GGUFReader(path)
-            values = {name: field.contents() for name, field in reader.fields.items()}
-        except MemoryError:
-            raise
-        except Exception as error:
-            # The library meets anything in what is no such file.
-            raise ModelError(f"{path}: not a whole GGUF file ({error})") from None
+        values, tensors = read_parts(path)
+        self._path, self._dtype = parts_of(path)[0], dtype
         self._data = Metadata(values, path)
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._tensors = {tensor.name: tensor for tensor in tensors}
         if self._data.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             text = f"architecture {self._data.architecture} is not supported (supported: {known})"
             raise self._data.error(text)
-        if self._data.get("split.count", 0) > 1:
-            raise self._data.error("it is one of several; join them first (gguf-split --merge)")
         self._about = ARCHITECTURES[self._data.architecture]
 
     def tensors(self) -> Sequence[Planned]:

@@ -18,6 +18,7 @@ from tokenpod.models.checkpoint import INDEX as INDEX_NAME
 from tokenpod.models.checkpoint import SINGLE as SINGLE_NAME
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.convert import lora, pickles
+from tokenpod.models.convert.gguf_parts import parts_of
 from tokenpod.models.convert.gguf_source import Gguf
 from tokenpod.models.convert.source import Safetensors, Source
 from tokenpod.models.convert.writer import Planned, Progress, write_tensors
@@ -111,7 +112,7 @@ def _source(path: Path, dtype: torch.dtype | None) -> Source:
     if any((path / name).is_file() for name in (pickles.SINGLE, pickles.INDEX)):
         return pickles.Pickles(path)
     found = sorted(path.glob("*.gguf"))
-    if len(found) == 1:
+    if found and found == parts_of(found[0]):
         return Gguf(found[0], dtype or torch.bfloat16)
     if found:
         raise ModelError(f"{path} has {len(found)} GGUF files; name one of them")

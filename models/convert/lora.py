@@ -23,12 +23,14 @@ _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_emb
 def merged(tensors: Sequence[Planned], adapter: Path) -> list[Planned]:
     """The base's tensors with an adapter's products added, computed in float32.
 
+    With DoRA ("DoRA: Weight-Decomposed Low-Rank Adaptation", Liu et al., 2024) each output's row of
+    the sum is then brought to the length that the adapter has for it.
+
     Whole tensors of the adapter (`modules_to_save`, trained biases) replace the base's. Raises
     ModelError for adapters of other kinds, and for those of another base.
     """
     fields = read_fields(adapter / CONFIG)
     fields.only("peft_type", "LORA")
-    fields.only("use_dora", False)
     fields.only("layer_replication", None)
     transposed = fields.flag("fan_in_fan_out", False)
     left = {_name(tensor.name): tensor for tensor in tensors_of(adapter / WEIGHTS)}
@@ -42,7 +44,11 @@ def merged(tensors: Sequence[Planned], adapter: Path) -> list[Planned]:
             first, second = (left.pop(stem + end) for end in pair)
             flipped = transposed or pair == _PAIRS[1]
             scale = _scale(fields, stem, first.shape[0])
-            made.append(_added(base, first, second, scale, transposed=flipped))
+            sum_ = _added(base, first, second, scale, transposed=flipped)
+            if fields.flag("use_dora", False):
+                lengths = _lengths(left, stem, adapter, is_linear=pair == _PAIRS[0])
+                sum_ = _of_length(sum_, lengths, by_column=transposed)
+            made.append(sum_.as_dtype(base.dtype))
         else:
             made.append(base)
     if left:
@@ -86,6 +92,34 @@ def _added(
     def read() -> torch.Tensor:
         delta = second.read().float() @ first.read().float()
         delta = delta.t() if transposed else delta
-        return base.read().float().add_(delta, alpha=scale).to(base.dtype)
+        return base.read().float().add_(delta, alpha=scale)
 
-    return Planned(base.name, base.dtype, base.shape, read)
+    return Planned(base.name, torch.float32, base.shape, read)
+
+
+def _lengths(left: dict[str, Planned], stem: str, adapter: Path, *, is_linear: bool) -> Planned:
+    """The lengths of a weight's outputs; older files have another name for them."""
+    names = [f"{stem}.lora_magnitude_vector{end}" for end in (".weight", "")]
+    found = next((left.pop(name) for name in names if name in left), None)
+    if found is None:
+        raise ModelError(f"{adapter / WEIGHTS}: use_dora is true, and it has no {names[0]}")
+    if not is_linear:
+        raise ModelError(f"{adapter / WEIGHTS}: {found.name}: DoRA of embeddings is not supported")
+    return found
+
+
+def _of_length(weight: Planned, lengths: Planned, *, by_column: bool) -> Planned:
+    """A weight whose outputs, its rows or columns, have these lengths."""
+    outputs = weight.shape[int(by_column)]
+    if lengths.shape != (outputs,):
+        raise ModelError(
+            f"{lengths.name} has shape {list(lengths.shape)}; {weight.name} has {outputs} outputs"
+        )
+
+    def read() -> torch.Tensor:
+        numbers, wanted = weight.read(), lengths.read().float()
+        own = numbers.norm(dim=0 if by_column else 1)
+        factor = wanted / own
+        return numbers.mul_(factor if by_column else factor[:, None])
+
+    return Planned(weight.name, weight.dtype, weight.shape, read)

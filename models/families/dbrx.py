@@ -41,23 +41,19 @@ def _experts(ffn: Fields) -> Experts:
     )
 
 
-DBRX = Family(
-    ("DbrxForCausalLM",),
-    _spec,
-    Names(
-        embedding="wte",
-        norm="norm_f",
-        layer="blocks.{i}.",
-        qkv=Fused("norm_attn_norm.attn.Wqkv"),
-        output="norm_attn_norm.attn.out_proj",
-        attention_in="norm_attn_norm.norm_1",
-        mlp_in="norm_attn_norm.norm_2",
-        experts=ExpertNames(
-            "ffn.router.layer",
-            gate=ExpertTensor("ffn.experts.mlp.w1", flat=True),
-            up=ExpertTensor("ffn.experts.mlp.v1", flat=True),
-            down=ExpertTensor("ffn.experts.mlp.w2", flat=True, transposed=True),
-        ),
+_NAMES = Names(
+    embedding="wte",
+    norm="norm_f",
+    layer="blocks.{i}.",
+    qkv=Fused("norm_attn_norm.attn.Wqkv"),
+    output="norm_attn_norm.attn.out_proj",
+    attention_in="norm_attn_norm.norm_1",
+    mlp_in="norm_attn_norm.norm_2",
+    experts=ExpertNames(
+        "ffn.router.layer",
+        gate=ExpertTensor("ffn.experts.mlp.w1", flat=True),
+        up=ExpertTensor("ffn.experts.mlp.v1", flat=True),
+        down=ExpertTensor("ffn.experts.mlp.w2", flat=True, transposed=True),
     ),
-    prefixes=("transformer.",),
 )
+DBRX = Family(("DbrxForCausalLM",), _spec, _NAMES, prefixes=("transformer.",))

@@ -48,9 +48,9 @@ class AwqScheme:
         """Nothing."""
         return {}
 
-    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
+    def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """See `Scheme`."""
-        return self.grouping.bytes_of(outputs, inputs, whole, zeros=True)
+        return self.grouping.bytes_of(outputs, inputs, whole, scale_bytes, zeros=True)
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
         """See `Scheme`."""

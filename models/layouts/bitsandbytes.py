@@ -68,7 +68,7 @@ class Bits4Scheme:
         """Nothing."""
         return {}
 
-    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
+    def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """Half a byte per number, a scale per block, an index and the table."""
         blocks = -(-inputs.stop // _BLOCK) - inputs.start // _BLOCK
         rows = len(outputs) * (-(-len(inputs) // 2) + 4 * blocks)
@@ -139,7 +139,7 @@ class Bits8Scheme:
         """In which order rows lie: in theirs."""
         return {".weight_format": StoredTensor((), ("U8",))}
 
-    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
+    def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """See `Scheme`."""
         return Int8Weight.bytes_of(outputs, inputs)
 

@@ -68,7 +68,7 @@ class Fp8Scheme:
         """Nothing."""
         return {}
 
-    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
+    def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """See `Scheme`."""
         rows, columns = self.block
         if rows is None or columns is None:

@@ -58,9 +58,11 @@ class GptqScheme:
     def _index(self, inputs: int) -> Mapping[str, StoredTensor]:
         return {".g_idx": StoredTensor((inputs,), _WORDS)}
 
-    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
+    def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """With zeros, whether or not all are in the middle."""
-        return self.grouping.bytes_of(outputs, inputs, whole, zeros=True, ordered=self.act_order)
+        return self.grouping.bytes_of(
+            outputs, inputs, whole, scale_bytes, zeros=True, ordered=self.act_order
+        )
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
         """See `Scheme`. Of inputs that are in no order all groups' scales are kept."""

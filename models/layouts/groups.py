@@ -50,17 +50,21 @@ class Grouping:
         return f"int{self.bits}"
 
     def bytes_of(
-        self, outputs: range, inputs: range, whole: int, *, zeros: bool, ordered: bool = False
+        self,
+        outputs: range,
+        inputs: range,
+        whole: int,
+        scale_bytes: int,
+        *,
+        zeros: bool,
+        ordered: bool = False,
     ) -> int:
-        """What a part of a module with `whole` inputs takes.
-
-        Scales have 2 bytes, as published ones do; `ordered` inputs are in any group.
-        """
+        """What a part of a module with `whole` inputs takes; `ordered` ones are in any group."""
+        per_group = scale_bytes + zeros
         if self.bits == 8:
             if self.size is None and not zeros:
                 return Int8Weight.bytes_of(outputs, inputs)
             groups = self.count(whole) if ordered else len(self.touched(inputs, whole)[0])
-            per_group = 5 if zeros else 4
             return len(outputs) * (len(inputs) + per_group * groups) + 4 * len(inputs)
         # As Int4Weight cuts a group at the first input: none is longer than what divides both.
         length = self.length(whole)
@@ -69,7 +73,7 @@ class Grouping:
         block = block_of(length)
         numbers = -(-len(inputs) // block) * block // 2
         index = 12 * len(inputs) if ordered else 0
-        return len(outputs) * (numbers + (3 if zeros else 2) * groups) + index
+        return len(outputs) * (numbers + per_group * groups) + index
 
     def held(
         self,

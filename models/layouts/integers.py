@@ -69,10 +69,12 @@ class PackedScheme:
         """The shape, which follows from config.json."""
         return {".weight_shape": StoredTensor((2,), ("I64", "I32"))}
 
-    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
+    def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """See `Scheme`."""
         zeros = not self.symmetric
-        return self.grouping.bytes_of(outputs, inputs, whole, zeros=zeros, ordered=self.act_order)
+        return self.grouping.bytes_of(
+            outputs, inputs, whole, scale_bytes, zeros=zeros, ordered=self.act_order
+        )
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
         """See `Scheme`."""
@@ -156,9 +158,9 @@ class SignedScheme:
         """Nothing."""
         return {}
 
-    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
+    def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """See `Scheme`."""
-        return self.grouping.bytes_of(outputs, inputs, whole, zeros=not self.symmetric)
+        return self.grouping.bytes_of(outputs, inputs, whole, scale_bytes, zeros=not self.symmetric)
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:
         """See `Scheme`."""

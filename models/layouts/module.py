@@ -64,8 +64,11 @@ class Scheme(Protocol):
         """What may be there besides."""
         ...
 
-    def bytes_of(self, outputs: range, inputs: range, whole: int) -> int:
-        """What these outputs and inputs, of `whole` inputs, take in memory at most."""
+    def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
+        """What these outputs and inputs, of `whole` inputs, take in memory at most.
+
+        `scale_bytes`: of a scale as stored.
+        """
         ...
 
     def read(self, module: StoredModule, outputs: range, inputs: range) -> QuantisedWeight:

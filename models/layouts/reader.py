@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,12 +10,15 @@ import torch
 
 from tokenpod.kernels.weight import LinearWeight, QuantisedWeight, Stored
 from tokenpod.models.checkpoint import Checkpoint, Quantised
+from tokenpod.models.errors import ModelError
 from tokenpod.models.layouts.module import PublishedLayout, Scheme, StoredModule
 from tokenpod.models.reading import read_dense
 from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Source, StoredTensor, Weight
 
 _WEIGHT = ".weight"
+#: Endings of names of scales that are held as they are stored.
+_SCALES = (".scales", ".weight_scale")
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class PublishedReader:
     """
 
     layout: PublishedLayout
-    #: Names of the checkpoint's tensors; None: only its config is known.
-    there: Collection[str] | None
+    #: None: only its config is known.
+    there: Checkpoint | None
     _schemes: dict[tuple[str, bool], Scheme | None] = field(default_factory=dict)
 
     @property
@@ -67,8 +70,25 @@ class PublishedReader:
             if scheme is not None:
                 outputs, inputs = (shard.part(axis) for axis in source.axes)
                 numbers += len(outputs) * len(inputs)
-                size += scheme.bytes_of(outputs, inputs, source.axes[1].length)
+                size += scheme.bytes_of(
+                    outputs, inputs, source.axes[1].length, self._scale_bytes(_module(source))
+                )
         return Quantised(numbers, size)
+
+    def idle_biases(self, weights: Iterable[Weight], architecture: str) -> list[str]:
+        """Names of biases that the model does not have: some packers write zeros for every module.
+
+        ModelError for one that is not zero.
+        """
+        assert self.there is not None
+        sources = [(weight, source) for weight in weights for source in weight.sources]
+        own = {source.name for _, source in sources}
+        modules = {_module(x) for weight, x in sources if self._scheme(weight, x) is not None}
+        idle = sorted({f"{module}.bias" for module in modules} & self.there.names - own)
+        for name in idle:
+            if bool(self.there.read(name).count_nonzero()):
+                raise ModelError(f"{name} is not zero, and {architecture} has no such bias")
+        return idle
 
     def read(
         self,
@@ -115,6 +135,12 @@ class PublishedReader:
             merged[start : start + len(part)] = part
             start += shape[0]
         return merged if weight.experts is None else merged.view(weight.experts, -1, shapes[0][1])
+
+    def _scale_bytes(self, module: str) -> int:
+        """Of a module's scales; of published ones usually 2."""
+        names = (module + ending for ending in _SCALES)
+        found = (name for name in names if self.there is not None and name in self.there)
+        return max((self.there.number_bytes(name) for name in found if self.there), default=2)
 
     def _scheme(self, weight: Weight, source: Source) -> Scheme | None:
         """Of a source; None: it is dense."""

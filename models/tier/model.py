@@ -17,6 +17,7 @@ from tokenpod.kernels.attention_ops import Heads, KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
+from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.tier.dispatch import Answer, AttentionFunction, Dispatch, RunningStep
 from tokenpod.models.tier.halves import Halves
 from tokenpod.models.tier.masks import describe_mask
@@ -116,6 +117,7 @@ class TransformersModel(ABC):
         self.config = spec
         #: transformers loads all parts of a checkpoint.
         self.unused: Mapping[str, int] = MappingProxyType({})
+        self.adapters: AdapterStore | None = None
         self.quantization = ""
         held = list(halves.model.parameters())
         self.parameters_count = sum(weight.numel() for weight in held)

@@ -56,6 +56,11 @@ def _made(field: FieldDescriptor) -> Callable[[Any], Any] | None:
     return tuple if field.is_repeated else None
 
 
+def unless_unset(message: Any, field: str) -> bool:
+    """A bool that is true unless a client says otherwise."""
+    return getattr(message, field) if message.HasField(field) else True
+
+
 async def copied(ids: Sequence[int]) -> tuple[int, ...]:
     """Token ids of a message. Other tasks get their turn while a long list is copied."""
     found: list[int] = []

@@ -9,6 +9,7 @@ from tokenpod.service.dialects.fmaas.methods import METHODS as FMAAS
 from tokenpod.service.dialects.generate_v1.methods import METHODS as GENERATE_V1
 from tokenpod.service.dialects.generate_v2.methods import METHODS as GENERATE_V2
 from tokenpod.service.dialects.generate_v3.methods import METHODS as GENERATE_V3
+from tokenpod.service.dialects.tokenpod_v1.adapters import METHODS as ADAPTERS
 from tokenpod.service.dialects.tokenpod_v1.methods import METHODS as TOKENPOD_V1
 from tokenpod.service.rpc.health import METHODS as HEALTH
 from tokenpod.service.rpc.methods import Method, MethodTable
@@ -28,6 +29,7 @@ def _of_an_extra() -> Sequence[Method]:
 TABLE = MethodTable(
     [
         *TOKENPOD_V1,
+        *ADAPTERS,
         *GENERATE_V3,
         *GENERATE_V2,
         *GENERATE_V1,

@@ -89,7 +89,8 @@ class SampleWriter(ABC):
                 continue
             sample = samples[index]
             if sample.has_news:
-                self._turn = index + 1
+                # Of a search all have ended: one after the other.
+                self._turn = index + (self.call.beam is None)
                 return self.tokens(sample.take(), index)
             if sample.ending is not None:
                 self._closed.add(index)

@@ -14,9 +14,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tokenpod.core.messages import BeamParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
+    AskedConstraint,
+    ConstraintKind,
     GenerateCall,
     Sampling,
     ShardBatch,
@@ -29,11 +32,15 @@ from tokenpod.service.serving.chats import ChatPrompt
 #: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
 SHARD_STOP_SEQUENCES = 256
 MOST_PRIORITY = 100
+#: Of a beam search, on length.
+MOST_PENALTY = 10
 #: Messages of a chat: each becomes Python objects, here and in a template, however short it is.
 MOST_CHAT_MESSAGES = 4096
 #: Ids that `Tokens` lists: writing a message of more would hold up the event loop.
 MOST_RETURNED_IDS = 262_144
 MOST_REQUEST_ID_BYTES = 256
+#: Texts of a choice.
+MOST_CHOICES = 4096
 #: Likeliest tokens of all positions of a prompt: writing the message of more would hold up the
 #: event loop.
 MOST_PROMPT_TOPS = 32_768
@@ -51,10 +58,14 @@ class RequestLimits:
     max_stop_sequence_bytes: int
     max_top_n_tokens: int
     max_logit_bias: int
+    #: Bytes of a constraint.
+    max_constraint_bytes: int
     #: KV slots: n samples of a request must fit at once.
     slots: int
     #: Sequences that can run at once.
     rows: int
+    #: Tokens that a step may draft for a sequence.
+    drafts: int = 0
 
 
 class NeverFits(InvalidArgument):
@@ -97,14 +108,39 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     """Everything that can be said before the prompt is tokenised."""
     _check_prompt(call, limits)
     _check_sampling(call.sampling, limits)
-    _check_samples(call, limits)
+    if call.beam is not None:
+        _check_beam(call.beam, limits)
+    else:
+        _check_samples(call, limits)
     _check_stopping(call.stopping, limits)
     most = min(limits.max_top_n_tokens, limits.vocab_size)
     for field in ("top_n_tokens", "prompt_top_n_tokens"):
         _at_most(f"output.{field}", getattr(call.output, field), most, "--max-top-n-tokens")
+    _at_most("max_draft_tokens", call.max_draft_tokens or 0, limits.drafts, "--speculate")
     if abs(call.priority) > MOST_PRIORITY:
         _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
     check_request_id(call.request_id)
+    if call.constraint is not None:
+        check_constraint(call.constraint, limits)
+        if call.beam is not None:
+            raise InvalidArgument("sampling.beam", "can't be combined with a constraint")
+        if call.stopping.ignore_eos:
+            problem = "is of no use with a constraint: a text that is whole must be able to end"
+            raise InvalidArgument("stopping.ignore_eos", problem)
+
+
+def check_constraint(asked: AskedConstraint, limits: RequestLimits) -> None:
+    """How long a constraint is, and its choices; the rest is said once it is read."""
+    most = limits.max_constraint_bytes
+    if asked.size > most:
+        problem = f"has {asked.size} bytes; this server allows {most} (--max-constraint-bytes)"
+        raise InvalidArgument(asked.field, problem)
+    if asked.kind is ConstraintKind.CHOICE:
+        few_entries(asked.field, len(asked.texts), MOST_CHOICES)
+        if not asked.texts:
+            raise InvalidArgument(asked.field, "is empty; at least one text is needed")
+        if "" in asked.texts:
+            raise InvalidArgument(f"{asked.field}[{list(asked.texts).index('')}]", "is empty")
 
 
 def check_tokens(call: TokensCall) -> None:
@@ -175,17 +211,34 @@ def check_prompt_tops(prompt_tokens: int, top_n: int) -> None:
         )
 
 
-def check_group(prompt_tokens: int, new_tokens: int, samples: int, limits: RequestLimits) -> None:
-    """All samples of a request hold their keys and values at the same time."""
+def check_group(
+    prompt_tokens: int, new_tokens: int, call: GenerateCall, limits: RequestLimits
+) -> None:
+    """All samples, or beams, of a request hold their keys and values at the same time."""
+    samples, field, kind = call.sequences, "sampling.n", "samples"
+    if call.beam is not None:
+        field, kind = "sampling.beam.width", "beams"
     # They share the prompt; each but the first computes its last token once more, and the last
     # tokens' keys and values are never written.
     need = prompt_tokens + samples * (new_tokens - 1) + samples - 1
     if need > limits.slots:
         raise NeverFits(
-            "sampling.n",
-            f"{samples} samples of up to {new_tokens} new tokens need {need} tokens of KV cache;"
+            field,
+            f"{samples} {kind} of up to {new_tokens} new tokens need {need} tokens of KV cache;"
             f" this server has {limits.slots} (--max-batch-total-tokens)",
         )
+
+
+def beam_tops(beam: BeamParams, ends: int, limits: RequestLimits) -> int:
+    """Most likely tokens of each beam that a search looks at.
+
+    `ends`: different tokens that end the text.
+    """
+    width, most = beam.width, min(MOST_TOP_TOKENS, limits.vocab_size)
+    if width + ends > most:
+        problem = f"with {ends} tokens that end the text at most {max(most - ends, 0)} are possible"
+        _refuse("sampling.beam.width", width, problem)
+    return width + ends
 
 
 # -- Generate ----------------------------------------------------------------------------------
@@ -247,6 +300,17 @@ def _check_samples(call: GenerateCall, limits: RequestLimits) -> None:
         _refuse("sampling.best_of", best_of, f"{problem}: set output.stream false")
 
 
+def _check_beam(beam: BeamParams, limits: RequestLimits) -> None:
+    if beam.width < 2:
+        _refuse("sampling.beam.width", beam.width, "at least 2 are needed")
+    most = min(limits.max_samples, limits.rows)
+    _at_most("sampling.beam.width", beam.width, most, "--max-best-of")
+    if not 1 <= beam.n <= beam.width:
+        problem = f"must be from 1 to sampling.beam.width, {beam.width}"
+        _refuse("sampling.beam.n", beam.n, problem)
+    _within("sampling.beam.length_penalty", beam.length_penalty, -MOST_PENALTY, MOST_PENALTY)
+
+
 def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
     if stopping.max_new_tokens == 0:
         raise InvalidArgument("stopping.max_new_tokens", "is 0; at least 1 is needed")
@@ -286,14 +350,8 @@ def check_shard_batch(batch: ShardBatch) -> None:
 def check_shard_request(request: ShardRequest, at: int, limits: RequestLimits) -> None:
     """Request number `at` of a Prefill's batch, before its prompt is tokenised."""
     field = f"batch.requests[{at}]"
-    if request.grammar:
-        raise InvalidArgument(f"{field}.parameters.grammar", "is not supported by this server")
-    if request.grammar_type:
-        _refuse(
-            f"{field}.parameters.grammar_type",
-            request.grammar_type,
-            "grammars are not supported by this server",
-        )
+    if request.constraint is not None:
+        check_constraint(request.constraint, limits)
     if not request.inputs:
         raise InvalidArgument(f"{field}.inputs", "is empty")
     parameters = f"{field}.parameters"

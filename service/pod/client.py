@@ -10,29 +10,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from tokenpod.core.async_link import AsyncLink
 from tokenpod.core.messages import (
     Abort,
+    AdapterDone,
+    AdapterFacts,
+    AdapterList,
     Advance,
     Advanced,
     Ask,
     Broken,
     CacheEvents,
+    Drafted,
     Failure,
     FailureCode,
     FinishCode,
     FromEngine,
     Load,
+    LoadAdapter,
     Loading,
     Ready,
     Request,
     Started,
     StepOutputs,
     Top,
+    UnloadAdapter,
 )
 from tokenpod.service.rpc.errors import Unavailable
 
@@ -51,10 +57,16 @@ class Sink(Protocol):
     def on_started(self, started: Started) -> None:
         """The prompt is complete; the first token follows in the same message."""
 
+    def on_drafted(self, drafted: Drafted) -> None:
+        """Of a sequence's tokens in this message, which follow, the first ones were drafted."""
+
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
     ) -> None:
         """One token; or none (-1), where the sequence ends without."""
+
+    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
+        """Whether a constrained sequence conforms; its end follows in the same message."""
 
     def on_failure(self, failure: Failure) -> None:
         """The engine gave up on a sequence; nothing follows."""
@@ -115,6 +127,11 @@ class EngineClient(AsyncLink[FromEngine]):
         self.lost: asyncio.Future[EngineLost] = asyncio.get_running_loop().create_future()
         #: Called with what has changed in the prefix cache, once somebody has asked for it.
         self.on_cache: Callable[[CacheEvents], None] = lambda events: None
+        #: The adapters that the engine told of last; None: those that it began with.
+        self.adapters: list[AdapterFacts] | None = None
+        #: Called with the adapters that requests can have from now on.
+        self.on_adapters: Callable[[AdapterList], None] = lambda told: None
+        self._changes: dict[int, asyncio.Future[AdapterDone]] = {}
         self._on_loading = on_loading
         self._now = now
         self._sinks: dict[int, Sink] = {}
@@ -139,7 +156,7 @@ class EngineClient(AsyncLink[FromEngine]):
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` gets its outputs until each sequence has finished or failed."""
         self._expect_step()
-        self._watch(request.sequence_ids, sink)
+        self._watch(request.told, sink)
         self.send(request)
 
     def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:
@@ -168,8 +185,7 @@ class EngineClient(AsyncLink[FromEngine]):
     ) -> Advanced:
         """One router step (see `Advance`); `sink` gets its tokens before this returns."""
         self._expect_step()
-        self._next_op += 1
-        op = self._next_op
+        op = self.new_op()
         done: asyncio.Future[Advanced] = asyncio.get_running_loop().create_future()
         self._ops[op] = done
         sequence_ids = [request.sequence_ids[0] for request in start] + resume
@@ -181,6 +197,25 @@ class EngineClient(AsyncLink[FromEngine]):
             self._ops.pop(op, None)
             for sequence_id in sequence_ids:
                 self._sinks.pop(sequence_id, None)
+
+    def new_op(self) -> int:
+        """Names a router's step, or a change of adapters."""
+        self._next_op += 1
+        return self._next_op
+
+    async def change_adapters(self, change: LoadAdapter | UnloadAdapter) -> AdapterDone:
+        """Ask the engine, and wait for what becomes of it. Raises Unavailable if it is lost."""
+        done: asyncio.Future[AdapterDone] = asyncio.get_running_loop().create_future()
+        self._changes[change.op] = done
+        try:
+            self.send(change)
+            ends: set[asyncio.Future[Any]] = {done, self.lost}
+            await asyncio.wait(ends, return_when="FIRST_COMPLETED")
+            if not done.done():
+                raise Unavailable(_LOST, retry_after=1.0)
+            return done.result()
+        finally:
+            del self._changes[change.op]
 
     def give_up(self, why: str) -> None:
         """The engine is lost, though it may not know yet; the text is for the operator."""
@@ -211,6 +246,12 @@ class EngineClient(AsyncLink[FromEngine]):
                 self._step(message)
             case CacheEvents():
                 self.on_cache(message)
+            case AdapterList():
+                self.adapters = message.loaded
+                self.on_adapters(message)
+            case AdapterDone():
+                if (change := self._changes.get(message.op)) and not change.done():
+                    change.set_result(message)
             case Loading():
                 self._on_loading(message)
             case Ready():
@@ -233,7 +274,15 @@ class EngineClient(AsyncLink[FromEngine]):
         touched: dict[int, Sink] = {}
         for started in outputs.started:
             if sink := self._sinks.get(started.sequence_id):
+                # Of a beam search it comes long before the tokens.
+                touched[id(sink)] = sink
                 sink.on_started(started)
+        for sequence_id, whole in outputs.satisfied.items():
+            if sink := self._sinks.get(sequence_id):
+                sink.on_satisfied(sequence_id, whole=whole)
+        for drafted in outputs.drafted:
+            if sink := self._sinks.get(drafted.sequence_id):
+                sink.on_drafted(drafted)
         tops = {top.at: top for top in outputs.tops}
         entries = zip(
             outputs.sequence_ids,

@@ -91,12 +91,25 @@ def _without_revision(folder: Path, model_id: str, revision: str | None) -> Path
 
 
 def _cached(model_id: str, revision: str) -> Path:
-    """The snapshot of `revision`, in the cache's layout: refs name commits, commits are folders."""
+    return _checked(snapshot_of(model_id, revision))
+
+
+def snapshot_of(model_id: str, revision: str, asked: str = "") -> Path:
+    """The snapshot of `revision`, in the cache's layout: refs name commits, commits are folders.
+
+    `asked`: the setting that names it, and how; by default --model-id and --revision. Raises
+    ModelNotFound.
+    """
     cache = hub_cache()
+    named, which = f"{asked or '--model-id'} is {model_id}", f"--revision is {revision}"
+    if asked:
+        named, which = asked, asked
+        if not _HUB_NAME.fullmatch(model_id) or model_id.startswith("."):
+            raise ModelNotFound(f"{asked}: there is no folder {model_id}")
     repository = cache / f"models--{model_id.replace('/', '--')}"
     if not repository.is_dir():
         raise ModelNotFound(
-            f"--model-id is {model_id}: there is no such folder, and the cache {cache} has no"
+            f"{named}: there is no such folder, and the cache {cache} has no"
             f" such model; get it with `hf download {model_id}`"
         )
     commit = _commit(repository, revision)
@@ -104,10 +117,10 @@ def _cached(model_id: str, revision: str) -> Path:
     if not commit or not snapshot.is_dir():
         there = sorted(os.listdir(repository / "refs")) if (repository / "refs").is_dir() else []
         raise ModelNotFound(
-            f"--revision is {revision}: the cache has {', '.join(there) or 'no revision'} of"
+            f"{which}: the cache has {', '.join(there) or 'no revision'} of"
             f" {model_id}; get it with `hf download {model_id} --revision {revision}`"
         )
-    return _checked(snapshot)
+    return snapshot
 
 
 def _commit(repository: Path, revision: str) -> str | None:

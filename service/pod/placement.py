@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.placement import Placement, ShardTls
 from tokenpod.service.config import ServerSettings, host_of
 
 
-def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
-    """The options of an engine without a group, for the model in `model_folder`."""
+def lone_options(
+    settings: ServerSettings, model_folder: Path, adapters: Sequence[tuple[str, str]] = ()
+) -> EngineOptions:
+    """The options of an engine without a group, for the model in `model_folder`.
+
+    `adapters`: names and folders of those that are loaded with it.
+    """
     return EngineOptions(
         model_folder=str(model_folder),
         dtype=settings.resolved_dtype,
@@ -26,22 +33,39 @@ def lone_options(settings: ServerSettings, model_folder: Path) -> EngineOptions:
         memory_fraction=settings.memory_fraction,
         kv_cache_dtype=settings.kv_cache_dtype,
         quantize=None if settings.quantize == "none" else settings.quantize,
+        quantize_head=settings.quantize_head,
         config_override=settings.config_override,
         max_logit_edits=3 * settings.max_logit_bias,
+        constraints=ConstraintLimits(
+            workers=settings.constraint_workers,
+            compile_seconds=settings.constraint_compile_timeout,
+            mask_seconds=settings.constraint_mask_timeout,
+            cache_bytes=settings.constraint_cache_bytes,
+        ),
         prefix_caching=settings.prefix_caching,
+        prefix_eviction=settings.prefix_eviction,
         require_manifest=settings.require_manifest,
+        max_adapters=settings.resolved_adapters,
+        max_adapter_rank=settings.max_adapter_rank,
+        max_loaded_adapters=settings.max_loaded_adapters,
+        adapter_folder=str(settings.adapter_folder or ""),
+        adapters=list(adapters),
         admission=settings.admission,
         batching=settings.batching,
         waiting_served_ratio=settings.resolved_waiting_served_ratio,
         max_waiting_tokens=settings.resolved_max_waiting_tokens,
+        speculate=settings.speculate,
     )
 
 
 def engine_options(
-    settings: ServerSettings, model_folder: Path, address: str
+    settings: ServerSettings,
+    model_folder: Path,
+    address: str,
+    adapters: Sequence[tuple[str, str]] = (),
 ) -> list[EngineOptions]:
     """The options of each engine of this pod, which clients reach at `address`: one per rank."""
-    alone = lone_options(settings, model_folder)
+    alone = lone_options(settings, model_folder, adapters)
     return [
         msgspec.structs.replace(
             alone,

@@ -219,6 +219,8 @@ def engine_failure(failure: Failure) -> ServiceError:
             return Unavailable(failure.message, retry_after=1.0)
         case FailureCode.INVALID_ARGUMENT:
             return InvalidArgument("request", failure.message)
+        case FailureCode.NOT_FOUND:
+            return NotFound("adapter", "", failure.message)
         case FailureCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(failure.message)
         case FailureCode.DATA_LOSS:

@@ -73,18 +73,26 @@ class AuthInterceptor(Interceptor):
     Args:
         token_file: one token a line; read again when it changes, so that a mounted secret can be
             rotated.
-        exempt: full names of the methods that need no token.
+        exempt: full names of the methods that need none of these tokens.
+        only: those of all that need one; None: all others.
     """
 
-    def __init__(self, token_file: Path, exempt: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        token_file: Path,
+        exempt: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ) -> None:
         self._file = token_file
-        self._exempt = exempt
+        self._exempt, self._only = exempt, only
         self._read_at: tuple[int, int] | None = None
         self._tokens: list[bytes] = []
 
     def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         """Refuse calls without a known token."""
         if details.method in self._exempt:
+            return handler
+        if self._only is not None and details.method not in self._only:
             return handler
         given = metadata_of(details, "authorization")
         # With two tokens, a proxy before this server may have checked the other one.

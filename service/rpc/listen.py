@@ -13,7 +13,7 @@ from tokenpod.service.config import ServerSettings
 from tokenpod.service.rpc.closing import Closing
 from tokenpod.service.rpc.intake import intake_of
 from tokenpod.service.rpc.interceptors import AuthInterceptor, ErrorInterceptor
-from tokenpod.service.rpc.methods import add_methods
+from tokenpod.service.rpc.methods import MethodTable, add_methods
 from tokenpod.service.rpc.reflection import enable_reflection
 from tokenpod.service.serving.backend import Backend
 
@@ -83,7 +83,9 @@ def public_server(
     table = backend.table
     closing = Closing(settings.resolved_concurrent_requests, table.open)
     token = settings.auth_token_file
-    authorising = [AuthInterceptor(token, table.open)] if token is not None else []
+    exempt = table.open | table.of_adapters
+    authorising = [AuthInterceptor(token, exempt)] if token is not None else []
+    authorising += authorising_adapters(settings, table)
     inner = [closing, intake_of(settings, backend), *relay]
     server = grpc.aio.server(
         interceptors=[*recording, ErrorInterceptor(), *authorising, *inner],
@@ -92,6 +94,12 @@ def public_server(
     add_methods(backend, server)
     enable_reflection(table, server)
     return server, closing
+
+
+def authorising_adapters(settings: ServerSettings, table: MethodTable) -> list[AuthInterceptor]:
+    """What asks for the tokens of methods that change adapters, on every listener."""
+    token = settings.adapter_token_file
+    return [] if token is None else [AuthInterceptor(token, only=table.of_adapters)]
 
 
 def bind(server: grpc.aio.Server, address: str, with_tls: grpc.ServerCredentials | None) -> int:

@@ -41,6 +41,8 @@ class Access(enum.Enum):
 
     #: Callers that show a token, where the operator asks for one (--auth-token-file).
     TOKEN = "token"  # noqa: S105 (a kind, not a token)
+    #: Callers that show one of --adapter-token-file, wherever they call; nobody without that file.
+    ADAPTERS = "adapters"
     #: All callers, also while the server closes: probes carry no token and must not wait.
     HEALTH = "health"
 
@@ -187,6 +189,11 @@ class MethodTable:
     def open(self) -> frozenset[str]:
         """Names of the methods that need no token, and are answered while the server closes."""
         return frozenset(row.name for row in self if row.access is Access.HEALTH)
+
+    @property
+    def of_adapters(self) -> frozenset[str]:
+        """Names of the methods that need a token of --adapter-token-file."""
+        return frozenset(row.name for row in self if row.access is Access.ADAPTERS)
 
     @property
     def untraced(self) -> frozenset[str]:

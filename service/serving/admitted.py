@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from tokenpod.core.messages import Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
-from tokenpod.service.rpc.errors import AlreadyExists
+from tokenpod.service.rpc.errors import AlreadyExists, Unimplemented
 from tokenpod.service.rpc.memory_budget import Lease
+from tokenpod.service.serving.adapters import salted
 from tokenpod.service.serving.bad_words import token_runs
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
@@ -60,7 +63,7 @@ class AdmittedCall:
         self._name: int | None = None
         #: Its end was asked for, by its name.
         self._unwanted = False
-        self._request_id = ""
+        self._request_id = self._adapter = ""
         self._labels: Mapping[str, str] = {}
 
     @property
@@ -90,8 +93,9 @@ class AdmittedCall:
 
         `limits`: a protocol's own, where it promises other ones.
 
-        Raises InvalidArgument or ResourceExhausted.
+        Raises InvalidArgument, NotFound or ResourceExhausted.
         """
+        self._serving.adapters.find(call.adapter)
         validate.check_generate(call, limits or self._serving.limits)
         self._serving.check_tools(call)
         self._lease = self._admission.memory.reserve(prompt_bytes(call.prompt))
@@ -117,17 +121,23 @@ class AdmittedCall:
         serving, lease = self._serving, self._lease
         most = serving.limits.max_input_tokens
         tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
-        prompt, samples = tokenised.ids, call.sampling.best_of or call.sampling.n or 1
+        prompt = tokenised.ids
         try:
-            new_tokens = self._new_tokens(call, tokenised.count, len(prompt), samples)
+            new_tokens = self._new_tokens(call, tokenised.count, len(prompt))
         except validate.NeverFits:
             self._admission.counters.add(ignored=1)
             raise
         validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
+        constraint = await serving.conforming(call, tokenised.rendered_end)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         self._place.queue(len(prompt))
         request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
+        if constraint is not None and call.beam is not None:
+            field = call.constraint.field if call.constraint else "chat.tool_choice"
+            raise Unimplemented(field, "is not supported beside sampling.beam")
+        if constraint is not None:
+            request = structs.replace(request, constraint=constraint)
         generation = Generation(
             request,
             samples_of(serving, call, request, tokenised.rendered_end),
@@ -137,15 +147,16 @@ class AdmittedCall:
             abort=serving.client.abort,
             on_begin=self._place.leave_queue,
             on_size=_counted(lease),
+            constraint_field=call.constraint.field if call.constraint else "constraint",
         )
         serving.client.submit(request, generation)
         self._generation, self._request_id = generation, request_id
-        self._labels = call.labels
+        self._labels, self._adapter = call.labels, call.adapter
         if self._unwanted:
             generation.end()
         return generation
 
-    def _new_tokens(self, call: GenerateCall, asked: int, kept: int, samples: int) -> int:
+    def _new_tokens(self, call: GenerateCall, asked: int, kept: int) -> int:
         """How many tokens each sample may generate, of a prompt of `asked` tokens, `kept` of them.
 
         Raises NeverFits, or InvalidArgument where there is no token.
@@ -157,7 +168,7 @@ class AdmittedCall:
             limits,
             shorten=stopping.shorten,
         )
-        validate.check_group(kept, new_tokens, samples, limits)
+        validate.check_group(kept, new_tokens, call, limits)
         return new_tokens
 
     def end(self, recorded: ServerCall | None) -> None:
@@ -192,12 +203,15 @@ class AdmittedCall:
                 "cached_tokens": generation.cached_tokens,
                 "generated_tokens": generation.generated_tokens,
                 "finished": generation.finished and generation.late_failure is None,
+                **({"adapter": self._adapter} if self._adapter else {}),
                 **({"labels": self._labels} if self._labels else {}),
             },
         )
         if recorded is not None:
             model_id, request_id = self._serving.model_id, self._request_id
-            recorded.generated(generation, model_id=model_id, request_id=request_id)
+            recorded.generated(
+                generation, model_id=model_id, request_id=request_id, adapter=self._adapter
+            )
 
     def _engine_request(
         self,
@@ -208,11 +222,17 @@ class AdmittedCall:
         deadline_at: int | None,
     ) -> Request:
         serving, stopping, seed = self._serving, call.stopping, call.sampling.seed
-        limit, samples = stopping.time_limit_ns, call.sampling.best_of or call.sampling.n or 1
+        limit = stopping.time_limit_ns
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
         check_allowed(call, eos, bad_words)
+        # Found by name at the last moment: what has been replaced meanwhile is not asked for.
+        adapter = serving.adapters.find(call.adapter)
+        ends = frozenset(stopping.stop_token_ids)
+        top_n_tokens = call.output.top_n_tokens
+        if call.beam is not None:
+            top_n_tokens = validate.beam_tops(call.beam, len(eos | ends), serving.limits)
         return Request(
-            sequence_ids=serving.client.new_sequence_ids(samples),
+            sequence_ids=serving.client.new_sequence_ids(call.sequences),
             prompt=prompt,
             sampling=sampling_params(
                 call.sampling, secrets.randbits(64) if seed is None else seed, stopping, bad_words
@@ -221,11 +241,11 @@ class AdmittedCall:
                 max_new_tokens=new_tokens,
                 min_new_tokens=min(stopping.min_new_tokens, new_tokens),
                 eos_token_ids=eos,
-                stop_token_ids=frozenset(stopping.stop_token_ids),
+                stop_token_ids=ends,
                 time_limit_at=self._arrived_at + limit if limit else None,
             ),
-            logprobs=call.output.logprobs or samples > 1,
-            top_n_tokens=call.output.top_n_tokens,
+            logprobs=call.output.logprobs or call.sequences > 1,
+            top_n_tokens=top_n_tokens,
             ranks=call.output.ranks,
             prompt_logprobs=call.output.scores_prompt,
             prompt_top_n_tokens=min(call.output.prompt_top_n_tokens, serving.limits.vocab_size),
@@ -234,7 +254,10 @@ class AdmittedCall:
             arrived_at=self._arrived_at,
             deadline_at=deadline_at,
             begin_by=self._begin_by(deadline_at, new_tokens),
-            salt=call.salt,
+            salt=salted(call.salt, adapter),
+            adapter=0 if adapter is None else adapter.number,
+            beam=call.beam,
+            drafts=self.limits.drafts if call.max_draft_tokens is None else call.max_draft_tokens,
         )
 
     def _begin_by(self, deadline_at: int | None, new_tokens: int) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
+from tokenpod.core.messages import BeamParams
 from tokenpod.service.serving.chats import ChatPrompt
 
 
@@ -101,6 +103,36 @@ def prompt_bytes(prompt: Prompt) -> int:
     return ID_BYTES * len(prompt)
 
 
+class ConstraintKind(Enum):
+    """How a constraint is described."""
+
+    JSON_SCHEMA = auto()
+    JSON_OBJECT = auto()
+    REGEX = auto()
+    GRAMMAR = auto()
+    CHOICE = auto()
+    STRUCTURAL_TAG = auto()
+    #: Of a kind that is not known; refused.
+    UNKNOWN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class AskedConstraint:
+    """What a text must conform to, as a client says it."""
+
+    kind: ConstraintKind
+    #: Where the client put it, for errors.
+    field: str
+    text: str = ""
+    #: Of a choice.
+    texts: Sequence[str] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that it says."""
+        return sum(len(text.encode()) for text in (self.text, *self.texts))
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
     """A request to generate text."""
@@ -109,6 +141,8 @@ class GenerateCall:
     sampling: Sampling
     stopping: Stopping
     output: Output
+    #: Search; `sampling` then says no more than how many results there are.
+    beam: BeamParams | None = None
     truncate: int = 0
     request_id: str = ""
     priority: int = 0
@@ -118,6 +152,18 @@ class GenerateCall:
     labels: Mapping[str, str] = field(default_factory=dict)
     #: Prompts share cached prefixes within one salt alone.
     salt: str = ""
+    #: The name of one; empty: none.
+    adapter: str = ""
+    constraint: AskedConstraint | None = None
+    #: Tokens that a step may draft; None: as many as the server drafts.
+    max_draft_tokens: int | None = None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that run for it."""
+        if self.beam is not None:
+            return self.beam.width
+        return self.sampling.best_of or self.sampling.n or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +199,12 @@ class ShardRequest:
     frequency_penalty: float
     seed: int
     watermark: bool
-    grammar: str
-    grammar_type: int
+    constraint: AskedConstraint | None
     adapter_id: str | None
     #: Prompt tokens to process in this call; None: all.
     chunk_len: int | None
+    #: Whether a step may bring it several tokens.
+    several_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +248,13 @@ class ShardText:
 
 @dataclass(frozen=True, slots=True)
 class ShardGeneration:
-    """One request's part of a router's step: always exactly one token."""
+    """One request's part of a router's step: one token, or several where some were drafted."""
 
     request_id: int
-    token: TokenList
+    tokens: TokenList
     prefill: TokenList | None = None
-    top: TokenList | None = None
+    #: One for each token, where asked for.
+    tops: Sequence[TokenList] = ()
     text: ShardText | None = None
 
 

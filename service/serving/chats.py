@@ -56,6 +56,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True):
         tools: what the model is told that it may call.
         several_calls: it may call several in one turn.
         arguments: more variables of the template.
+        must_call: it calls at least one, and says nothing else.
+        only: the tool that it calls then, once; empty: any.
     """
 
     messages: Sequence[ChatMessage]
@@ -63,6 +65,8 @@ class ChatPrompt(msgspec.Struct, frozen=True, array_like=True):
     tools: Sequence[Tool] = ()
     several_calls: bool = True
     arguments: Mapping[str, Any] = {}
+    must_call: bool = False
+    only: str = ""
 
     @property
     def characters(self) -> int:

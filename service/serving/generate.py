@@ -21,6 +21,7 @@ from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import NotFound
+from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.admitted import AdmittedCall
 from tokenpod.service.serving.cache_feed import CacheFeed
 from tokenpod.service.serving.calls import ID_BYTES, TokensCall, prompt_bytes
@@ -56,8 +57,18 @@ class GenerateService:
         formats = formats_of(
             encoder.tokenizer.template_source, settings.tool_parser, settings.reasoning_parser
         )
+        told = ready.adapters if client.adapters is None else client.adapters
+        adapters = Adapters(settings.resolved_adapters, told)
+        client.on_adapters = lambda told: adapters.take(told.loaded)
         self._serving = Serving(
-            client, encoder, limits, settings, ready, CacheFeed(client), formats
+            client,
+            encoder,
+            limits,
+            settings,
+            ready,
+            CacheFeed(client),
+            formats,
+            adapters,
         )
         return self._serving
 

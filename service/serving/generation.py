@@ -13,8 +13,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenpod.core.messages import Failure, FailureCode, FinishCode, Request, Started, Top
-from tokenpod.service.rpc.errors import ResourceExhausted, ServiceError, engine_failure
+from tokenpod.core.messages import (
+    Drafted,
+    Failure,
+    FailureCode,
+    FinishCode,
+    Request,
+    Started,
+    Top,
+)
+from tokenpod.service.rpc.errors import (
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    engine_failure,
+)
 from tokenpod.service.serving.deltas import Delta, Unread
 from tokenpod.service.serving.turns import Turn
 from tokenpod.service.text.decoding import Detokenizer
@@ -79,9 +92,15 @@ class Sample:
         self.sequence_id = sequence_id
         self.generated = 0
         self.cumulative_logprob = 0.0
+        #: Tokens that were drafted, and those of them that are its output.
+        self.drafted = self.accepted = 0
+        #: How many of the tokens that come next were drafted.
+        self.drafts_to_come = 0
         self.ending: Ending | None = None
         #: It has no ending: the model failed.
         self.failed = False
+        #: Whether the text conforms to its constraint; None: it has none, or a stop cut it.
+        self.satisfied: bool | None = None
         self.first_token_at = 0
         self.last_token_at = 0
         self._detokenizer = detokenizer
@@ -102,6 +121,11 @@ class Sample:
     def mean_logprob(self) -> float:
         """Mean log probability of the tokens: what `best_of` ranks by."""
         return self.cumulative_logprob / max(self.generated, 1)
+
+    def score(self, length_penalty: float) -> float:
+        """What the results of a beam search are ranked by."""
+        divisor: float = float(self.generated) ** length_penalty
+        return self.cumulative_logprob / divisor
 
     def push(
         self, token_id: int, logprob: float, finish: FinishCode, top: Top | None, at: int
@@ -178,6 +202,9 @@ class Sample:
 
     def _note(self, token_id: int, logprob: float, top: Top | None, at: int) -> None:
         self.generated += 1
+        if self.drafts_to_come:
+            self.drafts_to_come -= 1
+            self.accepted += 1
         self.cumulative_logprob += logprob
         self.first_token_at = self.first_token_at or at
         self.last_token_at = at
@@ -211,6 +238,7 @@ class Generation:
         abort: stops sequences in the engine.
         on_begin: called once, when the prompt has been computed.
         on_size: called now and then with the bytes of the answer that are kept.
+        constraint_field: where the client put the constraint, for what the engine says of it.
     """
 
     def __init__(
@@ -224,6 +252,7 @@ class Generation:
         abort: Abort,
         on_begin: Callable[[], None],
         on_size: Callable[[int], None] = lambda size: None,
+        constraint_field: str = "constraint",
     ) -> None:
         self.request = request
         self.samples = samples
@@ -237,6 +266,7 @@ class Generation:
         self._abort = abort
         self._on_begin = on_begin
         self._on_size = on_size
+        self._constraint_field = constraint_field
         self._wakes = 0
         #: Something has come since `news` has returned; and the reader that waits for more.
         self._fresh = False
@@ -270,6 +300,16 @@ class Generation:
     def reasoning_tokens(self) -> int:
         """Those of them that were reasoning."""
         return sum(sample.reasoning_tokens for sample in self.samples)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Tokens that were drafted for all samples."""
+        return sum(sample.drafted for sample in self.samples)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Those of them that are output."""
+        return sum(sample.accepted for sample in self.samples)
 
     def best(self, n: int) -> Sequence[Sample]:
         """The `n` samples of highest mean log probability; where they are all, in their order."""
@@ -320,6 +360,12 @@ class Generation:
             self.started = started
             self._on_begin()
 
+    def on_drafted(self, drafted: Drafted) -> None:
+        """A sample had drafts in the step whose tokens come next."""
+        sample = self._by_id[drafted.sequence_id]
+        sample.drafted += drafted.drafted
+        sample.drafts_to_come = drafted.accepted
+
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
     ) -> None:
@@ -332,12 +378,19 @@ class Generation:
             # A stop sequence: the engine does not know yet.
             self._abort([sequence_id], stopped=True)
 
+    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
+        """Whether a sequence that ends conforms to its constraint."""
+        self._by_id[sequence_id].satisfied = whole
+
     def on_failure(self, failure: Failure) -> None:
         """A failure of one sample is the call's: there is no partial answer to a request.
 
         Where the call is to go on with the others, it does unless none of them is left.
         """
         error = engine_failure(failure)
+        if self.request.constraint is not None and isinstance(error, InvalidArgument):
+            problem = failure.message.removeprefix("constraint: ")
+            error = InvalidArgument(self._constraint_field, problem)
         if self._failures_last and failure.code is FailureCode.DATA_LOSS:
             self._by_id[failure.sequence_id].failed = True
             if not all(sample.failed for sample in self.samples):

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Iterable
 
-from tokenpod.core.messages import Failure, FailureCode, FinishCode, Request, Started, Top
+from tokenpod.core.messages import Drafted, Failure, FailureCode, FinishCode, Request, Started, Top
 from tokenpod.service.rpc.errors import ServiceError, engine_failure
 from tokenpod.service.serving.calls import ShardGeneration, ShardRequest, ShardText, TokenList
 from tokenpod.service.text.stops import TailStops
@@ -62,8 +62,12 @@ class RoutedSequence:
         finish: FinishCode,
         top: Top | None,
         started: Started | None,
+        generation: ShardGeneration | None = None,
     ) -> ShardGeneration:
-        """Take this step's token; returns what the answer to the router says of it."""
+        """Take one of this step's tokens; returns what the answer to the router says of them.
+
+        `generation`: of the tokens before it in the same step.
+        """
         self._generated += 1
         special = token_id in self._tokenizer.special_ids
         if special:
@@ -72,13 +76,30 @@ class RoutedSequence:
             text = self._detokenizer.push(token_id)
             self._texts.append(text)
         reason = self._finish_reason(finish, text)
-        token = TokenList([token_id], [logprob], [text], [special])
+        before = generation or ShardGeneration(self.request_id, TokenList([], [], [], []))
+        prefill = self._prompt_tokens(started) if started and generation is None else None
         return ShardGeneration(
             request_id=self.request_id,
-            token=token,
-            prefill=self._prompt_tokens(started) if started else None,
-            top=self._named(top.token_ids, top.logprobs) if top else None,
+            tokens=TokenList(
+                [*before.tokens.ids, token_id],
+                [*before.tokens.logprobs, logprob],
+                [*before.tokens.texts, text],
+                [*before.tokens.special, special],
+            ),
+            prefill=before.prefill or prefill,
+            tops=[*before.tops, self._named(top.token_ids, top.logprobs)] if top else before.tops,
             text=None if reason is None else self._final_text(reason),
+        )
+
+    def end_without_token(self) -> ShardGeneration:
+        """End with the text so far: a constraint allows nothing more."""
+        self.stopped = True
+        self._generated += 1
+        end = min(self._tokenizer.eos_token_ids, default=0)
+        return ShardGeneration(
+            request_id=self.request_id,
+            tokens=TokenList([end], [0.0], [""], [True]),
+            text=self._final_text(_EOS_TOKEN),
         )
 
     def give_up(self) -> ShardGeneration:
@@ -130,12 +151,18 @@ class StepSink:
     """Gathers one step's tokens for the sequences of a batch."""
 
     def __init__(self, sequences: Iterable[RoutedSequence]) -> None:
-        self.generations: list[ShardGeneration] = []
+        #: By sequence id.
+        self._generations: dict[int, ShardGeneration] = {}
         #: The engine is lost.
         self.failure: ServiceError | None = None
         self._by_id = {sequence.sequence_id: sequence for sequence in sequences}
         self._started: dict[int, Started] = {}
         self._news = asyncio.Event()
+
+    @property
+    def generations(self) -> list[ShardGeneration]:
+        """What the answer to the router says of the sequences that have got a token, or ended."""
+        return [*self._generations.values()]
 
     async def over(self) -> None:
         """Wait until every sequence has stopped, or the engine is lost."""
@@ -150,10 +177,23 @@ class StepSink:
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None
     ) -> None:
-        """The one token of a sequence in this step."""
+        """The token of a sequence in this step, the next one of several, or its end without one."""
         sequence = self._by_id[sequence_id]
-        started = self._started.get(sequence_id)
-        self.generations.append(sequence.push(token_id, logprob, finish, top, started))
+        if sequence.stopped:  # by a token before it, which the engine can't see
+            return
+        if token_id < 0:
+            self._generations[sequence_id] = sequence.end_without_token()
+            return
+        started, before = self._started.get(sequence_id), self._generations.get(sequence_id)
+        self._generations[sequence_id] = sequence.push(
+            token_id, logprob, finish, top, started, before
+        )
+
+    def on_drafted(self, drafted: Drafted) -> None:
+        """Routers are not told."""
+
+    def on_satisfied(self, sequence_id: int, *, whole: bool) -> None:
+        """The protocol has no word for it."""
 
     def on_failure(self, failure: Failure) -> None:
         """A sequence that fails ends alone; without an engine the rpc fails."""
@@ -163,7 +203,7 @@ class StepSink:
         sequence = self._by_id[failure.sequence_id]
         extra = {"request": sequence.request_id, "reason": failure.message}
         log.warning("a router's request has failed: it ends with no text", extra=extra)
-        self.generations.append(sequence.give_up())
+        self._generations[failure.sequence_id] = sequence.give_up()
 
     def wake(self) -> None:
         """All of a message has been handed over."""
@@ -181,7 +221,7 @@ def ended_alone(
     end = min(tokenizer.eos_token_ids, default=0)
     return ShardGeneration(
         request_id=request_id,
-        token=TokenList([end], [0.0], [""], [True]),
+        tokens=TokenList([end], [0.0], [""], [True]),
         text=ShardText(
             text="",
             generated_tokens=generated,

@@ -5,15 +5,20 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 
+from tokenpod.core.constraints import Constraint, Grammar, Reasoned, Tagged
 from tokenpod.core.messages import Ready
 from tokenpod.service.config import ServerSettings, SettingsError
+from tokenpod.service.constraints.asked import constraint_of
+from tokenpod.service.constraints.tools import calls_constraint
 from tokenpod.service.dialects import validate
 from tokenpod.service.pod.client import EngineClient
-from tokenpod.service.rpc.errors import FailedPrecondition
+from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.cache_feed import CacheFeed
-from tokenpod.service.serving.calls import GenerateCall
+from tokenpod.service.serving.calls import AskedConstraint, GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.text.encoder import Encoder
+from tokenpod.service.text.parsers.calls import CallFormat
 from tokenpod.service.text.parsers.turn import Formats
 from tokenpod.service.text.tokenizer import Tokenizer
 
@@ -31,6 +36,7 @@ class Serving:
     cache: CacheFeed
     #: How the model writes reasoning and calls of tools.
     formats: Formats
+    adapters: Adapters = field(default_factory=lambda: Adapters(0))
     #: When it became ready, in nanoseconds since 1970.
     since: int = field(default_factory=time.time_ns)
 
@@ -46,10 +52,58 @@ class Serving:
             return Formats()
         return self.formats if chat.tools else replace(self.formats, calls=None)
 
+    async def constraint_of(self, asked: AskedConstraint | None) -> Constraint | None:
+        """What the engine is told of a constraint. Raises InvalidArgument or Unimplemented."""
+        if asked is None:
+            return None
+        self._check_bytes(asked.field)
+        return await constraint_of(asked)
+
+    async def conforming(self, call: GenerateCall, prompt_end: str) -> Constraint | None:
+        """What the answer to a call must conform to: its constraint, or calls of its tools.
+
+        Args:
+            prompt_end: what the text of a chat ends with: it may have begun the reasoning.
+
+        Raises InvalidArgument or Unimplemented.
+        """
+        chat, answer = call.prompt, await self.constraint_of(call.constraint)
+        if not isinstance(chat, ChatPrompt):
+            return answer
+        if chat.tools and self.formats.calls is not None:
+            if answer is not None:
+                problem = "can't be combined with chat.tools, unless chat.tool_choice is none"
+                raise InvalidArgument(call.constraint.field if call.constraint else "", problem)
+            answer = await self._calls_of(call, chat, self.formats.calls)
+        reasoning = self.formats.reasoning
+        if answer is None or reasoning is None or isinstance(answer, Grammar | Reasoned):
+            return answer
+        return Reasoned(reasoning.begin, reasoning.end, reasoning.is_open(prompt_end), answer)
+
+    async def _calls_of(
+        self, call: GenerateCall, chat: ChatPrompt, calls: CallFormat
+    ) -> Tagged | None:
+        if chat.must_call:
+            self._check_bytes("chat.tool_choice")
+            if call.beam is not None:
+                problem = "can't be combined with a call of a tool that must be made"
+                raise InvalidArgument("sampling.beam", problem)
+        elif call.output.raw_text or call.beam is not None or not self.tokenizer.tells_bytes:
+            return None
+        template = self.tokenizer.template_source or ""
+        return await calls_constraint(chat, calls, template)
+
+    def _check_bytes(self, field: str) -> None:
+        if not self.tokenizer.tells_bytes:
+            problem = "can't be served with this model: its tokens stand for no bytes of their own"
+            raise Unimplemented(field, problem)
+
     def check_tools(self, call: GenerateCall) -> None:
         """Raise FailedPrecondition for a call with tools if calls of them would be text."""
-        tools = isinstance(call.prompt, ChatPrompt) and call.prompt.tools
-        if tools and not call.output.raw_text and self.formats.calls is None:
+        chat = call.prompt
+        if not isinstance(chat, ChatPrompt) or not chat.tools or self.formats.calls is not None:
+            return
+        if chat.must_call or not call.output.raw_text:
             raise FailedPrecondition(
                 "chat.tools: this server does not tell calls of tools from text (--tool-parser"
                 f" {self.settings.tool_parser}); with output.raw_text they are text"
@@ -87,6 +141,8 @@ def request_limits(settings: ServerSettings, ready: Ready) -> validate.RequestLi
         max_stop_sequence_bytes=settings.max_stop_sequence_bytes,
         max_top_n_tokens=settings.max_top_n_tokens,
         max_logit_bias=settings.max_logit_bias,
+        max_constraint_bytes=settings.max_constraint_bytes,
         slots=ready.slots,
         rows=ready.rows or settings.resolved_batch_size,
+        drafts=ready.speculate,
     )

@@ -11,9 +11,11 @@ import logging
 import time
 from dataclasses import dataclass, field
 
+from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS, Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.adapters import salted
 from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.sampling import shard_sampling_params
@@ -83,11 +85,12 @@ class ShardRequests:
                     raise prompt
                 count = min(prompt.count, asked.truncate or prompt.count)
                 validate.check_shard_length(asked, at, count, limits)
+                constraint = await self._serving.constraint_of(asked.constraint)
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
                 continue
             self._note_model(asked)
-            request = self._request(asked, prompt.ids)
+            request = self._request(asked, prompt.ids, constraint=constraint)
             opened.requests.append(request)
             opened.sequences.append(RoutedSequence(asked, request, self._serving.tokenizer))
         return opened
@@ -115,12 +118,22 @@ class ShardRequests:
     def _note_model(self, asked: ShardRequest) -> None:
         """Routers send the name of every model as an adapter; a shard without it takes the base."""
         name = asked.adapter_id
+        if self._serving.adapters.get(name) is not None:
+            return
         if name and name not in self._models and len(self._models) < _MOST_NAMES:
             self._models.add(name)
             log.info("no such adapter: served by the base model", extra={"adapter": name[:200]})
 
-    def _request(self, asked: ShardRequest, prompt: list[int], *, probe: bool = False) -> Request:
+    def _request(
+        self,
+        asked: ShardRequest,
+        prompt: list[int],
+        *,
+        probe: bool = False,
+        constraint: Constraint | None = None,
+    ) -> Request:
         eos = self._serving.tokenizer.eos_token_ids
+        adapter = self._serving.adapters.get(asked.adapter_id)
         return Request(
             sequence_ids=self._serving.client.new_sequence_ids(1),
             prompt=prompt,
@@ -135,4 +148,8 @@ class ShardRequests:
             prompt_logprobs=asked.prefill_logprobs,
             arrived_at=time.monotonic_ns(),
             probe=probe,
+            salt=salted("", adapter),
+            adapter=0 if adapter is None or probe else adapter.number,
+            constraint=constraint,
+            drafts=self._serving.limits.drafts if asked.several_tokens and not probe else 0,
         )

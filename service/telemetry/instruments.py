@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
-from tokenpod.core.messages import Load
+from tokenpod.core.messages import Load, MaskCounts
 from tokenpod.service.serving.generation import Generation
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]
@@ -121,6 +121,25 @@ class Instruments:
             "1",
             "Share of the KV slots that somebody uses; what is only cached does not count",
         )
+        gauge(
+            "tokenpod.adapters.running",
+            observing(lambda now: now.adapters),
+            "{adapter}",
+            "Different adapters of running sequences",
+        )
+        for name, read, meaning in _DRAFTS:
+            counter(
+                name,
+                [lambda options, read=read: _by_position(read(load()))],  # type: ignore[misc]
+                "{token}",
+                meaning,
+            )
+        counter(
+            "tokenpod.prefix.tokens",
+            [lambda options: list(_prefixes(load()))],
+            "{token}",
+            "Tokens of prompts: cached, or computed; and those that the cache has evicted",
+        )
         counter(
             "tokenpod.preemptions",
             observing(lambda now: now.preemptions),
@@ -145,11 +164,55 @@ class Instruments:
             "{request}",
             "Requests that have ended, by how: stopped, length, aborted, ignored",
         )
+        self._watch_masks(load)
+
+    def _watch_masks(self, load: Callable[[], Load]) -> None:
+        """Observe what constraints cost the engine."""
+        for name, unit, meaning, read in _MASKS:
+            self._meter.create_observable_counter(
+                f"tokenpod.constraints.{name}", [_observing(load, read)], unit, meaning
+            )
+
+
+#: Of constrained texts: name, unit, meaning, value.
+_MASKS: Sequence[tuple[str, str, str, Callable[[MaskCounts], float]]] = (
+    ("masks", "{mask}", "Masks that steps needed", lambda now: now.needed),
+    ("masks.late", "{mask}", "Masks that came too late for their step", lambda now: now.late),
+    ("masks.time", "s", "Time of all workers in masks", lambda now: now.nanoseconds / 1e9),
+    ("compiled", "{constraint}", "Constraints that were compiled", lambda now: now.compiled),
+    ("cached", "{constraint}", "Constraints that were compiled already", lambda now: now.cached),
+    ("refused", "{constraint}", "Constraints that did not compile", lambda now: now.refused),
+)
+
+
+def _observing(load: Callable[[], Load], read: Callable[[MaskCounts], float]) -> Callback:
+    return lambda options: [Observation(read(load().masks))]
+
+
+def _prefixes(load: Load) -> Iterator[Observation]:
+    computed = load.prompt_tokens - load.cached_tokens
+    counts = {"cached": load.cached_tokens, "computed": computed, "evicted": load.evicted_tokens}
+    for name, count in counts.items():
+        yield Observation(count, {"tokenpod.prefix": name})
 
 
 def _ended(load: Load) -> Iterator[Observation]:
     for name in load.ended.__struct_fields__:
         yield Observation(getattr(load.ended, name), {"tokenpod.end": name})
+
+
+#: `tokenpod.draft.position` is 1 for the first draft behind a known token.
+_DRAFTS: list[tuple[str, Callable[[Load], list[int]], str]] = [
+    ("tokenpod.draft.tokens", lambda now: now.drafted_at, "Tokens that were drafted"),
+    ("tokenpod.draft.accepted_tokens", lambda now: now.accepted_at, "Those that were accepted"),
+]
+
+
+def _by_position(counts: list[int]) -> list[Observation]:
+    return [
+        Observation(count, {"tokenpod.draft.position": at})
+        for at, count in enumerate(counts, start=1)
+    ]
 
 
 def _utilization(load: Load) -> float:

@@ -55,6 +55,7 @@ _FINISH = {
     FinishCode.STOP_TOKEN: "stop",
     FinishCode.TIME_LIMIT: "time_limit",
     FinishCode.ABORTED: "abort",
+    FinishCode.CONSTRAINT: "constraint",
 }
 _GEN_AI = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "tokenpod"}
 
@@ -86,14 +87,17 @@ class ServerCall:
         self._began = time.perf_counter()
         #: Most calls have one; a batch of prompts has one for each.
         self._generations: list[Generation] = []
-        self._model_id = self._request_id = ""
+        self._model_id = self._request_id = self._adapter = ""
         allowed = context.time_remaining()
         # A client whose deadline passes cancels the call, and its word comes before our clock says
         # so. A deadline is also rounded up on its way, by 1 % at most.
         self._slack = None if allowed is None else max(0.05, 0.01 * allowed)
 
-    def generated(self, generation: Generation, *, model_id: str, request_id: str) -> None:
+    def generated(
+        self, generation: Generation, *, model_id: str, request_id: str, adapter: str = ""
+    ) -> None:
         """What the call generated; said when it is over, however it ended."""
+        self._adapter = adapter
         self._generations.append(generation)
         self._model_id, self._request_id = model_id, request_id
 
@@ -137,6 +141,8 @@ class ServerCall:
     ) -> None:
         error = None if code is grpc.StatusCode.OK else code.name
         attributes = {**_GEN_AI, "gen_ai.request.model": self._model_id}
+        if self._adapter:
+            attributes["tokenpod.adapter"] = self._adapter
         self._instruments.record_generation(generation, seconds, attributes, error)
         if not self._span.is_recording():
             return
@@ -250,7 +256,7 @@ def _fault(error: BaseException | None) -> BaseException | None:
 def _generation_attributes(generation: Generation) -> Iterator[tuple[str, Any]]:
     request, sampling = generation.request, generation.request.sampling
     yield "gen_ai.request.max_tokens", request.stopping.max_new_tokens
-    yield "gen_ai.request.choice.count", len(request.sequence_ids)
+    yield "gen_ai.request.choice.count", len(request.told)
     if sampling.do_sample:
         yield "gen_ai.request.temperature", sampling.temperature
         yield "gen_ai.request.top_p", sampling.top_p

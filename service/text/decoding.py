@@ -68,6 +68,13 @@ class Decoding(ABC):
             return self._backend.id_to_token(token_id) or ""
         return self._plain_text(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Return what one token that is not special adds to a text; None: that depends on others.
+
+        b'' outside the vocabulary.
+        """
+        return None
+
     @abstractmethod
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """Return a detokenizer for what follows `prompt_ids`."""

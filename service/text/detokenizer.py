@@ -97,6 +97,11 @@ class _ByteLevel(Decoding):
         super().__init__(backend, special_ids)
         self._pieces = Pieces[str | bytes](backend, special_ids, "", _byte_level_piece)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Decoding`."""
+        piece = self._pieces[token_id]
+        return piece.encode() if isinstance(piece, str) else piece
+
     def _plain_text(self, token_id: int) -> str:
         piece = self._pieces[token_id]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
@@ -188,6 +193,13 @@ class _SentencePiece(Decoding):
             step["content"] * step["start"] for step in steps if step["type"] == "Strip"
         )
         return cls(backend, special_ids, piece=piece, strip=strip)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Decoding`. A space that the beginning of a text loses is part of it here."""
+        piece = self._pieces[token_id]
+        if isinstance(piece, int):
+            return bytes([piece])
+        return (piece or "").encode()
 
     def _plain_text(self, token_id: int) -> str:
         piece = self._pieces[token_id]

@@ -268,6 +268,13 @@ async def test_generate_sends_every_option_in_its_field(server):
     ]
 
 
+async def test_n_of_a_search_is_its_own(server):
+    options = ("--beam-width", "4", "--length-penalty", "0.5", "--n", "2")
+    await tokenpod_("generate", "hi", "--address", server.address, *options)
+    beam = pb.BeamSearch(width=4, length_penalty=0.5, n=2)
+    assert server.requests[0].sampling == pb.SamplingOptions(beam=beam)
+
+
 async def test_options_that_are_not_given_stay_unset(server):
     await tokenpod_("generate", "hi", "--address", server.address)
     sent = server.requests[0]

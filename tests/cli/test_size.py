@@ -119,6 +119,15 @@ def test_what_8_bits_take_is_what_the_loader_needs():
         assert footprint(demo, "int8").weight_bytes(world, 2) == needed
 
 
+def test_slots_for_adapters_are_counted(big: Path):
+    """81,920 numbers for each unit of rank in each of 32 layers."""
+    plain = answer("--model-id", big, "--gpu", "h200")
+    found = answer("--model-id", big, "--gpu", "h200", "--max-adapters", 8)
+    assert "adapters" not in plain["reserve_bytes"]
+    assert found["reserve_bytes"]["adapters"] == 8 * 64 * 32 * 81_920 * 2
+    assert found["kv_slots"] < plain["kv_slots"]
+
+
 def test_experts_are_refused_a_format_in_the_loaders_words(tmp_path: Path):
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     mixture = CONFIG | experts | {"architectures": ["MixtralForCausalLM"]}

@@ -31,6 +31,7 @@ KINDS = {
     "leaderworkerset.x-k8s.io/v1": {"leaderworkersets": "LeaderWorkerSet"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
+    "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
 }
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 

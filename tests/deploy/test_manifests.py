@@ -104,6 +104,19 @@ DOWNLOADED = {
     },
     "networkPolicy": {"enabled": True},
 }
+FRONTED = {
+    "gateway": {
+        "enabled": True,
+        "service": {"type": "NodePort", "nodePort": 30080, "annotations": {"a": "b"}},
+        "nodeSelector": {"disk": "ssd"},
+        "tolerations": [{"key": "a", "operator": "Exists"}],
+        "clients": [{"namespaceSelector": {"matchLabels": {"team": "a"}}}],
+        "extraIngress": [{"ports": [{"port": "metrics"}]}],
+        "extraEgress": [{"ports": [{"port": 4317}]}],
+    },
+    "networkPolicy": {"enabled": True},
+    "imagePullSecrets": [{"name": "pull"}],
+}
 GROUPS = {"replicaCount": 3, "parallelism": {"mode": "statefulset", "tensor": 4, "pods": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -112,6 +125,8 @@ CASES: dict[str, dict[str, Any]] = {
     "dressed": DRESSED,
     "scaled": SCALED,
     "downloaded": DOWNLOADED,
+    "fronted": FRONTED,
+    "fronted groups": {**GROUPS, **FRONTED},
     "groups": GROUPS,
     "downloaded groups": {**GROUPS, **DOWNLOADED},
     "secured groups": {**GROUPS, **SECURED},

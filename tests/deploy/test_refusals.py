@@ -28,6 +28,11 @@ def rollout(*, mode: str = "pod", tensor: int = 1, pods: int = 1, **update: int 
     return {"parallelism": {"mode": mode, "tensor": tensor, "pods": pods, "lws": lws}}
 
 
+def fronted(gateway: Object | None = None, **values: Object) -> Object:
+    """Values with a gateway in front of the pods."""
+    return {"gateway": {"enabled": True, **(gateway or {})}, **values}
+
+
 #: --set gives whole numbers another type than a file does.
 both_ways = pytest.mark.parametrize("as_set", [False, True], ids=["file", "set"])
 
@@ -60,6 +65,8 @@ both_ways = pytest.mark.parametrize("as_set", [False, True], ids=["file", "set"]
         ({"model": {"download": {"token": "hf_secret"}}}, "token"),
         ({"podDisruptionBudget": {"minAvailable": "half"}}, "minAvailable"),
         ({"podLabels": {"a": 1}}, "podLabels"),
+        ({"gateway": {"enable": True}}, "enable"),
+        ({"gateway": {"policy": "cache aware"}}, "policy"),
         ({"fullnameOverride": "1abc"}, "fullnameOverride"),
         ({"parallelism": {"lws": {"rolloutStrategy": {"type": "OnDelete"}}}}, "type"),
         (rollout(maxSurg=1), "maxSurg"),
@@ -116,6 +123,13 @@ def test_the_schema_names_the_value(helm: Helm, values: Object, named: str, as_s
             "only KEDA scales to none",
         ),
         ({"extraArgs": ["--health-port=1"]}, "--health-port"),
+        (fronted(tls={"existingSecret": "t"}), "in plaintext alone"),
+        (fronted(auth={"existingSecret": "t"}), "has no token"),
+        (fronted(server={"kvCacheEvents": False}), "such as round_robin"),
+        (fronted({"ports": {"health": 8000}}), "gateway.ports are"),
+        (fronted({"service": {"nodePort": 30000}}), "gateway.service.type ClusterIP"),
+        (fronted({"image": {"tag": ""}}), "neither tag nor digest"),
+        (fronted({"extraArgs": ["--port=1"]}), "gateway.extraArgs has --port"),
         ({"extraArgs": ["--num-shard", "2"]}, "--num-shard"),
         ({"autoscaling": {"hpa": {"enabled": True}}}, "autoscaling.hpa.metrics"),
         ({"autoscaling": {"keda": {"enabled": True}}}, "autoscaling.keda.triggers"),

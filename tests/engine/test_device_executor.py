@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from guessing import drafting
 from interpreted import DEVICE
 
 from tokenpod.core.messages import (
+    BeamParams,
     FailureCode,
     Request,
     SamplingParams,
@@ -128,10 +131,10 @@ def pool(device, scales=None):
     )
 
 
-def engine(executor, overlap):
+def engine(executor, overlap, drafting=None):
     limits = Limits(slots=SLOTS, max_rows=ROWS, max_positions=POSITIONS, prefill_tokens=PREFILL)
-    link = Recorder()
-    return EngineLoop(link, Scheduler(limits), executor, overlap=overlap), link
+    link, scheduler = Recorder(), Scheduler(limits, drafting=drafting)
+    return EngineLoop(link, scheduler, executor, overlap=overlap), link
 
 
 def on_host():
@@ -139,7 +142,7 @@ def on_host():
     return engine(executor, overlap=False)
 
 
-def on_device(overlap, captured=True, poison=None, scales=None, ops=OPERATIONS):
+def on_device(overlap, captured=True, poison=None, scales=None, ops=OPERATIONS, guesses=None):
     executor = DeviceExecutor(
         model(ops, DEVICE, poison),
         pool(DEVICE, scales),
@@ -154,10 +157,15 @@ def on_device(overlap, captured=True, poison=None, scales=None, ops=OPERATIONS):
         max_positions=POSITIONS,
         max_tokens=ROWS + PREFILL,
         device=DEVICE,
+        drafts=3 * ROWS if guesses else 0,
     )
     if captured:
         executor.capture()
-    return engine(executor, overlap)
+    return engine(executor, overlap, guesses)
+
+
+def on_guessing_device():
+    return on_device(overlap=False, captured=False, guesses=drafting({}, "right", 3, VOCABULARY))
 
 
 SAMPLED = SamplingParams(do_sample=True, temperature=1.3, top_k=20, seed=7)
@@ -184,9 +192,9 @@ def requests():
     yield Request([20, 21], prompts[2], SAMPLED, StoppingParams(max_new_tokens=4), logprobs=True)
 
 
-def run(loop, link, preempted=None):
+def run(loop, link, preempted=None, drafts=0):
     """Answer the requests; before turns, by turn, some sequences are preempted."""
-    waiting = list(requests())
+    waiting = [msgspec.structs.replace(request, drafts=drafts) for request in requests()]
     # The last one comes when the prompt that it shares is in the cache.
     link.inbox += waiting[:-1]
     for turn in range(200):
@@ -226,6 +234,19 @@ def test_the_device_samples_what_the_host_samples(overlap, captured, expected):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["right", "random"])
+def test_drafts_change_nothing_of_what_is_sampled(kind, expected):
+    guesses = drafting(expected.tokens, kind, 3, VOCABULARY)
+    loop, link = on_device(overlap=True, guesses=guesses)
+    got = run(loop, link, drafts=3)
+    assert loop.scheduler.load().accepted_tokens > 3
+    assert dict(got.tokens) == dict(expected.tokens)
+    assert dict(got.tops) == dict(expected.tops)
+    for sequence, logprobs in expected.logprobs.items():
+        assert got.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
+
+
+@pytest.mark.gpu
 def test_preempted_rows_sample_what_they_would_have_sampled(expected):
     # In the middle of a prompt that is scored, after it, and one of two samples.
     got = run(*on_device(overlap=True), preempted={3: [13], 4: [11, 12], 8: [13], 12: [21]})
@@ -236,6 +257,28 @@ def test_preempted_rows_sample_what_they_would_have_sampled(expected):
     assert got.scored.keys() == expected.scored.keys()
     for sequence, logprobs in expected.scored.items():
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_a_search_on_the_device_finds_what_one_on_the_host_finds():
+    def searched(loop, link):
+        beam = Request(
+            [1, 2, 3],
+            [9, 4, 7, 30, 2],
+            SamplingParams(),
+            StoppingParams(max_new_tokens=4, eos_token_ids=frozenset({11})),
+            top_n_tokens=4,
+            beam=BeamParams(width=3, n=2),
+        )
+        other = Request([9], [5, 3, 8], SAMPLED, StoppingParams(max_new_tokens=4), logprobs=True)
+        link.inbox += [beam, other]
+        while not {1, 2, 9} <= link.finished:
+            loop.turn()
+        return link
+
+    host, device = searched(*on_host()), searched(*on_device(overlap=True))
+    assert dict(device.tokens) == dict(host.tokens)
+    for sequence, logprobs in host.logprobs.items():
+        assert device.logprobs[sequence] == pytest.approx(logprobs, abs=1e-4)
 
 
 @pytest.mark.gpu
@@ -297,6 +340,16 @@ def test_the_worst_step_runs(scattered):
     result = loop.executor.launch(plan).wait()
     assert len(result.tokens) == ROWS
     assert sum(len(scores.logprobs) for scores in result.scored.values()) == PREFILL
+
+
+@pytest.mark.parametrize("make", [on_host, pytest.param(on_guessing_device, marks=pytest.mark.gpu)])
+def test_the_worst_step_has_room_for_drafts(make):
+    loop, _ = make()
+    plan = worst_step(ROWS, PREFILL, POSITIONS, scattered=True, drafts=(8, 3))
+    assert plan.r_samples.tolist() == [1, 1, 4, 4, 3, 1]
+    assert plan.tokens == ROWS - 1 + PREFILL + 8
+    result = loop.executor.launch(plan).wait()
+    assert len(result.tokens) == ROWS + 8
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ def test_a_delta_on_one_row_changes_that_row_alone(name, golden, load_folder, sc
         if step is None or weight == "head":
             return None
         out = sizes[weight]
-        delta = torch.zeros(len(x), out)
+        delta = torch.zeros(len(x()), out)
         delta[step.b_start[0] : step.b_start[1]] = 0.5
         return delta
 

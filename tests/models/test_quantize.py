@@ -13,6 +13,7 @@ from tokenpod.kernels.weight import LinearWeight
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
+from tokenpod.models.footprint import footprint_of
 from tokenpod.models.load import load_model, read_layout
 from tokenpod.models.reading import read_weights
 from tokenpod.models.shard import Shard
@@ -116,3 +117,44 @@ def test_memory_is_asked_for_what_is_held(golden, monkeypatch):
     load(folder, quantize="int8")
     with pytest.raises(ModelError, match="the weights need"):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt-350m"])
+def test_the_head_is_made_so_too_where_that_is_asked_for(name, golden, schedule, text):
+    """Of its own tensor, or of the embedding's, which stays as it is."""
+    folder = golden(name).folder
+    plain, small = (load(folder, quantize="int8", quantize_head=head) for head in (False, True))
+    layout = read_layout(folder, None, quantize="int8", quantize_head=True)
+    head = next(weight for weight in layout.weights if weight.name == "head")
+    rows, columns = head.shape
+    added = rows * (columns + 4) - (0 if layout.spec.head.tied else 4 * rows * columns)
+    assert small.weight_bytes - plain.weight_bytes == added
+    assert small.parameters_count == plain.parameters_count
+    found = footprint_of(folder, "int8", head=True)
+    assert found.weight_bytes(1, 4) == small.weight_bytes
+    assert found.parameters == small.parameters_count
+    tokens, logprobs = text(21), []
+    for model in (plain, small):
+        scheduler = schedule(model)
+        logprobs.append(scheduler.step([(scheduler.sequence(tokens), 21)])[0])
+    assert not torch.equal(*logprobs)
+    torch.testing.assert_close(*logprobs, rtol=0, atol=0.15)
+
+
+def test_a_head_is_read_by_ranks_in_parts_of_the_same_numbers(golden):
+    folder = golden("gemma2").folder
+    parts = []
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        with Checkpoint(folder) as checkpoint:
+            layout = read_layout(folder, checkpoint, quantize="int4", quantize_head=True)
+            weights = read_weights(
+                checkpoint,
+                [weight for weight in layout.weights if weight.name == "head"],
+                dtype=torch.float32,
+                device=CPU,
+                progress=lambda done, total: None,
+                shard=shard,
+                reader=layout.reader,
+            )
+        parts.append(weights["head"].parts[0].dequantised(torch.float32))
+    assert torch.equal(torch.cat(parts[1:])[: len(parts[0])], parts[0])

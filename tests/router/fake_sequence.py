@@ -49,7 +49,7 @@ class Sequence:
         """Whether it asks for what this shard can't do, so that it ends alone."""
         new = int(self.request.stopping_parameters.max_new_tokens)
         return (
-            bool(self.request.parameters.grammar)
+            "(?=" in self.request.parameters.grammar
             or not self.prompt
             or new == 0
             or len(self.prompt) + new > max_total_tokens

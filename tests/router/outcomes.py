@@ -63,7 +63,7 @@ class Outcome:
             return f"{said}, though it asks for nothing special"
         if self.ending is Ending.FINISHED:
             if asked.grammar:
-                return f"{said}, though nobody constrained it"
+                return f"{said}, though its grammar can not be served"
             if expected is not None and self.text != expected:
                 return f"{said} with {self.text!r}; alone it has {expected!r}"
         return None

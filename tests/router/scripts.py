@@ -127,7 +127,7 @@ def _visit(rng: random.Random, parts: Sequence[Prompt]) -> Visit:
     if rng.random() < 0.1:
         prompt = replace(prompt, model=rng.choice(["gpt-4", "tiny", ""]))
     if rng.random() < 0.04:
-        prompt = replace(prompt, grammar="[a-z]+")
+        prompt = replace(prompt, grammar="[a-z]+(?=x)")  # look-ahead is refused
     if fate < 0.15:
         return Visit(prompt, leaves_after=rng.randint(1, prompt.max_new_tokens or 1))
     if fate < 0.3:

@@ -80,6 +80,8 @@ class SchedulerLife(RuleBasedStateMachine):
             max_positions=52,
             prefill_tokens=prefill,
             prefix_caching=caching,
+            adapter_slots=2,
+            adapters=frozenset({1, 2, 3}),
             admission=ADMISSIONS[admission],
             batching=batching("alternate" if alternate else "mixed", max_waiting_tokens=4),
             **({"drafting": partial(Drafting, Guesses(seed), drafts)} if drafts else {}),
@@ -97,12 +99,13 @@ class SchedulerLife(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.integers(0, 1),
         salt=st.sampled_from(["", "", "tenant"]),
+        adapter=st.sampled_from([0, 0, 1, 2, 3]),
         score=st.sampled_from([False, False, False, True]),
         deadline=st.none() | st.integers(1, 60),
         limit=st.none() | st.integers(1, 60),
         turns=st.integers(0, 5),
     )
-    def submit(self, prompt, stops, n, priority, salt, score, deadline, limit, turns):
+    def submit(self, prompt, stops, n, priority, salt, adapter, score, deadline, limit, turns):
         now = self.driver.now
         self.driver.submit(
             request(
@@ -110,7 +113,8 @@ class SchedulerLife(RuleBasedStateMachine):
                 prompt,
                 **stops,
                 priority=priority,
-                salt=salt,
+                salt=f"{salt} {adapter}" if adapter else salt,
+                adapter=adapter,
                 prompt_logprobs=score,
                 drafts=self.drafts,
                 deadline_at=None if deadline is None else now + deadline,

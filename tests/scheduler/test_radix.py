@@ -21,6 +21,10 @@ def insert(tree, text, first_slot, salt=""):
     return tree.append(node, tokens(text)[known:], slots)
 
 
+def evicted(tree, n):
+    return [int(slot) for slots in tree.evict(n) for slot in slots]
+
+
 def test_the_longest_prefix_is_found(tree):
     insert(tree, "hello world", 0)
     _, length = tree.match(tokens("hello there"))
@@ -100,6 +104,37 @@ def test_eviction_looks_at_no_more_than_it_evicts(tree, monkeypatch):
     assert tree.evict(1) == []
 
 
+def test_by_uses_the_popular_outlive_the_recent():
+    tree = RadixTree(by_uses=True)
+    popular = insert(tree, "abc", 0)
+    tree.use(popular)
+    insert(tree, "xyz", 10)
+    tree.match(tokens("xyz"))  # a look is no use
+    assert evicted(tree, 3) == [10, 11, 12]
+    assert tree.match(tokens("abc"))[1] == 3
+    assert tree.evicted == 3
+
+
+def test_by_uses_what_was_popular_once_goes_in_the_end():
+    tree = RadixTree(by_uses=True)
+    popular = insert(tree, "abc", 0)
+    for _ in range(3):
+        tree.use(popular)
+    gone = []
+    for at, letter in enumerate("defgh"):
+        tree.use(insert(tree, letter, 10 * (at + 1)))
+        gone += evicted(tree, 1)
+    assert 2 in gone
+
+
+def test_parts_of_a_split_have_been_used_as_often():
+    tree = RadixTree(by_uses=True)
+    tree.use(insert(tree, "abcd", 0))
+    node, _ = tree.match(tokens("abX"))
+    assert node.uses == 2
+    assert {each.rank for each in tree.nodes()} == {2}
+
+
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.data())
 def test_leaves_go_in_the_order_of_their_last_use_whatever_happened_between(data):
@@ -119,7 +154,7 @@ def test_leaves_go_in_the_order_of_their_last_use_whatever_happened_between(data
                 tree.unlock(locked.pop(data.draw(st.integers(0, len(locked) - 1))))
             case "evict" if tree.evictable:
                 leaves = [n for n in tree.nodes() if not n.children and not n.locks]
-                used_at = {int(slot): leaf.used_at for leaf in leaves for slot in leaf.slots}
+                used_at = {int(slot): leaf.rank for leaf in leaves for slot in leaf.slots}
                 (freed,) = tree.evict(1)
                 assert used_at[int(freed[0])] == min(used_at.values())
     for node in locked:

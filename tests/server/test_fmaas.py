@@ -267,19 +267,6 @@ def test_lengths_are_refused_in_tgis_words(api: Any) -> None:
     assert error.details() == f"max_new_tokens must be <= {room - 1}"
 
 
-UNBUILT: dict[str, dict[str, Any]] = {
-    "decoding.json_schema": {"decoding": {"json_schema": "{}"}},
-    "decoding.format": {"decoding": {"format": "JSON"}},
-}
-
-
-@pytest.mark.parametrize("field", UNBUILT)
-def test_what_is_not_built_is_never_ignored(api: Any, field: str) -> None:
-    request = single(**UNBUILT[field])
-    error = refused(grpc.StatusCode.UNIMPLEMENTED, stream, api, request)
-    assert [*violations(error)] == [f"params.{field}"]
-
-
 def test_an_adapter_is_refused_and_a_model_is_not_looked_at(api: Any) -> None:
     request = single()
     request.model_id = "whatever"

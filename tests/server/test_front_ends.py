@@ -328,6 +328,20 @@ def test_a_call_is_ended_by_its_name_from_every_front_end(clients: list[Client])
         assert last.complete.completion_tokens < 1900
 
 
+def test_constraints_are_kept_on_every_front_end(clients: list[Client]) -> None:
+    for client in clients:
+        api = GenerationServiceStub(client.channel)
+        request = public.GenerateRequest(
+            text=PROMPT, constraint={"regex": "[ab]{3}"}, stopping={"max_new_tokens": 9}
+        )
+        (result,) = api.GenerateOnce(
+            service.GenerateOnceRequest(request=request), timeout=120
+        ).results
+        assert set(result.text) <= {"a", "b"}
+        assert len(result.text) == 3
+        assert result.constraint_satisfied
+
+
 def test_cache_events_come_on_every_front_end(clients: list[Client]) -> None:
     for client in clients:
         stub = VllmEngineStub(client.channel)

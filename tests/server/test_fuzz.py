@@ -34,6 +34,8 @@ ANSWERS = {
     #: Of tokenpod.v1 alone: fields that are not built, two calls of one name.
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.ALREADY_EXISTS,
+    #: Of adapters that come and go, which the operator has not switched on.
+    grpc.StatusCode.FAILED_PRECONDITION,
 }
 #: Values that get past the checks more often than extremes do.
 PLAUSIBLE: dict[int, tuple[Any, ...]] = {

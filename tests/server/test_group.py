@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from router.startup import RouterSettings
 from router.streams import Prompt
 from router.wire import V1, V3, Wire
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as public
+from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 PROMPT = "import os\n"
 STOPPING = {"max_new_tokens": 24, "ignore_eos": True}
@@ -45,6 +49,25 @@ def tokens(server: ServerProcess, **sampling: object) -> list[int]:
 def test_two_ranks_generate_what_one_does(two_ranks: ServerProcess, server: ServerProcess) -> None:
     assert tokens(two_ranks) == tokens(server)
     assert len(two_ranks.engine_pids()) == 2
+
+
+def test_two_ranks_keep_constraints(two_ranks: ServerProcess, server: ServerProcess) -> None:
+    # Followers have no sampler, and masks come to the leader alone.
+    texts = []
+    for one in (two_ranks, server):
+        schema = '{"type": "array", "items": {"enum": [1, 23]}, "minItems": 9}'
+        request = public.GenerateRequest(
+            text="x = ",
+            constraint={"json_schema": schema},
+            sampling={"temperature": 2.0, "seed": 4},
+            stopping={"max_new_tokens": 60},
+        )
+        api = GenerationServiceStub(one.channel())
+        asked = service.GenerateOnceRequest(request=request)
+        (result,) = api.GenerateOnce(asked, timeout=120).results
+        texts.append(result.text)
+    assert texts[0] == texts[1]
+    assert re.match(r"\[\s*(1|23)\s*,", texts[0])
 
 
 def test_two_pods_generate_what_one_does(two_pods: Group, server: ServerProcess) -> None:

@@ -157,10 +157,9 @@ def test_what_does_not_fit_is_left_out(engine: Any, prompt: list[int]) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "sampling_params.json_schema": {"sampling_params": {"json_schema": "{}"}},
-    "sampling_params.json_object": {"sampling_params": {"json_object": True}},
-    "sampling_params.regex": {"sampling_params": {"regex": "a"}},
-    "sampling_params.choice": {"sampling_params": {"choice": {}}},
+    "sampling_params.json_schema": {"sampling_params": {"json_schema": "{"}},
+    "sampling_params.regex": {"sampling_params": {"regex": "("}},
+    "sampling_params.choice.choices": {"sampling_params": {"choice": {}}},
     "sampling_params.logprobs": {"sampling_params": {"logprobs": 21}},
     "sampling_params.prompt_logprobs": {"sampling_params": {"prompt_logprobs": 21}},
     "sampling_params.max_tokens": {"sampling_params": {"max_tokens": 0}},

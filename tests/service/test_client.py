@@ -20,6 +20,7 @@ from tokenpod.core.messages import (
     Advanced,
     Ask,
     Broken,
+    Drafted,
     EngineOptions,
     Failure,
     FailureCode,
@@ -50,11 +51,15 @@ class Notes:
     tops: list[Top | None] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    drafted: list[Drafted] = field(default_factory=list)
     wakes: int = 0
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def on_started(self, started: Started) -> None:
         self.started.append(started.sequence_id)
+
+    def on_drafted(self, drafted: Drafted) -> None:
+        self.drafted.append(drafted)
 
     def on_token(
         self, sequence_id: int, token_id: int, logprob: float, finish: FinishCode, top: Top | None

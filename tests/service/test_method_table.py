@@ -159,6 +159,12 @@ def test_only_dialects_know_the_messages_of_a_protocol() -> None:
 
 # -- docs --------------------------------------------------------------------------------------
 
+SHOWN = {
+    Access.TOKEN: "a token, if the operator asks for one",
+    Access.ADAPTERS: "a token of its own",
+    Access.HEALTH: "nothing",
+}
+
 BEFORE = {
     Gate.NONE: "nothing",
     Gate.READY: "the model is ready",
@@ -170,7 +176,7 @@ BEFORE = {
 def facts(row: Method) -> str:
     """A row of the table in docs/contract.md, but for the rpc's name."""
     cells = (
-        "a token, if the operator asks for one" if row.access is Access.TOKEN else "nothing",
+        SHOWN[row.access],
         BEFORE[row.gate],
         "asks the first" if row.relayed else "answers",
         "answers" if row.on_followers else "refuses",

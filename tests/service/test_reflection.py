@@ -20,6 +20,7 @@ from tokenpod.service.rpc.reflection import V1, V1ALPHA, enable_reflection
 
 SERVICE = "generate.v3.TextGenerationService"
 PUBLIC = "tokenpod.v1.GenerationService"
+ADAPTERS = "tokenpod.v1.AdapterService"
 HEALTH = "grpc.health.v1.Health"
 OTHERS = (
     *("generate.v1.TextGenerationService", "generate.v2.TextGenerationService"),
@@ -67,7 +68,7 @@ async def buf_curl(protocol: str, *arguments: str) -> str:
 
 async def test_grpcurl_lists_what_is_served(server: Running) -> None:
     listed = (await grpcurl(server.address, "list")).split()
-    assert listed == sorted([SERVICE, PUBLIC, HEALTH, V1, V1ALPHA])
+    assert listed == sorted([SERVICE, PUBLIC, ADAPTERS, HEALTH, V1, V1ALPHA])
 
 
 async def test_grpcurl_describes_everything_that_is_listed(server: Running) -> None:
@@ -111,6 +112,6 @@ async def test_both_protocols_give_the_same_answers(server: Running, service: st
 
     listed, described, unknown = [answer async for answer in method(ask())]
     names = {service.name for service in listed.list_services_response.service}
-    assert names == {SERVICE, PUBLIC, HEALTH, V1, V1ALPHA}
+    assert names == {SERVICE, PUBLIC, ADAPTERS, HEALTH, V1, V1ALPHA}
     assert described.file_descriptor_response.file_descriptor_proto
     assert unknown.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]

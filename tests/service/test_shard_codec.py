@@ -9,7 +9,9 @@ from wirefuzz import GENERATIONS
 
 from tokenpod.service.dialects.tgi.codec import ShardCodec
 from tokenpod.service.serving.calls import (
+    AskedConstraint,
     CachedBatch,
+    ConstraintKind,
     ShardGeneration,
     ShardStep,
     ShardText,
@@ -87,7 +89,7 @@ async def test_what_a_generation_lacks_is_neutral() -> None:
         batch, cached = await codec.prefill(codec.pb.PrefillRequest(batch={"requests": [asked]}))
         (request,) = batch.requests
         assert (request.inputs, request.max_new_tokens, cached) == ("x", 3, None)
-        assert (request.frequency_penalty, request.grammar, request.grammar_type) == (0.0, "", 0)
+        assert (request.frequency_penalty, request.constraint) == (0.0, None)
         assert (request.adapter_id, request.chunk_len) == (None, None)
         # Routers before v3 always want special tokens; v3's say so.
         assert request.add_special_tokens is (codec is not CODECS[2])
@@ -107,7 +109,10 @@ async def test_a_request_says_what_its_generation_can_say() -> None:
     batch, cached = await CODECS[2].prefill(joined)
     (request,) = batch.requests
     assert (request.inputs, request.adapter_id, request.chunk_len) == ("ab", "acme", 4)
-    assert (request.frequency_penalty, request.grammar, request.grammar_type) == (0.5, "g", 1)
+    assert request.frequency_penalty == 0.5
+    assert request.constraint == AskedConstraint(
+        ConstraintKind.JSON_SCHEMA, "parameters.grammar", "g"
+    )
     assert cached == 9
 
 

@@ -508,7 +508,9 @@ async def test_a_generation_that_never_left_the_queue_has_only_that_phase(
 
 def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector) -> None:
     telemetry.watch(
-        lambda: Load(3, 5, 90, slots=100, free_slots=40, evictable_slots=20, preemptions=7)
+        lambda: Load(
+            3, 5, 90, slots=100, free_slots=40, evictable_slots=20, preemptions=7, adapters=2
+        )
     )
     telemetry.shutdown()
     found = {
@@ -518,6 +520,7 @@ def test_the_engines_load_is_observed(telemetry: Telemetry, collector: Collector
     assert found["tokenpod.queue.requests"].as_int == 5
     assert found["tokenpod.requests.running"].as_int == 3
     assert collector.points("tokenpod.kv.utilization")[0][1].as_double == pytest.approx(0.4)
+    assert collector.points("tokenpod.adapters.running")[0][1].as_int == 2
     assert collector.points("tokenpod.preemptions")[0][1].as_int == 7
 
 

@@ -18,7 +18,7 @@ from tokenpod.core.messages import FinishCode, Request, SamplingParams, Stopping
 from tokenpod.service.dialects.tokenpod_v1.chats import MOST_CALLS, MOST_TOOLS, MOST_VALUES
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter
-from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument, Unimplemented
+from tokenpod.service.rpc.errors import FailedPrecondition, InvalidArgument
 from tokenpod.service.serving.generation import Generation
 from tokenpod.service.serving.samples import samples_of
 from tokenpod.service.serving.serving import Serving
@@ -312,8 +312,11 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any]]] = {
     "chat.tools": (InvalidArgument, {"tools": TOOLS * (MOST_TOOLS + 1)}),
     "chat.tool_choice": (InvalidArgument, {"toolChoice": {}}),
     "chat.tool_choice.mode": (InvalidArgument, {"toolChoice": {"mode": 0}}),
-    "chat.tool_choice.mode ": (Unimplemented, {"toolChoice": {"mode": "TOOL_MODE_REQUIRED"}}),
-    "chat.tool_choice.tool_name": (Unimplemented, {"toolChoice": {"toolName": "get_weather"}}),
+    "chat.tool_choice.mode ": (
+        InvalidArgument,
+        {"tools": [], "toolChoice": {"mode": "TOOL_MODE_REQUIRED"}},
+    ),
+    "chat.tool_choice.tool_name": (InvalidArgument, {"toolChoice": {"toolName": "nobody"}}),
     "chat.messages[0].tool_calls": (
         InvalidArgument,
         {"messages": [{"role": "assistant", "toolCalls": [{}] * (MOST_CALLS + 1)}]},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chats import turns
 
+from tokenpod.core.messages import BeamParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.validate import RequestLimits
 from tokenpod.service.rpc.errors import InvalidArgument
@@ -32,6 +33,7 @@ LIMITS = RequestLimits(
     max_stop_sequence_bytes=8,
     max_top_n_tokens=5,
     max_logit_bias=3,
+    max_constraint_bytes=100,
     slots=120,
     rows=3,
 )
@@ -54,8 +56,7 @@ SHARD = ShardRequest(
     frequency_penalty=0.0,
     seed=0,
     watermark=False,
-    grammar="",
-    grammar_type=0,
+    constraint=None,
     adapter_id=None,
     chunk_len=None,
 )
@@ -202,9 +203,13 @@ def test_prompt_and_output_are_bounded(prompt: int, wanted: int, field: str, wor
 
 def test_samples_of_a_request_must_fit_at_once() -> None:
     # 40 + 3 * 26 + 2 of 120: the last tokens are not written.
-    validate.check_group(40, 27, 3, LIMITS)
-    with pytest.raises(InvalidArgument, match="--max-batch-total-tokens"):
-        validate.check_group(40, 28, 3, LIMITS)
+    three = GenerateCall("x", Sampling(n=3), Stopping(), Output())
+    beams = dataclasses.replace(three, sampling=Sampling(), beam=BeamParams(3))
+    for call, field in ((three, "sampling.n"), (beams, "sampling.beam.width")):
+        validate.check_group(40, 27, call, LIMITS)
+        with pytest.raises(InvalidArgument, match="--max-batch-total-tokens") as error:
+            validate.check_group(40, 28, call, LIMITS)
+        assert error.value.field == field
 
 
 # -- what "not set" means ----------------------------------------------------------------------
@@ -263,8 +268,6 @@ def test_divisors_stay_where_float32_holds_the_quotient(value: float) -> None:
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("parameters.grammar", {"grammar": "[a-z]"}),
-        ("parameters.grammar_type", {"grammar_type": 99}),
         ("inputs", {"inputs": ""}),
         ("parameters.temperature", {"temperature": -1.0}),
         ("parameters.top_p", {"top_p": 1.1}),

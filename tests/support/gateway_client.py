@@ -31,24 +31,20 @@ def main(url: str) -> None:
         "said": chat.choices[0].message.content,
         "logprobs": [token.logprob for token in chat.choices[0].logprobs.content],
         "said_streamed": "".join(p.choices[0].delta.content or "" for p in said if p.choices),
-        "constraint": refusal(client, response_format={"type": "json_object"}),
-        "tool": refusal(client, tools=[TOOL], tool_choice="required"),
+        "constraint": constrained(client),
         "stopped": stopped(client),
     }
     print(json.dumps(told))
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-def refusal(client: Any, **fields: Any) -> str:
-    import openai
-
-    try:
-        client.chat.completions.create(messages=CHAT, **GREEDY, **fields)
-    except openai.APIStatusError as error:
-        return f"{error.status_code}: {error.message}"
-    return "served"
+def constrained(client: Any) -> str:
+    """What is said as JSON of a schema."""
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(
+        messages=CHAT, temperature=0, max_tokens=60, response_format=form
+    )
+    return str(answer.choices[0].message.content)
 
 
 def stopped(client: Any) -> list[str]:

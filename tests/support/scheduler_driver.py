@@ -138,6 +138,8 @@ class ReferenceExecutor:
         #: What has been sampled, by sequence id: a row may be another one after a preemption.
         self.outputs: defaultdict[int, list[int]] = defaultdict(list)
         self.users: Counter[int] = Counter()
+        #: By slot.
+        self.adapters = {0: 0}
 
     def launch(self, step: Step) -> list[int]:
         """Run a step; the tokens it samples, one for each sample of each work."""
@@ -152,10 +154,17 @@ class ReferenceExecutor:
         assert not [*prefix]
         works = works_of(step)
         self._check_shape(works)
+        self._check_adapters(plan, works)
         shared = {int(s) for node in self.scheduler.kv.tree.nodes() for s in node.slots}
         for work in works:
             self._write(work, shared)
         return [token for work in works for token in self._sample_each(work, shared)]
+
+    def _check_adapters(self, plan: StepPlan, works: list[Work]) -> None:
+        self.adapters |= zip(plan.put_slot.tolist(), plan.put_adapter.tolist(), strict=True)
+        slots = plan.r_adapter.tolist() or [0] * len(works)
+        for work, slot in zip(works, slots, strict=True):
+            assert self.adapters[slot] == work.sequence.request.adapter
 
     def _add_row(self, number: int, ask: NewRow, prefix: list[int]) -> None:
         rows, request = self.scheduler.limits.max_rows, ask.request

@@ -11,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -217,12 +218,13 @@ class Adapters:
         self.sizes: dict[str, int] = {}
 
     def __call__(
-        self, name: str, x: torch.Tensor, step: ForwardBatch | None
+        self, name: str, read: Callable[[], torch.Tensor], step: ForwardBatch | None
     ) -> torch.Tensor | None:
         # Of products whose inputs ranks divide, each rank would add the whole constant.
         if step is None or step.t_adapter is None or name.endswith(("output", "down")):
             return None
         # To every other output: which they are is the same on each rank.
+        x = read()
         others = torch.arange(self.sizes[name], device=x.device) % 2
         assert len(step.t_adapter) == len(x)
         return torch.outer(step.t_adapter == 1, others).to(x.dtype) * 0.5

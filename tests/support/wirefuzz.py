@@ -18,9 +18,10 @@ from tokenpod_client.protos.fmaas import generation_pb2 as fmaas_pb
 from tokenpod_client.protos.generate.v1 import generate_pb2 as v1
 from tokenpod_client.protos.generate.v2 import generate_pb2 as v2
 from tokenpod_client.protos.generate.v3 import generate_pb2 as v3
+from tokenpod_client.protos.tokenpod.v1 import adapter_service_pb2 as adapters_pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as tokenpod_pb
 
-TOKENPOD, FMAAS, VLLM = "tokenpod", "fmaas", "vllm"
+TOKENPOD, FMAAS, VLLM, ADAPTERS = "tokenpod", "fmaas", "vllm", "adapters"
 GENERATIONS: dict[str, ModuleType] = {"v1": v1, "v2": v2, "v3": v3}
 ENOUGH_EVENTS = 6
 PROMPT = "def fibonacci(n):\n"
@@ -98,6 +99,7 @@ def rpcs() -> list[Rpc]:
         for name, pb in GENERATIONS.items()
     }
     services[TOKENPOD] = tokenpod_pb.DESCRIPTOR.services_by_name["GenerationService"]
+    services[ADAPTERS] = adapters_pb.DESCRIPTOR.services_by_name["AdapterService"]
     services[FMAAS] = fmaas_pb.DESCRIPTOR.services_by_name["GenerationService"]
     services[VLLM] = vllm_pb.DESCRIPTOR.services_by_name["VllmEngine"]
     return [
@@ -114,6 +116,10 @@ PLAIN: dict[str, dict[str, dict[str, Any]]] = {
         "Generate": {"text": PROMPT, "stopping": {"max_new_tokens": 2}},
         "Tokenize": {"text": PROMPT},
         "Detokenize": {"token_ids": [5, 6]},
+    },
+    ADAPTERS: {
+        "LoadAdapter": {"name": "one", "path": "one"},
+        "UnloadAdapter": {"name": "one"},
     },
     FMAAS: {
         "Generate": {"requests": [{"text": PROMPT}], "params": {"stopping": {"max_new_tokens": 2}}},

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
+from tokenpod.kernels.triton.product_kernels import ask_rows
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -47,6 +48,7 @@ def multiply_rounded(
     PANEL: tl.constexpr,
     STAGES: tl.constexpr,
     UNROLL: tl.constexpr,
+    AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Y [tokens, n] (+)= x · weightᵀ + bias; with ACTIVATION the weight has 2n rows, gates first.
@@ -58,6 +60,7 @@ def multiply_rounded(
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     WHOLE: tl.constexpr = KIND != "fp8"
+    ROW_BLOCK: tl.constexpr = BLOCK_K // 2 if KIND == "int4" else BLOCK_K
     blocks_n = tl.cdiv(n, BLOCK_N)
     blocks_t = tl.cdiv(tokens, BLOCK_T)
     panel = tl.program_id(0) // (PANEL * blocks_t)
@@ -80,6 +83,11 @@ def multiply_rounded(
         steps = tl.cdiv(steps, SPLITS)
         first = tl.program_id(1) * steps
     last = tl.minimum(first + steps, tl.cdiv(width, BLOCK_K))
+    # Weights do not depend on the kernel before: they are asked into the L2 cache meanwhile.
+    first_row = (first_block + in_panel % blocks_in_panel) * BLOCK_N
+    ask_rows(weight, first_row, n, first * ROW_BLOCK, row_bytes, BLOCK_N, AHEAD)
+    if GATED:
+        ask_rows(weight, first_row + n, 2 * n, 0, row_bytes, BLOCK_N, AHEAD)
     await_inputs(OVERLAP)
 
     # Digits of a row with one scale are summed apart, as whole numbers; everything else at once.

@@ -103,7 +103,7 @@ def multiply_add_bytes(
     )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def multiply_add_words(
     x,
     weight,
@@ -113,10 +113,6 @@ def multiply_add_words(
     delta,
     norm_weight,
     y,
-    x_stride,
-    delta_stride,
-    y_stride,
-    tokens,
     n,
     k,
     epsilon,
@@ -124,96 +120,134 @@ def multiply_add_words(
     blocks_in_group,
     ACTIVATION: tl.constexpr,
     ADD: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     ASSEMBLY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
     RUN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """As above, of a weight of 4 bits: words [n, blocks · RUN] int32, blocks of 8 · RUN inputs.
+    """As above for one token, of a weight of 4 bits: words [n, blocks · RUN] int32.
 
-    Scale and zero [n, ⌈blocks / blocks_in_group⌉]; without a zero it is 8. A tile is BLOCKS blocks.
+    Blocks have 8 · RUN inputs, and all BLOCKS of them are in one tile: the input is read once and
+    stays in registers, while a program walks over rows, BLOCK_N at a time, the next ones on their
+    way. Scale and zero are [n, ⌈blocks / blocks_in_group⌉]; without a zero it is 8.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
-    NORM: tl.constexpr = norm_weight is not None
-    IN_BLOCK: tl.constexpr = 8 * RUN
-    # Axes: token, row, block, word of the block.
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.minimum(row, n - 1)
-    groups = tl.cdiv(blocks, blocks_in_group)
-    rows = own.to(tl.int64)[None, :, None, None]
-    block = tl.arange(0, BLOCKS)[None, None, :, None]
-    # A thread has 4 words, and as many inputs at a time: so nothing changes its layout.
-    lane = tl.max_contiguous(tl.arange(0, RUN), 4)[None, None, None, :]
-    token = tl.arange(0, BLOCK_T)[:, None, None, None]
-    at_x = x + token * x_stride
-    sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN), tl.float32)
-    up_sums = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN) if GATED else (1, 1, 1, 1), tl.float32)
-    squares = tl.zeros((BLOCK_T, 1, BLOCKS, RUN) if NORM else (1, 1, 1, 1), tl.float32)
-    start_of_row = weight + rows * (blocks * RUN)
-    start_of_up = start_of_row + n.to(tl.int64) * (blocks * RUN)
-
-    next_w = _tile(start_of_row + block * RUN + lane, block < blocks)
-    next_up = _tile(start_of_up + block * RUN + lane, block < blocks) if GATED else next_w
-    at_scale = rows * groups + block // blocks_in_group
-    next_s, next_z = _tile(scale + at_scale, block < blocks), 8
-    next_up_s, next_up_z = next_s, 8
-    if zero is not None:
-        next_z = _tile(zero + at_scale, block < blocks)
-    if GATED:
-        at_scale += n.to(tl.int64) * groups
-        next_up_s = _tile(scale + at_scale, block < blocks)
-        if zero is not None:
-            next_up_z = _tile(zero + at_scale, block < blocks)
-    await_inputs(OVERLAP)
-    for start in tl.range(0, blocks, BLOCKS):
-        at = start + block
-        # The next tile is on its way while this one is multiplied.
-        w, up, s, z, up_s, up_z = next_w, next_up, next_s, next_z, next_up_s, next_up_z
-        ahead = at + BLOCKS
-        next_w = _tile(start_of_row + ahead * RUN + lane, ahead < blocks)
-        next_up = _tile(start_of_up + ahead * RUN + lane, ahead < blocks) if GATED else next_w
-        at_scale = rows * groups + ahead // blocks_in_group
-        next_s = _tile(scale + at_scale, ahead < blocks)
-        if zero is not None:
-            next_z = _tile(zero + at_scale, ahead < blocks)
-        if GATED:
-            at_scale += n.to(tl.int64) * groups
-            next_up_s = _tile(scale + at_scale, ahead < blocks)
-            if zero is not None:
-                next_up_z = _tile(zero + at_scale, ahead < blocks)
-        dot = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN), tl.float32)
-        up_dot = tl.zeros((BLOCK_T, BLOCK_N, BLOCKS, RUN) if GATED else (1, 1, 1, 1), tl.float32)
-        total = tl.zeros((BLOCK_T, 1, BLOCKS, RUN), tl.float32)
-        offset = tl.zeros((BLOCK_T, 1, BLOCKS, RUN), tl.float32)
-        for place in tl.static_range(8):
-            i = at * IN_BLOCK + place * RUN + lane
-            inside = (token < tokens) & (i < k)
-            v = tl.load(at_x + i, mask=inside, other=0.0).to(tl.float32)
-            if NORM:
-                squares += v * v
-                v *= tl.load(norm_weight + i, mask=i < k, other=0.0).to(tl.float32)
-            total += v
-            offset += v * (LOW_OFFSET if place % 2 == 0 else HIGH_OFFSET)
-            dot += v * _float_at(w, place, ASSEMBLY)
-            if GATED:
-                up_dot += v * _float_at(up, place, ASSEMBLY)
-        sums += s.to(tl.float32) * (dot - offset - _float(z) * total)
-        if GATED:
-            up_sums += up_s.to(tl.float32) * (up_dot - offset - _float(up_z) * total)
-
-    token = tl.arange(0, BLOCK_T)
-    out = tl.sum(tl.sum(sums, axis=3), axis=2)
-    up_out = tl.sum(tl.sum(up_sums, axis=3), axis=2) if GATED else out
-    if NORM:
-        factor = tl.rsqrt(tl.sum(tl.sum(squares, axis=3), axis=2) / k + epsilon)
-        out *= factor
-        if GATED:
-            up_out *= factor
-    _finish(
-        out, up_out, bias, delta, y, delta_stride, y_stride, tokens, n, row, token, ACTIVATION, ADD
+    # Axes: row, block, word of the block. A thread has 4 words, and as many inputs at a time: so
+    # nothing changes its layout.
+    block = tl.arange(0, BLOCKS)[None, :, None]
+    lane = tl.max_contiguous(tl.arange(0, RUN), 4)[None, None, :]
+    word = block * RUN + lane
+    there = block < blocks
+    first = tl.program_id(0) * BLOCK_N
+    row = first + tl.arange(0, BLOCK_N)
+    next_w, next_s, next_z = _rows(
+        weight, scale, zero, row, n, word, block, there, blocks, blocks_in_group, RUN
     )
+    next_up, next_up_s, next_up_z = next_w, next_s, next_z
+    if GATED:
+        next_up, next_up_s, next_up_z = _rows(
+            weight, scale, zero, n + row, 2 * n, word, block, there, blocks, blocks_in_group, RUN
+        )
+    await_inputs(OVERLAP)
+    i = block * (8 * RUN) + lane
+    v0, f0 = _input(x, norm_weight, i, k)
+    v1, f1 = _input(x, norm_weight, i + RUN, k)
+    v2, f2 = _input(x, norm_weight, i + 2 * RUN, k)
+    v3, f3 = _input(x, norm_weight, i + 3 * RUN, k)
+    v4, f4 = _input(x, norm_weight, i + 4 * RUN, k)
+    v5, f5 = _input(x, norm_weight, i + 5 * RUN, k)
+    v6, f6 = _input(x, norm_weight, i + 6 * RUN, k)
+    v7, f7 = _input(x, norm_weight, i + 7 * RUN, k)
+    factor = 1.0
+    if norm_weight is not None:
+        squares = f0 * f0 + f1 * f1 + f2 * f2 + f3 * f3 + f4 * f4 + f5 * f5 + f6 * f6 + f7 * f7
+        factor = tl.rsqrt(tl.sum(tl.sum(tl.sum(squares, axis=2), axis=1), axis=0) / k + epsilon)
+    low, high = v0 + v2 + v4 + v6, v1 + v3 + v5 + v7
+    offset, total = LOW_OFFSET * low + HIGH_OFFSET * high, low + high
+    for start in tl.range(first, n, tl.num_programs(0) * BLOCK_N):
+        w, s, z, up, up_s, up_z = next_w, next_s, next_z, next_up, next_up_s, next_up_z
+        row = start + tl.arange(0, BLOCK_N)
+        ahead = row + tl.num_programs(0) * BLOCK_N
+        next_w, next_s, next_z = _rows(
+            weight, scale, zero, ahead, n, word, block, there, blocks, blocks_in_group, RUN
+        )
+        dot = v0 * _float_at(w, 0, ASSEMBLY)
+        dot += v1 * _float_at(w, 1, ASSEMBLY)
+        dot += v2 * _float_at(w, 2, ASSEMBLY)
+        dot += v3 * _float_at(w, 3, ASSEMBLY)
+        dot += v4 * _float_at(w, 4, ASSEMBLY)
+        dot += v5 * _float_at(w, 5, ASSEMBLY)
+        dot += v6 * _float_at(w, 6, ASSEMBLY)
+        dot += v7 * _float_at(w, 7, ASSEMBLY)
+        made = s.to(tl.float32) * (dot - offset - _float(z) * total)
+        out = tl.sum(tl.sum(made, axis=2), axis=1) * factor
+        up_out = out
+        if GATED:
+            next_up, next_up_s, next_up_z = _rows(
+                weight,
+                scale,
+                zero,
+                n + ahead,
+                2 * n,
+                word,
+                block,
+                there & (ahead < n)[:, None, None],
+                blocks,
+                blocks_in_group,
+                RUN,
+            )
+            dot = v0 * _float_at(up, 0, ASSEMBLY)
+            dot += v1 * _float_at(up, 1, ASSEMBLY)
+            dot += v2 * _float_at(up, 2, ASSEMBLY)
+            dot += v3 * _float_at(up, 3, ASSEMBLY)
+            dot += v4 * _float_at(up, 4, ASSEMBLY)
+            dot += v5 * _float_at(up, 5, ASSEMBLY)
+            dot += v6 * _float_at(up, 6, ASSEMBLY)
+            dot += v7 * _float_at(up, 7, ASSEMBLY)
+            made = up_s.to(tl.float32) * (dot - offset - _float(up_z) * total)
+            up_out = tl.sum(tl.sum(made, axis=2), axis=1) * factor
+        _finish(
+            out[None, :],
+            up_out[None, :],
+            bias,
+            delta,
+            y,
+            0,
+            0,
+            1,
+            n,
+            row,
+            tl.arange(0, 1),
+            ACTIVATION,
+            ADD,
+        )
+
+
+@triton.jit
+def _rows(
+    weight, scale, zero, row, rows, word, block, there, blocks, blocks_in_group, RUN: tl.constexpr
+):
+    """Words, scales and zeros of some rows; nothing of rows beyond the last."""
+    inside = there & (row < rows)[:, None, None]
+    w = _tile(weight + row.to(tl.int64)[:, None, None] * (blocks * RUN) + word, inside)
+    groups = tl.cdiv(blocks, blocks_in_group)
+    at = row.to(tl.int64)[:, None, None] * groups + block // blocks_in_group
+    s = _tile(scale + at, inside)
+    z = 8
+    if zero is not None:
+        z = _tile(zero + at, inside)
+    return w, s, z
+
+
+@triton.jit
+def _input(x, norm_weight, i, k):
+    """Inputs i, float32: times the norm's weight, and as they are."""
+    plain = tl.load(x + i, mask=i < k, other=0.0).to(tl.float32)
+    v = plain
+    if norm_weight is not None:
+        v = plain * tl.load(norm_weight + i, mask=i < k, other=0.0).to(tl.float32)
+    return v, plain
 
 
 @triton.jit

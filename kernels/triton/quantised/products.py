@@ -21,23 +21,26 @@ from torch.nn import functional
 
 from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.int4 import Int4Weight, block_of
-from tokenpod.kernels.formats.int8 import Int8Weight, multiply_widened
+from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
-from tokenpod.kernels.triton.product import PARTIALS_BLOCK
+from tokenpod.kernels.triton.product import BULK_BYTES, PARTIALS_BLOCK
 from tokenpod.kernels.triton.product_kernels import add_partials
 from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
 from tokenpod.kernels.triton.quantised.multiply_add import multiply_add_bytes, multiply_add_words
 from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
 from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, Tiles, measured
-from tokenpod.kernels.triton.quantised.widen import widen_words
+from tokenpod.kernels.triton.quantised.widen import widen_bytes, widen_words
 
 #: The matrix unit's smallest side.
 LEAST_MATRIX_ROWS = 16
 #: The generation from which on the matrix unit takes e4m3, and the library scales by rows.
 FP8_CAPABILITY = (8, 9)
 SCALED_CAPABILITY = (9, 0)
+
+#: Inputs that programs of `multiply_add_words` keep in registers.
+MOST_IN_REGISTERS = 1 << 15
 
 Format = Int8Weight | Fp8Weight | Int4Weight
 
@@ -73,7 +76,7 @@ def prepare_product(
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x))
-        if isinstance(tile, AddTile) and _can_add(weight):
+        if isinstance(tile, AddTile) and _can_add(weight, len(x)):
             _multiply_add(x, weight, bias, y, delta, around, tile)
         elif isinstance(tile, MatrixTile) and _can_round(weight):
             rounded = _rounded(x, weight, around.norm)
@@ -107,10 +110,10 @@ def _device(weight: Format) -> torch.device:
     return weight.packed.device if isinstance(weight, Int4Weight) else weight.numbers.device
 
 
-def _can_add(weight: Format) -> bool:
-    """Whether its inputs stay as they are, and a row has one scale or words."""
+def _can_add(weight: Format, tokens: int) -> bool:
+    """Whether inputs stay as they are, and a row has one scale; or of 4 bits, is one tile."""
     if isinstance(weight, Int4Weight):
-        return True
+        return tokens == 1 and weight.width <= MOST_IN_REGISTERS
     by_output = weight.by_output if isinstance(weight, Fp8Weight) else True
     return weight.rounding is None and by_output
 
@@ -167,7 +170,7 @@ def _many(
             use_fast_accum=True,
         )
     elif isinstance(weight, Int8Weight) and weight.rounding is None and x.itemsize == 2:
-        y = multiply_widened(x, weight, bias)
+        y = functional.linear(x, widen_bytes(weight, x.dtype), bias)
     elif isinstance(weight, Int4Weight) and kind_of(weight) is not None and x.itemsize == 2:
         ordered = x if weight.order is None else x.index_select(1, weight.order)
         y = functional.linear(ordered, widen_words(weight, x.dtype), bias)
@@ -210,7 +213,6 @@ def _multiply_add(
     common: dict[str, Any] = {
         "ACTIVATION": "none" if around.activation is None else around.activation.value,
         "ADD": around.add,
-        "BLOCK_T": triton.next_power_of_2(tokens),
         "BLOCK_N": block_n,
         "num_warps": tile.warps,
         **launch_options(x.device),
@@ -221,11 +223,12 @@ def _multiply_add(
     if isinstance(weight, Int4Weight):
         run = block_of(weight.group) // 8
         blocks = weight.packed.shape[1] // run
-        multiply_add_words[grid](
+        programs = min(*grid, tile.programs)
+        multiply_add_words[(programs,)](
             *(x, weight.packed, weight.scale, weight.zero, bias, delta, norm_weight, y),
-            *(*strides, epsilon, blocks, weight.group // (8 * run)),
+            *(n, k, epsilon, blocks, weight.group // (8 * run)),
             ASSEMBLY=capability(x.device) is not None,
-            BLOCKS=max(1, tile.block_k // (8 * run)),
+            BLOCKS=triton.next_power_of_2(blocks),
             RUN=run,
             **common,
         )
@@ -235,9 +238,16 @@ def _multiply_add(
         *(*strides, epsilon),
         FP8=isinstance(weight, Fp8Weight),
         EVEN=k % tile.block_k == 0,
+        BLOCK_T=triton.next_power_of_2(tokens),
         BLOCK_K=tile.block_k,
         **common,
     )
+
+
+def _ahead(tile: MatrixTile, row_bytes: int, device: torch.device) -> int:
+    """Bytes of each row to ask for while the kernel before drains."""
+    overlaps = bool(launch_options(device)["OVERLAP"])
+    return tile.ahead if overlaps and row_bytes % BULK_BYTES == 0 else 0
 
 
 def multiply(
@@ -290,6 +300,7 @@ def multiply(
         PANEL=tile.panel,
         STAGES=tile.stages,
         UNROLL=tile.unroll,
+        AHEAD=_ahead(tile, row_bytes, y.device),
         num_warps=tile.warps,
         **launch_options(y.device),
     )

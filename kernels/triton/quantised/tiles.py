@@ -15,9 +15,11 @@ class AddTile:
 
     #: Rows of the weight that it owns: half of them gates where there are gates.
     block_n: int
-    #: Inputs that it reads at a time.
+    #: Inputs that it reads at a time; all of a row where a weight has 4 bits.
     block_k: int
     warps: int = 4
+    #: At most so many programs, which walk over rows where a weight has 4 bits.
+    programs: int = 132 * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class MatrixTile:
     stages: int = 3
     #: Programs that share a row along k; a gated product has rows enough, and takes it for 1.
     splits: int = 1
+    #: Bytes of each row that are asked for before the input is there.
+    ahead: int = 0
     #: Blocks of inputs in one turn of the loop, each of which has loads of its own in flight.
     unroll: int = 1
     #: Blocks of rows whose programs walk over tokens side by side.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tokenpod.service.dialects.validate import PromptTooLong, RequestLimits
-from tokenpod.service.rpc.errors import InvalidArgument, Unimplemented
+from tokenpod.service.rpc.errors import InvalidArgument
+from tokenpod.service.serving.adapters import Adapters
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 #: What TGIS and its adapter let a request have, whatever this server's own flags say.
@@ -29,30 +30,29 @@ def check_params(params: pb.Parameters, limits: RequestLimits) -> None:
 
     Raises:
         Refused: in TGIS's words.
-        Unimplemented: for what this server does not do.
     """
     _check_decoding(params.decoding)
     _check_stopping(params.stopping, limits)
     _check_response(params.response)
     _check_sampling(params.sampling)
-    check_built(params)
 
 
-def check_adapter(
+def adapter_of(
     request: pb.BatchedGenerationRequest | pb.SingleGenerationRequest | pb.BatchedTokenizeRequest,
-) -> None:
-    """Adapters are not served."""
+    adapters: Adapters,
+) -> str:
+    """The name of the adapter that is asked for; empty: none.
+
+    Raises:
+        Refused: this server takes none.
+        NotFound: it has none of that name.
+    """
     for field in ("adapter_id", "prefix_id"):
-        if getattr(request, field):
+        if getattr(request, field) and not adapters.slots:
             raise Refused(field, "adapter_id supplied but no adapter store was configured")
-
-
-def check_built(params: pb.Parameters) -> None:
-    """Raise Unimplemented for what would be ignored otherwise."""
-    decoding = params.decoding
-    guided = decoding.WhichOneof("guided")
-    if guided is not None and (guided != "format" or decoding.format):
-        raise Unimplemented(f"params.decoding.{guided}", "is not supported by this server")
+    name: str = request.adapter_id or request.prefix_id
+    adapters.find(name)
+    return name
 
 
 def too_long(error: PromptTooLong) -> Refused:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import secrets
 
 from tokenpod.service.dialects.fmaas.checks import DEFAULT_NEW_TOKENS
-from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
+from tokenpod.service.serving.calls import (
+    AskedConstraint,
+    ConstraintKind,
+    GenerateCall,
+    Output,
+    Sampling,
+    Stopping,
+)
 from tokenpod_client.protos.fmaas import generation_pb2 as pb
 
 _NANOSECONDS_OF_MS = 1_000_000
@@ -53,7 +60,24 @@ def generate_call(text: str, params: pb.Parameters, *, stream: bool) -> Generate
             final_text=not stream,
         ),
         truncate=params.truncate_input_tokens,
+        constraint=_constraint(params.decoding),
     )
+
+
+def _constraint(decoding: pb.DecodingParameters) -> AskedConstraint | None:
+    guided = decoding.WhichOneof("guided")
+    field = f"params.decoding.{guided}"
+    match guided:
+        case None:
+            return None
+        case "format":
+            is_json = decoding.format == pb.DecodingParameters.JSON
+            return AskedConstraint(ConstraintKind.JSON_OBJECT, field) if is_json else None
+        case "choice":
+            texts = tuple(decoding.choice.choices)
+            return AskedConstraint(ConstraintKind.CHOICE, f"{field}.choices", texts=texts)
+        case _:
+            return AskedConstraint(ConstraintKind[guided.upper()], field, getattr(decoding, guided))
 
 
 def _sampling(params: pb.Parameters) -> Sampling:

@@ -13,7 +13,7 @@ from tokenpod.service.dialects.fmaas.checks import (
     MOST_STOP_BYTES,
     MOST_STOPS,
     MOST_TOP_TOKENS,
-    check_adapter,
+    adapter_of,
     check_params,
     check_room,
     most_new_tokens,
@@ -40,13 +40,13 @@ async def generate(
 ) -> pb.BatchedGenerationResponse:
     """Return the texts that follow several prompts; each takes a place in the queue."""
     check_params(request.params, backend.generate.serving.limits)
-    check_adapter(request)
+    adapter = adapter_of(request, backend.generate.serving.adapters)
     name = await _name(context)
     with contextlib.ExitStack() as places:
         writers = []
         for at, each in enumerate(request.requests):
             admitted = places.enter_context(backend.generate.admit(context.time_remaining()))
-            prompt = _Prompt(each.text, f"requests[{at}].text", f"{name}-{at}")
+            prompt = _Prompt(each.text, f"requests[{at}].text", f"{name}-{at}", adapter)
             writers.append(await _submitted(admitted, prompt, request.params, context))
         for writer in writers:
             while not writer.generation.finished:
@@ -60,10 +60,10 @@ async def generate_stream(
 ) -> None:
     """Write the text that follows a prompt, token by token."""
     check_params(request.params, backend.generate.serving.limits)
-    check_adapter(request)
+    adapter = adapter_of(request, backend.generate.serving.adapters)
     name = await _name(context)
     with backend.generate.admit(context.time_remaining()) as admitted:
-        prompt = _Prompt(request.request.text, "request.text", name)
+        prompt = _Prompt(request.request.text, "request.text", name, adapter)
         writer = await _submitted(admitted, prompt, request.params, context, stream=True)
         await write_all(writer, context)
 
@@ -72,7 +72,7 @@ async def tokenize(
     backend: Backend, request: pb.BatchedTokenizeRequest, context: Context
 ) -> pb.BatchedTokenizeResponse:
     """Count, or list, the tokens of texts."""
-    check_adapter(request)
+    adapter_of(request, backend.generate.serving.adapters)
     response = pb.BatchedTokenizeResponse()
     listed = 0
     for at, each in enumerate(request.requests):
@@ -126,11 +126,12 @@ async def model_info(
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One of a call's prompts, the field that has it, and its name in the log."""
+    """One of a call's prompts, the field that has it, its name in the log, and its adapter's."""
 
     text: str
     field: str
     name: str
+    adapter: str = ""
 
 
 async def _submitted(
@@ -151,7 +152,9 @@ async def _submitted(
     names = {**FIELDS, "text": prompt.field, "prompt": prompt.field}
     try:
         with validate.field_names(names):
-            call = generate_call(prompt.text, params, stream=stream)
+            call = replace(
+                generate_call(prompt.text, params, stream=stream), adapter=prompt.adapter
+            )
             admitted.check(call, limits)
             generation = await admitted.submit(call, prompt.name, context.time_remaining())
     except validate.PromptTooLong as error:

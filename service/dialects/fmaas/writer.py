@@ -178,6 +178,9 @@ class ResponseWriter:
             wanted = self._call.stopping.max_new_tokens or 0
             shortened = self.generation.request.stopping.max_new_tokens < wanted
             response.stop_reason = pb.TOKEN_LIMIT if shortened else pb.MAX_TOKENS
+        elif ending.reason is FinishCode.CONSTRAINT:
+            # It can't go on: the text is whole, or a limit was reached.
+            response.stop_reason = pb.EOS_TOKEN if sample.satisfied else pb.ERROR
         else:
             response.stop_reason = _STOP[ending.reason]
         if ending.stop_sequence is not None:

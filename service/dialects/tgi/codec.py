@@ -14,7 +14,9 @@ from typing import Any
 
 from tokenpod.core.messages import Ready
 from tokenpod.service.serving.calls import (
+    AskedConstraint,
     CachedBatch,
+    ConstraintKind,
     ShardBatch,
     ShardGeneration,
     ShardRequest,
@@ -28,6 +30,8 @@ log = logging.getLogger("tokenpod.shard")
 _SLICE_REQUESTS = 128
 #: TGI's routers read messages of up to 4 MiB; some room is left for framing.
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024 - 4096
+#: GRAMMAR_TYPE_NONE.
+_NO_GRAMMAR = 0
 #: What generations before the third call a field of `WarmupRequest`.
 _OLD_WARMUP_NAMES = {"max_input_tokens": "max_input_length"}
 
@@ -100,10 +104,10 @@ class ShardCodec:
             frequency_penalty=getattr(parameters, "frequency_penalty", 0.0),
             seed=parameters.seed,
             watermark=parameters.watermark,
-            grammar=getattr(parameters, "grammar", ""),
-            grammar_type=getattr(parameters, "grammar_type", 0),
+            constraint=_constraint(parameters),
             adapter_id=_given(request, "adapter_id"),
             chunk_len=_given(request, "chunk_len"),
+            several_tokens=not self._scalar,
         )
 
     # -- out -----------------------------------------------------------------------------------
@@ -116,7 +120,7 @@ class ShardCodec:
             requires_padding=ready.requires_padding,
             dtype=f"torch.{ready.dtype}",
             device_type=ready.device_type,
-            speculate=0,
+            speculate=ready.speculate,
             support_chunking=True,
             # Routers would count shared prefixes in their own way; the engine does it by itself.
             use_prefix_caching=False,
@@ -160,8 +164,8 @@ class ShardCodec:
         return response
 
     def _generation(self, generation: ShardGeneration) -> Any:
-        token, text = generation.token, generation.text
-        if self._scalar:
+        token, text = generation.tokens, generation.text
+        if self._scalar:  # of one token: others are not drafted
             message = self.pb.Generation(
                 request_id=generation.request_id,
                 token_id=token.ids[0],
@@ -176,11 +180,11 @@ class ShardCodec:
         if generation.prefill is not None:
             kind = self.pb.PrefillTokens if self._scalar else self.pb.Tokens
             message.prefill_tokens.CopyFrom(self._tokens(kind, generation.prefill))
-        if generation.top is not None:
+        for top in generation.tops:
             if self._scalar:
-                message.top_tokens.CopyFrom(self._tokens(self.pb.TopTokens, generation.top))
+                message.top_tokens.CopyFrom(self._tokens(self.pb.TopTokens, top))
             else:
-                message.top_tokens.append(self._tokens(self.pb.Tokens, generation.top))
+                message.top_tokens.append(self._tokens(self.pb.Tokens, top))
         if text is not None:
             message.generated_text.CopyFrom(_known(self.pb.GeneratedText, **asdict(text)))
         return message
@@ -191,6 +195,25 @@ class ShardCodec:
         if "is_special" in kind.DESCRIPTOR.fields_by_name:
             message.is_special.extend(tokens.special)
         return message
+
+
+def _constraint(parameters: Any) -> AskedConstraint | None:
+    """A JSON schema (older routers) or a regular expression; the first generation has neither."""
+    text, kind = (
+        getattr(parameters, "grammar", ""),
+        getattr(parameters, "grammar_type", _NO_GRAMMAR),
+    )
+    if kind == _NO_GRAMMAR and not text:
+        return None
+    field = "parameters.grammar"
+    match kind:
+        case 1:
+            return AskedConstraint(ConstraintKind.JSON_SCHEMA, field, text)
+        case 2:
+            return AskedConstraint(ConstraintKind.REGEX, field, text)
+        case _:
+            # Refused with the request it belongs to.
+            return AskedConstraint(ConstraintKind.UNKNOWN, "parameters.grammar_type", str(kind))
 
 
 def _given(message: Any, field: str) -> Any:

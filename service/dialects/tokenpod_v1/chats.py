@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from google.protobuf.struct_pb2 import Struct, Value
 
 from tokenpod.service.dialects import validate
-from tokenpod.service.rpc.errors import InvalidArgument, Unimplemented
+from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool, ToolCall
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2 as pb
 
@@ -28,9 +28,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 async def chat_prompt(chat: pb.Chat) -> ChatPrompt:
     """What `chat` says. Other tasks get their turn while it is copied.
 
-    Raises:
-        InvalidArgument: for what no template could be given.
-        Unimplemented: for a call that must be made.
+    Raises InvalidArgument for what no template could be given.
     """
     validate.check_chat_length(len(chat.messages))
     validate.few_entries("chat.tools", len(chat.tools), MOST_TOOLS)
@@ -45,12 +43,15 @@ async def chat_prompt(chat: pb.Chat) -> ChatPrompt:
             await asyncio.sleep(0)
         _check_tool(tool, tools, f"chat.tools[{at}].name")
         tools[tool.name] = Tool(tool.name, tool.description, tool.parameters_schema)
+    may, must, only = _choice(chat, tools)
     return ChatPrompt(
         messages,
         add_generation_prompt=_unless_unset(chat, "add_generation_prompt"),
-        tools=[*tools.values()] if _may_call(chat) else [],
+        tools=[*tools.values()] if may else [],
         several_calls=_unless_unset(chat, "parallel_tool_calls"),
         arguments=_arguments(chat.template_arguments),
+        must_call=must,
+        only=only,
     )
 
 
@@ -86,20 +87,24 @@ def _check_tool(tool: pb.Tool, others: dict[str, Tool], field: str) -> None:
         raise InvalidArgument(field, f"is {tool.name!r}, as another tool's is")
 
 
-def _may_call(chat: pb.Chat) -> bool:
-    """Whether the model may call tools: else it is not told of them."""
+def _choice(chat: pb.Chat, tools: Mapping[str, Tool]) -> tuple[bool, bool, str]:
+    """Whether the model may call tools (else it is not told of them), must, and which alone."""
     if not chat.HasField("tool_choice"):
-        return True
-    choice = chat.tool_choice.WhichOneof("choice")
+        return True, False, ""
+    choice, mode = chat.tool_choice.WhichOneof("choice"), chat.tool_choice.mode
     if choice is None:
         raise InvalidArgument("chat.tool_choice", "has neither mode nor tool_name")
-    mode = chat.tool_choice.mode
+    if choice == "tool_name":
+        name = chat.tool_choice.tool_name
+        if name not in tools:
+            raise InvalidArgument("chat.tool_choice.tool_name", f"is {name!r:.100}: no such tool")
+        return True, True, name
     if mode == pb.TOOL_MODE_UNSPECIFIED:
         raise InvalidArgument("chat.tool_choice.mode", "is TOOL_MODE_UNSPECIFIED, which is none")
-    if mode == pb.TOOL_MODE_REQUIRED:
-        problem = "is TOOL_MODE_REQUIRED, which is not supported by this server"
-        raise Unimplemented("chat.tool_choice.mode", problem)
-    return mode == pb.TOOL_MODE_AUTO
+    must = mode == pb.TOOL_MODE_REQUIRED
+    if must and not tools:
+        raise InvalidArgument("chat.tool_choice.mode", "is TOOL_MODE_REQUIRED without chat.tools")
+    return must or mode == pb.TOOL_MODE_AUTO, must, ""
 
 
 # -- template arguments ------------------------------------------------------------------------

@@ -10,11 +10,14 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from tokenpod.service.dialects.fields import copied, given
+from tokenpod.service.dialects.fields import copied, given, unless_unset
+from tokenpod.service.dialects.tokenpod_v1.beams import beam_of
 from tokenpod.service.dialects.tokenpod_v1.chats import chat_prompt
 from tokenpod.service.dialects.tokenpod_v1.features import check_built
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
+    AskedConstraint,
+    ConstraintKind,
     GenerateCall,
     Output,
     Prompt,
@@ -60,10 +63,16 @@ async def generate_call(
     """
     for _ in check_built(request):
         await asyncio.sleep(0)
+    if (beam := beam_of(request)) is not None:
+        stream, sampling = False, Sampling(do_sample=False, n=beam.n)
+    else:
+        stream = stream and unless_unset(request.output, "stream")
+        sampling = Sampling(**with_defaults(given(request.sampling, Sampling), defaults))
     _check(request, stream=stream)
     return GenerateCall(
         prompt=await _prompt(request),
-        sampling=Sampling(**with_defaults(given(request.sampling, Sampling), defaults)),
+        sampling=sampling,
+        beam=beam,
         stopping=Stopping(
             **given(request.stopping, Stopping),
             **_eos_boost(request.stopping),
@@ -73,10 +82,15 @@ async def generate_call(
         truncate=request.truncate,
         request_id=request.request_id,
         priority=request.priority,
+        max_draft_tokens=(
+            request.max_draft_tokens if request.HasField("max_draft_tokens") else None
+        ),
         failures_last=True,
         labels=_labels(request.labels),
         # Two callers that choose the same salt share nothing.
         salt=f"{caller} {request.cache_salt}" if request.cache_salt else "",
+        adapter=request.adapter,
+        constraint=_constraint(request),
     )
 
 
@@ -96,7 +110,7 @@ async def tokens_call(request: pb.TokenizeRequest) -> TokensCall:
     prompt = await chat_prompt(request.chat) if is_chat else request.text
     return TokensCall(
         prompt,
-        add_special_tokens=_unless_unset(request, "add_special_tokens"),
+        add_special_tokens=unless_unset(request, "add_special_tokens"),
         return_ids=request.return_token_ids,
         return_offsets=request.return_offsets,
     )
@@ -104,7 +118,7 @@ async def tokens_call(request: pb.TokenizeRequest) -> TokensCall:
 
 def skips_special(request: Any) -> bool:
     """Whether special tokens are left out of a text."""
-    return _unless_unset(request, "skip_special_tokens")
+    return unless_unset(request, "skip_special_tokens")
 
 
 # -- parts -------------------------------------------------------------------------------------
@@ -113,13 +127,8 @@ def skips_special(request: Any) -> bool:
 def _output(options: generation_pb2.OutputOptions, *, stream: bool) -> Output:
     told = options.prompt_logprobs or options.prompt_top_n_tokens
     return Output(
-        **given(options, Output), stream=stream, prompt_ranks=options.ranks and bool(told)
+        **given(options, Output) | {"stream": stream, "prompt_ranks": options.ranks and bool(told)}
     )
-
-
-def _unless_unset(message: Any, field: str) -> bool:
-    """A bool that is true unless a client says otherwise."""
-    return getattr(message, field) if message.HasField(field) else True
 
 
 def _check(request: generation_pb2.GenerateRequest, *, stream: bool) -> None:
@@ -132,7 +141,10 @@ def _check(request: generation_pb2.GenerateRequest, *, stream: bool) -> None:
         raise InvalidArgument("truncate", "is 0; at least 1 token must be kept")
     n = sampling.n if sampling.HasField("n") else 1
     if stream and sampling.best_of > n:
-        problem = f"is {sampling.best_of}; more than sampling.n, {n}, is for GenerateOnce"
+        problem = (
+            f"is {sampling.best_of}; more than sampling.n, {n}, is for GenerateOnce, or for "
+            "output.stream false"
+        )
         raise InvalidArgument("sampling.best_of", problem)
     if (size := len(request.cache_salt.encode())) > MOST_SALT_BYTES:
         problem = f"has {size} bytes; at most {MOST_SALT_BYTES} are allowed"
@@ -177,6 +189,21 @@ def _labels(labels: Mapping[str, str]) -> dict[str, str]:
             problem = f"is not at most {MOST_VALUE_BYTES} characters of printable ASCII"
             raise InvalidArgument(f"labels[{key}]", problem)
     return dict(labels)
+
+
+def _constraint(request: generation_pb2.GenerateRequest) -> AskedConstraint | None:
+    if not request.HasField("constraint"):
+        return None
+    asked = request.constraint
+    kind = asked.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument("constraint", "has no kind")
+    field = f"constraint.{kind}"
+    if kind == "choice":
+        texts = tuple(asked.choice.texts)
+        return AskedConstraint(ConstraintKind.CHOICE, f"{field}.texts", texts=texts)
+    text = "" if kind == "json_object" else getattr(asked, kind)
+    return AskedConstraint(ConstraintKind[kind.upper()], field, text)
 
 
 async def _prompt(request: generation_pb2.GenerateRequest) -> Prompt:

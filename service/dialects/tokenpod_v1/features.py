@@ -19,9 +19,7 @@ from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 #: chats.
 NOT_BUILT = frozenset(
     {
-        *("adapter", "constraint"),
-        *("chat.messages.content.image", "chat.tool_choice.tool_name"),
-        "sampling.beam",
+        "chat.messages.content.image",
     }
 )
 #: Fields of requests with tools.
@@ -69,14 +67,18 @@ def _check(message: Any, places: Places, path: str) -> Generator[None]:
             yield from _check(each, below, f"{name}[{at}].")
 
 
-def features(*, chats: bool, tools: bool) -> list[str]:
+def features(*, chats: bool, tools: bool, adapters: bool, constraints: bool) -> list[str]:
     """Paths of the fields of a request that this server takes.
 
     Args:
         chats: the model has a chat template.
         tools: it shows the model its tools, and calls are told from text.
+        adapters: there are slots for them.
+        constraints: the model's tokens add bytes of their own to a text.
     """
     left_out = () if chats and tools else _TOOLS if chats else ("chat",)
+    left_out = left_out if adapters else (*left_out, "adapter")
+    left_out = left_out if constraints else (*left_out, "constraint")
     paths = _paths(pb.GenerateRequest.DESCRIPTOR, "")
     return [path for path in paths if not f"{path}.".startswith(tuple(f"{x}." for x in left_out))]
 

@@ -6,25 +6,35 @@ from importlib.metadata import version
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from tokenpod.core.messages import AdapterFacts
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.tokenpod_v1.features import features
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.serving.serving import Serving
 from tokenpod.service.text.chat_template import roles_of, takes_tools
-from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
+
+#: How tokens are drafted.
+_NGRAMS = "ngram"
 
 
 def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
     ready, tokenizer = serving.ready, serving.tokenizer
     template, formats = tokenizer.template_source, serving.formats
+    adapters = serving.adapters
     model = model_pb2.Model(
         name=serving.model_id,
         context_length=ready.max_positions,
         vocabulary_size=ready.vocab_size,
         limits=_limits(serving),
-        features=features(chats=template is not None, tools=_tools(serving)),
+        features=features(
+            chats=template is not None,
+            tools=_tools(serving),
+            adapters=bool(adapters.slots),
+            constraints=tokenizer.tells_bytes,
+        ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
         server_version=version("tokenpod"),
         dtype=ready.dtype,
@@ -33,6 +43,11 @@ def model_of(serving: Serving) -> model_pb2.Model:
         device_type=ready.device_type,
         rope_scaling=ready.rope,
         parameter_count=ready.parameters,
+        adapter_count=len(adapters.loaded),
+        max_adapter_count=adapters.slots,
+        adapters=[adapter_of(each) for each in adapters.loaded],
+        max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
+        draft_method=_NGRAMS if ready.speculate else "",
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -41,6 +56,17 @@ def model_of(serving: Serving) -> model_pb2.Model:
         model.chat_template.tool_parser = formats.calls.name if formats.calls else ""
         model.chat_template.reasoning_parser = formats.reasoning.name if formats.reasoning else ""
     return model
+
+
+def adapter_of(facts: AdapterFacts) -> adapter_pb2.Adapter:
+    """What is told of an adapter."""
+    return adapter_pb2.Adapter(
+        name=facts.name,
+        kind=adapter_pb2.ADAPTER_KIND_LORA,
+        digest=f"sha256:{facts.digest}",
+        rank=facts.rank,
+        byte_count=facts.nbytes,
+    )
 
 
 def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
@@ -62,6 +88,7 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         total_token_count=slots,
         prompt_token_count=load.prompt_tokens,
         cached_token_count=load.cached_tokens,
+        evicted_token_count=load.evicted_tokens,
         swapped_count=load.swapped,
         preemption_count=load.preemptions,
         swapped_token_count=load.swapped_tokens,
@@ -69,6 +96,8 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         length_request_count=ended.length,
         aborted_request_count=ended.aborted,
         ignored_request_count=ended.ignored,
+        drafted_token_count=load.drafted_tokens,
+        accepted_token_count=load.accepted_tokens,
     )
 
 
@@ -95,4 +124,5 @@ def _limits(serving: Serving) -> model_pb2.Limits:
         max_concurrent_requests=settings.resolved_concurrent_requests,
         max_queue_tokens=settings.resolved_queue_tokens(limits.slots),
         max_batch_size=limits.rows,
+        max_draft_tokens=limits.drafts,
     )

@@ -22,6 +22,7 @@ _FINISH = {
     FinishCode.EOS: pb.FINISH_REASON_EOS_TOKEN,
     FinishCode.STOP_TOKEN: pb.FINISH_REASON_STOP_SEQUENCE,
     FinishCode.TIME_LIMIT: pb.FINISH_REASON_TIME_LIMIT,
+    FinishCode.CONSTRAINT: pb.FINISH_REASON_CONSTRAINT,
 }
 _NANOSECONDS = 1_000_000_000
 #: Tokens of a prompt that are named before others get their turn: some milliseconds.
@@ -112,6 +113,7 @@ class EventWriter(SampleWriter):
         generation, request = self.generation, self.generation.request
         message.request_id = self._request_id
         message.model = self._model_id
+        message.adapter = self.call.adapter
         message.prompt_token_count = len(request.prompt)
         message.cached_token_count = generation.cached_tokens
         message.max_new_tokens = request.stopping.max_new_tokens
@@ -150,10 +152,14 @@ class EventWriter(SampleWriter):
             self._tell_whole(message, sample)
         if request.logprobs:
             message.cumulative_logprob = sample.cumulative_logprob
+        if request.beam is not None and sample.generated:
+            message.score = sample.score(request.beam.length_penalty)
         if ending.stop_sequence is not None:
             message.stop_sequence = ending.stop_sequence
         elif ending.stop_token_id is not None:
             message.stop_token_id = ending.stop_token_id
+        if sample.satisfied is not None:
+            message.constraint_satisfied = sample.satisfied
         self._tell_timings(message, sample)
 
     def _tell_whole(self, message: pb.Finished, sample: Sample) -> None:
@@ -186,6 +192,8 @@ class EventWriter(SampleWriter):
             cached_token_count=self.generation.cached_tokens,
             generated_token_count=self.generation.generated_tokens,
             reasoning_token_count=self.generation.reasoning_tokens,
+            drafted_token_count=self.generation.drafted_tokens,
+            accepted_token_count=self.generation.accepted_tokens,
         )
 
 

@@ -10,7 +10,15 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from tokenpod.service.dialects.fields import copied, given
 from tokenpod.service.dialects.validate import RequestLimits
 from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.calls import GenerateCall, Output, Prompt, Sampling, Stopping
+from tokenpod.service.serving.calls import (
+    AskedConstraint,
+    ConstraintKind,
+    GenerateCall,
+    Output,
+    Prompt,
+    Sampling,
+    Stopping,
+)
 
 #: What OpenAI's API lets a client ask for, and vLLM by default.
 MOST_TOP_TOKENS = 20
@@ -59,6 +67,7 @@ async def generate_call(request: pb.GenerateRequest, limits: RequestLimits) -> G
         ),
         truncate=_truncate(params, limits),
         request_id=request.request_id,
+        constraint=_constraint(params),
     )
 
 
@@ -72,11 +81,18 @@ def _check_built(request: pb.GenerateRequest) -> None:
     if request.data_parallel_rank:
         problem = f"is {request.data_parallel_rank}; this server is one rank, 0"
         raise InvalidArgument("data_parallel_rank", problem)
-    params = request.sampling_params
-    constraint = params.WhichOneof("constraint")
-    if constraint is not None and (constraint != "json_object" or params.json_object):
-        problem = "is a constraint on the text, which this server does not support"
-        raise InvalidArgument(f"sampling_params.{constraint}", problem)
+
+
+def _constraint(params: pb.SamplingParams) -> AskedConstraint | None:
+    kind = params.WhichOneof("constraint")
+    field = f"sampling_params.{kind}"
+    if kind is None or (kind == "json_object" and not params.json_object):
+        return None
+    if kind == "choice":
+        texts = tuple(params.choice.choices)
+        return AskedConstraint(ConstraintKind.CHOICE, f"{field}.choices", texts=texts)
+    text = "" if kind == "json_object" else getattr(params, kind)
+    return AskedConstraint(ConstraintKind[kind.upper()], field, text)
 
 
 def _sampling(params: pb.SamplingParams, limits: RequestLimits) -> Sampling:

@@ -16,6 +16,8 @@ _FINISH = {
     FinishCode.EOS: "stop",
     FinishCode.STOP_TOKEN: "stop",
     FinishCode.ABORTED: "abort",
+    # Without its end, as where it is cut off.
+    FinishCode.CONSTRAINT: "length",
 }
 
 
@@ -68,6 +70,8 @@ class EngineWriter(SampleWriter):
         complete.output_ids.extend(delta.token_ids)
         complete.completion_tokens = sample.generated
         complete.finish_reason = _FINISH[ending.reason]
+        if ending.reason is FinishCode.CONSTRAINT and sample.satisfied:
+            complete.finish_reason = "stop"
         complete.index = index
         if ending.stop_sequence is not None:
             complete.matched_stop_str = ending.stop_sequence

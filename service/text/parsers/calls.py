@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from tokenpod.core.constraints import JsonSchema, Tag, Tagged
 from tokenpod.service.text.parsers.grammar import (
     WHITESPACE,
     Grammar,
@@ -20,6 +24,19 @@ from tokenpod.service.text.parsers.parts import Kind, Part, Parts
 
 #: Whitespace before a call that is no part of the text, at most.
 _MOST_SPACE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallShape:
+    """A tool that may be called, by its name and its arguments' schema, which is an object's."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+    @property
+    def arguments(self) -> JsonSchema:
+        """As one JSON object."""
+        return JsonSchema(json.dumps(self.schema))
 
 
 class Calls:
@@ -77,6 +94,16 @@ class CallFormat(ABC):
     @abstractmethod
     def matches(self, template: str) -> bool:
         """Whether a model with this chat template writes so."""
+
+    @abstractmethod
+    def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
+        """What calls of these tools look like as the grammar below reads them.
+
+        Args:
+            calls: name and arguments of each.
+            template: the model's, which shows what it has learnt.
+            must: the turn is calls and nothing else; otherwise text in which marks begin calls.
+        """
 
     @abstractmethod
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
@@ -209,6 +236,13 @@ class CallParser:
         self._parts.text("".join(self._read))
         self._read = []
         self._calls.told = False
+
+
+def json_tags(calls: Sequence[ToolCallShape], key: str = "arguments") -> tuple[Tag, ...]:
+    """Calls as JSON objects with the arguments under this key, as `json_call` reads them."""
+    return tuple(
+        Tag(f'{{"name": {json.dumps(call.name)}, "{key}": ', call.arguments, "}") for call in calls
+    )
 
 
 def json_call(source: Source, calls: Calls, *, known: bool) -> Grammar:

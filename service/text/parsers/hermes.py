@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tokenpod.service.text.parsers.calls import CallFormat, Calls, json_call
+from collections.abc import Sequence
+
+from tokenpod.core.constraints import Tag, Tagged
+from tokenpod.service.text.parsers.calls import (
+    CallFormat,
+    Calls,
+    ToolCallShape,
+    json_call,
+    json_tags,
+)
 from tokenpod.service.text.parsers.grammar import Grammar, Source, literal, space
 
 _END = "</tool_call>"
@@ -20,6 +29,14 @@ class Hermes(CallFormat):
         return "<tool_call>" in template and not (
             "<function=" in template or "<arg_key>" in template
         )
+
+    def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
+        """One pair of marks for each call."""
+        tags = tuple(
+            Tag(f"{self.marks[0]}\n{tag.begin}", tag.inside, f"{tag.end}\n{_END}")
+            for tag in json_tags(calls)
+        )
+        return Tagged(tags, separator="\n", triggers=() if must else self.marks)
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
         """One call, whose end some models leave out."""

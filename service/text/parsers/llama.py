@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tokenpod.service.text.parsers.calls import CallFormat, Calls, json_call
+from collections.abc import Sequence
+
+from tokenpod.core.constraints import Tagged
+from tokenpod.service.text.parsers.calls import (
+    CallFormat,
+    Calls,
+    ToolCallShape,
+    json_call,
+    json_tags,
+)
 from tokenpod.service.text.parsers.grammar import Grammar, Source, space
 
 
@@ -16,6 +25,13 @@ class Llama3Json(CallFormat):
     def matches(self, template: str) -> bool:
         """By the tokens around headers, and what it tells the model of calls."""
         return "<|start_header_id|>" in template and '"parameters": ' in template
+
+    def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
+        """Objects with `;` between them; within text only behind the mark."""
+        tags = json_tags(calls, "parameters")
+        if must:
+            return Tagged(tags, separator="; ")
+        return Tagged(tags, before=self.marks[0], separator="; ", triggers=self.marks)
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
         """All calls. Without the mark, JSON that calls none of the request's tools is text."""

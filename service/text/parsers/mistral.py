@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from tokenpod.service.text.parsers.calls import CallFormat, Calls, json_call
+from collections.abc import Sequence
+
+from tokenpod.core.constraints import Tag, Tagged
+from tokenpod.service.text.parsers.calls import (
+    CallFormat,
+    Calls,
+    ToolCallShape,
+    json_call,
+    json_tags,
+)
 from tokenpod.service.text.parsers.grammar import (
     Grammar,
     Reading,
@@ -27,6 +36,15 @@ class Mistral(CallFormat):
     def matches(self, template: str) -> bool:
         """By the mark."""
         return "[TOOL_CALLS]" in template
+
+    def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
+        """A list, or names and objects where the template has their mark."""
+        (mark,), triggers = self.marks, () if must else self.marks
+        if _ARGUMENTS in template:
+            tags = tuple(Tag(f"{mark}{c.name}{_ARGUMENTS}", c.arguments, "") for c in calls)
+            return Tagged(tags, triggers=triggers)
+        tags = json_tags(calls)
+        return Tagged(tags, before=f"{mark}[", separator=", ", after="]", triggers=triggers)
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
         """All calls of a list, or the one that has its name before it."""

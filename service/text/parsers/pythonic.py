@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from tokenpod.service.text.parsers.calls import CallFormat, Calls
+from tokenpod.core.constraints import Arguments, Tag, Tagged
+from tokenpod.service.text.parsers.calls import CallFormat, Calls, ToolCallShape
 from tokenpod.service.text.parsers.grammar import (
     Grammar,
     Reading,
@@ -18,6 +21,8 @@ from tokenpod.service.text.parsers.grammar import (
 
 _MOST_NAME = 256
 _QUOTE = '"'
+#: A name that can be an argument's.
+_ARGUMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 #: Lists and dicts within each other.
 _DEEPEST = 64
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -37,6 +42,14 @@ class Pythonic(CallFormat):
     def matches(self, template: str) -> bool:
         """By what it tells the model of calls."""
         return "[func_name1(" in template
+
+    def tagged(self, calls: Sequence[ToolCallShape], template: str, *, must: bool) -> Tagged:
+        """A list of calls; within text only behind the mark."""
+        tags = tuple(Tag(f"{call.name}(", _named(call.schema), ")") for call in calls)
+        if must:
+            return Tagged(tags, before="[", separator=", ", after="]")
+        before, after = f"{self.marks[0]}[", f"]{self.shown[0]}"
+        return Tagged(tags, before=before, separator=", ", after=after, triggers=self.marks)
 
     def read(self, source: Source, calls: Calls, *, marked: bool) -> Grammar:
         """All calls. Only those of the request's tools are any; each is told once it is whole."""
@@ -60,6 +73,19 @@ class Pythonic(CallFormat):
         yield from space(source)
         if marked and source.char == "<":
             yield from literal(source, self.shown[0])
+
+
+def _named(schema: Mapping[str, Any]) -> Arguments:
+    """An object's properties as named arguments: what they refer to goes with each."""
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    needed = schema.get("required", [])
+    return Arguments(
+        tuple(
+            (name, json.dumps(each | shared if isinstance(each, dict) else shared), name in needed)
+            for name, each in schema.get("properties", {}).items()
+            if _ARGUMENT.fullmatch(name)
+        )
+    )
 
 
 def _word(source: Source) -> Reading:

@@ -20,6 +20,7 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.group_messages import Drain
 from tokenpod.core.placement import Placement, ShardTls
 from tokenpod.core.plan import PlanRow, StepPlan, plan_of
+from tokenpod.core.rank_reads import RankRead
 from tokenpod.engine.shards.follower import PlanStream
 from tokenpod.engine.shards.leader import PlanServer
 
@@ -71,6 +72,7 @@ class Follower:
         self.drains: SimpleQueue[Drain] = SimpleQueue()
         self.waiting: SimpleQueue[str] = SimpleQueue()
         self.plans: SimpleQueue[StepPlan] = SimpleQueue()
+        self.adapters: list[str] = []
         self.joined: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.stream = PlanStream(
             where, facts or FACTS, on_lost=self._lost, on_drain=self.drains.put
@@ -83,8 +85,16 @@ class Follower:
         with contextlib.suppress(EngineError):
             self.joined.put(self.stream.join(self.waiting.put))
             self.stream.come_up(100)
-            for received in self.stream.plans():
+            for received in self.stream.plans(self):
                 self.plans.put(received)
+
+    def read(self, number: int, name: str, path: str, tell: Callable[[RankRead], None]) -> None:
+        self.adapters.append(f"read {number} {name} {path}")
+        rank = self.stream._placement.rank
+        tell(RankRead(rank, number, "d" * 64, "broken" if rank == 2 else ""))
+
+    def drop(self, number: int) -> None:
+        self.adapters.append(f"drop {number}")
 
     def _lost(self, reason: str, fault: bool) -> None:
         self.lost.put(f"fault: {reason}" if fault else reason)
@@ -137,6 +147,28 @@ def test_followers_get_every_plan_in_order(start: Callable[[int], Leader], addre
         got = [follower.plans.get(timeout=SECONDS) for _ in range(200)]
         assert [one.step for one in got] == list(range(1, 201))
         assert [int(one.r_start[0]) for one in got] == list(range(1, 201))
+
+
+def test_followers_read_and_drop_adapters_in_their_place_among_the_plans(
+    start: Callable[[int], Leader], address: str
+) -> None:
+    leader = start(3)
+    followers = [Follower(placement(rank, 3, address)) for rank in (1, 2)]
+    leader.serve()
+    assert leader.server.count == 2
+    leader.server.read_adapter(4, "sql", "a/b")
+    found = [leader.server.reads.get(timeout=SECONDS) for _ in range(2)]
+    assert sorted((read.rank, read.number, read.problem) for read in found) == [
+        (1, 4, ""),
+        (2, 4, "broken"),
+    ]
+    assert {read.digest for read in found} == {"d" * 64}
+    leader.server.send_plan(plan(1))
+    leader.server.drop_adapter(4)
+    leader.server.send_plan(plan(2))
+    for follower in followers:
+        assert [follower.plans.get(timeout=SECONDS).step for _ in range(2)] == [1, 2]
+        assert follower.adapters == ["read 4 sql a/b", "drop 4"]
 
 
 def test_heartbeats_tell_how_far_a_follower_is(
@@ -313,7 +345,7 @@ def test_a_gap_in_the_plans_is_an_error(start: Callable[[int], Leader], address:
     leader.server.send_plan(plan(1))
     leader.server._plans += 1
     leader.server.send_plan(plan(3))
-    plans = stream.plans()
+    plans = stream.plans(Follower.__new__(Follower))
     assert next(plans).step == 1
     with pytest.raises(EngineError, match="plan 3 came after plan 1"):
         next(plans)

@@ -2,7 +2,8 @@
 
 Kernels are launched as always, on tensors in the host's memory, but a launch is compiled for a GPU
 of that compute capability instead of run. What the interpreter takes and the compiler does not
-shows here. Prints the name of each kernel that compiled, and fails at the first that does not.
+shows here. Without a FAMILY all are compiled but `RARER`, for which "rarer" stands. Prints the name
+of each kernel that compiled, and fails at the first that does not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from tokenpod.engine.device_sampler import DeviceSampler, Launches
+from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.formats.fp8 import Fp8Weight
@@ -30,6 +32,7 @@ from tokenpod.kernels.formats.rounding import Number, Rounding
 from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
 from tokenpod.kernels.triton import (
     OPERATIONS,
+    adapters,
     attention_extend,
     experts,
     launch,
@@ -166,8 +169,8 @@ def multiply() -> None:
             product.multiply(x, weight, None, y, replace(tile, splits=2), add=True)
 
 
-def multiply_quantised() -> None:
-    """Of every format, with rounded inputs and without, in each kernel that has it."""
+def multiply_quantised(every: bool = False) -> None:
+    """Of every format, with rounded inputs and without, in a kernel for one row and another."""
     dense = torch.ones((2 * HIDDEN, HIDDEN))
     blocks = (torch.zeros((2 * HIDDEN, HIDDEN), dtype=torch.float8_e4m3fn), torch.ones((8, 4)))
     weights = {
@@ -180,11 +183,16 @@ def multiply_quantised() -> None:
     table = quantised_tiles.measured(launch.capability(CPU))
     norm, bias = RowNorm(draw(HIDDEN), 1e-6), draw(2 * HIDDEN)
     for kind, weight in weights.items():
-        for most, _ in table.by_kind[kind]:
+        entries = table.by_kind[kind]
+        for most, _ in entries if every else {entries[0], entries[-1]}:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
         widen.widen_words(weights["int4"], BF16)
+
+
+def multiply_quantised_with_every_tile() -> None:
+    multiply_quantised(every=True)
 
 
 def sum_over_ranks() -> None:
@@ -230,6 +238,22 @@ def latents() -> None:
         OPERATIONS.attend_latent(q, pool, draw(heads, 256, 512), shape, plan, 0.1)
 
 
+def adapted() -> None:
+    """One token, some, and many; one part and three, with a bias and without."""
+    ranks = torch.ones(4, dtype=torch.int32)
+    for rows, bias in (((HIDDEN,), True), ((HIDDEN, 128, 128), False)):
+        outputs = sum(rows)
+        weights = AdapterWeights(
+            draw(4, 16, len(rows), HIDDEN).transpose(1, 2),
+            draw(4, 16, outputs),
+            draw(4, outputs) if bias else None,
+            rows,
+        )
+        for tokens in (1, 64, 400):
+            plan = adapters.plan_adapters(torch.ones(tokens, dtype=torch.int64), ranks)
+            adapters.adapt(draw(tokens, HIDDEN), weights, plan)
+
+
 def others() -> None:
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN), 1e-6)
     pointwise.rms_norm(draw(3, HIDDEN), draw(HIDDEN, dtype=torch.float32), 1e-6)
@@ -273,10 +297,12 @@ FAMILIES: dict[str, Callable[[], None]] = {
         store_8_bits,
         multiply,
         multiply_quantised,
+        multiply_quantised_with_every_tile,
         sum_over_ranks,
         experts_block,
         experts_with_everything,
         latents,
+        adapted,
         others,
         sample,
         sample_under_masks,
@@ -285,7 +311,19 @@ FAMILIES: dict[str, Callable[[], None]] = {
 }
 
 
+#: What compiles the same kernels once more, for rarer arguments.
+RARER = (
+    attend_with_everything,
+    attend_many_heads,
+    multiply_quantised_with_every_tile,
+    experts_with_everything,
+    sample_under_masks,
+)
+
+
 if __name__ == "__main__":
     compile_launches((int(sys.argv[1]), int(sys.argv[2])))
-    for name in sys.argv[3:] or FAMILIES:
+    usual = [name for name, family in FAMILIES.items() if family not in RARER]
+    rarer = [family.__name__ for family in RARER]
+    for name in rarer if sys.argv[3:] == ["rarer"] else sys.argv[3:] or usual:
         FAMILIES[name]()

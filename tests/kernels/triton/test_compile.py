@@ -23,22 +23,25 @@ LAUNCH = re.compile(r"^ +(?:\w+\.)?(\w+)\[.*\]\($", re.MULTILINE)
 DIFFERENT = ["attend_plainly", "store", "multiply", "latents"]
 
 
+def compiler(capability: tuple[int, int], families: list[str]) -> subprocess.Popen[str]:
+    """The process that compiles these families, or the usual ones."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "tests" / "support"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", str(HERE / "compile_ahead.py"), *map(str, capability)]
+    return subprocess.Popen(
+        [*command, *families],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """Capability -> the kernels that compiled for it, and what was said about others."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "tests" / "support"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", str(HERE / "compile_ahead.py")]
-    running = {
-        capability: subprocess.Popen(
-            [*command, *map(str, capability), *families],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for capability, families in (((9, 0), []), ((8, 0), DIFFERENT), ((8, 9), ["attend_8_bits"]))
-    }
+    asked = ((9, 0), []), ((8, 0), DIFFERENT), ((8, 9), ["attend_8_bits"])
+    running = {capability: compiler(capability, families) for capability, families in asked}
     return {capability: process.communicate() for capability, process in running.items()}
 
 
@@ -62,3 +65,11 @@ def test_what_differs_on_older_gpus_compiles_for_them(capability, kernels, compi
     names, errors = compiled[capability]
     assert kernels - set(names.split()) == set(), errors[-2000:]
     assert "does not compile" not in errors
+
+
+@pytest.mark.slow
+def test_the_same_kernels_compile_for_rarer_arguments():
+    process = compiler((9, 0), ["rarer"])
+    names, errors = process.communicate()
+    assert process.returncode == 0, errors[-2000:]
+    assert {"_attend", "choose", "prepare", "multiply_rounded"} <= set(names.split())

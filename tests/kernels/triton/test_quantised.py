@@ -203,8 +203,9 @@ def test_each_count_of_tokens_has_its_kernel(draw, device, monkeypatch):
     asked = []
     monkeypatch.setattr(products, "_multiply_add", lambda x, *rest: asked.append("add"))
     monkeypatch.setattr(products, "multiply", lambda x, *rest: asked.append("matrix"))
-    monkeypatch.setattr(products, "multiply_widened", lambda x, *rest: asked.append("many") or x)
     weight = Int8Weight.made_of(draw(64, 64).to(device))
+    dense = weight.dequantised(BF16)
+    monkeypatch.setattr(products, "widen_bytes", lambda *which: asked.append("many") or dense)
     for tokens in (1, 2, 64, 65):
         prepare_linear(weight, None)(draw(tokens, 64, dtype=BF16).to(device))
     assert asked == ["add", "matrix", "matrix", "many"]

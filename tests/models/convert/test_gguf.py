@@ -53,7 +53,7 @@ def write_tokenizer(writer, split):
     writer.add_token_merges([" ".join(pair) for pair in about["merges"]])
 
 
-def write(path, name, golden, quantised=(), split="gpt-2"):
+def write(path, name, golden, quantised=(), split="gpt-2", **writing):
     """A golden checkpoint as llama.cpp's converter writes it; `quantised`: endings and types."""
     config = json.loads((golden.folder / "config.json").read_text())
     theta = config.get("rope_theta") or config["rope_parameters"].get("rope_theta")
@@ -61,7 +61,7 @@ def write(path, name, golden, quantised=(), split="gpt-2"):
         theta = config["rope_parameters"]["full_attention"]["rope_theta"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, **writing)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -147,6 +147,31 @@ def test_the_tokenizer_comes_along(golden, tmp_path, convert_to):
     assert json.loads((made / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_several_files_are_one_model(golden, tmp_path, convert_to):
+    expected = write(tmp_path / "model.gguf", "llama", golden("llama"), split_max_tensors=7)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2
+    assert parts[0].name == f"model-00001-of-{len(parts):05d}.gguf"
+    for source in (tmp_path, parts[-1]):
+        made = load_file(convert_to(source) / "model.safetensors")
+        assert made.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(made[name], tensor, msg=name)
+        shutil.rmtree(tmp_path / "made")
+    swapped = tmp_path / "swapped"
+    swapped.mkdir()
+    names = [part.name for part in parts]
+    for part, name in zip(parts, [names[0], names[2], names[1], *names[3:]], strict=True):
+        shutil.copy(part, swapped / name)
+    said = refused(convert_to, swapped / names[0])
+    assert f"it is part 3 of {len(parts)} by its metadata, and 2 of {len(parts)} by its" in said
+    shutil.rmtree(tmp_path / "made")
+    parts[1].unlink()
+    assert f"{parts[1]} is missing: the model has {len(parts)} files" in refused(
+        convert_to, parts[0]
+    )
+
+
 def test_a_tokenizer_beside_the_file_wins(golden, tmp_path, convert_to):
     write(tmp_path / "model.gguf", "llama", golden("llama"), split="odd")
     said = refused(convert_to, tmp_path / "model.gguf")
@@ -188,7 +213,7 @@ def refused(convert_to, path):
     [
         ("mamba", {}, "architecture mamba is not supported (supported: llama,"),
         ("llama", {"llama.expert_count": 8}, "llama.expert_count is set"),
-        ("llama", {"split.count": 2}, "it is one of several"),
+        ("llama", {"split.count": 2}, "part 1 of 2 by its metadata, and 1 of 1 by its name"),
         ("llama", {"llama.block_count": 0}, "llama.block_count is 0; expected a whole number"),
         ("llama", {"llama.rope.dimension_count": 4}, "heads of 8 with 4 rotated"),
         ("llama", {"tokenizer.ggml.model": "odd"}, "its tokenizer (odd) can't be converted"),

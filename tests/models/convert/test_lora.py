@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tokenpod.models.convert import lora
+from tokenpod.models.convert.writer import Planned
 from tokenpod.models.errors import ModelError
 
 RANK, ALPHA = 4, 6.0
@@ -70,6 +72,38 @@ def test_scales_are_those_of_the_config(convert_to, golden, adapter, stored):
         torch.testing.assert_close(made[f"{name}.weight"], expected)
 
 
+def test_doras_outputs_have_the_lengths_that_the_adapter_says(convert_to, golden, adapter, stored):
+    """The formula of the paper; two names that files have for the lengths."""
+    lengths = {
+        f"{QUERY}.lora_magnitude_vector.weight": torch.rand(len(stored[f"{QUERY}.weight"])) + 0.5,
+        f"{UP}.lora_magnitude_vector": torch.rand(len(stored[f"{UP}.weight"])) + 0.5,
+    }
+    tensors = adapter({"use_dora": True}, lengths)
+    made = made_of(convert_to, golden, adapter)
+    for name, of in zip((QUERY, UP), lengths.values(), strict=True):
+        moved = stored[f"{name}.weight"] + ALPHA / RANK * product(tensors, name)
+        expected = of[:, None] * moved / torch.linalg.norm(moved, dim=1, keepdim=True)
+        torch.testing.assert_close(made[f"{name}.weight"], expected)
+    assert torch.equal(made["lm_head.weight"], stored["lm_head.weight"])
+
+
+def test_doras_outputs_are_columns_where_weights_are_transposed(tmp_path):
+    """GPT-2's weights have their outputs in columns (fan_in_fan_out)."""
+    torch.manual_seed(1)
+    base, first, second = torch.randn(5, 3), torch.randn(2, 5), torch.randn(3, 2)
+    lengths = torch.rand(3) + 0.5
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 1, "use_dora": True}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": True}))
+    own = {"lora_A.weight": first, "lora_B.weight": second, "lora_magnitude_vector.weight": lengths}
+    saved = {f"base_model.model.h.0.attn.c_attn.{name}": each for name, each in own.items()}
+    save_file(saved, tmp_path / "adapter_model.safetensors")
+    plan = Planned("h.0.attn.c_attn.weight", torch.float32, (5, 3), base.clone)
+    (made,) = lora.merged([plan], tmp_path)
+    moved = base + 0.5 * (second @ first).t()
+    expected = lengths * moved / torch.linalg.norm(moved, dim=0)
+    torch.testing.assert_close(made.read(), expected)
+
+
 def test_the_embedding_has_a_layout_of_its_own_and_whole_modules_are_replaced(
     convert_to, golden, adapter, stored
 ):
@@ -88,7 +122,12 @@ def test_the_embedding_has_a_layout_of_its_own_and_whole_modules_are_replaced(
 @pytest.mark.parametrize(
     ("more", "tensors", "said"),
     [
-        ({"use_dora": True}, {}, "use_dora True is not supported"),
+        ({"use_dora": True}, {}, f"it has no {QUERY}.lora_magnitude_vector.weight"),
+        (
+            {"use_dora": True},
+            {f"{QUERY}.lora_magnitude_vector.weight": torch.ones(3)},
+            f"{QUERY}.lora_magnitude_vector.weight has shape [3]; {QUERY}.weight has",
+        ),
         ({"peft_type": "IA3"}, {}, "peft_type 'IA3' is not supported"),
         ({}, {"model.layers.9.x.lora_A.weight": torch.ones(1)}, "no weight for model.layers.9.x"),
         ({}, {f"{UP}.lora_A.weight": torch.ones(RANK, 3)}, f"{UP}.weight of the base has [1"),

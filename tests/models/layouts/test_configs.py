@@ -136,6 +136,28 @@ def test_a_static_scale_of_fused_inputs_is_the_largest(tmp_path):
     assert qkv.rounding.static == max(scales)
 
 
+def test_scales_of_keys_and_values_lie_where_modelopt_has_them(tmp_path):
+    kv = MODELOPT | {"quantization": MODELOPT["quantization"] | {"kv_cache_quant_algo": "FP8"}}
+    pair = make_pair(tmp_path, None, static, files={"hf_quant_config.json": kv})
+    at = "model.layers.0.self_attn"
+    scales = {f"{at}.k_proj.k_scale": torch.tensor(0.5), f"{at}.v_proj.v_scale": torch.tensor(2.0)}
+    damaged(pair, **scales)
+    model = load_model(pair.packed, dtype=None, device=CPU, progress=lambda done, total: None)
+    assert model.kv_scales is not None
+    assert (model.kv_scales.keys == 0.5).all()
+    assert (model.kv_scales.values == 2.0).all()
+
+
+def test_biases_that_are_zero_and_belong_to_nothing_are_left(tmp_path):
+    """AutoGPTQ wrote one for every module, whatever the model has."""
+    pair = make_pair(tmp_path, GPTQ, gptq)
+    name = "model.layers.0.mlp.down_proj.bias"
+    damaged(pair, **{name: torch.zeros(192)})
+    same(pair)
+    damaged(pair, **{name: torch.full((192,), 0.5)})
+    refused(pair.packed, re.escape(f"{name} is not zero, and LlamaForCausalLM has no such bias"))
+
+
 def test_fused_modules_are_read_in_parts(tmp_path):
     config = INT8 | {"ignore": ["lm_head"]}
     pair = make_pair(tmp_path, config, packers.signed, architectures=["Phi3ForCausalLM"])

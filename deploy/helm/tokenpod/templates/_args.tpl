@@ -96,6 +96,10 @@
 - --otlp-sample-ratio={{ .sampleRatio | toJson }}
 {{- end }}
 {{- end }}
+{{- if and .gateway.enabled (not (hasKey .server "kvCacheEvents")) }}
+# The gateway sends prompts where their beginning is cached.
+- --kv-cache-events
+{{- end }}
 {{- range $name, $value := .server }}
 - {{ include "tokenpod.flag" (dict "name" $name "value" $value) | quote }}
 {{- end }}

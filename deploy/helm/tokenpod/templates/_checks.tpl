@@ -7,6 +7,41 @@
 {{- include "tokenpod.checkNetwork" . -}}
 {{- include "tokenpod.checkSecurity" . -}}
 {{- include "tokenpod.checkFlags" . -}}
+{{- include "tokenpod.checkGateway" . -}}
+{{- end }}
+
+{{- define "tokenpod.checkGateway" -}}
+{{- with .Values.gateway -}}
+{{- if .enabled -}}
+{{- if $.Values.tls.existingSecret -}}
+{{- fail "gateway.enabled with tls.existingSecret: the gateway calls pods that it has found by their addresses, in plaintext alone. Leave one of them out, and encrypt with a mesh" -}}
+{{- end -}}
+{{- if $.Values.auth.existingSecret -}}
+{{- fail "gateway.enabled with auth.existingSecret: the gateway has no token for pods that it has found. Leave one of them out; networkPolicy says who may call" -}}
+{{- end -}}
+{{- if has .policy (list "cache_aware") -}}
+{{- if eq (toString (dig "kvCacheEvents" "" $.Values.server)) "false" -}}
+{{- fail "gateway.policy is cache_aware with server.kvCacheEvents false: without them the gateway does not know what pods have cached. Choose another gateway.policy, such as round_robin" -}}
+{{- end -}}
+{{- end -}}
+{{- $ports := list (int .ports.http) (int .ports.health) (int .ports.metrics) -}}
+{{- if ne (len $ports) (len ($ports | uniq)) -}}
+{{- fail (printf "gateway.ports are %s: they must differ" (toJson .ports)) -}}
+{{- end -}}
+{{- if and .service.nodePort (eq .service.type "ClusterIP") -}}
+{{- fail (printf "gateway.service.nodePort is %v with gateway.service.type ClusterIP: it needs type NodePort or LoadBalancer" .service.nodePort) -}}
+{{- end -}}
+{{- if and (not .image.tag) (not .image.digest) -}}
+{{- fail "gateway.image has neither tag nor digest" -}}
+{{- end -}}
+{{- range .extraArgs -}}
+{{- $name := splitList "=" . | first -}}
+{{- if has $name (list "--host" "--port" "--health-check-port" "--prometheus-port" "--policy" "--shutdown-grace-period-secs" "--service-discovery" "--discovery-provider" "--service-discovery-namespace" "--service-discovery-port" "--selector" "--worker-urls") -}}
+{{- fail (printf "gateway.extraArgs has %s: the chart sets it itself, from its own values" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end }}
 
 {{- define "tokenpod.checkParallelism" -}}

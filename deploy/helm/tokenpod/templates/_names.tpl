@@ -51,6 +51,23 @@ leaderworkerset.sigs.k8s.io/worker-index: "0"
 {{ include "tokenpod.fullname" . }}-shards
 {{- end }}
 
+{{- define "tokenpod.gatewayName" -}}
+{{ include "tokenpod.fullname" . }}-gateway
+{{- end }}
+
+{{- define "tokenpod.gatewaySelector" -}}
+app.kubernetes.io/name: {{ include "tokenpod.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: gateway
+{{- end }}
+
+{{/* Call it with the image's values. */}}
+{{- define "tokenpod.gatewayImage" -}}
+{{- with .registry }}{{ . }}/{{ end -}}
+{{- .repository -}}
+{{- ternary (printf "@%s" .digest) (printf ":%s" .tag) (not (empty .digest)) -}}
+{{- end }}
+
 {{- define "tokenpod.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- default (include "tokenpod.fullname" .) .Values.serviceAccount.name -}}

@@ -1,0 +1,289 @@
+"""The adapters of a pod: those that come with the model, and those that come and go while serving.
+
+    load    files read, checked and cut by every rank, each in a thread of its own
+            -> all have it and agree on its digest -> its name points to it
+    unload  its name goes -> its last sequence ends -> every rank forgets it
+
+An adapter that takes the name of another does not touch it: what runs keeps the version that it
+began with, and the old one goes as if it had been unloaded. What fails on any rank leaves
+everything as it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol
+
+from tokenpod.core.adapter_files import folder_within
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import (
+    AdapterDone,
+    AdapterFacts,
+    AdapterList,
+    EngineOptions,
+    FailureCode,
+    LoadAdapter,
+    UnloadAdapter,
+)
+from tokenpod.core.rank_reads import RankRead
+from tokenpod.models.adapters.store import AdapterStore, Space
+from tokenpod.models.errors import ModelError
+from tokenpod.scheduler.adapter_slots import AdapterSlots
+
+#: After so long every front end that lives has heard of an adapter's new version.
+_HEARD_SECONDS = 5.0
+
+
+def space_of(options: EngineOptions) -> Space | None:
+    """What is to be taken for adapters; None: nothing."""
+    if not options.max_adapters:
+        return None
+    return Space(options.max_adapters, options.max_adapter_rank)
+
+
+def read_given(store: AdapterStore | None, options: EngineOptions) -> list[AdapterFacts]:
+    """Read this rank's part of the adapters that the operator named; numbers from 1.
+
+    Raises EngineError, naming the adapter.
+    """
+    found = []
+    for number, (name, folder) in enumerate(options.adapters, start=1):
+        assert store is not None, "settings take slots where adapters are given"
+        try:
+            found.append(read_one(store, number, name, folder))
+        except ModelError as error:
+            raise EngineError(f"adapter {name}: {error}") from None
+    return found
+
+
+def read_one(store: AdapterStore, number: int, name: str, folder: str) -> AdapterFacts:
+    """Read this rank's part of an adapter, and know it by its number. Raises ModelError."""
+    adapter = store.read(Path(folder))
+    store.keep(number, adapter)
+    return AdapterFacts(number, name, adapter.digest, adapter.rank, adapter.nbytes)
+
+
+def read_below(
+    store: AdapterStore, root: str, number: int, name: str, path: str
+) -> tuple[AdapterFacts | None, str]:
+    """Read an adapter that lies at `path` below `root`; or None, and one line that says why."""
+    try:
+        return read_one(store, number, name, str(folder_within(root, path))), ""
+    except (ModelError, ValueError) as error:
+        return None, str(error)
+    except Exception as error:  # a thread's: who asked must hear of it
+        return None, f"it can't be read ({type(error).__name__}: {error})"
+
+
+class OwnAdapters:
+    """A follower's: it reads and forgets as its leader says.
+
+    Args:
+        store: this rank's; None: the model takes no adapters.
+        root: below it lie those that are loaded while serving.
+        rank: this one.
+    """
+
+    def __init__(self, store: AdapterStore | None, root: str, rank: int) -> None:
+        self._store, self._root, self._rank = store, root, rank
+
+    def read(self, number: int, name: str, path: str, tell: Callable[[RankRead], None]) -> None:
+        """See `follower.FollowerAdapters`."""
+        store = self._store
+        assert store is not None, "the leader has slots, and so have all"
+
+        def read() -> None:
+            facts, problem = read_below(store, self._root, number, name, path)
+            tell(RankRead(self._rank, number, facts.digest if facts else "", problem))
+
+        threading.Thread(target=read, name="adapter", daemon=True).start()
+
+    def drop(self, number: int) -> None:
+        """See `follower.FollowerAdapters`."""
+        assert self._store is not None
+        self._store.drop(number)
+
+
+class Followers(Protocol):
+    """The other ranks of a group, as their leader knows them. Any thread may call."""
+
+    #: What they have answered.
+    reads: SimpleQueue[RankRead]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        """Ask all to read an adapter; each answers in `reads`."""
+        ...
+
+    def drop_adapter(self, number: int) -> None:
+        """Ask all to forget an adapter, behind the plans sent so far."""
+        ...
+
+
+@dataclass(slots=True)
+class _Loading:
+    """An adapter that ranks are reading."""
+
+    op: int
+    wanted: LoadAdapter
+    facts: AdapterFacts | None = None
+    left: int = 1
+    digests: set[str] = field(default_factory=set)
+    problem: str = ""
+
+
+class Adapters:
+    """The leader's book of adapters. Its methods are the step loop's.
+
+    Args:
+        store: this rank's; None: the model takes no adapters.
+        slots: the scheduler's.
+        given: those that were loaded with the model.
+        root: below it lie those that are loaded while serving.
+        most: adapters that are kept at once.
+        send: tells all front ends.
+        followers: the other ranks; None: there are none.
+    """
+
+    def __init__(
+        self,
+        store: AdapterStore | None,
+        slots: AdapterSlots,
+        given: list[AdapterFacts],
+        *,
+        root: str,
+        most: int,
+        send: Callable[[AdapterList | AdapterDone], None],
+        followers: Followers | None = None,
+    ) -> None:
+        self._store, self._slots, self._root, self._most = store, slots, root, most
+        self._send, self._followers = send, followers
+        self._named = {each.name: each for each in given}
+        self._number = len(given)
+        self._loading: dict[int, _Loading] = {}
+        #: Who waits until an adapter is gone, by its number.
+        self._leaving: dict[int, list[int]] = {}
+        #: Old versions, and when nobody can ask for them any more.
+        self._replaced: deque[tuple[float, int]] = deque()
+        #: What this rank's threads have read.
+        self._reads: SimpleQueue[tuple[RankRead, AdapterFacts | None]] = SimpleQueue()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way whose end is no message, so that somebody must look."""
+        return bool(self._loading or self._replaced)
+
+    def load(self, wanted: LoadAdapter) -> None:
+        """Begin to load an adapter; `AdapterDone` follows, now or later."""
+        names = {loading.wanted.name for loading in self._loading.values()}
+        if self._store is None:
+            problem = "there are no slots for adapters (--max-adapters)"
+            self._fail(wanted.op, FailureCode.INVALID_ARGUMENT, problem)
+        elif wanted.name in names:
+            problem = f"adapter {wanted.name} is being loaded already"
+            self._fail(wanted.op, FailureCode.UNAVAILABLE, problem)
+        elif len(names | self._named.keys() | {wanted.name}) > self._most:
+            problem = f"{len(self._named)} adapters are loaded; at most {self._most} are kept"
+            problem += " (--max-loaded-adapters)"
+            self._fail(wanted.op, FailureCode.RESOURCE_EXHAUSTED, problem)
+        else:
+            self._begin(self._store, wanted)
+
+    def _begin(self, store: AdapterStore, wanted: LoadAdapter) -> None:
+        self._number += 1
+        number, loading = self._number, _Loading(wanted.op, wanted)
+        self._loading[number] = loading
+        if self._followers is not None:
+            loading.left += self._followers.count
+            self._followers.read_adapter(number, wanted.name, wanted.path)
+
+        def read() -> None:
+            facts, problem = read_below(store, self._root, number, wanted.name, wanted.path)
+            digest = facts.digest if facts is not None else ""
+            self._reads.put((RankRead(0, number, digest, problem), facts))
+
+        threading.Thread(target=read, name="adapter", daemon=True).start()
+
+    def unload(self, wanted: UnloadAdapter) -> None:
+        """Take an adapter's name away; `AdapterDone` follows once nobody has it any more."""
+        facts = self._named.pop(wanted.name, None)
+        if facts is None:
+            problem = f"there is no adapter {wanted.name!r}"
+            self._fail(wanted.op, FailureCode.NOT_FOUND, problem)
+            return
+        self._publish()
+        self._leaving.setdefault(facts.number, []).append(wanted.op)
+        self._slots.retire(facts.number)
+
+    def settle(self) -> None:
+        """Take what has been read, and forget what nobody has any more."""
+        while not self._reads.empty():
+            self._take(*self._reads.get())
+        while self._followers is not None and not self._followers.reads.empty():
+            self._take(self._followers.reads.get())
+        while self._replaced and self._replaced[0][0] <= time.monotonic():
+            self._slots.retire(self._replaced.popleft()[1])
+        for number in self._slots.take_dropped():
+            self._drop(number)
+            for op in self._leaving.pop(number, []):
+                self._send(AdapterDone(op))
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _take(self, read: RankRead, facts: AdapterFacts | None = None) -> None:
+        loading = self._loading[read.number]
+        loading.left -= 1
+        loading.facts = facts or loading.facts
+        if read.problem:
+            where = f"rank {read.rank}: " if read.rank else ""
+            loading.problem = loading.problem or where + read.problem
+        else:
+            loading.digests.add(read.digest)
+        if not loading.left:
+            del self._loading[read.number]
+            self._finish(read.number, loading)
+
+    def _finish(self, number: int, loading: _Loading) -> None:
+        wanted, facts = loading.wanted, loading.facts
+        problem = loading.problem
+        if not problem and len(loading.digests) > 1:
+            found = ", ".join(sorted(digest[:12] for digest in loading.digests))
+            problem = f"ranks read different files: their digests begin {found}"
+        elif not problem and wanted.digest and {wanted.digest} != loading.digests:
+            (found,) = loading.digests
+            problem = f"its digest is sha256:{found}; sha256:{wanted.digest} was asked for"
+        if problem or facts is None:
+            self._drop(number)
+            code = FailureCode.INVALID_ARGUMENT
+            self._fail(loading.op, code, f"adapter {wanted.name}: {problem}")
+            return
+        before = self._named.get(wanted.name)
+        self._slots.add(number)
+        self._named[wanted.name] = facts
+        self._publish()
+        if before is not None:
+            # Requests for it are on their way, from front ends that have not heard.
+            self._replaced.append((time.monotonic() + _HEARD_SECONDS, before.number))
+        self._send(AdapterDone(loading.op, facts))
+
+    def _drop(self, number: int) -> None:
+        assert self._store is not None
+        self._store.drop(number)
+        if self._followers is not None:
+            self._followers.drop_adapter(number)
+
+    def _publish(self) -> None:
+        self._send(AdapterList([*self._named.values()]))
+
+    def _fail(self, op: int, code: FailureCode, problem: str) -> None:
+        self._send(AdapterDone(op, None, code, problem))

@@ -1,0 +1,1 @@
+"""Masks of constrained sequences: made by workers beside the step loop."""

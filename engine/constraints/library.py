@@ -1,0 +1,54 @@
+"""What a library of grammars must do; `guidance` is the one in use."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenpod.core.constraints import Constraint
+
+#: Tokens that may be drawn, 32 to a word: bit t % 32 of word t // 32 is token t's.
+Words = npt.NDArray[np.int32]
+
+
+class Refused(Exception):
+    """A constraint that can't be compiled; the text is for the client."""
+
+
+class LimitReached(Exception):
+    """A matcher has reached one of the library's limits, and is of no use any more."""
+
+
+class Matcher(Protocol):
+    """The state of one text under a constraint. Used by one thread at a time."""
+
+    def copy(self) -> Matcher:
+        """An independent matcher in the same state."""
+        ...
+
+    def take(self, token: int) -> None:
+        """Go on with a token that the last mask allows. Raises LimitReached."""
+        ...
+
+    def fill(self, words: Words) -> bool:
+        """Write which tokens may follow; whether the text may end here. Raises LimitReached.
+
+        Args:
+            words: [ceil(vocab / 32)] all of them are written.
+        """
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether the text so far satisfies the constraint."""
+        ...
+
+
+class Library(Protocol):
+    """Compiles constraints for one vocabulary. Its calls let other threads run."""
+
+    def compile(self, constraint: Constraint) -> Matcher:
+        """A matcher at the beginning of a text. Raises Refused."""
+        ...

@@ -1,0 +1,107 @@
+"""What the step loop does for constrained sequences, in the order of a turn.
+
+look      requests that are refused or compiled; masks that were late and are there now
+sample    a step's masked rows, while its forward runs or once it has run
+settled   tokens go to the workers, which make the next masks
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from tokenpod.core.messages import MaskCounts, Request, Vocabulary
+from tokenpod.engine.constraints.masks import Masks
+from tokenpod.engine.executor import Launched
+from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
+
+#: Of the usual time of a forward: until then masks of its step may come, and where it is over when
+#: `launch` returns, so much longer. The sampler and the next step must be launched in time.
+_WITHIN, _BEYOND = 0.75, 0.1
+#: Weight of the newest forward in the usual time.
+_SMOOTHING = 0.1
+#: Before any is known.
+_FIRST_NS = 1_000_000
+
+
+class MaskedSteps:
+    """Follows the scheduler's constrained sequences.
+
+    Args:
+        masks: of their texts.
+        overlap: a step is launched before the one before it has settled.
+        clock: nanoseconds.
+    """
+
+    def __init__(
+        self, masks: Masks, *, overlap: bool, clock: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._masks = masks
+        self._overlap = overlap
+        self._clock = clock
+        self._usual_ns = float(_FIRST_NS)
+        #: When the forward under way began at the latest: the one before it had ended.
+        self._began_at = 0
+
+    @property
+    def counts(self) -> MaskCounts:
+        """What constraints have cost so far."""
+        return self._masks.counts
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """The model's tokens."""
+        self._masks.learn(vocabulary)
+
+    def begin(self, request: Request) -> None:
+        """A request with a constraint."""
+        self._masks.begin(request)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """These sequences have been aborted."""
+        self._masks.forget(sequence_ids)
+
+    def look(self, scheduler: Scheduler) -> None:
+        """Tell the scheduler what has become of constraints and late masks."""
+        for request, problem in self._masks.refusals():
+            for sequence_id in request.sequence_ids:
+                scheduler.end_constrained(sequence_id, problem)
+        waiting = [sequence.id for sequence in scheduler.waiting_for_masks]
+        over = self._masks.over(waiting)
+        for sequence_id in over:
+            scheduler.end_constrained(sequence_id)
+        for sequence_id in waiting:
+            if sequence_id not in over and self._masks.is_ready(sequence_id):
+                scheduler.masked(sequence_id)
+
+    def sample(self, step: Step, launched: Launched) -> None:
+        """Sample a step's masked rows; those whose masks are late are planned again."""
+        plan, now = step.plan, self._clock()
+        if not plan.r_masked.any():
+            return
+        rows = np.flatnonzero(plan.r_masked).tolist()
+        wanted = {row: (step.sequences[row].id, int(plan.r_output[row])) for row in rows}
+        until = now + int(_BEYOND * self._usual_ns)
+        if self._overlap:
+            until = max(self._began_at + int(_WITHIN * self._usual_ns), until)
+        launched.sample(self._masks.masks(wanted, until))
+
+    def forwarded(self, nanoseconds: int) -> None:
+        """A step's results are there; its forward took so long."""
+        self._began_at = self._clock()
+        self._usual_ns += _SMOOTHING * (nanoseconds - self._usual_ns)
+
+    def settled(self, settled: Settled) -> dict[int, bool]:
+        """Take a step's tokens; whether the texts that end are whole, by sequence id."""
+        satisfied = {}
+        tokens = zip(settled.sequence_ids, settled.token_ids, settled.finishes, strict=True)
+        for sequence_id, token, finish in tokens:
+            if sequence_id not in self._masks:
+                continue
+            if finish:
+                satisfied[sequence_id] = self._masks.ended(sequence_id, token, finish)
+            else:
+                self._masks.took(sequence_id, token)
+        self._masks.forget(failure.sequence_id for failure in settled.failures)
+        return satisfied

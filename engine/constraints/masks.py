@@ -1,0 +1,261 @@
+"""Masks of all constrained sequences, for the step loop, which never waits long for one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from tokenpod.core.constraints import Constraint, ConstraintLimits
+from tokenpod.core.messages import FinishCode, MaskCounts, Request, Vocabulary
+from tokenpod.engine.constraints.cache import CompileCache, Compiled
+from tokenpod.engine.constraints.library import Library, LimitReached, Refused, Words
+from tokenpod.engine.constraints.text import ConstrainedText
+from tokenpod.engine.constraints.workers import Workers
+
+log = logging.getLogger("tokenpod.engine")
+
+#: A mask that takes longer sends the next one of its sequence to the slow workers.
+_SLOW_NS = 5_000_000
+_NEVER = "this model's vocabulary can't be used for constraints"
+
+
+@dataclass(slots=True)
+class _Compiling:
+    """A request whose constraint is being compiled."""
+
+    request: Request
+    asked_at: int
+    texts: list[ConstrainedText] | None = None
+    problem: str = ""
+    done: bool = False
+    #: Sequences that are over already.
+    gone: set[int] = field(default_factory=set)
+
+
+class Masks:
+    """Compiles constraints, follows the tokens of their sequences, and makes the masks.
+
+    Args:
+        library: makes the library of a vocabulary; it is called by a worker.
+        vocab_size: width of the model's logits.
+        limits: what constraints may cost.
+        clock: nanoseconds.
+    """
+
+    def __init__(
+        self,
+        library: Callable[[list[bytes], list[int]], Library],
+        vocab_size: int,
+        limits: ConstraintLimits,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._make_library = library
+        self._vocab_size = vocab_size
+        self._limits = limits
+        self._clock = clock
+        self._library: Library | None = None
+        self._known = threading.Event()
+        self._workers: Workers | None = None
+        self._cache = CompileCache(limits.cache_bytes)
+        self._texts: dict[int, ConstrainedText] = {}
+        self._compiling: deque[_Compiling] = deque()
+        #: Guards `_awaited`, the texts whose masks the loop waits for.
+        self._lock = threading.Lock()
+        self._awaited: set[ConstrainedText] = set()
+        self._all_there = threading.Event()
+        self._needed = self._late = self._nanoseconds = self._refused = 0
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Read a vocabulary, in a worker. Constraints wait until that is done."""
+        tokens = vocabulary.tokens[: self._vocab_size]
+        tokens = tokens + [b""] * (self._vocab_size - len(tokens))
+        self._workers = self._workers or Workers(self._limits.workers)
+        self._workers.run(partial(self._learn, tokens, vocabulary.special), "compile")
+
+    def begin(self, request: Request) -> None:
+        """Compile a request's constraint; see `refusals` and `ready`."""
+        if self._workers is None:
+            self._workers = Workers(self._limits.workers)
+        job = _Compiling(request, self._clock())
+        self._compiling.append(job)
+        self._workers.run(partial(self._compile, job), "compile")
+
+    def refusals(self) -> list[tuple[Request, str]]:
+        """Requests whose constraints can't be compiled, or not in time, and why."""
+        if not self._compiling:
+            return []
+        found: list[tuple[Request, str]] = []
+        left: deque[_Compiling] = deque()
+        most = self._limits.compile_seconds
+        for job in self._compiling:
+            late = self._clock() - job.asked_at > most * 1e9
+            if job.done and not job.problem:
+                assert job.texts is not None
+                for sequence_id, text in zip(job.request.sequence_ids, job.texts, strict=True):
+                    if sequence_id not in job.gone:
+                        self._texts[sequence_id] = text
+            elif job.done or late:
+                problem = job.problem or f"constraint: takes more than {most:g} s to compile"
+                found.append((job.request, problem))
+                self._refused += 1
+            else:
+                left.append(job)
+        self._compiling = left
+        return found
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        """These sequences are over."""
+        if self._texts or self._compiling:
+            for sequence_id in sequence_ids:
+                self._texts.pop(sequence_id, None)
+                for job in self._compiling:
+                    job.gone.add(sequence_id)
+
+    # -- tokens --------------------------------------------------------------------------------
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._texts
+
+    def took(self, sequence_id: int, token: int) -> None:
+        """A sequence has got a token and goes on: make its next mask."""
+        text = self._texts[sequence_id]
+        assert text.ready, f"sequence {sequence_id} was sampled without a mask"
+        assert self._workers is not None
+        text.ready = False
+        kind = "slow" if text.slow else "fast"
+        self._workers.run(partial(self._advance, text, token), kind)
+
+    def ended(self, sequence_id: int, token: int, finish: FinishCode) -> bool:
+        """A sequence has ended, with this token or (-1) without; whether its text is whole."""
+        text = self._texts.pop(sequence_id)
+        if finish in (FinishCode.EOS, FinishCode.STOP_TOKEN):
+            return True
+        if not text.ready:
+            # A worker has it: it was ended by a limit, or by the clock.
+            return False
+        try:
+            return text.whole if token < 0 else text.whole_with(token)
+        except LimitReached:
+            return False
+
+    def is_ready(self, sequence_id: int) -> bool:
+        """Whether the mask of a sequence's next token is there."""
+        text = self._texts.get(sequence_id)
+        return text is not None and text.ready
+
+    def over(self, sequence_ids: Iterable[int]) -> list[int]:
+        """Those of these sequences that can't go on: nothing is allowed, or a limit was reached."""
+        most, now = self._limits.mask_seconds * 1e9, self._clock()
+        found = []
+        for sequence_id in sequence_ids:
+            text = self._texts.get(sequence_id)
+            if text is None:
+                continue
+            began = text.began_at
+            if (text.ready and text.over) or (not text.ready and began and now - began > most):
+                found.append(sequence_id)
+        return found
+
+    def masks(self, wanted: dict[int, tuple[int, int]], until: int) -> dict[int, Words]:
+        """Masks of a step's rows, as far as they are there at a moment; the loop waits that long.
+
+        Args:
+            wanted: by row of the plan, a sequence and the number of its output token.
+            until: nanoseconds.
+
+        Returns by row: [1, words].
+        """
+        texts = {}
+        for row, (sequence_id, output) in wanted.items():
+            text = self._texts.get(sequence_id)
+            # A row whose last token was not sampled is planned one too far.
+            if text is not None and output - text.taken <= (not text.ready):
+                texts[row] = text, output
+        self._wait({text for text, _ in texts.values() if not text.ready}, until)
+        self._needed += len(texts)
+        found = {
+            row: text.words[None]
+            for row, (text, output) in texts.items()
+            if text.ready and text.taken == output and not text.over
+        }
+        self._late += len(texts) - len(found)
+        return found
+
+    @property
+    def counts(self) -> MaskCounts:
+        """What it has cost so far."""
+        cache = self._cache
+        return MaskCounts(
+            self._needed, self._late, self._nanoseconds, cache.hits, cache.misses, self._refused
+        )
+
+    def _wait(self, texts: set[ConstrainedText], until: int) -> None:
+        with self._lock:
+            self._awaited = {text for text in texts if not text.ready}
+            if not self._awaited:
+                return
+            self._all_there.clear()
+        self._all_there.wait(max(until - self._clock(), 0) / 1e9)
+        with self._lock:
+            self._awaited = set()
+
+    # -- in workers ----------------------------------------------------------------------------
+
+    def _learn(self, tokens: list[bytes], special: list[int]) -> None:
+        try:
+            self._library = self._make_library(tokens, special)
+        except BaseException as error:
+            log.error("constraints are off", extra={"reason": str(error)[:200]})
+        self._known.set()
+
+    def _compile(self, job: _Compiling) -> None:
+        constraint = job.request.constraint
+        assert constraint is not None
+        try:
+            self._known.wait()
+            if self._library is None:
+                raise Refused(_NEVER)
+            compiled = self._cache.get(constraint, partial(self._compiled, constraint))
+            job.texts = [ConstrainedText(job.request, compiled) for _ in job.request.sequence_ids]
+            if job.texts[0].over:
+                raise Refused("no token can begin a text that conforms to it")
+        except (Refused, LimitReached) as error:
+            job.problem = f"constraint: {error}"
+        except BaseException as error:
+            log.error("a constraint was not compiled", extra={"reason": type(error).__name__})
+            job.problem = "constraint: the library failed to compile it"
+        job.done = True
+
+    def _compiled(self, constraint: Constraint) -> Compiled:
+        assert self._library is not None
+        matcher = self._library.compile(constraint)
+        words = np.zeros(-(-self._vocab_size // 32), np.int32)
+        return Compiled(matcher, words, matcher.fill(words))
+
+    def _advance(self, text: ConstrainedText, token: int) -> None:
+        text.began_at = began = self._clock()
+        try:
+            text.advance(token)
+        except LimitReached:
+            text.over = text.broken = True
+        except BaseException as error:
+            log.error("a mask was not made", extra={"reason": type(error).__name__})
+            text.over = text.broken = True
+        took = self._clock() - began
+        text.slow = took > _SLOW_NS
+        with self._lock:
+            self._nanoseconds += took
+            text.began_at = 0
+            text.ready = True
+            self._awaited.discard(text)
+            if not self._awaited:
+                self._all_there.set()

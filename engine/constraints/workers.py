@@ -1,0 +1,57 @@
+"""Threads beside the step loop: some make masks, some compile.
+
+    fast    masks, most often in microseconds
+    slow    those of matchers whose last mask took long: nobody else waits behind them
+    compile constraints with their first masks, one at a time on small machines
+
+The library lets go of the interpreter's lock while it works, so that threads are enough (measured
+by benchmarks/constraints.py). None has a lower priority: one that is preempted while it has that
+lock would hold up the step loop (measured: streams stood still for a second).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+#: What a thread that wants the interpreter's lock waits before the one that has it must let go. A
+#: worker gets it back after each mask, and by default would wait 5 ms while the loop plans.
+_SWITCH_SECONDS = 0.0005
+_MOST_WORKERS = 8
+_SLOW_WORKERS, _MOST_COMPILERS = 2, 2
+
+
+class Workers:
+    """The threads; they end with the process.
+
+    Args:
+        count: of those for fast masks; 0: half of the cores, at most eight.
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        cores = len(os.sched_getaffinity(0))
+        kinds = {
+            "fast": count or max(1, min(cores // 2, _MOST_WORKERS)),
+            "slow": _SLOW_WORKERS,
+            "compile": max(1, min(cores // 4, _MOST_COMPILERS)),
+        }
+        self._jobs: dict[str, SimpleQueue[Callable[[], None]]] = {}
+        for kind, threads in kinds.items():
+            jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+            self._jobs[kind] = jobs
+            for at in range(threads):
+                name = f"constraints-{kind}-{at}"
+                threading.Thread(target=_work, args=(jobs,), name=name, daemon=True).start()
+
+    def run(self, job: Callable[[], None], kind: str) -> None:
+        """Do a job, which raises nothing, in a thread of this kind."""
+        self._jobs[kind].put(job)
+
+
+def _work(jobs: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        jobs.get()()

@@ -1,0 +1,57 @@
+"""What low-rank adapters add to products of some tokens, and what each operation promises.
+
+Axes: T tokens of a step, S slots of adapters, P parts of a fused product, R largest rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+#: What operations make once a step of which token has which adapter; each has its own.
+AdapterPlan = Any
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWeights:
+    """Every slot's part of one product: views of memory that stays; what it holds changes.
+
+    Along R only the ranks that a slot's adapter has mean anything. An adapter that leaves a product
+    as it is has zeros there.
+    """
+
+    #: [S, P, R, in]: each part's factor that inputs are multiplied with.
+    down: torch.Tensor
+    #: [S, R, out]: what these are multiplied with then, scale and all; an output has its part's.
+    up: torch.Tensor
+    #: [S, out] is added to each token; None: the product has no bias that could be another.
+    bias: torch.Tensor | None
+    #: Outputs of each part; they add up to out.
+    rows: tuple[int, ...]
+
+
+class PlanAdapters(Protocol):
+    """Find, once a step, which tokens have which adapter."""
+
+    def __call__(self, t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
+        """What each token has, and how much of it there is.
+
+        Args:
+            t_adapter: [T] int64, each token's slot, from 1; 0: none.
+            ranks: [S] int32, the rank of each slot's adapter.
+        """
+        ...
+
+
+class Adapt(Protocol):
+    """What adapters add to one product."""
+
+    def __call__(self, x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
+        """X [T, in] -> [T, out] in x's dtype: (x · downᵀ) · upᵀ + bias of each token's adapter.
+
+        Zeros for tokens without one. Both products are summed in float32; what lies between them
+        may be rounded.
+        """
+        ...

@@ -1,0 +1,37 @@
+"""Low-rank adapters in plain torch: adapter by adapter, the tokens that have it."""
+
+from __future__ import annotations
+
+import torch
+
+from tokenpod.kernels.adapter_ops import AdapterPlan, AdapterWeights
+
+#: (slot from 0, its rank, [n] int64 tokens) of each adapter of a step.
+Segments = list[tuple[int, int, torch.Tensor]]
+
+
+def plan_adapters(t_adapter: torch.Tensor, ranks: torch.Tensor) -> AdapterPlan:
+    """`Segments`; see `PlanAdapters`. On a GPU it waits for the device."""
+    found, known = [slot for slot in torch.unique(t_adapter).tolist() if slot], ranks.tolist()
+    segments: Segments = [
+        (slot - 1, known[slot - 1], (t_adapter == slot).nonzero().squeeze(1)) for slot in found
+    ]
+    return segments
+
+
+def adapt(x: torch.Tensor, weights: AdapterWeights, plan: AdapterPlan) -> torch.Tensor:
+    """See `Adapt`."""
+    segments: Segments = plan
+    delta = x.new_zeros(len(x), weights.up.shape[2])
+    for slot, rank, tokens in segments:
+        own, parts, first = x[tokens].float(), [], 0
+        for part, rows in enumerate(weights.rows):
+            inner = own @ weights.down[slot, part, :rank].float().t()
+            up = weights.up[slot, :rank, first : first + rows].float()
+            parts.append(inner.to(x.dtype).float() @ up)
+            first += rows
+        added = torch.cat(parts, dim=-1)
+        if weights.bias is not None:
+            added += weights.bias[slot]
+        delta[tokens] = added.to(x.dtype)
+    return delta

@@ -1,0 +1,232 @@
+"""An adapter's files: checked against the base, read, and cut for one rank.
+
+PEFT keeps of a module with weight [out, in] two factors, `lora_A` [r, in] and `lora_B` [out, r]. Of
+a product whose outputs ranks divide a rank needs rows of B, of one whose inputs they divide columns
+of A: then what a rank adds is its part of the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from tokenpod.core.adapter_files import CONFIG, WEIGHTS, digest_of
+from tokenpod.models.adapters.config import LoraConfig, read_lora
+from tokenpod.models.adapters.targets import Place, Product, Targets
+from tokenpod.models.errors import ModelError
+from tokenpod.models.shard import Shard
+from tokenpod.models.tensor_file import DTYPES, TensorFile
+from tokenpod.models.weights import Division
+
+_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A rank's part of what an adapter adds to one product, on the host."""
+
+    #: [parts, r, in]
+    down: torch.Tensor
+    #: [out, r], with the scale.
+    up: torch.Tensor
+    #: [out] float32: added to the base's own bias; None: nothing is.
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostAdapter:
+    """An adapter that has been read, for one rank."""
+
+    #: Largest of all modules.
+    rank: int
+    #: SHA-256 of its files, in hexadecimal digits.
+    digest: str
+    products: dict[str, Factors] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What an adapter must fit, on one rank."""
+
+    targets: Targets
+    products: dict[str, Product]
+    shard: Shard
+    dtype: torch.dtype
+    #: Largest rank that fits into a slot.
+    max_rank: int
+    #: The base's own biases, by product; [out] float32.
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def read_adapter(folder: Path, base: Base) -> HostAdapter:
+    """This rank's part of the LoRA adapter in `folder`.
+
+    Raises ModelError, in one line, for what is not understood, for an adapter of another base, and
+    for ranks above the largest.
+    """
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"{folder}: there is no {CONFIG}: it is no adapter in PEFT's layout")
+    config = read_lora(folder)
+    if not (folder / WEIGHTS).is_file():
+        others = sorted(path.name for path in folder.glob("adapter_model.*"))
+        found = f"; {', '.join(others)} is not read" if others else ""
+        raise ModelError(f"{folder}: there is no {WEIGHTS}{found}")
+    try:
+        digest = digest_of(folder)
+    except OSError as error:
+        raise ModelError(f"{folder}: can't be read ({error.strerror})") from None
+    file = TensorFile(folder / WEIGHTS)
+    try:
+        return _Reader(file, config, base).read(digest)
+    finally:
+        file.close()
+
+
+class _Reader:
+    def __init__(self, file: TensorFile, config: LoraConfig, base: Base) -> None:
+        self._file, self._config, self._base = file, config, base
+        self._left = {_module_name(name): name for name in file.entries}
+        self._rank = 0
+
+    def read(self, digest: str) -> HostAdapter:
+        parts: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+        biases: dict[str, torch.Tensor] = {}
+        modules = [name.removesuffix(_DOWN) for name in self._left if name.endswith(_DOWN)]
+        for module in modules:
+            self._read_module(module, parts)
+        if self._config.biases:
+            for name in [name for name in self._left if name.endswith(".bias")]:
+                self._read_bias(name.removesuffix(".bias"), biases)
+        if self._left:
+            raise self._foreign(sorted(self._left)[0])
+        if not parts and not biases:
+            raise ModelError(f"{self._file.name}: it has no tensor of an adapter")
+        made = {
+            name: self._factors(self._base.products[name], parts.get(name, {}), biases.get(name))
+            for name in {**parts, **biases}
+        }
+        return HostAdapter(max(self._rank, 1), digest, made)
+
+    def _foreign(self, name: str) -> ModelError:
+        """What is wrong with a tensor that was not read."""
+        module = name
+        for end in (_DOWN, _UP, ".lora_embedding_A", ".lora_embedding_B", ".bias", ".weight"):
+            module = module.removesuffix(end)
+        reason = self._base.targets.refused.get(module)
+        if reason is None:
+            of = f"{self._base.targets.architecture} has no module of that name"
+            reason = of if module not in self._base.targets.places else "it is not understood"
+        return ModelError(f"{self._file.name}: {name}: {reason}")
+
+    def _read_module(
+        self, module: str, parts: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]]
+    ) -> None:
+        places = self._base.targets.places.get(module)
+        if places is None:
+            raise self._foreign(module + _DOWN)
+        names = [self._left.pop(module + end, None) for end in (_DOWN, _UP)]
+        down_name, up_name = names
+        if down_name is None or up_name is None:
+            raise ModelError(f"{self._file.name}: {module} has a lora_A and no lora_B")
+        rank = self._check(module, places, down_name, up_name)
+        scale = self._config.scale(module, rank)
+        down = self._tensor(down_name)
+        up = self._tensor(up_name).float() * scale
+        shard = self._base.shard
+        for place in places:
+            rows, columns = (shard.part(axis) for axis in place.source.axes)
+            stored = place.source.stored_rows(rows)
+            own_up = up[rows.start : rows.stop] if stored is None else up[torch.from_numpy(stored)]
+            own_down = down[:, columns.start : columns.stop]
+            kind = self._base.dtype
+            parts.setdefault(place.weight, {})[place.part] = (own_down.to(kind), own_up.to(kind))
+
+    def _check(self, module: str, places: list[Place], down_name: str, up_name: str) -> int:
+        """Shapes against the base's, before anything is read; the module's rank."""
+        down, up = (self._file.entries[name].shape for name in (down_name, up_name))
+        first = places[0].source
+        inputs = first.axes[1].length
+        outputs = first.axes[0].length
+        if first.segment is not None:
+            outputs = sum(first.segment.sizes) * first.segment.groups
+        if len(down) != 2 or len(up) != 2 or down[1] != inputs or up[0] != outputs:
+            raise ModelError(
+                f"{self._file.name}: {module} has lora_A {list(down)} and lora_B {list(up)}; the"
+                f" base's has {inputs} inputs and {outputs} outputs"
+            )
+        rank = down[0]
+        if up[1] != rank or not rank:
+            raise ModelError(
+                f"{self._file.name}: {module} has lora_A {list(down)} and lora_B {list(up)}:"
+                " their ranks differ"
+            )
+        if rank > self._base.max_rank:
+            raise ModelError(
+                f"{self._file.name}: {module} has rank {rank}; at most {self._base.max_rank} is"
+                " served (--max-adapter-rank)"
+            )
+        self._rank = max(self._rank, rank)
+        return rank
+
+    def _read_bias(self, module: str, biases: dict[str, torch.Tensor]) -> None:
+        """A bias that takes the place of the base's: what it adds to that."""
+        base, places = self._base, self._base.targets.places.get(module)
+        if places is None or not base.products[places[0].weight].has_bias:
+            raise self._foreign(f"{module}.bias")
+        name = self._left.pop(f"{module}.bias")
+        for place in places:
+            product, source = base.products[place.weight], place.source
+            length = math.prod(self._file.entries[name].shape)
+            whole = source.axes[0].length
+            if source.segment is not None:
+                whole = sum(source.segment.sizes) * source.segment.groups
+            if length != whole:
+                raise ModelError(
+                    f"{self._file.name}: {name} has {length} numbers; the base's has {whole}"
+                )
+            own = biases.setdefault(place.weight, torch.zeros(product.outputs))
+            # Of what ranks sum, one of them adds it.
+            if source.axes[1].division is not Division.WHOLE and base.shard.rank:
+                continue
+            rows = base.shard.part(source.axes[0])
+            stored = source.stored_rows(rows)
+            read = self._tensor(name).float()
+            read = (
+                read[rows.start : rows.stop] if stored is None else read[torch.from_numpy(stored)]
+            )
+            first = sum(product.rows[: place.part])
+            at = slice(first, first + len(read))
+            own[at] = read - base.biases[place.weight][at]
+
+    def _factors(
+        self,
+        product: Product,
+        parts: dict[int, tuple[torch.Tensor, torch.Tensor]],
+        bias: torch.Tensor | None,
+    ) -> Factors:
+        rank = max([len(down) for down, _ in parts.values()], default=1)
+        kind = self._base.dtype
+        down = torch.zeros(len(product.rows), rank, product.inputs, dtype=kind)
+        up = torch.zeros(product.outputs, rank, dtype=kind)
+        for part, (own_down, own_up) in parts.items():
+            first = sum(product.rows[:part])
+            down[part, : len(own_down)] = own_down
+            up[first : first + len(own_up), : own_up.shape[1]] = own_up
+        return Factors(down, up, bias)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        entry = self._file.entries[name]
+        if entry.kind not in ("F32", "F16", "BF16"):
+            raise ModelError(f"{self._file.name}: {name} holds {entry.kind} numbers")
+        target = torch.empty(entry.shape, dtype=DTYPES[entry.kind])
+        self._file.read(target, name, 0, entry.shape[1:])
+        return target
+
+
+def _module_name(name: str) -> str:
+    """The base's name for a tensor of an adapter."""
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")

@@ -1,0 +1,172 @@
+"""A rank's adapters: those that have been read, on the host, and slots that products read.
+
+Slots have fixed addresses and one size, so captured steps stay right whatever is put into them. The
+scheduler decides which adapter is in which slot; what it decides comes with a step's plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tokenpod.kernels.adapter_ops import AdapterWeights
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.ops import Operations
+from tokenpod.models.adapters.files import Base, read_adapter
+from tokenpod.models.adapters.targets import Targets, aligned, products_of, slot_shape
+from tokenpod.models.linear import Read, Weights
+from tokenpod.models.shard import Shard
+from tokenpod.models.weights import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is taken for adapters beforehand."""
+
+    #: Adapters that one step can have.
+    slots: int
+    #: Largest rank of any module.
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An adapter on the host, as a slot has it."""
+
+    rank: int
+    digest: str
+    #: [rows, numbers] as `targets.slot_shape`, without ranks that it does not have.
+    numbers: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the host."""
+        return self.numbers.nbytes
+
+
+class AdapterStore:
+    """The adapters of one rank of a model, and what they add to its products.
+
+    A slot has the numbers of a rank, of all products, beside each other: so an adapter is put there
+    by one copy of as many bytes as it has.
+
+    Args:
+        base: what adapters must fit.
+        space: how many slots, of which rank.
+        ops: the model's.
+        device: of the slots.
+    """
+
+    def __init__(self, base: Base, space: Space, ops: Operations, device: torch.device) -> None:
+        self._base, self._ops, self._device = base, ops, device
+        self._ranks = torch.zeros(space.slots, dtype=torch.int32, device=device)
+        shape = (space.slots, *slot_shape(base.products.values(), space.rank))
+        # Written at once: memory that is only promised would be taken under load.
+        self._slots = torch.empty(shape, dtype=base.dtype, device=device).zero_()
+        self._weights = self._views(self._slots)
+        #: By the number that requests have.
+        self._read: dict[int, Packed] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self._slots.nbytes
+
+    def _views(self, slots: torch.Tensor) -> dict[str, AdapterWeights]:
+        """Each product's part of slots [S, rows, numbers]."""
+        products = self._base.products.values()
+        biases = any(product.has_bias for product in products)
+        ranks, at, found = slots[:, int(biases) :], 0, {}
+        for product in products:
+            parts, end = len(product.rows), at + product.numbers
+            up = end - aligned(product.outputs)
+            down = ranks[:, :, at : at + parts * product.inputs]
+            found[product.name] = AdapterWeights(
+                down=down.view(*down.shape[:2], parts, product.inputs).transpose(1, 2),
+                up=ranks[:, :, up : up + product.outputs],
+                bias=slots[:, 0, up : up + product.outputs] if product.has_bias else None,
+                rows=product.rows,
+            )
+            at = end
+        return found
+
+    # -- adapters on the host ------------------------------------------------------------------
+
+    def read(self, folder: Path) -> Packed:
+        """This rank's part of an adapter. Any thread may read. Raises ModelError."""
+        adapter = read_adapter(folder, self._base)
+        shape = slot_shape(self._base.products.values(), adapter.rank)
+        # Pinned, so that its copy to a GPU need not wait for the host.
+        pinned = self._device.type == "cuda"
+        numbers = torch.zeros(shape, dtype=self._base.dtype, pin_memory=pinned)
+        views = self._views(numbers[None])
+        for name, factors in adapter.products.items():
+            weights, rank = views[name], factors.up.shape[1]
+            weights.down[0, :, :rank] = factors.down
+            weights.up[0, :rank] = factors.up.t()
+            if weights.bias is not None and factors.bias is not None:
+                weights.bias[0] = factors.bias
+        return Packed(adapter.rank, adapter.digest, numbers)
+
+    def keep(self, number: int, adapter: Packed) -> None:
+        """Know an adapter by its number from now on."""
+        self._read[number] = adapter
+
+    def drop(self, number: int) -> None:
+        """Forget an adapter; what is in slots stays there until it is overwritten."""
+        self._read.pop(number, None)
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    def put(self, slot: int, number: int) -> None:
+        """Put an adapter into a slot, from 1, in the order of the device's queue."""
+        adapter, at = self._read[number], slot - 1
+        self._slots[at, : len(adapter.numbers)].copy_(adapter.numbers, non_blocking=True)
+        self._ranks[at : at + 1].fill_(adapter.rank)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def prepared(self, batch: ForwardBatch) -> ForwardBatch:
+        """A step whose products know which tokens have which adapter."""
+        if batch.t_adapter is None:
+            return batch
+        return replace(batch, adapters=self._ops.plan_adapters(batch.t_adapter, self._ranks))
+
+    def delta(self, name: str, x: Read, step: ForwardBatch | None) -> torch.Tensor | None:
+        """What is added to a product's sum; see `models.linear.Delta`."""
+        if step is None or step.adapters is None:
+            return None
+        weights = self._weights.get(name)
+        return None if weights is None else self._ops.adapt(x(), weights, step.adapters)
+
+
+def store_of(
+    targets: Targets,
+    weights: Sequence[Weight],
+    tensors: Weights,
+    space: Space,
+    shard: Shard,
+    ops: Operations,
+) -> AdapterStore:
+    """An empty store for a rank's part of a model, all of its memory taken.
+
+    Args:
+        targets: what adapters' modules are in the model.
+        weights: of the model.
+        tensors: what this rank has read of them.
+        space: how many slots, of which rank.
+        shard: whose part it is.
+        ops: the model's.
+    """
+    table = tensors["embedding"]
+    assert isinstance(table, torch.Tensor)
+    products = {product.name: product for product in products_of(weights, shard)}
+    named = {name: tensors[f"{name}_bias"] for name, p in products.items() if p.has_bias}
+    biases = {
+        name: bias.float().cpu() for name, bias in named.items() if isinstance(bias, torch.Tensor)
+    }
+    base = Base(targets, products, shard, table.dtype, space.rank, biases)
+    return AdapterStore(base, space, ops, table.device)

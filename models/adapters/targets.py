@@ -1,0 +1,138 @@
+"""Which products of a model adapters can change, by the names that the base's modules have.
+
+A family's table of weights says of each tensor of the checkpoint which rows of which product it is.
+An adapter names the same modules, fused or apart, with or without the prefix: all layouts count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from tokenpod.models.families.family import Family
+from tokenpod.models.names import weights_of
+from tokenpod.models.shard import Shard
+from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weights import Source, Weight
+
+_ALIGNMENT = 16
+
+_EXPERTS = "experts are adapted only if an adapter is fused into the base at load"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module, or a part of it, as a part of a product."""
+
+    #: The product's weight, by our name, and which of its sources.
+    weight: str
+    part: int
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product that adapters can change; of a rank, its part of it."""
+
+    name: str
+    inputs: int
+    #: Outputs of each part.
+    rows: tuple[int, ...]
+    has_bias: bool = False
+
+    @property
+    def outputs(self) -> int:
+        """Of all parts."""
+        return sum(self.rows)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of each rank, those of the first factor before those of the second."""
+        return aligned(len(self.rows) * self.inputs) + aligned(self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What an adapter's modules are in the model."""
+
+    architecture: str
+    #: By the base's name of a module.
+    places: dict[str, list[Place]] = field(default_factory=dict)
+    #: Why a module can't be adapted.
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def targets_of(family: Family, spec: ModelSpec) -> Targets:
+    """Of a whole model, whatever ranks divide it."""
+    found = Targets(spec.architecture)
+    for names in family.names_of(spec):
+        for prefix in family.prefixes:
+            weights = weights_of(spec, names, prefix)
+            own = _places(weights)
+            for module, places in own.items():
+                found.places.setdefault(module, places)
+            for weight in weights:
+                for source in weight.sources:
+                    module = source.name.removesuffix(".weight")
+                    if module not in own:
+                        found.refused.setdefault(module, _reason(weight))
+    for module in found.places:
+        found.refused.pop(module, None)
+    return found
+
+
+def products_of(weights: Iterable[Weight], shard: Shard) -> list[Product]:
+    """The products of a rank's decoder that can be adapted, in the model's order."""
+    weights = list(weights)
+    names = {weight.name for weight in weights}
+    return [
+        Product(
+            weight.name,
+            inputs=shard.length(weight.sources[0].axes[1]),
+            rows=tuple(shard.length(source.axes[0]) for source in weight.sources),
+            has_bias=f"{weight.name}_bias" in names,
+        )
+        for weight in weights
+        if _adapted(weight)
+    ]
+
+
+def slot_numbers(weights: Iterable[Weight], shard: Shard, rank: int) -> int:
+    """Numbers of one slot for adapters of that rank, on one rank of the model."""
+    return slot_shape(products_of(weights, shard), rank).numel()
+
+
+def slot_shape(products: Iterable[Product], rank: int) -> torch.Size:
+    """Of a slot: what belongs to biases, if any can change, then to each rank, in all products."""
+    products = list(products)
+    biases = any(product.has_bias for product in products)
+    return torch.Size((rank + biases, sum(product.numbers for product in products)))
+
+
+def aligned(numbers: int) -> int:
+    """So many, and up to the next multiple of 16: kernels read whole lines."""
+    return -(-numbers // _ALIGNMENT) * _ALIGNMENT
+
+
+def _adapted(weight: Weight) -> bool:
+    return weight.multiplied and weight.experts is None
+
+
+def _places(weights: Iterable[Weight]) -> dict[str, list[Place]]:
+    places: dict[str, list[Place]] = {}
+    for weight in weights:
+        if _adapted(weight):
+            for part, source in enumerate(weight.sources):
+                module = source.name.removesuffix(".weight")
+                places.setdefault(module, []).append(Place(weight.name, part, source))
+    return places
+
+
+def _reason(weight: Weight) -> str:
+    if weight.experts is not None or ".experts." in weight.name:
+        return _EXPERTS
+    if weight.name in ("embedding", "head"):
+        return f"the model's {weight.name} is not adapted while serving"
+    return "no product that can be adapted is made with it"

@@ -1,0 +1,52 @@
+"""A checkpoint's model, and where its tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from tokenpod.models.checkpoint import Checkpoint, WeightReader, tensors_of
+from tokenpod.models.names import Names
+from tokenpod.models.shard import WHOLE
+from tokenpod.models.spec import ModelSpec
+from tokenpod.models.weights import HEAD, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A checkpoint's model, and the tensors that it is made of."""
+
+    spec: ModelSpec
+    weights: list[Weight]
+    #: Of scales that the checkpoint may have, of each layer's keys, and values.
+    scales: list[list[str]]
+    #: Of weights that are quantised; None: none are.
+    reader: WeightReader | None = None
+    #: How many tensors belong to each other part of the checkpoint, which is not served.
+    unused: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of the whole model; a head that is the embedding does not count again."""
+        tied = self.spec.head.tied
+        return WHOLE.numbers(x for x in self.weights if not (tied and x.name == HEAD))
+
+
+def stored_table(
+    checkpoint: Checkpoint | None,
+    layouts: list[tuple[Names, list[Weight]]],
+    reader: WeightReader | None,
+) -> tuple[Names, list[Weight]]:
+    """The layout of which a checkpoint has all tensors; otherwise the first."""
+    for names, weights in layouts:
+        if checkpoint and all(
+            name in checkpoint for weight in weights for name in tensors_of(weight, reader)
+        ):
+            return names, weights
+    return layouts[0]
+
+
+def with_head(weights: list[Weight]) -> list[Weight]:
+    """The same with a head of its own that is made of the embedding's tensor."""
+    embedding = next(weight for weight in weights if weight.name == "embedding")
+    return [*weights, replace(embedding, name=HEAD)]

@@ -1,0 +1,140 @@
+"""Which adapter is in which slot of the executors, and who uses it.
+
+    read by all ranks --a request with it is admitted--> in a slot --its last sequence ends--> idle
+                                                                        |
+                        another needs the slot, and this one was idle longest
+
+Adapters have numbers that are never used again, so a new version of one is another adapter: what
+runs keeps the version that it began with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+from tokenpod.scheduler.sequence import Sequence
+
+
+class AdapterSlots:
+    """Slots 1 to total.
+
+    Args:
+        total: adapters that sequences with a row can have at once.
+        known: numbers of adapters that all ranks have read.
+    """
+
+    def __init__(self, total: int, known: Iterable[int] = ()) -> None:
+        self.total = total
+        self._known = set(known)
+        #: Adapters that new requests are refused, and that go with their last sequence.
+        self._retired: set[int] = set()
+        #: Sequences that exist, waiting ones too, by adapter.
+        self._users: Counter[int] = Counter()
+        #: Admitted sequences by adapter; such an adapter stays in its slot.
+        self._running: Counter[int] = Counter()
+        #: The slot of each adapter that is in one, the longest unused first.
+        self._slots: OrderedDict[int, int] = OrderedDict()
+        self._free = list(range(total, 0, -1))
+        self._puts: list[tuple[int, int]] = []
+        self._dropped: list[int] = []
+
+    # -- adapters ------------------------------------------------------------------------------
+
+    def knows(self, adapter: int) -> bool:
+        """Whether a request can have this adapter; 0 is none."""
+        return not adapter or adapter in self._known
+
+    def add(self, adapter: int) -> None:
+        """All ranks have read an adapter."""
+        self._known.add(adapter)
+
+    def retire(self, adapter: int) -> None:
+        """No request gets this adapter any more; it is dropped once none has it."""
+        self._known.discard(adapter)
+        self._retired.add(adapter)
+        self._drop_unused(adapter)
+
+    def take_dropped(self) -> list[int]:
+        """Retired adapters that nobody has any more, since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    @property
+    def resident(self) -> int:
+        """Adapters in slots."""
+        return len(self._slots)
+
+    # -- sequences -----------------------------------------------------------------------------
+
+    def enter(self, sequence: Sequence) -> None:
+        """A sequence exists."""
+        if adapter := sequence.request.adapter:
+            self._users[adapter] += 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        self.give_back(sequence)
+        if adapter := sequence.request.adapter:
+            self._users[adapter] -= 1
+            self._drop_unused(adapter)
+
+    @property
+    def in_use(self) -> set[int]:
+        """Adapters of admitted sequences; at most `total` of them, new ones included, fit."""
+        return set(self._running)
+
+    def give(self, sequence: Sequence) -> None:
+        """Give an admitted sequence the slot of its adapter, which is put there if need be."""
+        if not (adapter := sequence.request.adapter):
+            return
+        if adapter not in self._slots:
+            self._slots[adapter] = self._empty()
+            self._puts.append((self._slots[adapter], adapter))
+        self._slots.move_to_end(adapter)
+        self._running[adapter] += 1
+        sequence.adapter_slot = self._slots[adapter]
+
+    def give_back(self, sequence: Sequence) -> None:
+        """A sequence runs no more, if it did."""
+        if not sequence.adapter_slot:
+            return
+        sequence.adapter_slot = 0
+        adapter = sequence.request.adapter
+        self._running[adapter] -= 1
+        if not self._running[adapter]:
+            del self._running[adapter]
+
+    def take_puts(self) -> list[tuple[int, int]]:
+        """Slots and adapters to be put there before the next step, since the last call."""
+        # A slot that was taken again in between gets the last one only.
+        puts, self._puts = dict(self._puts), []
+        return list(puts.items())
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless each slot is free or has one adapter, used as counted."""
+        taken = [*self._slots.values(), *self._free]
+        assert sorted(taken) == list(range(1, self.total + 1)), taken
+        there = list(sequences)
+        running = Counter(s.request.adapter for s in there if s.adapter_slot)
+        assert running == self._running, (running, self._running)
+        for sequence in there:
+            own = sequence.adapter_slot
+            assert not own or self._slots[sequence.request.adapter] == own
+
+    def _empty(self) -> int:
+        if self._free:
+            return self._free.pop()
+        idle = next(adapter for adapter in self._slots if not self._running[adapter])
+        return self._slots.pop(idle)
+
+    def _drop_unused(self, adapter: int) -> None:
+        if adapter not in self._retired or self._users[adapter]:
+            return
+        self._retired.remove(adapter)
+        del self._users[adapter]
+        if adapter in self._slots:
+            slot = self._slots.pop(adapter)
+            self._free.append(slot)
+            self._puts = [put for put in self._puts if put[0] != slot]
+        self._dropped.append(adapter)

@@ -1,0 +1,174 @@
+"""Beam searches: plans their steps, which depend on the tokens of the steps before.
+
+    prefilling --prompt settled--> ready --planned--> in flight --settled--> ready ... --> over
+
+A search is a request with one sequence for each beam. The batcher computes the prompt with the
+first of them, as of any request; then all of them are in a step, or none is. Their next tokens and
+slots depend on what is chosen among all of them, so a search is planned when its last step has
+settled, and with overlapped steps it is in every other one. It is never preempted.
+"""
+
+from __future__ import annotations
+
+from tokenpod.core.messages import BeamParams, FinishCode, Request
+from tokenpod.scheduler.admission import Ledger
+from tokenpod.scheduler.beam_search import BeamSearch, Top
+from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.rows import Rows
+from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.step import StepBuilder
+from tokenpod.scheduler.work import Settled
+
+#: In `Settled.samples`: a token of a result, which was chosen in an earlier step.
+_NOT_SAMPLED = -1
+
+
+class Group:
+    """One search, and its sequences.
+
+    Args:
+        request: with a `beam`.
+        params: of it.
+        sequences: one for each beam.
+    """
+
+    def __init__(self, request: Request, params: BeamParams, sequences: list[Sequence]) -> None:
+        self.request = request
+        self.sequences = sequences
+        #: Whether the last of the prompt has been planned; and has settled, so that all have rows.
+        self.launched = False
+        self.begun = False
+        #: Which sequence computes which of the search's beams, in their order.
+        self.carriers = sequences[:1]
+        self._search = BeamSearch(params, request.stopping)
+        #: By sequence, of the step that settles.
+        self._tops: dict[Sequence, Top] = {}
+
+    @property
+    def first(self) -> Sequence:
+        """The sequence that computes the prompt."""
+        return self.sequences[0]
+
+    def take(self, sequence: Sequence, top: Top) -> bool:
+        """Take the most likely next tokens of one sequence; whether those of all are there."""
+        self._tops[sequence] = top
+        return len(self._tops) == len(self.carriers)
+
+    def advance(self, now: int) -> dict[Sequence, Sequence]:
+        """Extend all beams: which sequence goes on from which; none: the search is over.
+
+        A beam stays with its sequence, if no better one has continued the same beginning.
+        """
+        tops = [self._tops[sequence] for sequence in self.carriers]
+        self._tops = {}
+        parents = [self.carriers[i] for i in self._search.step(tops, now)]
+        if not parents:
+            return {}
+        carriers: list[Sequence | None] = []
+        for parent in parents:
+            carriers.append(None if parent in carriers else parent)
+        free = iter([s for s in self.sequences if s not in carriers])
+        self.carriers = [carrier or next(free) for carrier in carriers]
+        for carrier, beam in zip(self.carriers, self._search.beams, strict=True):
+            carrier.outputs = beam.tokens
+        return dict(zip(self.carriers, parents, strict=True))
+
+    def tell(self, settled: Settled) -> FinishCode:
+        """The search is over: add its results, the best first; how the best one has ended."""
+        for sequence_id, result in zip(self.request.told, self._search.results, strict=False):
+            for token, logprob in zip(result.beam.tokens, result.beam.logprobs, strict=True):
+                settled.logprobs[len(settled.token_ids)] = logprob
+                settled.sequence_ids.append(sequence_id)
+                settled.token_ids.append(token)
+                settled.finishes.append(FinishCode.RUNNING)
+                settled.samples.append(_NOT_SAMPLED)
+            settled.finishes[-1] = result.finish
+        return self._search.results[0].finish
+
+
+class Beams:
+    """Plans the steps of all searches.
+
+    Args:
+        kv: gives the slots.
+        rows: of the executor.
+    """
+
+    def __init__(self, kv: KV, rows: Rows) -> None:
+        self._kv = kv
+        self._rows = rows
+        #: By the id of the first sequence: searches whose prompt has been launched.
+        self._groups: dict[int, Group] = {}
+        #: Those whose last step has settled.
+        self._ready: dict[int, Group] = {}
+
+    @property
+    def running(self) -> int:
+        """Sequences with a row."""
+        return sum(len(g.sequences) if g.begun else 1 for g in self._groups.values())
+
+    @property
+    def wanted(self) -> int:
+        """Slots for the next step of all that are ready."""
+        return sum(len(group.carriers) for group in self._ready.values())
+
+    @property
+    def to_come(self) -> int:
+        """Slots that these sequences may still take, up to their bounds."""
+        groups = self._groups.values()
+        running = (s for g in groups for s in (g.sequences if g.begun else [g.first]))
+        return sum(sequence.bound - sequence.computed for sequence in running)
+
+    def first(self, first_id: int) -> Sequence | None:
+        """The first sequence of a search that is here, by its id."""
+        group = self._groups.get(first_id)
+        return None if group is None else group.first
+
+    def add(self, group: Group) -> None:
+        """The last of a prompt has been planned."""
+        group.launched = True
+        self._groups[group.first.id] = group
+
+    def add_to(self, ledger: Ledger) -> None:
+        """Add what these sequences need."""
+        for group in self._groups.values():
+            ledger.searching(group.sequences if group.begun else [group.first])
+
+    def begin(self, group: Group, siblings: list[Sequence]) -> None:
+        """The prompt has settled: all sequences go on from it, in rows that were promised."""
+        self._rows.promise(-len(siblings))
+        self._kv.branch(group.first, siblings)
+        for sibling in siblings:
+            sibling.began_at = group.first.began_at
+            sibling.launched = group.first.launched
+            self._rows.give(sibling)
+        group.begun = True
+
+    def continue_with(self, group: Group, parents: dict[Sequence, Sequence]) -> None:
+        """A step has settled: the next one may be planned."""
+        tails = group.first.tails
+        assert tails is not None
+        tails.settle(parents)
+        for sequence, parent in parents.items():
+            if sequence is not parent:
+                self._rows.renew(sequence)
+        self._ready[group.first.id] = group
+
+    def plan(self, step: StepBuilder, slots: int) -> int:
+        """Add to a step all searches that are ready and have room; the slots that they take."""
+        taken = 0
+        for first_id, group in [*self._ready.items()]:
+            if taken + len(group.carriers) <= slots:
+                del self._ready[first_id]
+                step.extend_beams(group.carriers)
+                taken += len(group.carriers)
+        return taken
+
+    def remove(self, sequence: Sequence) -> bool:
+        """The search of a sequence is over; False if it is none that is planned here."""
+        group = sequence.group
+        if group is None or not group.launched:
+            return False
+        self._groups.pop(group.first.id, None)
+        self._ready.pop(group.first.id, None)
+        return True

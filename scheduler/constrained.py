@@ -1,0 +1,92 @@
+"""Sequences under constraints, where they can't go on: masks come from elsewhere, and may be late.
+
+    new, or preempted --held--> its masks are there --> queue
+    decoding, a mask is late --paused--> it is there, no step in flight --> decoding again
+
+A sequence is queued only once the mask of its next token is there. So the last piece of what it
+needs computed is always sampled, and only rows that decode can miss a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenpod.scheduler.sequence import Sequence
+
+
+class Constrained:
+    """Who waits for a mask.
+
+    Args:
+        enqueue: takes samples whose masks are there.
+    """
+
+    def __init__(self, enqueue: Callable[[list[Sequence]], None]) -> None:
+        self._enqueue = enqueue
+        #: Samples that are queued together, by the first one's id.
+        self.held: dict[int, list[Sequence]] = {}
+        #: Which first one each of them is with.
+        self._first: dict[int, int] = {}
+        #: Those of them whose masks are there.
+        self._masked: set[int] = set()
+        self._paused: dict[int, Sequence] = {}
+        #: Sequences that end, by id, and why they are refused; empty: they are not.
+        self.over: dict[int, tuple[Sequence, str]] = {}
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences whose next mask is asked for."""
+        held = [s for samples in self.held.values() for s in samples if s.id not in self._masked]
+        return [*held, *(s for s in self._paused.values() if not s.in_flight)]
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that requests which are held need computed."""
+        return sum(samples[0].needed for samples in self.held.values())
+
+    def hold(self, samples: list[Sequence]) -> None:
+        """Queue these once the next mask of each is there."""
+        for sequence in samples:
+            if self._paused.pop(sequence.id, None):
+                sequence.paused = 0
+            self._first[sequence.id] = samples[0].id
+        self.held[samples[0].id] = samples
+
+    def pause(self, sequence: Sequence) -> None:
+        """Its mask was late: nothing of it is planned until that is there."""
+        sequence.paused = 1
+        self._paused[sequence.id] = sequence
+
+    def masked(self, sequence_id: int) -> None:
+        """The next mask of one of `waiting` is there."""
+        if sequence := self._paused.pop(sequence_id, None):
+            sequence.paused = 0
+            return
+        if (first := self._first.get(sequence_id)) is not None:
+            self._masked.add(sequence_id)
+            self._let_go(first)
+
+    def forget(self, sequence: Sequence) -> bool:
+        """A sequence has ended; whether it was held."""
+        if not sequence.constrained:
+            return False
+        self.over.pop(sequence.id, None)
+        self._paused.pop(sequence.id, None)
+        self._masked.discard(sequence.id)
+        first = self._first.pop(sequence.id, None)
+        if first is None:
+            return False
+        self.held[first].remove(sequence)
+        self._let_go(first)
+        return True
+
+    def _let_go(self, first: int) -> None:
+        """Queue samples if all of their masks are there."""
+        samples = self.held[first]
+        if all(s.id in self._masked for s in samples):
+            del self.held[first]
+            for sequence in samples:
+                self._masked.discard(sequence.id)
+                del self._first[sequence.id]
+            if samples:
+                self._enqueue(samples)

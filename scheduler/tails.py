@@ -1,0 +1,105 @@
+"""Slots of a beam search's outputs: beams have them in common by reference, nothing is copied.
+
+    prompt in the tree | a0 a1 a2 ...      beam 0: a0 a1 a2
+                       |    b1 b2 ...      beam 1: a0 b1 b2, forked from beam 0 after a0
+
+All tails are equally long. A slot that no beam refers to any more is spare, and is used again
+before the search takes new ones: with w beams that have computed n outputs it has at most w * n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tokenpod.scheduler.radix import Slots
+from tokenpod.scheduler.slots import Extent
+
+if TYPE_CHECKING:
+    from tokenpod.scheduler.sequence import Sequence
+
+_NO_SLOTS: Slots = np.empty(0, np.int64)
+
+
+class Tails:
+    """The tails of one search's sequences.
+
+    Args:
+        extents: where all slots lie, and room for more.
+        taken: position at which the next slot is taken; the extents count all slots as positions of
+            one sequence.
+        bound: `taken` will become that at most.
+    """
+
+    def __init__(self, extents: list[Extent], *, taken: int, bound: int) -> None:
+        self.extents = extents
+        self.taken = taken
+        self.bound = bound
+        #: [n] slots that no sequence refers to.
+        self.spare = _NO_SLOTS
+        self._slots: dict[Sequence, Slots] = {}
+        #: The last slot of each tail is written by a step that is being planned.
+        self._stepping = False
+
+    def begin(self, sequences: Listing[Sequence], slots: Slots) -> None:
+        """Let every sequence begin with the same slots, [n]."""
+        for sequence in sequences:
+            self._slots[sequence] = slots
+            sequence.tails = self
+
+    def before_step(self, sequence: Sequence) -> Slots:
+        """[n] the slots that are written before the step that is being planned."""
+        slots = self._slots[sequence]
+        return slots[:-1] if self._stepping else slots
+
+    def add(self, slots: Slots) -> None:
+        """Slots that have been taken for this search."""
+        self.taken += len(slots)
+        self.spare = np.concatenate((self.spare, slots))
+
+    def take(self, sequences: Listing[Sequence]) -> Slots:
+        """[n] a spare slot for the next position of each sequence; there are enough."""
+        n = len(sequences)
+        taken, self.spare = self.spare[:n], self.spare[n:]
+        for sequence, slot in zip(sequences, taken, strict=True):
+            self._slots[sequence] = np.append(self._slots[sequence], slot)
+        self._stepping = True
+        return taken
+
+    def settle(self, parents: dict[Sequence, Sequence]) -> None:
+        """The step is over: every sequence goes on from one of them, mostly from itself."""
+        self._stepping = False
+        before = self._slots
+        self._slots = {sequence: before[parent] for sequence, parent in parents.items()}
+        dropped = [slots for sequence, slots in before.items() if sequence not in parents.values()]
+        self._free(dropped)
+
+    def leave(self, sequence: Sequence) -> bool:
+        """A sequence has ended; whether it was the last one."""
+        self._free([self._slots.pop(sequence, _NO_SLOTS)])
+        sequence.tails = None
+        return not self._slots
+
+    def check(self) -> None:
+        """Raise AssertionError unless every slot is in some tail, or else spare."""
+        own = [np.arange(extent.first, extent.end) for extent in self.extents]
+        parts = [np.unique(np.concatenate([*self._slots.values()])), self.spare]
+        held = np.sort(np.concatenate(parts))
+        assert np.array_equal(held, np.sort(np.concatenate(own or [_NO_SLOTS]))), held
+        assert len({len(slots) for slots in self._slots.values()}) == 1
+        assert self.taken <= self.bound, (self.taken, self.bound)
+
+    def _free(self, dropped: list[Slots]) -> None:
+        """Slots of tails that are gone are spare where no other has the same slot."""
+        dropped = [slots for slots in dropped if len(slots)]
+        if not dropped:
+            return
+        if not self._slots:
+            unused = dropped
+        else:
+            # A slot is at the same place in all tails that have it.
+            living = np.stack([*self._slots.values()])
+            unused = [slots[(living != slots).all(axis=0)] for slots in dropped]
+        self.spare = np.concatenate((self.spare, np.unique(np.concatenate(unused))))

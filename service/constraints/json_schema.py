@@ -1,0 +1,152 @@
+"""JSON schemas of clients: keywords that are not served are refused by name and place.
+
+Drafts 4, 6, 7, 2019-09 and 2020-12. What a schema says is for the engine to compile; here is
+checked what would be ignored otherwise, or fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Generator, Iterator
+from typing import Any, NoReturn
+
+from tokenpod.service.constraints.regex import problem_of
+
+#: Keywords whose value is a schema, a list of schemas, or schemas by name.
+_SCHEMA = frozenset({"additionalProperties", "additionalItems", "items"})
+_SCHEMAS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems", "items"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+#: Keywords with other values.
+_VALUES = frozenset(
+    {
+        *("type", "enum", "const", "format", "pattern", "$ref", "$anchor", "$schema", "$id", "id"),
+        *("minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+        *("multipleOf", "required", "minProperties", "maxProperties", "minItems", "maxItems"),
+    }
+)
+#: Keywords that say nothing of what is valid.
+_SAID = frozenset(
+    {
+        *("title", "description", "default", "example", "examples", "$comment", "deprecated"),
+        *("readOnly", "writeOnly", "contentMediaType", "contentEncoding", "contentSchema"),
+    }
+)
+SUPPORTED = _SCHEMA | _SCHEMAS | _NAMED | _VALUES
+#: Neutral values of keywords that are not served.
+_NEUTRAL = {"uniqueItems": False, "nullable": False}
+_FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"),
+        *("uri", "unknown"),
+    }
+)
+_DRAFTS = ("draft-04/", "draft-06/", "draft-07/", "draft/2019-09/", "draft/2020-12/")
+#: Levels of JSON, as the library reads them.
+MOST_DEPTH = 100
+#: Schemas that are looked at before others get their turn.
+_SLICE = 256
+
+
+class SchemaError(Exception):
+    """What is wrong with a schema, and where."""
+
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(f"{problem}, at {place}")
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """The schema of a text. Raises SchemaError."""
+    try:
+        schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError:
+        raise SchemaError("#", f"it has more than {MOST_DEPTH} levels") from None
+    except ValueError as error:
+        raise SchemaError("#", f"it is no JSON text: {str(error)[:100]}") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise SchemaError("#", f"a schema is an object, not {_kind(schema)}")
+    return schema
+
+
+def check_schema(schema: dict[str, Any]) -> Generator[None]:
+    """Raise SchemaError for what is not served; yields now and then.
+
+    Keywords with neutral values are taken out.
+    """
+    draft = schema.get("$schema")
+    if draft is not None and not (isinstance(draft, str) and any(d in draft for d in _DRAFTS)):
+        raise SchemaError("#/$schema", f"{draft!r:.100} is no draft that is known")
+    waiting: list[tuple[Any, str, int]] = [(schema, "#", 0)]
+    looked = 0
+    while waiting:
+        each, place, depth = waiting.pop()
+        looked += 1
+        if looked % _SLICE == 0:
+            yield
+        if depth > MOST_DEPTH:
+            raise SchemaError(place[:200], f"it has more than {MOST_DEPTH} levels")
+        if isinstance(each, bool):
+            continue
+        if not isinstance(each, dict):
+            raise SchemaError(place, f"a schema is an object, not {_kind(each)}")
+        for keyword in [name for name, neutral in _NEUTRAL.items() if each.get(name) is neutral]:
+            del each[keyword]
+        for keyword, value in each.items():
+            waiting += _below(keyword, value, f"{place}/{_escaped(keyword)}", depth)
+
+
+def _below(keyword: str, value: Any, place: str, depth: int) -> Iterator[tuple[Any, str, int]]:
+    """Schemas that the value of a keyword holds."""
+    if keyword in _SCHEMAS and isinstance(value, list):
+        for at, each in enumerate(value):
+            yield each, f"{place}/{at}", depth + 2
+    elif keyword in _SCHEMA:
+        yield value, place, depth + 1
+    elif keyword in _NAMED and isinstance(value, dict):
+        for name, each in value.items():
+            if keyword == "patternProperties" and (problem := problem_of(name)):
+                raise SchemaError(f"{place}/{_escaped(name)}", problem)
+            yield each, f"{place}/{_escaped(name)}", depth + 2
+    elif keyword in _VALUES:
+        _check_value(keyword, value, place)
+    elif keyword not in _SAID:
+        raise SchemaError(place, f"the keyword {keyword!r:.100} is not supported")
+
+
+def _check_value(keyword: str, value: Any, place: str) -> None:
+    if keyword == "$ref":
+        if not isinstance(value, str) or not value.startswith("#"):
+            problem = (
+                f"$ref is {value!r:.100}: only references within the schema (#...) are followed"
+            )
+            raise SchemaError(place, problem)
+    elif keyword == "pattern":
+        problem = problem_of(value) if isinstance(value, str) else "a pattern is a string"
+        if problem:
+            raise SchemaError(place, problem)
+    elif keyword == "format" and value not in _FORMATS:
+        raise SchemaError(place, f"the format {value!r:.100} is not supported")
+
+
+def _escaped(name: str) -> str:
+    """A part of a JSON pointer."""
+    return name[:100].replace("~", "~0").replace("/", "~1")
+
+
+def _kind(value: object) -> str:
+    return {list: "a list", str: "a string", type(None): "null", bool: "false"}.get(
+        type(value), "a number"
+    )
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large")
+    return number

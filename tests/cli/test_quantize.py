@@ -1,0 +1,27 @@
+"""`tokenpod quantize`, as a command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenpod_client.cli.app import main
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+
+
+def test_a_checkpoint_is_quantised_by_a_process(tmp_path, capfd):
+    made = tmp_path / "made"
+    assert main(["quantize", str(DEMO), str(made), "--format", "fp8"]) == 0
+    assert "56 weights as fp8, " in capfd.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"made"}
+    # What is there already is left alone.
+    assert main(["quantize", str(made), str(made)]) == 1
+    assert main(["quantize", str(made), str(tmp_path / "again")]) == 1
+    assert "is quantised already (compressed-tensors fp8)" in capfd.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"made"}
+
+
+def test_flags_that_do_not_go_together_are_refused(tmp_path, capfd):
+    flags = ["--format", "int8", "--group-size", "64"]
+    assert main(["quantize", str(DEMO), str(tmp_path / "made"), *flags]) == 1
+    assert "--group-size is for --format int4" in capfd.readouterr().err

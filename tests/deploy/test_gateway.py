@@ -1,0 +1,297 @@
+"""The gateway of the chart: what it may do, whom it finds, and who finds it.
+
+SMG_VENV names a virtual environment with the package smg, which is no dependency of this project.
+With it the unmodified gateway runs by the chart's own arguments, before pods that run by theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import yaml
+from harness import free_port, wait_for
+
+from deploy.helm import NAMESPACE, Helm, Object
+from deploy.manifests import container_of, pod_of, settings_of
+
+VENV = os.environ.get("SMG_VENV")
+NAME = "demo-tokenpod-gateway"
+ON = {"gateway": {"enabled": True}}
+GROUPS = {"parallelism": {"mode": "statefulset", "tensor": 4, "pods": 2}}
+
+
+def gateway_of(rendered: Any) -> Object:
+    """The gateway's container."""
+    (found,) = pod_of(rendered.one("Deployment", NAME))["spec"]["containers"]
+    return found
+
+
+def selected(args: list[str]) -> dict[str, str]:
+    """The labels that the gateway looks for."""
+    return dict(each.split("=", 1) for each in args[args.index("--selector") + 1 :])
+
+
+def test_there_is_no_gateway_unless_asked_for(helm: Helm) -> None:
+    rendered = helm.install()
+    assert len(rendered.all("Deployment")) == len(rendered.all("Service")) == 1
+    assert not rendered.all("Role")
+    assert not settings_of(pod_of(rendered.one("Deployment"))).kv_cache_events
+
+
+@pytest.mark.parametrize("values", [{}, GROUPS, {"fullnameOverride": "x"}], ids=str)
+def test_it_finds_those_pods_that_clients_may_call_and_their_port(
+    helm: Helm, values: Object
+) -> None:
+    rendered = helm.install({**ON, **values, "ports": {"grpc": 50999}})
+    name = "x" if "fullnameOverride" in values else "demo-tokenpod"
+    (found,) = pod_of(rendered.one("Deployment", f"{name}-gateway"))["spec"]["containers"]
+    assert selected(found["args"]) == rendered.one("Service", name)["spec"]["selector"]
+    assert "--service-discovery-port=50999" in found["args"]
+    assert f"--service-discovery-namespace={NAMESPACE}" in found["args"]
+    assert (found["image"], found["command"]) == (
+        "docker.io/lightseekorg/smg:1.13.0",
+        ["smg", "launch"],
+    )
+
+
+def test_pods_tell_what_they_have_cached_unless_an_operator_says_otherwise(helm: Helm) -> None:
+    told = settings_of(pod_of(helm.install(ON).one("Deployment", "demo-tokenpod")))
+    assert told.kv_cache_events
+    silent = {"server": {"kvCacheEvents": False}}
+    rendered = helm.install({"gateway": {"enabled": True, "policy": "round_robin"}, **silent})
+    assert not settings_of(pod_of(rendered.one("Deployment", "demo-tokenpod"))).kv_cache_events
+
+
+def test_it_may_list_and_watch_pods_of_its_namespace_and_nothing_else(helm: Helm) -> None:
+    rendered = helm.install(ON)
+    assert rendered.one("Role")["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
+    ]
+    assert not [each for each in rendered.objects if each["kind"].startswith("Cluster")]
+    binding = rendered.one("RoleBinding")
+    assert binding["roleRef"]["name"] == rendered.one("Role")["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    assert (subject["name"], subject["namespace"]) == (NAME, NAMESPACE)
+    spec = pod_of(rendered.one("Deployment", NAME))["spec"]
+    assert spec["serviceAccountName"] == NAME
+    assert rendered.one("ServiceAccount", NAME).get("automountServiceAccountToken", True)
+    server = pod_of(rendered.one("Deployment", "demo-tokenpod"))["spec"]
+    assert server["serviceAccountName"] == "demo-tokenpod", "pods still have no such rights"
+
+
+def test_it_meets_the_restricted_standard_as_the_pods_do(helm: Helm) -> None:
+    rendered = helm.install(ON)
+    spec = pod_of(rendered.one("Deployment", NAME))["spec"]
+    server = pod_of(rendered.one("Deployment", "demo-tokenpod"))["spec"]
+    assert spec["securityContext"] == server["securityContext"]
+    assert gateway_of(rendered)["securityContext"] == server["containers"][0]["securityContext"]
+
+
+def test_its_service_leads_to_it_alone(helm: Helm) -> None:
+    rendered = helm.install(ON)
+    service = rendered.one("Service", NAME)["spec"]
+    labels = pod_of(rendered.one("Deployment", NAME))["metadata"]["labels"]
+    assert service["selector"].items() <= labels.items()
+    server = pod_of(rendered.one("Deployment", "demo-tokenpod"))["metadata"]["labels"]
+    assert not service["selector"].items() <= server.items()
+    assert service["ports"] == [{"name": "http", "port": 80, "targetPort": "http"}]
+
+
+def test_policies_let_it_reach_pods_and_its_clients_reach_it(helm: Helm) -> None:
+    teams = [{"podSelector": {"matchLabels": {"app": "web"}}}]
+    policy = {"networkPolicy": {"enabled": True, "clients": []}}
+    rendered = helm.install({"gateway": {"enabled": True, "clients": teams}, **policy})
+    labels = pod_of(rendered.one("Deployment", NAME))["metadata"]["labels"]
+    grpc = rendered.one("NetworkPolicy", "demo-tokenpod")["spec"]["ingress"][0]
+    assert grpc["ports"] == [{"protocol": "TCP", "port": "grpc"}]
+    assert {"podSelector": {"matchLabels": labels}} in grpc["from"]
+    own = rendered.one("NetworkPolicy", NAME)["spec"]
+    assert own["podSelector"] == {"matchLabels": labels}
+    assert own["ingress"][0]["from"] == teams
+    to_pods, to_api = own["egress"]
+    selector = rendered.one("Service", "demo-tokenpod")["spec"]["selector"]
+    assert to_pods["to"] == [{"podSelector": {"matchLabels": selector}}]
+    assert [port["port"] for port in (*to_pods["ports"], *to_api["ports"])] == [50051, 443, 6443]
+
+
+# -- the gateway itself --------------------------------------------------------------------------
+
+
+class PodList(ThreadingHTTPServer):
+    """As much of the Kubernetes API as the gateway may use: list and watch pods of a namespace."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Api)
+        self.pods: dict[str, Object] = {}
+        self.changes: list[tuple[str, Object]] = []
+        self.asked: set[str] = set()
+
+    def put(self, name: str, address: str, labels: dict[str, str]) -> None:
+        ready = [{"type": "Ready", "status": "True"}]
+        pod = {
+            "metadata": {"name": name, "namespace": NAMESPACE, "uid": name, "labels": labels},
+            "spec": {"containers": []},
+            "status": {"phase": "Running", "podIP": address, "conditions": ready},
+        }
+        self.pods[name] = pod
+        self._changed("ADDED", pod)
+
+    def remove(self, name: str) -> None:
+        gone = self.pods.pop(name)
+        gone["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+        self._changed("MODIFIED", gone)
+        self._changed("DELETED", gone)
+
+    def _changed(self, kind: str, pod: Object) -> None:
+        pod["metadata"]["resourceVersion"] = str(len(self.changes) + 1)
+        self.changes.append((kind, json.loads(json.dumps(pod))))
+
+
+class _Api(BaseHTTPRequestHandler):
+    server: PodList
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
+        watches = query.get("watch") in (["true"], ["1"])
+        self.server.asked.add(f"{'watch' if watches else 'list'} {url.path}")
+        if url.path != f"/api/v1/namespaces/{NAMESPACE}/pods":
+            self.send_error(403)
+        elif watches:
+            self._watch(int(query.get("resourceVersion", ["0"])[0] or 0))
+        else:
+            version = {"resourceVersion": str(len(self.server.changes))}
+            items = [*self.server.pods.values()]
+            self._say({"kind": "PodList", "apiVersion": "v1", "metadata": version, "items": items})
+
+    def _say(self, answer: Object) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _watch(self, after: int) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        while True:
+            for kind, pod in self.server.changes[after:]:
+                event = {"type": kind, "object": {"kind": "Pod", "apiVersion": "v1", **pod}}
+                line = json.dumps(event).encode() + b"\n"
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+                after += 1
+            time.sleep(0.1)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def running(command: list[str], log: Path, **variables: str) -> Iterator[None]:
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, cwd=log.parent, env={**os.environ, **variables}
+        )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def answered(port: int, path: str, body: Object | None = None) -> tuple[int, Any, str]:
+    """Status, answer and the worker that served; status 0: nobody is there."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as client:
+        try:
+            data = None if body is None else json.dumps(body)
+            headers = {"content-type": "application/json"} if body else {}
+            client.request("POST" if body else "GET", path, data, headers)
+            answer = client.getresponse()
+            text = answer.read()
+        except OSError:
+            return 0, None, ""
+        worker = answer.getheader("x-smg-routed-worker-id") or ""
+        return answer.status, text, worker
+
+
+@pytest.mark.skipif(VENV is None, reason="SMG_VENV names no environment with smg")
+def test_the_unmodified_gateway_serves_the_pods_that_it_finds(helm: Helm, tmp_path: Path) -> None:
+    ports = {"grpc": free_port(), "health": free_port()}
+    own = {"http": free_port(), "health": free_port(), "metrics": free_port()}
+    values = {"gateway": {"enabled": True, "ports": own}, "ports": ports}
+    rendered = helm.install({**values, "server": {"threads": 1}})
+    server = pod_of(rendered.one("Deployment", "demo-tokenpod"))
+    labels = server["metadata"]["labels"]
+
+    def ask(prompt: str) -> tuple[int, str]:
+        body = {"model": "demo", "prompt": prompt, "max_tokens": 3}
+        status, _, worker = answered(own["http"], "/v1/completions", body)
+        return status, worker
+
+    with contextlib.ExitStack() as stack:
+        api = PodList()
+        stack.callback(api.server_close)
+        stack.callback(api.shutdown)
+        threading.Thread(target=api.serve_forever, args=(0.05,), daemon=True).start()
+        cluster = {"server": f"http://127.0.0.1:{api.server_port}"}
+        kubeconfig = tmp_path / "kubeconfig"
+        kubeconfig.write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "c", "cluster": cluster}],
+                    "users": [{"name": "c", "user": {"token": "t"}}],
+                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
+                    "current-context": "c",
+                }
+            )
+        )
+        for number in (2, 3):
+            serve = [sys.executable, "-P", "-m", "tokenpod", *container_of(server)["command"][1:]]
+            command = [*serve, *container_of(server)["args"], f"--hostname=127.0.0.{number}"]
+            stack.enter_context(running(command, tmp_path / f"pod-{number}.log"))
+        gateway = gateway_of(rendered)
+        program = str(Path(VENV or "") / "bin" / gateway["command"][0])
+        command = [program, *gateway["command"][1:], *gateway["args"]]
+        log = tmp_path / "gateway.log"
+        stack.enter_context(running(command, log, KUBECONFIG=str(kubeconfig), HOME=str(tmp_path)))
+        wait_for(lambda: answered(own["health"], "/liveness")[0] == 200, 60)
+        assert answered(own["health"], "/readiness")[0] == 503, "it knows no pod yet"
+        api.put("other", "127.0.0.9", {**labels, "app.kubernetes.io/component": "test"})
+        api.put("a", "127.0.0.2", labels)
+        wait_for(lambda: answered(own["health"], "/readiness")[0] == 200, 120)
+        assert ask("def f():")[0] == 200
+        api.put("b", "127.0.0.3", labels)
+        served: set[str] = set()
+
+        def both() -> bool:
+            served.update(ask(f"# {time.monotonic()}\n")[1] for _ in range(4))
+            return len(served) == 2
+
+        wait_for(both, 120)
+        api.remove("a")
+        wait_for(lambda: len({ask(f"# again {at}\n")[1] for at in range(6)}) == 1, 60)
+        assert {ask(f"# last {at}\n")[0] for at in range(4)} == {200}
+        assert api.asked == {
+            f"{verb} /api/v1/namespaces/{NAMESPACE}/pods" for verb in ("list", "watch")
+        }

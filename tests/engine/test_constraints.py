@@ -1,0 +1,302 @@
+"""Constrained sequences through the engine's loop: texts conform, and lateness shows nowhere."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+
+import constrained
+import jsonschema
+import msgspec
+import pytest
+import row_by_row
+import torch
+from constrained import END, RANDOM, Client, ask, serve
+
+from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
+from tokenpod.core.messages import FinishCode, Vocabulary
+from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
+from tokenpod.engine.constraints.library import LimitReached
+from tokenpod.models import load as loading
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", 3]}, "maxItems": 3},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+DATE = r"\d{4}-[01]\d-[0-3]\d"
+KINDS = [JsonSchema(json.dumps(PERSON)), Regex(DATE), Choice(("yes", "no", "perhaps")), None]
+
+
+def load(operations=None):
+    with pytest.MonkeyPatch.context() as patch:
+        if operations is not None:
+            patch.setattr(loading, "operations_for", lambda device, dtype: operations)
+        return loading.load_model(
+            constrained.DEMO,
+            dtype=torch.float32,
+            device=constrained.CPU,
+            progress=lambda done, total: None,
+        )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load()
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return row_by_row.RowByRow(load(row_by_row.OPERATIONS))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(exact):
+    return serve(exact, Client(mixed_requests()), rows=17, prefill=64)
+
+
+def mixed_requests(longer=0):
+    made = [ask(i + 1, KINDS[i % 4], new=24 + longer, **RANDOM) for i in range(5)]
+    return [*made, ask(11, KINDS[0], n=3, new=30 + longer, **RANDOM), ask(21, KINDS[1], new=20)]
+
+
+def test_what_random_choices_write_conforms(model):
+    client = serve(model, Client(mixed_requests(longer=40)), overlap=False)
+    assert not client.failures
+    for sequence, finish in client.finishes.items():
+        kind = KINDS[(sequence - 1) % 4] if sequence < 11 else KINDS[0 if sequence < 21 else 1]
+        if kind is None:
+            assert sequence not in client.satisfied
+            continue
+        assert client.satisfied[sequence] == (finish is FinishCode.EOS), client.text(sequence)
+        if finish is not FinishCode.EOS:
+            continue
+        match kind:
+            case JsonSchema():
+                jsonschema.validate(json.loads(client.text(sequence)), PERSON)
+            case Regex():
+                assert re.fullmatch(DATE, client.text(sequence))
+            case Choice():
+                assert client.text(sequence) in kind.texts
+    ends = [finish for sequence, finish in client.finishes.items() if sequence in client.satisfied]
+    assert ends.count(FinishCode.EOS) >= 4
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
+@pytest.mark.parametrize(("late", "preempt"), [(0.3, 0.0), (0.2, 0.1)])
+def test_late_masks_and_preemptions_change_no_token(exact, undisturbed, overlap, late, preempt):
+    client = serve(
+        exact, Client(mixed_requests()), overlap=overlap, late=late, preempt=preempt, prefill=8
+    )
+    assert client.tokens == undisturbed.tokens
+    assert client.finishes == undisturbed.finishes
+    assert client.satisfied == undisturbed.satisfied
+    assert client.load.masks.needed > 0
+    assert (client.load.preemptions > 0) == (preempt > 0)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
+def test_a_routers_sequences_wait_for_masks_and_lose_no_token(exact, overlap):
+    asked = [ask(1, KINDS[0], new=20, **RANDOM), ask(2, None, new=9), ask(3, KINDS[1], new=20)]
+    want = serve(exact, Client(routed=asked), rows=17)
+    assert want.finishes[3] is FinishCode.EOS
+    got = serve(exact, Client(routed=asked), overlap=overlap, late=0.4)
+    assert got.tokens == want.tokens
+    assert got.finishes == want.finishes
+    # Only the sequences that were late are left out of an answer; one is never empty.
+    assert got.empty_decodes == 0
+
+
+def test_a_constraint_that_is_refused_fails_its_request_alone(model):
+    bad = [
+        (Regex("(?=a)b"), "look-ahead"),
+        (JsonSchema('{"not": {}}'), "not"),
+        (JsonSchema('{"type": "integer", "minimum": 5, "maximum": 3}'), "greater than maximum"),
+        (Grammar("start: nothing"), "nothing"),
+        (Grammar('%llguidance {}\nstart: "a"'), "%llguidance"),
+    ]
+    asked = [ask(i + 1, constraint) for i, (constraint, _) in enumerate(bad)]
+    client = serve(model, Client([*asked, ask(9, None, new=5)]))
+    assert client.finishes == {9: FinishCode.LENGTH}
+    for i, (_, problem) in enumerate(bad):
+        assert problem in client.failures[i + 1], client.failures[i + 1]
+    assert client.load.masks.refused == len(bad)
+
+
+def test_a_routers_refused_request_is_told_when_the_router_asks_for_it(model):
+    asked = [ask(1, Regex("(")), ask(2, Regex("[ab]{3}"), new=9)]
+    client = serve(model, Client(routed=asked))
+    assert "unclosed group" in client.failures[1]
+    assert client.finishes == {2: FinishCode.EOS}
+    assert re.fullmatch("[ab]{3}", client.text(2))
+
+
+def test_a_text_ends_where_nothing_more_is_allowed(model):
+    # Without end tokens the only way to end is that nothing is left.
+    never = ask(1, Regex("[ab]{5}"), stopping={"eos_token_ids": frozenset()}, **RANDOM)
+    # `Ġ` is no token of these texts: nothing of what is allowed conforms after the first token.
+    stuck = ask(2, Regex("a+b"), allowed_token_ids=[constrained.TOKENS.tokens.index(b"a")], new=9)
+    client = serve(model, Client([never, stuck]))
+    assert client.finishes == {1: FinishCode.CONSTRAINT, 2: FinishCode.LENGTH}
+    assert client.satisfied == {1: True, 2: False}
+    assert re.fullmatch("[ab]{5}", client.text(1))
+    first = serve(model, Client([ask(1, Regex("b"), allowed_token_ids=[END])]))
+    assert "no token can begin" in first.failures[1]
+
+
+def test_bad_words_that_leave_nothing_end_a_text_and_are_no_fault_of_the_model(model):
+    letters = [constrained.TOKENS.tokens.index(letter) for letter in (b"a", b"b")]
+    asked = ask(1, Regex("a[ab]"), bad_words=[[letters[0], letter] for letter in letters], new=9)
+    only = {"allowed_token_ids": [*letters, END]}
+    asked = msgspec.structs.replace(asked, sampling=msgspec.structs.replace(asked.sampling, **only))
+    client = serve(model, Client([asked]), overlap=True)
+    assert client.finishes == {1: FinishCode.CONSTRAINT}
+    assert client.satisfied == {1: False}
+    assert client.text(1) == "a"
+
+
+def test_an_end_is_drawn_only_where_the_grammar_allows_one_and_not_too_early(model):
+    stopping = {"min_new_tokens": 6, "stop_token_ids": frozenset({2})}
+    asked = [ask(i, Regex("a{1,30}"), new=40, stopping=stopping, **RANDOM) for i in range(1, 7)]
+    client = serve(model, Client(asked))
+    for sequence in range(1, 7):
+        tokens = client.tokens[sequence]
+        if client.finishes[sequence] in (FinishCode.EOS, FinishCode.STOP_TOKEN):
+            assert len(tokens) > 6
+            assert tokens[-1] in (END, 2)
+            assert client.satisfied[sequence]
+        assert set(client.text(sequence).replace("<|pad|>", "")) == {"a"}
+    assert {FinishCode.EOS, FinishCode.STOP_TOKEN} <= {*client.finishes.values()}
+
+
+class SlowMatcher(GuidanceMatcher):
+    """Takes a while for each mask, or reaches a limit."""
+
+    seconds, breaks = 0.0, False
+
+    def copy(self):
+        return type(self)(self._matcher.deep_copy(), self._vocab)
+
+    def take(self, token):
+        time.sleep(self.seconds)
+        if self.breaks:
+            raise LimitReached("a limit")
+        super().take(token)
+
+
+class SlowLibrary(Guidance):
+    """Choices are slow."""
+
+    matcher = SlowMatcher
+
+    def compile(self, constraint):
+        made = super().compile(constraint)
+        return self.matcher(made._matcher, self._vocab) if isinstance(constraint, Choice) else made
+
+
+def test_a_slow_row_is_late_and_the_others_go_on(model):
+    class Slow(SlowMatcher):
+        seconds = 0.03
+
+    class Library(SlowLibrary):
+        matcher = Slow
+
+    steps: dict[int, int] = {}
+
+    def hurry(loop):
+        loop.masked._usual_ns = 1e6  # masks may take 0.1 ms beyond the forward
+        for sequence, tokens in loop.link.tokens.items():
+            if sequence not in loop.link.finishes:
+                steps[sequence] = len(tokens)
+
+    asked = [ask(1, Choice(("a" * 60,)), new=70), ask(2, None, new=200)]
+    client = serve(model, Client(asked), library=Library, each_turn=hurry)
+    assert client.text(1) == "a" * 60
+    assert client.load.masks.late > 0
+    # While one row was at its first tokens, the other got as many as its steps had.
+    assert len(client.tokens[2]) == 200
+
+
+@pytest.mark.parametrize("kind", ["time", "library"])
+def test_a_limit_that_is_hit_later_ends_that_sample_alone(model, kind):
+    class Slow(SlowMatcher):
+        seconds, breaks = (0.3, False) if kind == "time" else (0.0, True)
+
+    class Library(SlowLibrary):
+        matcher = Slow
+
+    limits = ConstraintLimits(workers=1, mask_seconds=0.05)
+    asked = [ask(1, Choice(("a" * 60,)), new=70), ask(2, Regex("[ab]{20}"), new=40)]
+
+    def hurry(loop):
+        loop.masked._usual_ns = 1e6
+
+    client = serve(model, Client(asked), library=Library, limits=limits, each_turn=hurry)
+    assert client.finishes == {1: FinishCode.CONSTRAINT, 2: FinishCode.EOS}
+    assert client.satisfied == {1: False, 2: True}
+
+
+def test_one_that_takes_too_long_to_compile_is_refused(model):
+    class Library(SlowLibrary):
+        def compile(self, constraint):
+            time.sleep(0.3)
+            return super().compile(constraint)
+
+    limits = ConstraintLimits(workers=1, compile_seconds=0.05)
+    client = serve(model, Client([ask(1, Choice(("a",)))]), library=Library, limits=limits)
+    assert "takes more than 0.05 s" in client.failures[1]
+
+
+def test_aborted_requests_leave_nothing(model):
+    asked = [ask(i, KINDS[(i - 1) % 4], new=60, **RANDOM) for i in range(1, 9)]
+    client, chance = Client(asked), random.Random(4)
+
+    def abort(loop):
+        if chance.random() < 0.3 and client.left:
+            sequence = chance.choice(sorted(client.left))
+            loop.scheduler.abort([sequence])
+            loop.masked.forget([sequence])
+            client.left.discard(sequence)
+
+    serve(model, client, overlap=True, late=0.2, each_turn=abort)
+
+
+def test_compiled_constraints_are_cached_by_content(model):
+    asked = [ask(i, JsonSchema(json.dumps(PERSON)), new=3) for i in range(1, 6)]
+    client = serve(model, Client(asked))
+    assert client.load.masks.cached + client.load.masks.compiled == 5
+    assert client.load.masks.compiled <= 2  # two threads may compile the same one at once
+
+
+def test_a_vocabulary_that_the_library_can_not_take_refuses_constraints_alone(model):
+    class Library(Guidance):
+        def __init__(self, tokens, special):
+            raise BaseException("as a panic of Rust comes")
+
+    client = serve(model, Client([ask(1, KINDS[1]), ask(2, None, new=4)]), library=Library)
+    assert "vocabulary" in client.failures[1]
+    assert client.finishes == {2: FinishCode.LENGTH}
+
+
+def test_tokens_of_more_bytes_than_the_library_takes_are_never_drawn(model):
+    tokens = [*constrained.TOKENS.tokens]
+    tokens[3000] = b"a" * 300
+    client = Client([ask(1, Regex("a*"), new=20)], vocabulary=Vocabulary(tokens, [0, 1, 2]))
+    serve(model, client)
+    assert 3000 not in client.tokens[1]
+    assert set(client.text(1)) <= {"a"}

@@ -1,0 +1,80 @@
+"""Adapters by the GPU's kernels: what the reference adds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tokenpod.kernels.adapter_ops import AdapterWeights
+from tokenpod.kernels.reference import adapters as reference
+from tokenpod.kernels.triton.adapters import Tiles, adapt, plan_adapters
+
+SLOTS = 3
+SMALL, LARGE = Tiles(16, 32, 3, 32, 4), Tiles(32, 16, 1, 16, 4)
+
+
+def weights_of(rows, inputs, rank, dtype, *, bias=False, seed=0):
+    """Slots as the store has them: a rank's numbers of all products beside each other."""
+    generator = torch.Generator().manual_seed(seed)
+    parts, outputs = len(rows), sum(rows)
+    numbers = parts * inputs + outputs + 16
+    slots = torch.randn(SLOTS, rank + 1, numbers, generator=generator).to(dtype)
+    down = slots[:, 1:, : parts * inputs].view(SLOTS, rank, parts, inputs).transpose(1, 2)
+    return AdapterWeights(
+        down=down,
+        up=slots[:, 1:, parts * inputs : parts * inputs + outputs],
+        bias=slots[:, 0, parts * inputs : parts * inputs + outputs] if bias else None,
+        rows=rows,
+    )
+
+
+CASES = {
+    "one token": ([2], (24,), 40, 16, SMALL, False),
+    "one token without": ([0], (24,), 40, 16, SMALL, False),
+    "three parts": ([1, 0, 3, 3, 2, 1], (40, 24, 24), 72, 8, SMALL, False),
+    "two parts, wide": ([2] * 40 + [0] * 3 + [1] * 30, (24, 24), 48, 24, LARGE, False),
+    "biases": ([1, 2, 0, 2], (24,), 40, 16, SMALL, True),
+    "many ranks": ([3, 1, 3], (24,), 40, 80, SMALL, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_adds_what_the_reference_adds(case, dtype):
+    adapters, rows, inputs, rank, cut, bias = CASES[case]
+    weights = weights_of(rows, inputs, rank, dtype, bias=bias)
+    x = torch.randn(len(adapters), inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+    # One slot has all ranks; others fewer, and what lies beyond is an older adapter's.
+    ranks = torch.tensor([rank, max(rank // 3, 1), rank - 1], dtype=torch.int32)
+    t_adapter = torch.tensor(adapters)
+    expected = reference.adapt(x, weights, reference.plan_adapters(t_adapter, ranks))
+    found = adapt(x, weights, plan_adapters(t_adapter, ranks, cut))
+    assert found.dtype == dtype
+    close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.5}
+    torch.testing.assert_close(found, expected, **close)
+    assert not found[t_adapter == 0].any()
+
+
+def test_what_a_plan_says_follows_from_its_tensors_alone():
+    """A captured step reads both again: its launches are the same for any adapters."""
+    weights = weights_of((24,), 40, 16, torch.float32)
+    x = torch.randn(6, 40)
+    shapes = set()
+    for adapters in ([0] * 6, [1, 2, 3, 1, 2, 3], [2] * 6):
+        plan = plan_adapters(torch.tensor(adapters), torch.tensor([16, 16, 16]), SMALL)
+        assert plan.tiles[:, 2].sum() == 6
+        shapes.add((plan.order.shape, plan.tiles.shape))
+        assert adapt(x, weights, plan).shape == (6, 24)
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 17, 100])
+def test_each_token_is_in_one_tile_of_its_adapter(tokens):
+    t_adapter = torch.randint(0, SLOTS + 1, (tokens,), generator=torch.Generator().manual_seed(2))
+    plan = plan_adapters(t_adapter, torch.ones(SLOTS, dtype=torch.int32), SMALL)
+    seen = []
+    for slot, first, length in plan.tiles.tolist():
+        own = plan.order[first : first + length].tolist()
+        assert all(t_adapter[token] == slot for token in own)
+        seen += own
+    assert sorted(seen) == list(range(tokens))

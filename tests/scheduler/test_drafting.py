@@ -1,0 +1,171 @@
+"""Whether drafts pay, by a clock that is simulated: a step's time follows from its tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+from scheduler_driver import request
+
+from tokenpod.core.plan import LAST, UNSAMPLED
+from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.scheduler.step_times import Costs, StepTimes
+
+MOST = 4
+MILLISECOND = 1_000_000
+#: What is drawn, always; a wrong guess is another token.
+RIGHT, WRONG = 7, 8
+
+
+class Source:
+    """Each guess is right with this chance, and there are any with that."""
+
+    def __init__(self, right: float, some: float = 1.0) -> None:
+        self.right, self.some = right, some
+        self.chance = random.Random(5)
+        self.asked = 0
+
+    def propose(self, sequence, most):
+        self.asked += 1
+        if self.chance.random() >= self.some:
+            return []
+        return [RIGHT if self.chance.random() < self.right else WRONG for _ in range(most)]
+
+    def forget(self, sequence):
+        pass
+
+
+@dataclass
+class Machine:
+    """What steps take, in milliseconds: weights, each token, and the host before and after."""
+
+    fixed: float
+    token: float
+    host: float
+    overlap: bool
+
+    def rate(self, rows, tokens, source=None):
+        """Tokens per millisecond of so many sequences of so many tokens, and drafted ones."""
+        drafting = None if source is None else lambda kv: Drafting(source, MOST, kv, Costs())
+        limits = Limits(slots=200_000, max_rows=rows, max_positions=5000, prefill_tokens=1000)
+        scheduler = Scheduler(limits, drafting=drafting)
+        for i in range(rows):
+            scheduler.submit(request(i, [1, 2], max_new_tokens=tokens, drafts=MOST))
+        now, free, made, flying = 0, 0, 0, []
+        while scheduler.busy or flying:
+            step = scheduler.plan(now)
+            if step is not None:
+                now += int(self.host / 2 * MILLISECOND)
+                took = int((self.fixed + self.token * step.plan.tokens) * MILLISECOND)
+                free = max(now, free) + took
+                flying.append((step, free))
+            if flying and (len(flying) > 1 or step is None or not self.overlap):
+                done, end = flying.pop(0)
+                now = max(now, end)
+                settled = scheduler.settle(done, drawn(done.plan), now)
+                made += len(settled.token_ids)
+                now += int(self.host / 2 * MILLISECOND)
+        assert made == rows * tokens
+        return made / (now / MILLISECOND), scheduler.load().drafted_tokens
+
+
+def drawn(plan):
+    """The right token each time, and nothing behind a wrong draft."""
+    tokens, at = [], 0
+    for n, samples in zip(plan.r_tokens.tolist(), plan.r_samples.tolist(), strict=True):
+        drafts = plan.t_token[at : at + n].tolist()[n - samples + 1 :] if samples else []
+        at += n
+        if samples:
+            assert LAST not in drafts
+            kept = next((i for i, d in enumerate(drafts) if d != RIGHT), len(drafts))
+            tokens += [RIGHT] * (kept + 1) + [UNSAMPLED] * (len(drafts) - kept)
+    return tokens
+
+
+GPU = Machine(fixed=4.0, token=0.01, host=0.6, overlap=True)
+CPU = Machine(fixed=2.0, token=1.0, host=0.1, overlap=False)
+#: Its time is that of its tokens: drafts are never free.
+BUSY = Machine(fixed=0.1, token=1.0, host=0.1, overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows", "right", "least"),
+    [
+        (GPU, 1, 1.0, 3.7),
+        (GPU, 1, 0.75, 2.4),
+        (GPU, 16, 0.9, 2.9),
+        (CPU, 1, 0.95, 1.8),
+        (CPU, 1, 0.6, 1.0),
+    ],
+)
+def test_right_guesses_make_it_faster(machine, rows, right, least):
+    plain, _ = machine.rate(rows, 1000)
+    faster, drafted = machine.rate(rows, 1000, Source(right))
+    assert drafted > 100
+    assert faster / plain > least
+
+
+@pytest.mark.parametrize("machine", [GPU, CPU, BUSY], ids=["gpu", "cpu", "busy"])
+@pytest.mark.parametrize("rows", [1, 8, MOST_ROWS])
+@pytest.mark.parametrize(
+    ("right", "some"), [(0.0, 1.0), (0.1, 1.0), (0.3, 0.2), (0.6, 0.05), (0.75, 0.5)]
+)
+def test_it_is_never_slower_by_more_than_a_fiftieth(machine, rows, right, some):
+    tokens = 400 if rows < 64 else 100
+    plain, _ = machine.rate(rows, tokens)
+    got, _ = machine.rate(rows, tokens, Source(right, some))
+    assert got / plain > 0.98
+
+
+def test_in_a_large_batch_nobody_is_asked():
+    source = Source(1.0)
+    plain, _ = GPU.rate(MOST_ROWS + 40, 20)
+    got, drafted = GPU.rate(MOST_ROWS + 40, 20, source)
+    assert (got, drafted) == (plain, 0)
+    # Their last step has fewer of them.
+    assert source.asked <= MOST_ROWS + 40
+
+
+def test_a_request_that_wants_no_drafts_has_none():
+    source = Source(1.0)
+    limits = Limits(slots=200, max_rows=2, max_positions=100, prefill_tokens=64)
+    scheduler = Scheduler(limits, drafting=lambda kv: Drafting(source, MOST, kv))
+    scheduler.submit(request(1, [1, 2], max_new_tokens=9))
+    scheduler.submit(request(2, [1, 2], max_new_tokens=9, drafts=2))
+    most = {1: 0, 2: 0}
+    while (step := scheduler.plan(0)) is not None:
+        for sequence, samples in zip(step.sequences, step.plan.r_samples.tolist(), strict=True):
+            most[sequence.id] = max(most[sequence.id], samples)
+        scheduler.settle(step, drawn(step.plan), 0)
+    assert most == {1: 1, 2: 3}
+
+
+def test_nothing_is_drafted_while_memory_is_promised_to_others():
+    """Each has its bound, one after the other; at once both don't fit."""
+    limits = Limits(slots=44, max_rows=2, max_positions=100, prefill_tokens=64)
+    scheduler = Scheduler(limits, drafting=lambda kv: Drafting(Source(1.0), MOST, kv))
+    scheduler.submit(request(1, [1] * 24, max_new_tokens=3, drafts=MOST))
+    scheduler.submit(request(2, [2], max_new_tokens=30, drafts=MOST))
+    drafted_with = set()
+    while (step := scheduler.plan(0)) is not None:
+        if step.drafting:
+            drafted_with.add(len(step.sequences))
+        scheduler.settle(step, drawn(step.plan), 0)
+    assert scheduler.load().accepted_tokens > 10
+    assert drafted_with == {1}
+
+
+def test_a_size_of_steps_that_was_not_seen_for_long_is_unknown():
+    times = StepTimes()
+    assert times.of(3) is None
+    times.note(1, 10)
+    times.note(8, 80)
+    assert (times.of(1), times.of(8), times.of(16), times.of(32)) == (10, 80, 80, 160)
+    assert 10 < times.of(4) < 80
+    times.note(1, 30)
+    assert times.of(1) == 10, "one of the first was held up"
+    for _ in range(600):
+        times.note(1, 20)
+    assert times.of(2) == times.of(1) == pytest.approx(20, abs=0.1)

@@ -1,0 +1,167 @@
+"""Constrained sequences through an engine's loop, in the test's process: the demo model."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as Backend
+
+import tokenpod.models.demo
+from tokenpod.core.constraints import ConstraintLimits
+from tokenpod.core.messages import (
+    Advance,
+    FinishCode,
+    Request,
+    SamplingParams,
+    StepOutputs,
+    StoppingParams,
+    Vocabulary,
+)
+from tokenpod.core.plan import LAST
+from tokenpod.engine.constraints.guidance import Guidance
+from tokenpod.engine.constraints.masked_steps import MaskedSteps
+from tokenpod.engine.constraints.masks import Masks
+from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.loop import EngineLoop
+from tokenpod.kernels.pool import KVPool, alike
+from tokenpod.scheduler.scheduler import Limits, Scheduler
+from tokenpod.service.text.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+DEMO = Path(tokenpod.models.demo.__file__).parent
+POSITIONS, VOCABULARY = 400, 4096
+TOKENIZER = Tokenizer(Backend.from_file(str(DEMO / "tokenizer.json")))
+TOKENS = Vocabulary(*TOKENIZER.token_bytes())
+END = TOKENIZER.backend.token_to_id("<|end|>")
+#: Every token is about as likely: what a model of random weights does.
+RANDOM = {"do_sample": True, "temperature": 60.0}
+
+
+def ask(number, constraint, *, n=1, new=60, prompt=(5, 6, 7), stopping=None, **sampling):
+    """A request of sequences `number` and up."""
+    return Request(
+        list(range(number, number + n)),
+        list(prompt),
+        SamplingParams(**({"seed": number} | sampling)),
+        StoppingParams(
+            **{"max_new_tokens": new, "eos_token_ids": frozenset({END})} | (stopping or {})
+        ),
+        constraint=constraint,
+    )
+
+
+def text_of(tokens):
+    """What tokens say, without the end."""
+    return b"".join(TOKENS.tokens[t] for t in tokens if t not in (END, -1)).decode(errors="replace")
+
+
+class Client:
+    """The other end of the link; `routed` are a router's, one step after the other."""
+
+    def __init__(self, requests=(), routed=(), vocabulary=TOKENS):
+        self.inbox = [vocabulary, *requests]
+        self.left = {i for request in (*requests, *routed) for i in request.sequence_ids}
+        self.routed = {request.sequence_ids[0] for request in routed}
+        if routed:
+            self.inbox.append(Advance(1, list(routed), [0] * len(routed), [], waits=False))
+        self.tokens, self.failures = defaultdict(list), {}
+        self.finishes, self.satisfied = {}, {}
+        self.empty_decodes = 0
+        self.load = None
+
+    def receive(self, seconds):
+        del seconds
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def send(self, message):
+        assert isinstance(message, StepOutputs)
+        self.load = message.load
+        for failure in message.failures:
+            self.failures[failure.sequence_id] = failure.message
+            self.left.discard(failure.sequence_id)
+        for i, sequence in enumerate(message.sequence_ids):
+            self.tokens[sequence].append(message.token_ids[i])
+            if message.finishes[i]:
+                self.finishes[sequence] = FinishCode(message.finishes[i])
+                self.left.discard(sequence)
+        self.satisfied |= message.satisfied
+        for advanced in message.advanced:
+            assert advanced.failure is None
+            self.empty_decodes += advanced.op > 1 and not (message.sequence_ids or message.failures)
+            if going_on := sorted(self.routed & self.left):
+                self.inbox.append(Advance(advanced.op + 1, [], [], going_on, waits=True))
+
+    def text(self, sequence):
+        return text_of(self.tokens[sequence])
+
+
+class LateMasks(Masks):
+    """Masks of which some, by chance, miss the step that they are for."""
+
+    late = 0.0
+    #: Rows of the step that decode: others are queued only once their masks are there.
+    decoding = frozenset()
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.chance = random.Random(1)
+
+    def masks(self, wanted, until):
+        found = super().masks(wanted, until)
+        late = {row for row in self.decoding & found.keys() if self.chance.random() < self.late}
+        return {row: words for row, words in found.items() if row not in late}
+
+
+class LateSteps(MaskedSteps):
+    """Says which rows may be late."""
+
+    def sample(self, step, launched):
+        plan = step.plan
+        firsts = plan.r_tokens.cumsum() - plan.r_tokens
+        self._masks.decoding = frozenset(np.flatnonzero(plan.t_token[firsts] == LAST).tolist())
+        super().sample(step, launched)
+
+
+def serve(
+    model,
+    client,
+    *,
+    overlap=False,
+    late=0.0,
+    preempt=0.0,
+    rows=9,
+    slots=1200,
+    prefill=16,
+    library=Guidance,
+    limits=None,
+    each_turn=lambda loop: None,
+):
+    """Answer a client's requests; by chance masks are late, and sequences preempted."""
+    kv = KVPool(slots=slots, layouts=[alike(2, 64)] * 8, dtype=torch.float32, device=CPU)
+    executor = HostExecutor(model, kv, rows=rows, vocab_size=VOCABULARY)
+    scheduler = Scheduler(Limits(slots - 16, rows - 1, POSITIONS, prefill))
+    masks = LateMasks(library, VOCABULARY, limits or ConstraintLimits(workers=1))
+    masks.late = late
+    # Wait for every mask but those that are late on purpose: seconds of a usual step.
+    masked = LateSteps(masks, overlap=overlap)
+    masked._usual_ns = 1e12
+    loop = EngineLoop(client, scheduler, executor, overlap=overlap, masked=masked)
+    chance, preempted = random.Random(3), 0
+    while client.left:
+        for sequence in sorted(client.left):
+            if chance.random() < preempt:
+                preempted += scheduler.preempt(sequence)
+        loop.turn()
+        each_turn(loop)
+        scheduler.check()
+    loop.turn()
+    loop.turn()
+    scheduler.check()
+    assert not scheduler.busy
+    assert not masks._texts, "texts that nobody forgot"
+    return client

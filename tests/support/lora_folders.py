@@ -1,0 +1,97 @@
+"""LoRA adapters in PEFT's layout, written without PEFT, and the dense weights that they stand for.
+
+The layout is that of PEFT's `save_pretrained` (huggingface/peft, src/peft/utils/save_and_load.py):
+tensors `base_model.model.MODULE.lora_A.weight` [r, in] and `lora_B.weight` [out, r].
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+BASE = "base_model.model."
+
+
+@dataclass
+class Lora:
+    """An adapter on some modules of a base."""
+
+    folder: Path
+    #: By module: A [r, in], B [out, r], and what their product is multiplied with.
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=dict)
+    #: By module: the whole bias.
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def write_lora(
+    folder: Path,
+    base: Path,
+    modules: dict[str, int],
+    *,
+    seed: int = 0,
+    transposed: bool = False,
+    scales: dict[str, float] | None = None,
+    biases: tuple[str, ...] = (),
+    **config: Any,
+) -> Lora:
+    """An adapter with random factors.
+
+    Args:
+        folder: of the adapter.
+        base: folder of its base.
+        modules: beginnings of the base's names of tensors, without `.weight`, and ranks.
+        seed: of the factors.
+        transposed: the base's weights are [in, out].
+        scales: by the last part of a module's name; others have alpha / r of the config.
+        biases: modules whose bias it replaces.
+        config: more fields of its config.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    stored = _tensors(base)
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
+    made, tensors = Lora(folder), {}
+    for module, rank in modules.items():
+        shape = stored[f"{module}.weight"].shape
+        outputs, inputs = shape[::-1] if transposed else shape
+        a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+        b = torch.randn(outputs, rank, generator=generator) * 0.3
+        scale = (scales or {}).get(module.rpartition(".")[2], settings["lora_alpha"] / rank)
+        made.factors[module] = (a, b, scale)
+        tensors[f"{BASE}{module}.lora_A.weight"] = a
+        tensors[f"{BASE}{module}.lora_B.weight"] = b
+    for module in biases:
+        bias = torch.randn(stored[f"{module}.bias"].shape, generator=generator) * 0.3
+        made.biases[module] = bias
+        tensors[f"{BASE}{module}.base_layer.bias"] = bias
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return made
+
+
+def merge(base: Path, lora: Lora, folder: Path, *, transposed: bool = False) -> Path:
+    """A checkpoint with the adapter's products added to the base's weights."""
+    shutil.copytree(base, folder)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for module, (a, b, scale) in lora.factors.items():
+            name = f"{module}.weight"
+            if name in tensors:
+                delta = scale * (b.double() @ a.double())
+                delta = delta.t() if transposed else delta
+                tensors[name] = (tensors[name].double() + delta).to(tensors[name].dtype)
+        for module, bias in lora.biases.items():
+            if f"{module}.bias" in tensors:
+                tensors[f"{module}.bias"] = bias.to(tensors[f"{module}.bias"].dtype)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path, {"format": "pt"})
+    return folder
+
+
+def _tensors(base: Path) -> dict[str, torch.Tensor]:
+    return {n: t for path in base.glob("*.safetensors") for n, t in load_file(path).items()}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
 from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.drafting import Landed
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
@@ -67,12 +68,13 @@ class SkippingScheduler(Scheduler):
         self,
         step: Step,
         tokens: Listing[int],
+        tops: Mapping[int, Top],
         drafted: Mapping[int, Landed],
         now: int,
         settled: Settled,
     ) -> None:
         """See `Scheduler`: a plain token of a running stream takes no questions."""
-        del drafted
+        del tops, drafted
         sequence_ids = settled.sequence_ids
         for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
             if token == PLAIN and sequence.proven and sequence.ended_as is None:

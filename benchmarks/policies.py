@@ -399,19 +399,23 @@ def on_gpu(options: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: all at once, and at saturation."""
-    head = "pair|at once, tokens/s|at 1.0: good|ttft p50 / p99|gap p50 / p99|preemptions|KV use"
-    yield "| " + head.replace("|", " | ") + " |"
-    yield "|" + "---|" * len(head.split("|"))
+    """Markdown: all at once, and at some loads."""
+    loads = [load for load in (1.0, 1.5, 2.0) if any(row.get("load") == load for row in rows)]
+    head = ["pair", "at once, tokens/s", "preemptions, computed again", "KV use"]
+    head += [f"at {load:g}: good/s, ttft p99, gap p99" for load in loads]
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * len(head)
     for pair in dict.fromkeys(row["pair"] for row in rows if "load" in row):
         own = {row["load"]: row for row in rows if row["pair"] == pair}
-        most, usual = own[None], own[1.0]
-        yield (
-            f"| {pair} | {most['tokens_per_s']:,.0f} | {usual['good']:.0%} |"
-            f" {usual['ttft_p50']:.2f} / {usual['ttft_p99']:.2f} s |"
-            f" {usual['itl_p50'] * 1e3:.0f} / {usual['itl_p99'] * 1e3:.0f} ms |"
-            f" {usual['preemptions']:.0f} | {usual['kv_mean']:.0%} |"
-        )
+        most = own[None]
+        again = f"{most['wasted_tokens']:,}" if "wasted_tokens" in most else "-"
+        cells = [f"{most['tokens_per_s']:,.0f}", f"{most['preemptions']:,}, {again}"]
+        cells.append(f"{most['kv_mean']:.0%}")
+        for load in loads:
+            at = own[load]
+            gap = f"{at['itl_p99'] * 1e3:.0f} ms"
+            cells.append(f"{at['goodput_per_s']:.1f}, {at['ttft_p99']:.2f} s, {gap}")
+        yield f"| {pair} | " + " | ".join(cells) + " |"
 
 
 def plot(options: argparse.Namespace) -> None:

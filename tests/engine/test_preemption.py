@@ -31,6 +31,8 @@ from harness import free_port
 from ranks import Job
 
 from tokenpod.core.messages import EngineOptions, Request, StoppingParams
+from tokenpod.scheduler.optimistic import Optimistic
+from tokenpod.scheduler.past_future import PastFuture
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,6 +69,25 @@ def test_tokens_are_the_same_bit_by_bit_with_and_without_preemptions(exact, undi
     assert got.logprobs == undisturbed.logprobs
     assert got.tops == undisturbed.tops
     assert got.scored == undisturbed.scored != {}
+
+
+@pytest.mark.parametrize("admission", [Optimistic, PastFuture])
+def test_tokens_are_the_same_where_memory_runs_out(exact, undisturbed, admission):
+    def short(table, limits, quantum):
+        made = admission(table, limits, quantum)
+        if admission is PastFuture:
+            # Those before are taken to have ended at once, so that too many are let in.
+            for _ in range(200):
+                made._lengths.add(1)
+        return made
+
+    link = Recorder(requests(), routed())
+    got, _ = serve(exact, link, rows=17, prefill=8, overlap=True, slots=116, admission=short)
+    assert got.preemptions >= 3
+    assert got.tokens == undisturbed.tokens
+    assert got.logprobs == undisturbed.logprobs
+    assert got.tops == undisturbed.tops
+    assert got.scored == undisturbed.scored
 
 
 def test_a_sequence_that_is_preempted_at_every_step_gets_on(exact, undisturbed):

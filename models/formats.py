@@ -76,6 +76,10 @@ def _check_layout(quantize: str | None, layout: PublishedLayout) -> None:
     )
 
 
+#: That are widened to float32 at a time, while a format is made of them.
+_NUMBERS = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class MadeAtLoad:
     """Makes weights of a format from those of a dense checkpoint."""
@@ -126,10 +130,28 @@ class MadeAtLoad:
         divided = weight.sources[0].divided
         apart = divided is None or (divided == 0 and self.format.outputs_apart)
         read = shard if apart else WHOLE
-        made = self.format.made_of(read_dense(checkpoint, weight, read, torch.float32, device))
+        made = self._made(read_dense(checkpoint, weight, read, _stored(checkpoint, weight), device))
         if apart:
             return made
         return made.inputs(inputs) if divided else made.outputs(slice(outputs.start, outputs.stop))
+
+    def _made(self, dense: torch.Tensor) -> QuantisedWeight:
+        """Of a weight [out, in] as it is stored; some outputs at a time are widened."""
+        rows = max(_NUMBERS // max(dense.shape[1], 1), 1)
+        if not self.format.outputs_apart or len(dense) <= rows:
+            return self.format.made_of(dense.float())
+        parts = [self.format.made_of(some.float()) for some in torch.split(dense, rows)]
+        joined = self.format.joined(parts)
+        assert joined is not None, "they were made alike"
+        return joined
+
+
+def _stored(checkpoint: Checkpoint, weight: Weight) -> torch.dtype:
+    """The type in which a weight loses nothing, and takes no more memory than in the file."""
+    source = weight.sources[0]
+    if source.scales is not None or source.function is not None:
+        return torch.float32
+    return checkpoint.dtype(source.name)
 
 
 def bytes_needed(

@@ -100,7 +100,9 @@ def multiply_rounded(
     # What multiplies a step's sums is asked for one step ahead: it would be waited for.
     blocks = tl.cdiv(width, BLOCK_K)
     at_sums = x_sums + token * blocks if KIND == "int4" else x_scale + token * scale_columns
-    next_theirs, next_s, next_up_s, next_z, next_up_z = 1.0, 1.0, 1.0, 1.0, 1.0
+    next_theirs = tl.zeros((BLOCK_T,), tl.float32)
+    next_s = tl.zeros((BLOCK_N,), tl.float32)
+    next_up_s, next_z, next_up_z = next_s, next_s, next_s
     if GROUPED:
         group = first // steps_in_group
         at_theirs = first if KIND == "int4" else group

@@ -169,6 +169,9 @@ def _many(
             out_dtype=x.dtype,
             use_fast_accum=True,
         )
+    elif isinstance(weight, Fp8Weight) and x.itemsize == 2:
+        rounded_x = weight.rounded_inputs(x).to(x.dtype)
+        y = functional.linear(rounded_x, weight.dequantised(x.dtype), bias)
     elif isinstance(weight, Int8Weight) and weight.rounding is None and x.itemsize == 2:
         y = functional.linear(x, widen_bytes(weight, x.dtype), bias)
     elif isinstance(weight, Int4Weight) and kind_of(weight) is not None and x.itemsize == 2:

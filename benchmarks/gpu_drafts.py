@@ -50,7 +50,7 @@ SAMPLED = SamplingParams(do_sample=True, temperature=0.8, seed=1)
 
 
 class Counting:
-    """A source that knows what comes, and says so as often as it is told."""
+    """A source that is right for a given share of the tokens."""
 
     def __init__(self, right: float) -> None:
         self._right = right

@@ -61,7 +61,7 @@ class BeamParams(msgspec.Struct, frozen=True, array_like=True):
     #: A result's log probability is divided by its length to the power of this.
     length_penalty: float = 1.0
     early_stopping: EarlyStop = EarlyStop.FALSE
-    #: Results that are told, the best first; at most `width`.
+    #: Results that are returned, the best first; at most `width`.
     n: int = 1
 
 
@@ -122,8 +122,8 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     beam: BeamParams | None = None
 
     @property
-    def told(self) -> list[int]:
-        """The sequences whose tokens, ends and failures are told."""
+    def reported(self) -> list[int]:
+        """The sequences whose tokens, ends and failures are reported."""
         return self.sequence_ids if self.beam is None else self.sequence_ids[: self.beam.n]
 
 

@@ -157,7 +157,7 @@ class Exchange:
             return [self._gone(at)]
         for message in arrived:
             if isinstance(message, Request):
-                self._owned[at].update(message.told)
+                self._owned[at].update(message.reported)
             elif isinstance(message, Abort):
                 self._owned[at].difference_update(message.sequence_ids)
         return arrived

@@ -73,9 +73,9 @@ class Group:
             carrier.outputs = beam.tokens
         return dict(zip(self.carriers, parents, strict=True))
 
-    def tell(self, settled: Settled) -> FinishCode:
+    def report(self, settled: Settled) -> FinishCode:
         """The search is over: add its results, the best first; how the best one has ended."""
-        for sequence_id, result in zip(self.request.told, self._search.results, strict=False):
+        for sequence_id, result in zip(self.request.reported, self._search.results, strict=False):
             for token, logprob in zip(result.beam.tokens, result.beam.logprobs, strict=True):
                 settled.logprobs[len(settled.token_ids)] = logprob
                 settled.sequence_ids.append(sequence_id)

@@ -460,7 +460,7 @@ class Scheduler:
         if parents := group.advance(now):
             self._batcher.branched(group, parents)
             return
-        finish = group.tell(settled)
+        finish = group.report(settled)
         self._end(group.first, END_STATES[finish])
 
     def _start(self, sequence: Sequence, settled: Settled) -> None:
@@ -496,7 +496,7 @@ class Scheduler:
                 if sequence.launched:
                     # The next token ends it.
                     continue
-                for told in _told(sequence):
+                for told in _reported(sequence):
                     self._events.sequence_ids.append(told)
                     self._events.token_ids.append(-1)
                     self._events.finishes.append(FinishCode.TIME_LIMIT)
@@ -582,13 +582,13 @@ class Scheduler:
         sequence.leave()
 
 
-def _told(sequence: Sequence) -> list[int]:
+def _reported(sequence: Sequence) -> list[int]:
     """The ids by which clients hear of a sequence."""
-    return [sequence.id] if sequence.group is None else sequence.request.told
+    return [sequence.id] if sequence.group is None else sequence.request.reported
 
 
 def _failures(sequence: Sequence, code: FailureCode, problem: str) -> list[Failure]:
-    return [Failure(told, code, problem) for told in _told(sequence)]
+    return [Failure(told, code, problem) for told in _reported(sequence)]
 
 
 def _passed(moment: int | None, now: int) -> bool:

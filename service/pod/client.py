@@ -156,7 +156,7 @@ class EngineClient(AsyncLink[FromEngine]):
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; `sink` gets its outputs until each sequence has finished or failed."""
         self._expect_step()
-        self._watch(request.told, sink)
+        self._watch(request.reported, sink)
         self.send(request)
 
     def abort(self, sequence_ids: Iterable[int], *, stopped: bool = False) -> None:

@@ -46,7 +46,7 @@ def samples_of(
             keep_text=output.text and output.final_text,
             turn=_turn(formats, call, prompt_end),
         )
-        for index, sequence_id in enumerate(request.told)
+        for index, sequence_id in enumerate(request.reported)
     ]
 
 

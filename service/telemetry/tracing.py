@@ -256,7 +256,7 @@ def _fault(error: BaseException | None) -> BaseException | None:
 def _generation_attributes(generation: Generation) -> Iterator[tuple[str, Any]]:
     request, sampling = generation.request, generation.request.sampling
     yield "gen_ai.request.max_tokens", request.stopping.max_new_tokens
-    yield "gen_ai.request.choice.count", len(request.told)
+    yield "gen_ai.request.choice.count", len(request.reported)
     if sampling.do_sample:
         yield "gen_ai.request.temperature", sampling.temperature
         yield "gen_ai.request.top_p", sampling.top_p

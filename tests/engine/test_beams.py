@@ -108,7 +108,7 @@ class Heard:
 
     @property
     def done(self):
-        told = {i for request in self.requests for i in request.told}
+        told = {i for request in self.requests for i in request.reported}
         return told <= {*self.finishes, *self.failures}
 
     def receive(self, seconds):
@@ -128,7 +128,7 @@ class Heard:
         self.failures += [failure.sequence_id for failure in message.failures]
 
     def results(self, request):
-        return [(self.tokens[i], sum(self.logprobs[i])) for i in request.told]
+        return [(self.tokens[i], sum(self.logprobs[i])) for i in request.reported]
 
 
 def scheduler(prefill=64, rows=20, slots=SLOTS):
@@ -260,7 +260,7 @@ def test_a_time_limit_ends_a_search_with_what_there_is(golden, model):
     while not link.done:
         loop.turn()
     assert {*link.finishes.values()} == {FinishCode.TIME_LIMIT}
-    (length,) = {len(link.tokens[i]) for i in late.told}
+    (length,) = {len(link.tokens[i]) for i in late.reported}
     assert 1 <= length < NEW_TOKENS
     bounded = search(10, text(9, 2), 4, eos_token_ids=frozenset(), max_new_tokens=length)
     check(golden, link, [bounded])

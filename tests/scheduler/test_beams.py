@@ -172,11 +172,11 @@ def test_slots_hold_what_their_beams_computed_through_forks_and_ends(seed, admis
             walk.turn()
         if chance.random() < 0.5:
             gone = chance.choice(asked[-3:])
-            aborted |= {i for i in gone.told if i not in walk.ended}
-            walk.scheduler.abort(gone.told)
+            aborted |= {i for i in gone.reported if i not in walk.ended}
+            walk.scheduler.abort(gone.reported)
     walk.run()
     assert not walk.failed
-    told = {i for request in asked for i in request.told}
+    told = {i for request in asked for i in request.reported}
     assert {*walk.ended} == told - aborted
     assert aborted
 

@@ -172,14 +172,7 @@ def multiply_add_words(
         next_w, next_s, next_z = _rows(
             weight, scale, zero, ahead, n, word, block, there, blocks, blocks_in_group, RUN
         )
-        dot = v0 * _float_at(w, 0, ASSEMBLY)
-        dot += v1 * _float_at(w, 1, ASSEMBLY)
-        dot += v2 * _float_at(w, 2, ASSEMBLY)
-        dot += v3 * _float_at(w, 3, ASSEMBLY)
-        dot += v4 * _float_at(w, 4, ASSEMBLY)
-        dot += v5 * _float_at(w, 5, ASSEMBLY)
-        dot += v6 * _float_at(w, 6, ASSEMBLY)
-        dot += v7 * _float_at(w, 7, ASSEMBLY)
+        dot = _dot(w, v0, v1, v2, v3, v4, v5, v6, v7, ASSEMBLY)
         made = s.to(tl.float32) * (dot - offset - _float(z) * total)
         out = tl.sum(tl.sum(made, axis=2), axis=1) * factor
         up_out = out
@@ -197,14 +190,7 @@ def multiply_add_words(
                 blocks_in_group,
                 RUN,
             )
-            dot = v0 * _float_at(up, 0, ASSEMBLY)
-            dot += v1 * _float_at(up, 1, ASSEMBLY)
-            dot += v2 * _float_at(up, 2, ASSEMBLY)
-            dot += v3 * _float_at(up, 3, ASSEMBLY)
-            dot += v4 * _float_at(up, 4, ASSEMBLY)
-            dot += v5 * _float_at(up, 5, ASSEMBLY)
-            dot += v6 * _float_at(up, 6, ASSEMBLY)
-            dot += v7 * _float_at(up, 7, ASSEMBLY)
+            dot = _dot(up, v0, v1, v2, v3, v4, v5, v6, v7, ASSEMBLY)
             made = up_s.to(tl.float32) * (dot - offset - _float(up_z) * total)
             up_out = tl.sum(tl.sum(made, axis=2), axis=1) * factor
         _finish(
@@ -238,6 +224,20 @@ def _rows(
     if zero is not None:
         z = _tile(zero + at, inside)
     return w, s, z
+
+
+@triton.jit
+def _dot(w, v0, v1, v2, v3, v4, v5, v6, v7, ASSEMBLY: tl.constexpr):
+    """Of the 8 numbers of each word, with their offsets, and as many inputs."""
+    dot = v0 * _float_at(w, 0, ASSEMBLY)
+    dot += v1 * _float_at(w, 1, ASSEMBLY)
+    dot += v2 * _float_at(w, 2, ASSEMBLY)
+    dot += v3 * _float_at(w, 3, ASSEMBLY)
+    dot += v4 * _float_at(w, 4, ASSEMBLY)
+    dot += v5 * _float_at(w, 5, ASSEMBLY)
+    dot += v6 * _float_at(w, 6, ASSEMBLY)
+    dot += v7 * _float_at(w, 7, ASSEMBLY)
+    return dot
 
 
 @triton.jit

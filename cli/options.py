@@ -18,6 +18,8 @@ _METAVARS = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 _UINT32 = 2**32 - 1
 #: What a table says of values rather than of an option.
 _BOUNDS = ("min", "max", "exists", "dir_okay", "file_okay")
+#: Characters of values that are shown beside a flag, within 80 columns.
+_LONGEST_CHOICE = 50
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,14 @@ def parameter(name: str, kind: Any, spec: Spec, default: Any = None) -> click.Pa
     )
 
 
+class _Choice(click.Choice[str]):
+    """Shows its values, unless they fill more than a line of help: then the text names them."""
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        shown = super().get_metavar(param, ctx)
+        return shown if shown is None or len(shown) <= _LONGEST_CHOICE else "NAME"
+
+
 def _plain(kind: Any) -> tuple[bool, Any]:
     """Whether it is a list, and of what it is, without None and annotations."""
     if get_origin(kind) in (Union, types.UnionType):
@@ -186,7 +196,7 @@ def _plain(kind: Any) -> tuple[bool, Any]:
 
 def _type(kind: Any, bounds: dict[str, Any]) -> Any:
     if get_origin(kind) is Literal:
-        return click.Choice(get_args(kind))
+        return _Choice(get_args(kind))
     if _is_enum(kind):
         return click.Choice([each.value for each in kind])
     if kind is Path:

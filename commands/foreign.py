@@ -49,7 +49,6 @@ _TGI = {
     "--rope-scaling": "--config-override",
     "--rope-factor": "--config-override",
     "--api-key": "--auth-token-file, which keeps it out of the process list",
-    "--speculate": "nothing yet: there is no speculative decoding",
     "--prometheus-port": "--otlp-endpoint: metrics are pushed",
     "--weights-cache-override": "--download",
     "--huggingface-hub-cache": "the variable HF_HUB_CACHE",

@@ -52,7 +52,7 @@ class Wanted:
 
 @command(Wanted)
 def quantize(wanted: Wanted) -> int:
-    """Quantise a dense checkpoint, in the layout of compressed-tensors, which others read too.
+    """Make a quantised checkpoint of a dense one, in compressed-tensors' layout.
 
     Embedding, head, norms and biases stay as they are. The folder appears whole, with the digests
     of its files.

@@ -122,8 +122,6 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     check_request_id(call.request_id)
     if call.constraint is not None:
         check_constraint(call.constraint, limits)
-        if call.beam is not None:
-            raise InvalidArgument("sampling.beam", "can't be combined with a constraint")
         if call.stopping.ignore_eos:
             problem = "is of no use with a constraint: a text that is whole must be able to end"
             raise InvalidArgument("stopping.ignore_eos", problem)

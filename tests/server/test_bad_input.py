@@ -24,6 +24,8 @@ CODES = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     #: What this server does not do: fields of tokenpod.v1 and fmaas, rpcs of vllm.grpc.engine.
     grpc.StatusCode.UNIMPLEMENTED,
+    #: What its flags do not switch on: rpcs of adapters.
+    grpc.StatusCode.FAILED_PRECONDITION,
 }
 #: Fields that may be as large as their type allows: ids, hints of routers that the server does
 #: without, bounds that mean "all" where they exceed what there is.

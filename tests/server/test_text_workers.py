@@ -17,6 +17,7 @@ from harness import SERVING, ServerProcess, generate, serve, text_request, viola
 from hostile import with_template, with_token, with_tokenizer
 
 from tokenpod_client.protos.generate.v3 import generate_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1 import chat_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as v1
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -298,22 +299,31 @@ def test_a_wrong_schema_is_refused_by_its_path_and_ends_no_worker(
 
 def test_a_call_of_a_tool_is_streamed_and_ends_the_turn(server: ServerProcess) -> None:
     api = GenerationServiceStub(server.channel())
-    request = asked("schema", tools=[{"name": "f", "parameters_schema": '{"a": {}}'}])
-    # The call, and once it is there the end.
-    request.sampling.allowed_token_ids.extend([CALL_ID, END_ID])
-    request.sampling.logit_bias[CALL_ID] = 30.0
+    only = {"type": "object", "properties": {"a": {"const": "é"}}, "required": ["a"]}
+    schema = json.dumps({**only, "additionalProperties": False})
+    request = asked("call it", tools=[{"name": "f", "parameters_schema": schema}])
+    request.chat.parallel_tool_calls = False
+    request.chat.tool_choice.mode = chat_pb2.TOOL_MODE_REQUIRED
     request.sampling.temperature = 0
-    ends = {"max_new_tokens": 8, "eos_boost": {"factor": 100.0}}
-    request.stopping.CopyFrom(v1.StoppingOptions(**ends))
+    request.stopping.max_new_tokens = 80
     events = list(api.Generate(request, timeout=SECONDS))
     finished = events[-2].finished
-    (piece,) = [e.tokens.tool_call for e in events if e.tokens.HasField("tool_call")]
-    assert (piece.call_index, piece.name, piece.arguments) == (0, "f", '{"a": "é"}')
+    pieces = [e.tokens.tool_call for e in events if e.tokens.HasField("tool_call")]
+    assert (pieces[0].call_index, pieces[0].name) == (0, "f")
+    assert json.loads("".join(piece.arguments for piece in pieces)) == {"a": "é"}
     (call,) = finished.message.tool_calls
-    assert (call.id, call.name, call.arguments) == (piece.id, "f", piece.arguments)
+    assert (call.id, call.name) == (pieces[0].id, "f")
+    assert call.arguments == "".join(piece.arguments for piece in pieces)
     assert finished.reason == v1.FINISH_REASON_TOOL_CALLS
     assert (finished.text, list(finished.message.content)) == ("", [])
-    del request.chat.tools[:]
+    # Without tools it is text: the call, and once it is there the end.
+    request.chat.ClearField("tools")
+    request.chat.ClearField("tool_choice")
+    request.chat.ClearField("parallel_tool_calls")
+    request.sampling.allowed_token_ids.extend([CALL_ID, END_ID])
+    request.sampling.logit_bias[CALL_ID] = 30.0
+    ends = {"max_new_tokens": 8, "eos_boost": {"factor": 100.0}}
+    request.stopping.CopyFrom(v1.StoppingOptions(**ends))
     request.chat.messages[0].content[0].text = "no tools"
     (plain,) = api.GenerateOnce(
         service.GenerateOnceRequest(request=request), timeout=SECONDS

@@ -218,11 +218,11 @@ ALONE: list[Row] = [
         {"eos_token_ids": frozenset({7}), "outputs": [5, 5]},
     ),
     (
-        SamplingParams(bad_words=[[96], [63], [3, 64], [5, 9, 7], [9, 5], [96]]),
+        SamplingParams(bad_words=[[46], [13], [3, 44], [5, 9, 7], [9, 5], [46]]),
         {"prompt": [3], "outputs": [3, 5, 9]},
     ),
     (
-        sampled(bad_words=[[5, 5], [5, 5, 8], [64]], allowed_token_ids=[5, 8, 64, 90]),
+        sampled(bad_words=[[5, 5], [5, 5, 8], [44]], allowed_token_ids=[5, 8, 44, 49]),
         {"outputs": [5, 5]},
     ),
 ]

@@ -67,6 +67,8 @@ def _check_beside(request: pb.GenerateRequest) -> None:
     for part, names in _NOT_BUILT.items():
         message: Any = getattr(request, part)
         later += [f"{part}.{f.name}" for f, _ in message.ListFields() if f.name in names]
+    if (constraint := request.constraint.WhichOneof("kind")) is not None:
+        later.append(f"constraint.{constraint}")
     if later:
         raise Unimplemented(later[0], "is not supported beside sampling.beam")
 

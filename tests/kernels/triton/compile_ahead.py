@@ -188,7 +188,8 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
-        widen.widen_words(weights["int4"], BF16)
+    widen.widen_words(weights["int4"], BF16)
+    widen.widen_bytes(weights["int8"], BF16)
 
 
 def multiply_quantised_with_every_tile() -> None:

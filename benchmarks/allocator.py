@@ -19,7 +19,8 @@ from random import Random
 
 import numpy as np
 
-from tokenpod.core.messages import Request, SamplingParams, StoppingParams
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.slots import Extent, SlotAllocator

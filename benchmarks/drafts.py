@@ -22,7 +22,9 @@ from typing import Any
 import msgspec
 import torch
 
-from tokenpod.core.messages import EngineOptions, Request, SamplingParams, StoppingParams
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import assemble
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.run import drafting

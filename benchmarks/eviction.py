@@ -17,7 +17,8 @@ from random import Random
 
 import numpy as np
 
-from tokenpod.core.messages import Request, SamplingParams, StoppingParams
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.radix import Tokens
 from tokenpod.scheduler.sequence import Sequence

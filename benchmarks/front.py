@@ -32,16 +32,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tokenpod.core.link import LinkClosed
-from tokenpod.core.messages import (
-    Abort,
-    FinishCode,
-    Load,
-    Ready,
-    Request,
-    Started,
-    StepOutputs,
-    ToEngine,
-)
+from tokenpod.core.messages import Abort, Ready, ToEngine
+from tokenpod.core.outputs import FinishCode, Load, Started, StepOutputs
+from tokenpod.core.requests import Request
 from tokenpod.engine.exchange import face_of
 from tokenpod.service.config import load_settings
 

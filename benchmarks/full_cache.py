@@ -22,8 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from tokenpod.core.messages import Request, SamplingParams, StepOutputs, StoppingParams
+from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import StepPlan
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.executor import StepResult, new_rows
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.scheduler.scheduler import Limits, Scheduler

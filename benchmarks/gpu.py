@@ -48,14 +48,11 @@ def _find_tokenpod() -> None:
 _find_tokenpod()
 
 
-from tokenpod.core.messages import (  # noqa: E402
-    EngineOptions,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-)
+from tokenpod.core.messages import EngineOptions  # noqa: E402
+from tokenpod.core.outputs import StepOutputs  # noqa: E402
 from tokenpod.core.plan import StepPlan  # noqa: E402
+from tokenpod.core.requests import Request, StoppingParams  # noqa: E402
+from tokenpod.core.sampling import SamplingParams  # noqa: E402
 from tokenpod.engine.assemble import assemble  # noqa: E402
 from tokenpod.engine.executor import Executor, Launched, StepResult  # noqa: E402
 from tokenpod.engine.loop import EngineLoop  # noqa: E402

@@ -34,15 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from constraints import vocabulary
 
 from tokenpod.core.constraints import Choice, Constraint, ConstraintLimits, JsonSchema
-from tokenpod.core.messages import (
-    EngineOptions,
-    Load,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-    Vocabulary,
-)
+from tokenpod.core.messages import EngineOptions, Vocabulary
+from tokenpod.core.outputs import Load, StepOutputs
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import assemble
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.masked_steps import MaskedSteps

@@ -34,7 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu import config_of, family_of, random_model
 
-from tokenpod.core.messages import EngineOptions, Request, SamplingParams, StoppingParams
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow

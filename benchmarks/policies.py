@@ -23,7 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from tokenpod.core.messages import Request, SamplingParams, StepOutputs, StoppingParams
+from tokenpod.core.outputs import StepOutputs
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.simulation.machines import MACHINES
 from tokenpod.scheduler.simulation.simulator import Simulator

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 
-from tokenpod.core.messages import Request, SamplingParams, StoppingParams
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from step import CPU, SHAPES, config_of, random_weights
 
-from tokenpod.core.messages import (
-    EngineOptions,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-)
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.outputs import StepOutputs
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import assemble
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.registry import operations_for

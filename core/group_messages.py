@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tokenpod.core.messages import Broken, Message
+from tokenpod.core.message import Message
+from tokenpod.core.messages import Broken
 
 
 class Pulse(Message, frozen=True, array_like=True, tag=True):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.core.messages import Request
+from tokenpod.core.requests import Request
 from tokenpod.core.sampling import MOST_TOP_TOKENS, RowValues, SamplingTable, Words
 
 Ints = npt.NDArray[np.int32]

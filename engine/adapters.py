@@ -27,10 +27,10 @@ from tokenpod.core.messages import (
     AdapterFacts,
     AdapterList,
     EngineOptions,
-    FailureCode,
     LoadAdapter,
     UnloadAdapter,
 )
+from tokenpod.core.outputs import FailureCode
 from tokenpod.core.rank_reads import RankRead
 from tokenpod.models.adapters.store import AdapterStore, Space
 from tokenpod.models.errors import ModelError

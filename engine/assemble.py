@@ -10,13 +10,9 @@ import torch
 from tokenpod.core.capability import eight_bits_problem
 from tokenpod.core.capacity import GAPS, largest_step, most_drafts
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import (
-    PROBE_TOKENS,
-    EngineOptions,
-    Request,
-    StoppingParams,
-)
+from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
+from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.host_executor import HostExecutor

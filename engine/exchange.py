@@ -22,17 +22,9 @@ from typing import Protocol
 import msgspec
 
 from tokenpod.core.link import Link, LinkClosed, PatientLink, take_link
-from tokenpod.core.messages import (
-    Abort,
-    AdapterDone,
-    AdapterList,
-    CacheEvents,
-    Ready,
-    Request,
-    StepOutputs,
-    ToEngine,
-    Top,
-)
+from tokenpod.core.messages import Abort, AdapterDone, AdapterList, CacheEvents, Ready, ToEngine
+from tokenpod.core.outputs import StepOutputs, Top
+from tokenpod.core.requests import Request
 
 #: Seconds that a further front end's link may stand still. Longer than heartbeats take to show that
 #: a front end hangs (service/pod/front_ends.py), so that one that only lags is kept.

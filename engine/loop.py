@@ -21,21 +21,17 @@ import msgspec
 from tokenpod.core.messages import (
     Abort,
     Advance,
-    Advanced,
     Ask,
     EngineOptions,
     FlushCache,
-    Load,
     LoadAdapter,
-    Request,
-    Started,
-    StepOutputs,
     ToEngine,
-    Top,
     UnloadAdapter,
     Vocabulary,
     WatchCache,
 )
+from tokenpod.core.outputs import Advanced, Load, Started, StepOutputs, Top
+from tokenpod.core.requests import Request
 from tokenpod.engine.adapters import Adapters
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.exchange import Face

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from tokenpod.core.messages import PromptDetails, Request
+from tokenpod.core.outputs import PromptDetails
+from tokenpod.core.requests import Request
 from tokenpod.engine.sampler import logprobs_of
 
 #: Positions whose likeliest tokens are found at a time: it takes several times the memory of

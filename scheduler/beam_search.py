@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenpod.core.messages import BeamParams, EarlyStop, FinishCode, StoppingParams
+from tokenpod.core.outputs import FinishCode
+from tokenpod.core.requests import BeamParams, EarlyStop, StoppingParams
 
 #: In place of the score of a result that is not there: transformers' number.
 _NO_SCORE = np.float32(-1.0e9)

@@ -10,7 +10,8 @@ settled, and with overlapped steps it is in every other one. It is never preempt
 
 from __future__ import annotations
 
-from tokenpod.core.messages import BeamParams, FinishCode, Request
+from tokenpod.core.outputs import FinishCode
+from tokenpod.core.requests import BeamParams, Request
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.beam_search import BeamSearch, Top
 from tokenpod.scheduler.kv import KV

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from tokenpod.core.messages import Request
+from tokenpod.core.requests import Request
 
 #: Moments of sequences that are gone, which are not worth a clean-up.
 _LEFTOVERS = 64

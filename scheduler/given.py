@@ -12,8 +12,8 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from tokenpod.core.messages import Request
 from tokenpod.core.plan import GIVEN
+from tokenpod.core.requests import Request
 from tokenpod.scheduler.radix import Tokens
 
 Vectors = npt.NDArray[np.float32]

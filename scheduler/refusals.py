@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenpod.core.messages import (
-    PROBE_TOKENS,
-    Advance,
-    BeamParams,
-    Failure,
-    FailureCode,
-    Request,
-)
+from tokenpod.core.messages import PROBE_TOKENS, Advance
+from tokenpod.core.outputs import Failure, FailureCode
+from tokenpod.core.requests import BeamParams, Request
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.scheduler.beam_search import BeamSearch
 from tokenpod.scheduler.sequence import Owner, Sequence

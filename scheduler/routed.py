@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenpod.core.messages import Advance, Advanced
+from tokenpod.core.messages import Advance
+from tokenpod.core.outputs import Advanced
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.sequence import Sequence

@@ -14,20 +14,10 @@ from types import MappingProxyType
 
 import msgspec
 
-from tokenpod.core.messages import (
-    PROBE_TOKENS,
-    Advance,
-    CacheEvents,
-    Drafted,
-    Ended,
-    Failure,
-    FailureCode,
-    FinishCode,
-    Load,
-    Request,
-    Started,
-)
+from tokenpod.core.messages import PROBE_TOKENS, Advance, CacheEvents
+from tokenpod.core.outputs import Drafted, Ended, Failure, FailureCode, FinishCode, Load, Started
 from tokenpod.core.plan import UNSAMPLED
+from tokenpod.core.requests import Request
 from tokenpod.scheduler.adapter_slots import AdapterSlots
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batcher import Batcher

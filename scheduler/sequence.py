@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tokenpod.core.messages import FinishCode, Request
+from tokenpod.core.outputs import FinishCode
+from tokenpod.core.requests import Request
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
 from tokenpod.scheduler.table import Table

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
 
-from tokenpod.core.messages import Request
+from tokenpod.core.requests import Request
 from tokenpod.scheduler.radix import Node, new_ledger_number
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.table import Ints, Table, places_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tokenpod.core.messages import Advanced, Drafted, Failure, FinishCode, Started
+from tokenpod.core.outputs import Advanced, Drafted, Failure, FinishCode, Started
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from tokenpod.core.messages import MaskCounts, Request, Vocabulary
+from tokenpod.core.messages import Vocabulary
+from tokenpod.core.outputs import MaskCounts
+from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.executor import Launched
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step

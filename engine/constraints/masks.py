@@ -13,7 +13,9 @@ from functools import partial
 import numpy as np
 
 from tokenpod.core.constraints import Constraint, ConstraintLimits
-from tokenpod.core.messages import FinishCode, MaskCounts, Request, Vocabulary
+from tokenpod.core.messages import Vocabulary
+from tokenpod.core.outputs import FinishCode, MaskCounts
+from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import CompileCache, Compiled
 from tokenpod.engine.constraints.library import Library, LimitReached, Refused, Words
 from tokenpod.engine.constraints.text import ConstrainedText

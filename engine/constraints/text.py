@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenpod.core.messages import Request
+from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import Compiled
 from tokenpod.engine.constraints.library import Words
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenpod.core.messages import Load, Request, StoppingParams
+from tokenpod.core.outputs import Load
+from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
 from tokenpod.scheduler.simulation.skipping import SkippingScheduler

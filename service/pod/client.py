@@ -21,25 +21,27 @@ from tokenpod.core.messages import (
     AdapterFacts,
     AdapterList,
     Advance,
-    Advanced,
     Ask,
     Broken,
     CacheEvents,
+    FromEngine,
+    LoadAdapter,
+    Loading,
+    Ready,
+    UnloadAdapter,
+)
+from tokenpod.core.outputs import (
+    Advanced,
     Drafted,
     Failure,
     FailureCode,
     FinishCode,
-    FromEngine,
     Load,
-    LoadAdapter,
-    Loading,
-    Ready,
-    Request,
     Started,
     StepOutputs,
     Top,
-    UnloadAdapter,
 )
+from tokenpod.core.requests import Request
 from tokenpod.service.rpc.errors import Unavailable
 
 _LOST = "the model's engine was lost; retry"

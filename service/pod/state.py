@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from tokenpod.core.messages import Load
+from tokenpod.core.outputs import Load
 from tokenpod.service.pod.client import NO_LOAD, EngineClient
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.startup import GroupStartup

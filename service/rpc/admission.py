@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from tokenpod.core.messages import Load
+from tokenpod.core.outputs import Load
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.errors import ResourceExhausted, Unavailable

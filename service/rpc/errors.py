@@ -16,7 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from tokenpod.core.messages import Failure, FailureCode
+from tokenpod.core.outputs import Failure, FailureCode
 
 #: `google.rpc.ErrorInfo.domain`.
 DOMAIN = "tokenpod"

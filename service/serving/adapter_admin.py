@@ -7,13 +7,8 @@ import re
 from pathlib import Path
 
 from tokenpod.core.adapter_files import CONFIG, folder_within
-from tokenpod.core.messages import (
-    AdapterDone,
-    AdapterFacts,
-    FailureCode,
-    LoadAdapter,
-    UnloadAdapter,
-)
+from tokenpod.core.messages import AdapterDone, AdapterFacts, LoadAdapter, UnloadAdapter
+from tokenpod.core.outputs import FailureCode
 from tokenpod.service.config_rules import MOST_ADAPTER_NAME_BYTES
 from tokenpod.service.rpc.admission import Admission
 from tokenpod.service.rpc.errors import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tokenpod.core.messages import BeamParams
+from tokenpod.core.requests import BeamParams
 from tokenpod.service.serving.chats import ChatPrompt
 
 

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from tokenpod.core.messages import Top
+from tokenpod.core.outputs import Top
 from tokenpod.service.text.parsers.parts import Kind, Part
 
 #: What plain text is a piece of.

@@ -13,15 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tokenpod.core.messages import (
-    Drafted,
-    Failure,
-    FailureCode,
-    FinishCode,
-    Request,
-    Started,
-    Top,
-)
+from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
+from tokenpod.core.requests import Request
 from tokenpod.service.rpc.errors import (
     InvalidArgument,
     ResourceExhausted,

@@ -7,7 +7,8 @@ import logging
 import math
 from collections.abc import Iterable
 
-from tokenpod.core.messages import Drafted, Failure, FailureCode, FinishCode, Request, Started, Top
+from tokenpod.core.outputs import Drafted, Failure, FailureCode, FinishCode, Started, Top
+from tokenpod.core.requests import Request
 from tokenpod.service.rpc.errors import ServiceError, engine_failure
 from tokenpod.service.serving.calls import ShardGeneration, ShardRequest, ShardText, TokenList
 from tokenpod.service.text.stops import TailStops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenpod.core.messages import Request
+from tokenpod.core.requests import Request
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt
 from tokenpod.service.serving.generation import Sample

@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, field
 
 from tokenpod.core.constraints import Constraint
-from tokenpod.core.messages import PROBE_TOKENS, Request, StoppingParams
+from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.adapters import salted

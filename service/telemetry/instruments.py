@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 
-from tokenpod.core.messages import Load, MaskCounts
+from tokenpod.core.outputs import Load, MaskCounts
 from tokenpod.service.serving.generation import Generation
 
 _REQUEST_BUCKETS = [0.01 * 2**power for power in range(14)]

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-from tokenpod.core.messages import Load
+from tokenpod.core.outputs import Load
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.telemetry.instruments import Instruments
 from tokenpod.service.telemetry.recorder import Telemetry

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from tokenpod.core.messages import Load
+from tokenpod.core.outputs import Load
 from tokenpod.service.config import ServerSettings
 
 if TYPE_CHECKING:

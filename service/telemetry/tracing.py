@@ -27,7 +27,7 @@ from opentelemetry import context as otel_context
 from opentelemetry.instrumentation.grpc._aio_server import OpenTelemetryAioServerInterceptor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from tokenpod.core.messages import FinishCode
+from tokenpod.core.outputs import FinishCode
 from tokenpod.service.rpc.interceptors import (
     Context,
     Continuation,

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import msgspec
 
-from tokenpod.core.messages import Message
+from tokenpod.core.message import Message
 from tokenpod.service.serving.chats import ChatPrompt
 
 #: `array`'s letter for token ids, and bytes of one.

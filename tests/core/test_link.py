@@ -11,17 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenpod.core.link import FrameDecoder, Link, LinkClosed, PatientLink, encode_frame
-from tokenpod.core.messages import (
-    Abort,
-    Advance,
-    FromEngine,
-    Load,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-    ToEngine,
-)
+from tokenpod.core.messages import Abort, Advance, FromEngine, ToEngine
+from tokenpod.core.outputs import Load, StepOutputs
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 
 REQUEST = Request(
     sequence_ids=[1, 2],

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.core.messages import Request, SamplingParams, StoppingParams
 from tokenpod.core.plan import LAST, NewRow, PlanRow, StepPlan, plan_of
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 
 NUMBERS = st.integers(0, 2**31 - 1)
 

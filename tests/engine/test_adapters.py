@@ -14,9 +14,11 @@ import torch
 from lora_folders import write_lora
 from stepping import VOCABULARY
 
-from tokenpod.core.messages import FailureCode, LoadAdapter, Request, StoppingParams
+from tokenpod.core.messages import LoadAdapter
+from tokenpod.core.outputs import FailureCode
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
 from tokenpod.core.rank_reads import RankRead
+from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.adapters import Adapters
 from tokenpod.engine.host_executor import HostExecutor

@@ -17,16 +17,10 @@ from golden import make_golden
 from golden_kinds import VOCABULARY
 from lockstep import in_lockstep
 
-from tokenpod.core.messages import (
-    BeamParams,
-    EarlyStop,
-    FinishCode,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-)
+from tokenpod.core.outputs import FinishCode, StepOutputs
 from tokenpod.core.plan import StepPlan
+from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels.pool import KVPool

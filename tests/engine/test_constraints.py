@@ -16,7 +16,8 @@ import torch
 from constrained import END, RANDOM, Client, ask, serve
 
 from tokenpod.core.constraints import Choice, ConstraintLimits, Grammar, JsonSchema, Regex
-from tokenpod.core.messages import FinishCode, Vocabulary
+from tokenpod.core.messages import Vocabulary
+from tokenpod.core.outputs import FinishCode
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.library import LimitReached
 from tokenpod.models import load as loading

@@ -12,15 +12,10 @@ import torch
 from guessing import drafting
 from interpreted import DEVICE
 
-from tokenpod.core.messages import (
-    BeamParams,
-    FailureCode,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-)
+from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.plan import LAST, PlanRow, plan_of
+from tokenpod.core.requests import BeamParams, Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import run_worst_steps, worst_step
 from tokenpod.engine.device_executor import DeviceExecutor
 from tokenpod.engine.device_sampler import DeviceSampler, Tiles

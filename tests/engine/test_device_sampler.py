@@ -27,7 +27,7 @@ from samplers import (
     with_holes,
 )
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import Launches, Tiles
 
 

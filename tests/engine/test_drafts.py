@@ -35,7 +35,8 @@ from guessing import drafting
 from harness import free_port
 from ranks import Job
 
-from tokenpod.core.messages import EngineOptions, Request, StoppingParams
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.requests import Request, StoppingParams
 
 MOST = 3
 

@@ -8,23 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from tokenpod.core.link import Link, LinkClosed, give_link
-from tokenpod.core.messages import (
-    Abort,
-    Advanced,
-    Broken,
-    Failure,
-    FailureCode,
-    FromEngine,
-    Load,
-    Ready,
-    Request,
-    SamplingParams,
-    Started,
-    StepOutputs,
-    StoppingParams,
-    ToEngine,
-    Top,
-)
+from tokenpod.core.messages import Abort, Broken, FromEngine, Ready, ToEngine
+from tokenpod.core.outputs import Advanced, Failure, FailureCode, Load, Started, StepOutputs, Top
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.exchange import Exchange, face_of
 
 LOAD = Load(1, 2, 3, 4, 5, 6)

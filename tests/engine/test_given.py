@@ -13,7 +13,8 @@ from harness import free_port
 from ranks import CPU, Job
 from stepping import SAMPLED, VOCABULARY
 
-from tokenpod.core.messages import EngineOptions, GivenVectors, Request, StoppingParams
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.requests import GivenVectors, Request, StoppingParams
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 

@@ -8,16 +8,10 @@ import pytest
 import torch
 
 from tokenpod.core.link import Link, LinkClosed
-from tokenpod.core.messages import (
-    Abort,
-    Ask,
-    FromEngine,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-    ToEngine,
-)
+from tokenpod.core.messages import Abort, Ask, FromEngine, ToEngine
+from tokenpod.core.outputs import StepOutputs
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.executor import StepResult, scored_rows
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.prompt_scores import PromptScores

@@ -30,7 +30,8 @@ from demo_engine import (
 from harness import free_port
 from ranks import Job
 
-from tokenpod.core.messages import EngineOptions, Request, StoppingParams
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.scheduler.optimistic import Optimistic
 from tokenpod.scheduler.past_future import PastFuture
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from samplers import set_row
 from sampling_reference import choose
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.host_sampler import HostSampler
 from tokenpod.engine.sampler import Samples, logprobs_of
 

@@ -10,7 +10,7 @@ import torch
 from samplers import set_row
 from sampling_reference import choose, green, softmax
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.host_sampler import HostSampler
 from tokenpod.engine.rng import vocabulary_noise
 

@@ -31,7 +31,7 @@ from samplers import (
 )
 from tgi_sampling import best_of, distribution
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import worst_step
 from tokenpod.engine.device_sampler import Launches, Tiles
 

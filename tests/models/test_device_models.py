@@ -10,13 +10,10 @@ import torch
 from interpreted import DEVICE
 from transformers import AutoModelForCausalLM
 
-from tokenpod.core.messages import (
-    EngineOptions,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-)
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.outputs import StepOutputs
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import assemble
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.load import load_model

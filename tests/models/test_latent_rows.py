@@ -7,7 +7,9 @@ import pytest
 import ranks
 import torch
 
-from tokenpod.core.messages import EngineOptions, Request, SamplingParams, StoppingParams
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import EngineError, assemble
 
 #: Rows and chunks are few, so that sequences wait, prompts are cut up and steps are mixed.

@@ -13,7 +13,8 @@ from small_engines import POSITIONS, PREFILL, ROWS, Client, Engine, load, reques
 from transformers.models.mamba2 import modeling_mamba2
 
 from tokenpod.core.errors import EngineError
-from tokenpod.core.messages import Request, SamplingParams, StoppingParams
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine import assemble as assembling
 from tokenpod.engine.assemble import make_pool
 from tokenpod.engine.device_executor import DeviceExecutor

@@ -10,7 +10,9 @@ import ranks
 from harness import free_port
 from ranks import Job, Said
 
-from tokenpod.core.messages import EngineOptions, Request, SamplingParams, StoppingParams
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 
 TOLERANCE = 1e-4
 

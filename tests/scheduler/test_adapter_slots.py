@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler_driver import Driver, request
 
-from tokenpod.core.messages import FailureCode
+from tokenpod.core.outputs import FailureCode
 
 
 def driver(slots: int = 2, known: int = 3) -> Driver:

@@ -9,16 +9,10 @@ from itertools import accumulate
 import pytest
 from scheduler_driver import works_of
 
-from tokenpod.core.messages import (
-    BeamParams,
-    EarlyStop,
-    FailureCode,
-    FinishCode,
-    Request,
-    SamplingParams,
-    StoppingParams,
-)
+from tokenpod.core.outputs import FailureCode, FinishCode
 from tokenpod.core.plan import LAST
+from tokenpod.core.requests import BeamParams, EarlyStop, Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.beam_search import BeamSearch
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.optimistic import Optimistic

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tokenpod.core.messages import Failure, FailureCode, Request, SamplingParams, StoppingParams
+from tokenpod.core.outputs import Failure, FailureCode
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 SECOND = 1_000_000_000

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scheduler_driver import request
 
-from tokenpod.core.messages import FinishCode
+from tokenpod.core.outputs import FinishCode
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.table import Table
 

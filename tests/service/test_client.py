@@ -17,25 +17,26 @@ from tokenpod.core.link import FrameDecoder, encode_frame
 from tokenpod.core.messages import (
     Abort,
     Advance,
-    Advanced,
     Ask,
     Broken,
-    Drafted,
     EngineOptions,
+    Loading,
+    Ready,
+    ToEngine,
+)
+from tokenpod.core.outputs import (
+    Advanced,
+    Drafted,
     Failure,
     FailureCode,
     FinishCode,
     Load,
-    Loading,
-    Ready,
-    Request,
-    SamplingParams,
     Started,
     StepOutputs,
-    StoppingParams,
-    ToEngine,
     Top,
 )
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.pod.client import EngineClient
 from tokenpod.service.rpc.errors import Unavailable
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenpod.core.messages import Top
+from tokenpod.core.outputs import Top
 from tokenpod.service.serving.deltas import Unread
 
 PIECES = st.lists(

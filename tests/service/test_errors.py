@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import code_pb2, error_details_pb2
 
-from tokenpod.core.messages import Failure, FailureCode
+from tokenpod.core.outputs import Failure, FailureCode
 from tokenpod.service.rpc.errors import (
     DOMAIN,
     DataLoss,

@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from tokenpod.core.messages import FinishCode, Request, SamplingParams, StoppingParams, Top
+from tokenpod.core.outputs import FinishCode, Top
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.dialects.generate_v3.writer import EventWriter
 from tokenpod.service.serving.calls import GenerateCall, Output, Sampling, Stopping
 from tokenpod.service.serving.generation import UNREAD_BYTES, Generation, Sample

@@ -5,14 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import tokenpod.models.demo
-from tokenpod.core.messages import (
-    Drafted,
-    FinishCode,
-    Request,
-    SamplingParams,
-    StoppingParams,
-    Top,
-)
+from tokenpod.core.outputs import Drafted, FinishCode, Top
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.serving.calls import ShardRequest
 from tokenpod.service.serving.routed import RoutedSequence, StepSink
 from tokenpod.service.text.tokenizer import Tokenizer

@@ -22,14 +22,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from rpcs import KINDS, SERVICE, Scripted, arities, call_kind, nothing, outlast, serving
 
-from tokenpod.core.messages import (
-    FinishCode,
-    Load,
-    Request,
-    SamplingParams,
-    Started,
-    StoppingParams,
-)
+from tokenpod.core.outputs import FinishCode, Load, Started
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.config import ServerSettings
 from tokenpod.service.dialects.registry import TABLE
 from tokenpod.service.rpc.errors import DataLoss, InvalidArgument

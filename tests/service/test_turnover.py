@@ -10,14 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tokenpod.core.messages import (
-    FailureCode,
-    FinishCode,
-    Load,
-    Request,
-    SamplingParams,
-    StoppingParams,
-)
+from tokenpod.core.outputs import FailureCode, FinishCode, Load
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.rpc.turnover import Outlook, Turnover

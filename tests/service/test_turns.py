@@ -14,7 +14,9 @@ from chat_templates import FAMILIES, PARIS, QWEN, ROME, SPECIAL_TOKENS, Written
 from google.protobuf.json_format import ParseDict
 from tokenizers import Tokenizer as Backend
 
-from tokenpod.core.messages import FinishCode, Request, SamplingParams, StoppingParams
+from tokenpod.core.outputs import FinishCode
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.service.dialects.tokenpod_v1.chats import MOST_CALLS, MOST_TOOLS, MOST_VALUES
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call
 from tokenpod.service.dialects.tokenpod_v1.writer import EventWriter

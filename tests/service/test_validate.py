@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from chats import turns
 
-from tokenpod.core.messages import BeamParams
+from tokenpod.core.requests import BeamParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.validate import RequestLimits
 from tokenpod.service.rpc.errors import InvalidArgument

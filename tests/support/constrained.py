@@ -12,16 +12,11 @@ from tokenizers import Tokenizer as Backend
 
 import tokenpod.models.demo
 from tokenpod.core.constraints import ConstraintLimits
-from tokenpod.core.messages import (
-    Advance,
-    FinishCode,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-    Vocabulary,
-)
+from tokenpod.core.messages import Advance, Vocabulary
+from tokenpod.core.outputs import FinishCode, StepOutputs
 from tokenpod.core.plan import LAST
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks

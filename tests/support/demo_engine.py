@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import tokenpod.models.demo
-from tokenpod.core.messages import Advance, Request, SamplingParams, StepOutputs, StoppingParams
+from tokenpod.core.messages import Advance
+from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
-from tokenpod.core.sampling import DRAWS
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import DRAWS, SamplingParams
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_sampler import HostSampler, counters, tempered
 from tokenpod.engine.loop import EngineLoop

@@ -20,8 +20,10 @@ import guessing
 import msgspec
 import torch
 
-from tokenpod.core.messages import EngineOptions, Request, StepOutputs
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import StepPlan
+from tokenpod.core.requests import Request
 from tokenpod.engine.assemble import Assembled, assemble, make_pool
 from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.join import join_group

@@ -10,8 +10,8 @@ import torch
 from interpreted import DEVICE
 from sampling_reference import choose
 
-from tokenpod.core.messages import Request, StoppingParams
 from tokenpod.core.plan import NewRow
+from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import DeviceSampler, Launches, Tiles
 from tokenpod.engine.host_sampler import HostSampler

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.sampling import SamplingParams
 
 WORD = 2**32
 

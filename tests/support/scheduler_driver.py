@@ -13,18 +13,11 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
-from tokenpod.core.messages import (
-    PROBE_TOKENS,
-    Advance,
-    Advanced,
-    Failure,
-    FailureCode,
-    FinishCode,
-    Request,
-    SamplingParams,
-    StoppingParams,
-)
+from tokenpod.core.messages import PROBE_TOKENS, Advance
+from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode
 from tokenpod.core.plan import LAST, UNSAMPLED, NewRow, StepPlan
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.reserve import Reserve
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step

@@ -7,13 +7,10 @@ from collections import defaultdict
 
 import torch
 
-from tokenpod.core.messages import (
-    EngineOptions,
-    Request,
-    SamplingParams,
-    StepOutputs,
-    StoppingParams,
-)
+from tokenpod.core.messages import EngineOptions
+from tokenpod.core.outputs import StepOutputs
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import assemble
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.models.load import load_model

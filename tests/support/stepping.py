@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tokenpod.core.messages import Request, StoppingParams
 from tokenpod.core.plan import LAST, UNSAMPLED, NewRow, PlanRow, plan_of
+from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.executor import Launched, Launcher, StepResult
 

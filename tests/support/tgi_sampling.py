@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from sampling_reference import green
 
-from tokenpod.core.messages import SamplingParams
+from tokenpod.core.sampling import SamplingParams
 
 INF = float("inf")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tokenpod.core.messages import FinishCode
+from tokenpod.core.outputs import FinishCode
 from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.deltas import Delta

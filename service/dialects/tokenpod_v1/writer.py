@@ -6,7 +6,7 @@ import asyncio
 
 from google.protobuf.duration_pb2 import Duration
 
-from tokenpod.core.messages import FinishCode
+from tokenpod.core.outputs import FinishCode
 from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.serving.calls import GenerateCall
 from tokenpod.service.serving.chats import ChatPrompt

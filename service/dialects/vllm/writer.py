@@ -6,7 +6,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
 
-from tokenpod.core.messages import FinishCode
+from tokenpod.core.outputs import FinishCode
 from tokenpod.service.dialects.streams import SampleWriter
 from tokenpod.service.serving.deltas import Delta
 from tokenpod.service.serving.generation import Sample

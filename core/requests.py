@@ -1,0 +1,114 @@
+"""What the service asks of the engine: requests, and how their texts end.
+
+A *sequence* is one sample of a request; its id is never used again. Times are nanoseconds of
+CLOCK_MONOTONIC, which all processes of a machine read.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from tokenpod.core.constraints import Constraint
+from tokenpod.core.message import Message
+from tokenpod.core.sampling import SamplingParams
+
+
+class StoppingParams(msgspec.Struct, frozen=True, array_like=True):
+    """When a sequence ends, as far as tokens show. The service looks for stop sequences."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    #: End-of-text tokens; empty when they are to be ignored. Not sampled before `min_new_tokens`.
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    #: TGI's order: the last allowed token finishes with LENGTH even if it is an end-of-text token.
+    length_first: bool = False
+    #: Finish with TIME_LIMIT once this moment has passed.
+    time_limit_at: int | None = None
+
+
+class EarlyStop(IntEnum):
+    """When a beam search ends; transformers' `early_stopping`."""
+
+    #: False: once the best beam, were it to end now, is no better than the worst result.
+    FALSE = 0
+    #: True: as soon as there are `width` results.
+    TRUE = 1
+    #: "never": once no beam could become better than the worst result.
+    NEVER = 2
+
+
+class BeamParams(msgspec.Struct, frozen=True, array_like=True):
+    """A beam search: keep the likeliest beginnings, and extend them all."""
+
+    #: Beginnings that are kept.
+    width: int
+    #: A result's log probability is divided by its length to the power of this.
+    length_penalty: float = 1.0
+    early_stopping: EarlyStop = EarlyStop.FALSE
+    #: Results that are returned, the best first; at most `width`.
+    n: int = 1
+
+
+class GivenVectors(msgspec.Struct, frozen=True, array_like=True):
+    """Embeddings that replace those of the table at some positions of a prompt."""
+
+    #: The first of them; each has one vector.
+    start: int
+    #: Numbers of a vector, as many as the table has columns.
+    width: int
+    #: [positions, width] float32, little-endian.
+    numbers: bytes
+
+
+class Request(Message, frozen=True, array_like=True, tag=True):
+    """One prompt and its samples. The samples share the keys and values of the prompt."""
+
+    #: One id a sample; sample i draws from stream i of the seed.
+    sequence_ids: list[int]
+    prompt: list[int]
+    sampling: SamplingParams
+    stopping: StoppingParams
+    #: Report the log probability of each token.
+    logprobs: bool = False
+    #: Report so many most likely tokens at each position.
+    top_n_tokens: int = 0
+    #: Report each token's rank among all, by the model's own distribution.
+    ranks: bool = False
+    #: Report the log probability of each prompt token; such a prompt skips the prefix cache.
+    prompt_logprobs: bool = False
+    #: Higher first.
+    priority: int = 0
+    arrived_at: int = 0
+    #: Drop the request once this moment has passed.
+    deadline_at: int | None = None
+    #: Drop the request if no step has held any of it by this moment: its end would be late.
+    begin_by: int | None = None
+    #: Requests share cached prefixes only within one salt (adapter, tenant).
+    salt: str = ""
+    #: A router's liveness probe: one new token at once, in a row and slots that are reserved for
+    #: it. Its prompt has less than PROBE_TOKENS tokens.
+    probe: bool = False
+    #: The number of its adapter, from 1; 0: none. Those of one adapter share a salt.
+    adapter: int = 0
+    #: Positions whose embeddings are given; penalties alone count their tokens.
+    given: list[GivenVectors] = []
+    #: Tokens that may be drafted in a step, at most, where the engine drafts any.
+    drafts: int = 0
+    #: With `prompt_logprobs`: so many most likely tokens at each position of the prompt, and the
+    #: ranks of its tokens.
+    prompt_top_n_tokens: int = 0
+    prompt_ranks: bool = False
+    #: What the text must conform to.
+    constraint: Constraint | None = None
+    #: Search: one sequence for each beam, of which the first `n` tell the results, at the end.
+    #: `top_n_tokens` is what a search needs of each beam, at least `width` and one for each token
+    #: that ends the text.
+    beam: BeamParams | None = None
+
+    @property
+    def reported(self) -> list[int]:
+        """The sequences whose tokens, ends and failures are reported."""
+        return self.sequence_ids if self.beam is None else self.sequence_ids[: self.beam.n]

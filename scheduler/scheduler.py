@@ -7,7 +7,6 @@ n: a plan needs the lengths of sequences, not their tokens.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from types import MappingProxyType
@@ -15,8 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance, CacheEvents
-from tokenpod.core.outputs import Drafted, Ended, Failure, FailureCode, FinishCode, Load, Started
-from tokenpod.core.plan import UNSAMPLED
+from tokenpod.core.outputs import Failure, FailureCode, FinishCode, Load
 from tokenpod.core.requests import Request
 from tokenpod.scheduler.adapter_slots import AdapterSlots
 from tokenpod.scheduler.admission import Admission, Ledger
@@ -26,11 +24,14 @@ from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.constrained import Constrained
-from tokenpod.scheduler.deadlines import Deadlines
-from tokenpod.scheduler.drafting import Drafting, Landed
+from tokenpod.scheduler.counts import Counts
+from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.ends import finish
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.lateness import Lateness
+from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.pace import Pace
 from tokenpod.scheduler.probe import Probes
 from tokenpod.scheduler.queue import Planner, Queue
@@ -55,6 +56,9 @@ class Scheduler:
         batching: makes the batching policy from the limits.
         drafting: makes what decides who has drafts; None: nobody has.
     """
+
+    #: What takes the tokens of steps.
+    _OUTCOMES = Outcomes
 
     def __init__(
         self,
@@ -98,18 +102,24 @@ class Scheduler:
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
         self._constrained = Constrained(self._queue.add_again)
-        #: Requests that came since `_drop_hopeless` last looked.
-        self._new: list[Sequence] = []
         self._vectors = VectorIds()
-        self._deadlines = Deadlines()
         self._pace = Pace(limits.prefill_tokens)
+        self._counts = Counts()
+        self._late = Lateness(
+            self._sequences, self.kv, self._queue, self._batcher, pace=self._pace, end=self._end
+        )
+        self._outcomes = self._OUTCOMES(
+            self.kv,
+            self._batcher,
+            self._routed,
+            self._constrained,
+            self._drafting,
+            counts=self._counts,
+            end=self._end,
+            refuse=self.end_constrained,
+        )
         self._settled_at = 0
         self._steps = 0
-        self._prompt_tokens = self._cached_tokens = 0
-        self._ended: Counter[EndState] = Counter()
-        #: Drafted and accepted tokens, by how far behind the last known one they stood.
-        self._drafted: list[int] = []
-        self._accepted: list[int] = []
         #: Steps that have not settled; and nothing could run since the last one.
         self._under_way, self._rested = 0, True
         self._events = Settled()
@@ -124,7 +134,7 @@ class Scheduler:
         if problem:
             for sequence_id in request.sequence_ids:
                 self._events.failures.append(Failure(sequence_id, code, problem))
-            self._ended[EndState.IGNORED] += 1
+            self._counts.ends[EndState.IGNORED] += 1
             return
         if request.probe:
             self._probes.add(*self._make(request, Owner.PROBE))
@@ -132,8 +142,7 @@ class Scheduler:
         samples = self._make(request, Owner.BATCHER)
         for together in [samples] if self.limits.sharing else [[sample] for sample in samples]:
             self._enqueue(together)
-        self._new.append(samples[0])
-        self._deadlines.add(request)
+        self._late.add(samples[0])
 
     def advance(self, op: Advance) -> Failure | None:
         """Queue a router's step. A failure means that nothing of it exists."""
@@ -194,8 +203,7 @@ class Scheduler:
 
     def plan(self, now: int) -> Step | None:
         """The next step, or None if nothing can run."""
-        self._drop_late(now)
-        self._drop_hopeless(now)
+        self._late.drop(now, self._events)
         self._end_constrained()
         self._queue.admit()
         builder = StepBuilder(self.kv, now)
@@ -243,8 +251,8 @@ class Scheduler:
         drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
-        self._take_each(step, tokens, tops, drafted, now, settled)
-        settled.drafted = [self._counted(draft) for draft in drafted.values()]
+        self._outcomes.take_each(step, tokens, tops, drafted, now, settled)
+        settled.drafted = [self._outcomes.counted(draft) for draft in drafted.values()]
         for sequence in left:
             if not sequence.in_flight:
                 self._free(sequence)
@@ -286,18 +294,13 @@ class Scheduler:
             free_slots=max(self.kv.free - PROBE_TOKENS, 0),
             evictable_slots=self.kv.tree.evictable,
             preemptions=self._batcher.preemptions,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
+            prompt_tokens=self._counts.prompt_tokens,
+            cached_tokens=self._counts.cached_tokens,
             evicted_tokens=self.kv.tree.evicted,
             adapters=len(self.adapters.in_use),
-            ended=Ended(
-                stopped=self._ended[EndState.STOPPED],
-                length=self._ended[EndState.LENGTH],
-                aborted=self._ended[EndState.ABORTED],
-                ignored=self._ended[EndState.IGNORED],
-            ),
-            drafted_at=[*self._drafted],
-            accepted_at=[*self._accepted],
+            ended=self._counts.ended,
+            drafted_at=[*self._counts.drafted],
+            accepted_at=[*self._counts.accepted],
         )
 
     def watch_cache(self, *, wanted: bool) -> None:
@@ -374,141 +377,6 @@ class Scheduler:
             self._drafting.began(sequences)
         return sequences
 
-    def _take_each(
-        self,
-        step: Step,
-        tokens: Listing[int],
-        tops: Mapping[int, Top],
-        drafted: Mapping[int, Landed],
-        now: int,
-        settled: Settled,
-    ) -> None:
-        """Append a step's tokens, and note in `settled` what they mean."""
-        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if sequence.group is not None:
-                self._take_tops(sequence.group, sequence, tops.get(at), now, settled)
-            elif token != UNSAMPLED:
-                if self._drafting and sequence.id not in drafted:
-                    self._drafting.watch(sequence, token)
-                self._take(sequence, token, at, now, settled)
-            elif sequence.constrained and not sequence.dead:
-                self._postpone(sequence)
-
-    def _counted(self, draft: Landed) -> Drafted:
-        for counts, n in ((self._drafted, draft.drafted), (self._accepted, draft.accepted)):
-            counts += [0] * (draft.drafted - len(counts))
-            for at in range(n):
-                counts[at] += 1
-        return Drafted(draft.sequence.id, draft.drafted, draft.accepted)
-
-    def _take(self, sequence: Sequence, token: int, at: int, now: int, settled: Settled) -> None:
-        sequence.keep = sequence.keep and token >= 0
-        if sequence.ended_as is not None:
-            # Sampled after its end, before that was seen.
-            return
-        if token < 0 and sequence.constrained and sequence.request.sampling.bad_words:
-            # What the mask allows, its bad words forbid; which these are now, the sampler knows.
-            self.end_constrained(sequence.id)
-            return
-        if token < 0:
-            self._spoil(sequence, settled)
-            return
-        finish = sequence.append(token, now)
-        if not sequence.proven:
-            if len(sequence.outputs) == 1:
-                self._start(sequence, settled)
-            self._batcher.inputs_proven(sequence)
-        settled.sequence_ids.append(sequence.id)
-        settled.token_ids.append(token)
-        settled.finishes.append(finish)
-        settled.samples.append(at)
-        if finish:
-            self._end(sequence, END_STATES[finish])
-
-    def _postpone(self, sequence: Sequence) -> None:
-        """The mask of a row was late: its last position is computed again once it is there."""
-        self.kv.take_back(sequence, 1)
-        sequence.launched -= 1
-        if sequence.owner is Owner.ROUTER:
-            self._routed.unsampled(sequence)
-        self._constrained.pause(sequence)
-
-    def _take_tops(
-        self, group: Group, sequence: Sequence, top: Top | None, now: int, settled: Settled
-    ) -> None:
-        """Take what the search of a beam needs; once it has that of all beams, they go on."""
-        sequence.keep = sequence.keep and top is not None
-        if sequence.dead:
-            return
-        if top is None:
-            self._spoil(sequence, settled)
-            return
-        if not group.take(sequence, top):
-            return
-        if not group.begun:
-            self._start(group.first, settled)
-        if parents := group.advance(now):
-            self._batcher.branched(group, parents)
-            return
-        finish = group.report(settled)
-        self._end(group.first, END_STATES[finish])
-
-    def _start(self, sequence: Sequence, settled: Settled) -> None:
-        """The first token of a sequence has come."""
-        settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
-        if not sequence.stream:
-            # Samples share their prompt: it counts once.
-            self._prompt_tokens += len(sequence.request.prompt)
-            self._cached_tokens += sequence.cached
-            if sequence.node is not None:
-                self.kv.tree.use(sequence.node)
-
-    def _spoil(self, sequence: Sequence, settled: Settled) -> None:
-        problem = "the model computed NaN or Inf for this sequence"
-        settled.failures += _failures(sequence, FailureCode.DATA_LOSS, problem)
-        self._end(sequence)
-
-    def _drop_late(self, now: int) -> None:
-        """End sequences whose deadline or time limit has passed."""
-        for sequence_id in self._deadlines.passed(now):
-            sequence = self._sequences.get(sequence_id)
-            if sequence is None or sequence.dead:
-                continue
-            if sequence.group is not None:
-                sequence = sequence.group.first
-            request = sequence.request
-            if _passed(request.deadline_at, now):
-                problem = "the deadline passed"
-                code = FailureCode.DEADLINE_EXCEEDED
-                self._events.failures += _failures(sequence, code, problem)
-                self._end(sequence)
-            elif _passed(request.stopping.time_limit_at, now):
-                if sequence.launched:
-                    # The next token ends it.
-                    continue
-                for told in _reported(sequence):
-                    self._events.sequence_ids.append(told)
-                    self._events.token_ids.append(-1)
-                    self._events.finishes.append(FinishCode.TIME_LIMIT)
-                self._end(sequence, EndState.LENGTH)
-            elif not sequence.began_at:
-                self._give_up(request, now, "calls take longer than that now")
-
-    def _drop_hopeless(self, now: int) -> None:
-        """End sequences that can't have their first token in time, before it costs anything."""
-        new, self._new = self._new, []
-        # Others in the queue were checked when they came, and will be again at its head.
-        for sequence in (*new, *self._queue.head[:1], *self._batcher.prefilling):
-            deadline = sequence.request.deadline_at
-            if sequence.dead or sequence.outputs or deadline is None:
-                continue
-            if now + self._pace.least(sequence.needed) <= deadline:
-                continue
-            least = self._pace.least(sequence.needed - self.kv.known(sequence))
-            if now + least > deadline:
-                why = f"the prompt takes {least / 1e9:.3f} s at the least"
-                self._give_up(sequence.request, now, why)
-
     def _end_constrained(self) -> None:
         """End sequences whose constraints allow nothing more, or were refused."""
         for sequence_id, (sequence, problem) in [*self._constrained.over.items()]:
@@ -518,22 +386,9 @@ class Scheduler:
                 failure = Failure(sequence_id, FailureCode.INVALID_ARGUMENT, problem)
                 self._events.failures.append(failure)
             else:
-                self._events.sequence_ids.append(sequence_id)
-                self._events.token_ids.append(-1)
-                self._events.finishes.append(FinishCode.CONSTRAINT)
-            finish = END_STATES[FinishCode.CONSTRAINT]
-            self._end(sequence, EndState.IGNORED if problem else finish)
-
-    def _give_up(self, request: Request, now: int, why: str) -> None:
-        """End all samples of a request that would be late."""
-        left = max((request.deadline_at or now) - now, 0) / 1e9
-        problem = f"the deadline can't be met any more: it is {left:.3f} s away, and {why}"
-        for sequence_id in request.sequence_ids:
-            sequence = self._sequences.get(sequence_id)
-            if sequence is not None and not sequence.dead:
-                code = FailureCode.DEADLINE_EXCEEDED
-                self._events.failures += _failures(sequence, code, problem)
-                self._end(sequence)
+                finish(self._events, sequence_id, FinishCode.CONSTRAINT)
+            state = END_STATES[FinishCode.CONSTRAINT]
+            self._end(sequence, EndState.IGNORED if problem else state)
 
     def _end(self, sequence: Sequence, state: EndState = EndState.ABORTED) -> None:
         if sequence.dead:
@@ -546,7 +401,7 @@ class Scheduler:
     def _end_one(self, sequence: Sequence, state: EndState) -> None:
         sequence.ended_as = state
         if sequence.owner is not Owner.PROBE and not self._runs_on(sequence.request):
-            self._ended[state] += 1
+            self._counts.ends[state] += 1
         if not (self._constrained.forget(sequence) or self._queue.remove(sequence)):
             self._batcher.remove(sequence)
         if not sequence.in_flight:
@@ -566,20 +421,7 @@ class Scheduler:
         for planner in (self._batcher, self._routed, self._probes):
             planner.released(sequence)
         self._queue.freed()
-        self._deadlines.forget(sequence.id)
+        self._late.forget(sequence.id)
         del self._sequences[sequence.id]
         self.adapters.leave(sequence)
         sequence.leave()
-
-
-def _reported(sequence: Sequence) -> list[int]:
-    """The ids by which clients hear of a sequence."""
-    return [sequence.id] if sequence.group is None else sequence.request.reported
-
-
-def _failures(sequence: Sequence, code: FailureCode, problem: str) -> list[Failure]:
-    return [Failure(told, code, problem) for told in _reported(sequence)]
-
-
-def _passed(moment: int | None, now: int) -> bool:
-    return moment is not None and now >= moment

@@ -8,10 +8,34 @@ from collections.abc import Sequence as Listing
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.scheduler.beam_search import Top
 from tokenpod.scheduler.drafting import Landed
+from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.scheduler import Scheduler, Settled, Step
 
 #: A token that never ends a sequence.
 PLAIN = 0
+
+
+class SkippingOutcomes(Outcomes):
+    """Takes plain tokens of running streams at once."""
+
+    def take_each(
+        self,
+        step: Step,
+        tokens: Listing[int],
+        tops: Mapping[int, Top],
+        drafted: Mapping[int, Landed],
+        now: int,
+        settled: Settled,
+    ) -> None:
+        """See `Outcomes`: a plain token of a running stream takes no questions."""
+        del tops, drafted
+        sequence_ids = settled.sequence_ids
+        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
+            if token == PLAIN and sequence.proven and sequence.ended_as is None:
+                sequence.outputs.append(PLAIN)
+                sequence_ids.append(sequence.id)
+            else:
+                self.take(sequence, token, at, now, settled)
 
 
 class SkippingScheduler(Scheduler):
@@ -22,6 +46,8 @@ class SkippingScheduler(Scheduler):
     came, without the tokens.
     """
 
+    _OUTCOMES = SkippingOutcomes
+
     def quiet_steps(self, step: Step, most: int) -> int:
         """How many steps like `step`, the last one planned, surely follow if no token ends one.
 
@@ -30,7 +56,7 @@ class SkippingScheduler(Scheduler):
         """
         if most < 1 or self._queue.may_admit or self._routed.ops or len(self._probes):
             return 0
-        if self._new or self._deadlines or not self._batcher.holds_only(step.places):
+        if self._late.watches or not self._batcher.holds_only(step.places):
             return 0
         table = self.kv.table
         left = (table.bound[step.places] - table.computed[step.places]).min()
@@ -63,22 +89,3 @@ class SkippingScheduler(Scheduler):
     def place_of(self, sequence_id: int) -> int:
         """Where a sequence is in the table, until it has ended. Raises KeyError."""
         return self._sequences[sequence_id].place
-
-    def _take_each(
-        self,
-        step: Step,
-        tokens: Listing[int],
-        tops: Mapping[int, Top],
-        drafted: Mapping[int, Landed],
-        now: int,
-        settled: Settled,
-    ) -> None:
-        """See `Scheduler`: a plain token of a running stream takes no questions."""
-        del tops, drafted
-        sequence_ids = settled.sequence_ids
-        for at, (sequence, token) in enumerate(zip(step.sampled, tokens, strict=True)):
-            if token == PLAIN and sequence.proven and sequence.ended_as is None:
-                sequence.outputs.append(PLAIN)
-                sequence_ids.append(sequence.id)
-            else:
-                self._take(sequence, token, at, now, settled)

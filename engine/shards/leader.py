@@ -299,7 +299,8 @@ class PlanServer:
         while not self._formed and not self._over:
             rival = find_rival(place.found_at, self.generation, place.tls)
             with self._changed:
-                self._rival = rival
+                # One that has given up meanwhile is still why this one waits.
+                self._rival = rival or self._rival
                 self._changed.notify_all()
             time.sleep(_LOOK_SECONDS)
 

@@ -34,4 +34,4 @@ def find_rival(address: str, generation: str, tls: ShardTls | None) -> str | Non
             return None
     if first is None or not first.HasField("refused"):
         return None
-    return f"another leader answers at {address}: {first.refused.reason}"
+    return f"another leader answered at {address}: {first.refused.reason}"

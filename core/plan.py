@@ -3,7 +3,7 @@
 The scheduler fills them once. Executors read views of them, on the leader and, from the same bytes,
 on every follower.
 
-    r_  one number a row of the step    t_  one a token, row after row    n_  one a new row
+    r_  one number per row of the step    t_  one per token, row after row    n_  one per new row
 
 Columns that few steps need (adapters, masks, copies, given embeddings) are empty in the others.
 """

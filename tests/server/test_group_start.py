@@ -21,8 +21,8 @@ from harness import free_port
 DEMO = Path(str(files("tokenpod.models.demo")))
 #: Those who wait in vain do so until it is over.
 IN_VAIN = 25
-#: Those who find each other, and wait for one of them to be put right: all of it, but long enough to
-#: find each other where many start at once.
+#: Those who find each other, and wait for one of them to be put right: all of it, but long enough
+#: to find each other where many start at once.
 IN_TIME = 90
 SLACK = 60
 

@@ -111,7 +111,7 @@ class Decoder:
         config = self.config
         kv = config.kv
         shape = Heads(config.heads, kv.heads, kv.key_dim, self._dtype, self._device)
-        # Rows of latents are the same to all of a row's tokens: nobody is told where a row begins.
+        # Rows of latents are the same to all of a row's tokens: attention needs no row starts.
         seen = set() if config.latent else set(config.windows)
         windows = sorted(seen, key=lambda window: window or 0)
         return self._ops.prepare_capture(shape, windows, rows)

@@ -91,7 +91,7 @@ class Shard:
         return max(kv_heads // self.world, 1)
 
 
-#: All of it.
+#: The shard of a single rank: the whole model.
 WHOLE = Shard()
 
 

@@ -32,7 +32,7 @@ _LIMITS = llguidance.LLParserLimits(
     # What clients sent must not get into logs.
     verbose_errors=False,
 )
-#: Characters of an error that a client is told.
+#: Characters of an error that a client gets.
 _MOST_SHOWN = 500
 
 

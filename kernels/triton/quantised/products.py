@@ -6,7 +6,7 @@
 - many, bound by arithmetic: where the format rounds inputs the same, or the library's product of 8
   bits; where it does not, the library's product of 16 bits with a float copy of the weight.
 
-What a token gets does not depend on which: inputs are rounded in all of them or in none.
+What a token gets depends on which by rounding alone: where the format rounds inputs, all do.
 """
 
 from __future__ import annotations

@@ -348,6 +348,8 @@ def simulate(options: argparse.Namespace) -> None:
 def on_cpu(options: argparse.Namespace) -> None:
     executor = demo(64)
     for shape in ("chat", "unknown"):
+        if options.only not in shape:
+            continue
         lengths = SHAPES[shape](options.requests or 80, 256)
         limits = Limits(6000, 64, 2048, 512)
 
@@ -381,6 +383,8 @@ def on_gpu(options: argparse.Namespace) -> None:
     bench = gpu.make_bench(model, made)
     for pool, slots in {"64k": 65_536, "900k": 900_000}.items():
         for shape in ("chat", "unknown"):
+            if options.only not in f"{pool}-{shape}":
+                continue
             lengths = SHAPES[shape](options.requests or 1000, 1024)
             limits = Limits(slots, 512, 4096, 4096)
 
@@ -469,7 +473,7 @@ def main() -> None:
     parser.add_argument("--images", default="docs/images")
     parser.add_argument("--workload", default="gpu-workload.json")
     parser.add_argument("--requests", type=int, help="default: 1000, and 80 on the CPU")
-    parser.add_argument("--only", default="", help="part of POOL-SHAPE, of simulate")
+    parser.add_argument("--only", default="", help="part of POOL-SHAPE, or of SHAPE on the CPU")
     options = parser.parse_args()
     commands[options.command](options)
 

@@ -259,7 +259,9 @@ async def test_generate_sends_every_option_in_its_field(server):
                 include_stop_sequence=True,
                 time_limit={"seconds": 1, "nanos": 500_000_000},
             ),
-            output=pb.OutputOptions(logprobs=True, top_n_tokens=2, prompt_logprobs=True),
+            output=pb.OutputOptions(
+                return_logprobs=True, top_n_tokens=2, return_prompt_logprobs=True
+            ),
             truncate=7,
             request_id="x",
             priority=-3,

@@ -26,7 +26,7 @@ def api(server: ServerProcess) -> Any:
 
 
 def test_results_come_at_the_end_and_the_best_first(api: Any) -> None:
-    events = stream(api, ask(sampling=BEAM, output={"logprobs": True}))
+    events = stream(api, ask(sampling=BEAM, output={"return_logprobs": True}))
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds == ["started", "tokens", "finished", "tokens", "finished", "completed"]
     assert not events[0].started.HasField("seed")
@@ -40,7 +40,7 @@ def test_results_come_at_the_end_and_the_best_first(api: Any) -> None:
         assert finished.cumulative_logprob == pytest.approx(sum(tokens.logprobs), abs=1e-4)
         assert finished.score == pytest.approx(finished.cumulative_logprob / 8**0.4)
     assert tokens_of(events, 0)[0].token_ids != tokens_of(events, 1)[0].token_ids
-    answer = once(api, ask(sampling=BEAM, output={"logprobs": True}))
+    answer = once(api, ask(sampling=BEAM, output={"return_logprobs": True}))
     assert [r.text for r in answer.results] == [best.text, second.text]
     # Now the prompt was cached, and is not computed in the same way.
     assert [r.score for r in answer.results] == pytest.approx([best.score, second.score], abs=1e-4)
@@ -88,7 +88,7 @@ NOT_YET: dict[str, dict[str, Any]] = {
         "constraint": {"regex": "a+"},
         "stopping": {"max_new_tokens": 4},
     },
-    "output.ranks": {"sampling": BEAM, "output": {"ranks": True}},
+    "output.return_ranks": {"sampling": BEAM, "output": {"return_ranks": True}},
 }
 
 

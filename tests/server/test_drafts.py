@@ -73,8 +73,8 @@ def ids_of(events: list[Any]) -> list[int]:
     "fields",
     [
         {},
-        {"sampling": {"temperature": 0.3, "seed": 5}, "output": {"logprobs": True}},
-        {"output": {"top_n_tokens": 2, "ranks": True, "text_offsets": True}},
+        {"sampling": {"temperature": 0.3, "seed": 5}, "output": {"return_logprobs": True}},
+        {"output": {"top_n_tokens": 2, "return_ranks": True, "return_text_offsets": True}},
     ],
     ids=["greedy", "sampled", "told more"],
 )

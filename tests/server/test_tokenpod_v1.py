@@ -59,7 +59,9 @@ EQUAL: dict[str, dict[str, Any]] = {
             **{"include_stop_sequence": True, "min_new_tokens": 2},
         }
     },
-    "logprobs": {"output": {"logprobs": True, "top_n_tokens": 3, "prompt_logprobs": True}},
+    "logprobs": {
+        "output": {"return_logprobs": True, "top_n_tokens": 3, "return_prompt_logprobs": True}
+    },
     "token ids": {"token_ids": {"ids": [5, 17, 301, 44]}},
     "truncated": {"text": PROMPT * 8, "truncate": 9},
 }
@@ -70,10 +72,9 @@ def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, 
     fields = {"text": PROMPT, "stopping": SHORT} | EQUAL[kind]
     if "token_ids" in fields:
         del fields["text"]
-    ours, theirs = (
-        stream(api, pb.GenerateRequest(**fields)),
-        generate(stub, v3.GenerateRequest(**fields)),
-    )
+    ours = stream(api, pb.GenerateRequest(**fields))
+    output = {name.removeprefix("return_"): x for name, x in fields.get("output", {}).items()}
+    theirs = generate(stub, v3.GenerateRequest(**fields | {"output": output}))
     finished = sorted(finished_of(ours), key=lambda each: each.index)
     assert len(finished) == len(theirs.samples)
     for mine, other in zip(finished, theirs.samples, strict=True):
@@ -98,7 +99,7 @@ def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, 
 def test_a_whole_answer_is_what_the_stream_adds_up_to(api: Any) -> None:
     request = ask(
         sampling={"n": 2, "temperature": 1.0, "seed": 9},
-        output={"logprobs": True, "text_offsets": True, "top_n_tokens": 2},
+        output={"return_logprobs": True, "return_text_offsets": True, "top_n_tokens": 2},
     )
     events, answer = stream(api, request), once(api, request)
     assert answer.started.seed == events[0].started.seed == 9
@@ -155,7 +156,9 @@ def test_offsets_say_where_each_tokens_text_begins(api: Any) -> None:
     ids = list(api.Tokenize(service.TokenizeRequest(text="é", return_token_ids=True)).token_ids)
     bias = dict.fromkeys(ids[1:], 100.0)
     request = ask(
-        sampling={"logit_bias": bias}, output={"text_offsets": True}, stopping={"max_new_tokens": 9}
+        sampling={"logit_bias": bias},
+        output={"return_text_offsets": True},
+        stopping={"max_new_tokens": 9},
     )
     events = stream(api, request)
     offsets = [at for run in tokens_of(events) for at in run.text_offsets]
@@ -164,7 +167,7 @@ def test_offsets_say_where_each_tokens_text_begins(api: Any) -> None:
     assert offsets == sorted(offsets)
     assert offsets[0] == 0
     assert offsets[-1] <= len(text)
-    plain = stream(api, ask(output={"text_offsets": True}))
+    plain = stream(api, ask(output={"return_text_offsets": True}))
     said, written = finished_of(plain)[0].text, 0
     for run in tokens_of(plain):
         assert list(run.text_offsets) == [written]
@@ -173,11 +176,11 @@ def test_offsets_say_where_each_tokens_text_begins(api: Any) -> None:
 
 
 def test_the_final_text_can_be_left_out(api: Any) -> None:
-    events = stream(api, ask(output={"final_text": False}))
+    events = stream(api, ask(output={"return_final_text": False}))
     assert "".join(run.text for run in tokens_of(events))
     assert finished_of(events)[0].text == ""
     chat = pb.GenerateRequest(
-        chat=said(("user", "x")), stopping=SHORT, output={"final_text": False}
+        chat=said(("user", "x")), stopping=SHORT, output={"return_final_text": False}
     )
     assert not once(api, chat).results[0].HasField("message")
 
@@ -204,7 +207,7 @@ def test_spaces_are_put_around_special_tokens_that_are_shown(api: Any) -> None:
 
 
 def test_a_tokens_rank_is_its_place_among_all(api: Any) -> None:
-    output = {"ranks": True, "top_n_tokens": 5}
+    output = {"return_ranks": True, "top_n_tokens": 5}
     sampling = {"temperature": 3.0, "seed": 5, "n": 2}
     answer = once(api, ask(sampling=sampling, output=output))
     ranks = []
@@ -216,21 +219,23 @@ def test_a_tokens_rank_is_its_place_among_all(api: Any) -> None:
             assert token not in top.ids or list(top.ids).index(token) == rank - 1
         ranks += tokens.ranks
     assert max(ranks) > 5
-    greedy = stream(api, ask(output={"ranks": True}))
+    greedy = stream(api, ask(output={"return_ranks": True}))
     assert [rank for run in tokens_of(greedy) for rank in run.ranks] == [1] * 8
 
 
 def test_the_likeliest_tokens_at_each_position_of_a_prompt_are_told(api: Any) -> None:
     """They are those that the model would have generated there."""
-    (result,) = once(api, ask(output={"top_n_tokens": 2, "logprobs": True})).results
+    (result,) = once(api, ask(output={"top_n_tokens": 2, "return_logprobs": True})).results
     generated = result.tokens
-    first = stream(api, ask(stopping={"max_new_tokens": 1}, output={"prompt_logprobs": True}))[0]
+    first = stream(
+        api, ask(stopping={"max_new_tokens": 1}, output={"return_prompt_logprobs": True})
+    )[0]
     before = list(first.started.prompt_tokens.ids)
     ids = {"ids": [*before, *generated.token_ids]}
     asked = pb.GenerateRequest(
         token_ids=ids,
         stopping={"max_new_tokens": 1},
-        output={"prompt_top_n_tokens": 2, "ranks": True, "final_text": False},
+        output={"prompt_top_n_tokens": 2, "return_ranks": True, "return_final_text": False},
     )
     for told in (
         once(api, asked).started.prompt_tokens,
@@ -265,12 +270,12 @@ def test_a_long_prompts_top_tokens_are_told_in_pieces(api: Any) -> None:
 
 def test_only_allowed_tokens_are_drawn(api: Any) -> None:
     allowed = [44, 300, 5, 17]
-    greedy = ask(sampling={"allowed_token_ids": allowed}, output={"logprobs": True})
+    greedy = ask(sampling={"allowed_token_ids": allowed}, output={"return_logprobs": True})
     (result,) = once(api, greedy).results
     assert {*result.tokens.token_ids} <= {*allowed}
     drawn = ask(sampling={"allowed_token_ids": allowed, "temperature": 50.0, "seed": 3})
     assert {*once(api, drawn).results[0].tokens.token_ids} == {*allowed}
-    alone = ask(sampling={"allowed_token_ids": [7]}, output={"logprobs": True})
+    alone = ask(sampling={"allowed_token_ids": [7]}, output={"return_logprobs": True})
     (result,) = once(api, alone).results
     assert list(result.tokens.token_ids) == [7] * 8
     assert list(result.tokens.logprobs) == [0.0] * 8

@@ -178,7 +178,7 @@ def test_the_model_tells_its_limits_and_they_are_the_ones_in_force(api: Any) -> 
         assert field in violations(
             refused(grpc.StatusCode.INVALID_ARGUMENT, stream, api, ask(**fields))
         )
-    request = pb.GenerateRequest(token_ids={"ids": [5] * 2040}, output={"final_text": False})
+    request = pb.GenerateRequest(token_ids={"ids": [5] * 2040}, output={"return_final_text": False})
     assert once(api, request).started.max_new_tokens == limits.max_total_tokens - 2040
 
 

@@ -20,7 +20,7 @@ _BESIDE = ("beam", "do_sample", "temperature")
 #: Fields that a search could have, and has not yet; so are all others of `sampling`.
 _NOT_BUILT = {
     "stopping": ("stop_sequences", "eos_boost"),
-    "output": ("top_n_tokens", "ranks"),
+    "output": ("top_n_tokens", "return_ranks"),
 }
 
 

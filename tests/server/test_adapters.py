@@ -140,7 +140,7 @@ def test_an_unknown_adapter_is_not_found_and_the_answer_names_those_there_are(ap
 def test_the_model_names_its_adapters(api: Any, adapters: dict[str, Any]) -> None:
     model = api.GetModel(service.GetModelRequest(), timeout=30).model
     assert "adapter" in model.features
-    assert (model.adapter_count, model.max_adapter_count, model.max_adapter_rank) == (3, 2, 8)
+    assert (model.adapter_count, model.max_adapters, model.max_adapter_rank) == (3, 2, 8)
     assert [each.name for each in model.adapters] == sorted(adapters)
     assert {each.rank for each in model.adapters} == {4}
     assert len({each.digest for each in model.adapters}) == 3
@@ -157,7 +157,7 @@ def test_without_adapters_the_field_is_no_feature(server: ServerProcess) -> None
     base = GenerationServiceStub(server.channel())
     model = base.GetModel(service.GetModelRequest(), timeout=30).model
     assert "adapter" not in model.features
-    assert (model.adapter_count, model.max_adapter_count) == (0, 0)
+    assert (model.adapter_count, model.max_adapters) == (0, 0)
     error = refused(grpc.StatusCode.NOT_FOUND, list, base.Generate(ask(adapter="x"), timeout=30))
     assert error.details() == "there is no adapter 'x'; this server has none"
 

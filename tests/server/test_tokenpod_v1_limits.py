@@ -162,15 +162,15 @@ def test_the_model_tells_its_limits_and_they_are_the_ones_in_force(api: Any) -> 
     assert "sampling.top_k" in model.features
     over = {
         "output.top_n_tokens": {"output": {"top_n_tokens": limits.max_top_n_tokens + 1}},
-        "sampling.n": {"sampling": {"n": limits.max_sample_count + 1}},
+        "sampling.n": {"sampling": {"n": limits.max_samples + 1}},
         "stopping.stop_sequences": {
-            "stopping": {"stop_sequences": ["x"] * (limits.max_stop_sequence_count + 1)}
+            "stopping": {"stop_sequences": ["x"] * (limits.max_stop_sequences + 1)}
         },
         "stopping.stop_sequences[0]": {
             "stopping": {"stop_sequences": ["x" * (limits.max_stop_sequence_bytes + 1)]}
         },
         "stopping.stop_token_ids": {
-            "stopping": {"stop_token_ids": [1] * (limits.max_logit_bias_count + 1)}
+            "stopping": {"stop_token_ids": [1] * (limits.max_logit_biases + 1)}
         },
         "prompt": {"text": "", "token_ids": {"ids": [5] * (limits.max_input_tokens + 1)}},
     }

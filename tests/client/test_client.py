@@ -72,7 +72,7 @@ class Scripted(GenerationServiceServicer):
         return service.GetModelResponse(model=model_pb2.Model(name="some"))
 
     def GetLoad(self, request, context):
-        return service.GetLoadResponse(running_count=3)
+        return service.GetLoadResponse(running_sequence_count=3)
 
     def _refuse(self, text: str, context: grpc.ServicerContext) -> None:
         if text == "busy" and len(self.calls) < 3:
@@ -198,7 +198,7 @@ def test_the_other_calls(client):
     assert made.generate_once("hi").results[0].text == "Hey"
     assert made.tokenize("abc") == [4, 3]
     assert made.detokenize([1, 2]) == "1 2"
-    assert (made.model().name, made.load().running_count) == ("some", 3)
+    assert (made.model().name, made.load().running_sequence_count) == ("some", 3)
 
 
 def test_a_call_that_is_refused_with_a_hint_is_sent_again(client, server):

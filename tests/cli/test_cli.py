@@ -68,7 +68,7 @@ class Canned(GenerationServiceServicer):
         # Interleaved, as a step brings them.
         for text in ("Hé", "llo"):
             for index in range(samples):
-                yield pb.GenerateResponse(tokens=pb.Tokens(index=index, text=text))
+                yield pb.GenerateResponse(tokens=pb.Tokens(sample_index=index, text=text))
         if request.text == "slow":
             await self._until_cancelled()
         for index in range(samples):
@@ -107,7 +107,7 @@ USAGE = pb.Usage(prompt_token_count=3, generated_token_count=2)
 
 def finished(index: int) -> pb.Finished:
     return pb.Finished(
-        index=index,
+        sample_index=index,
         text="Héllo",
         reason=pb.FINISH_REASON_STOP_SEQUENCE,
         stop_sequence="\n\n",
@@ -310,7 +310,7 @@ async def test_json_has_one_line_an_event(server):
     assert [next(iter(event)) for event in events] == [
         *("started", "tokens", "tokens", "finished", "completed")
     ]
-    assert events[1]["tokens"]["index"] == 0
+    assert events[1]["tokens"]["sample_index"] == 0
     assert events[3]["finished"]["reason"] == "FINISH_REASON_STOP_SEQUENCE"
     assert done.err == ""
 
@@ -425,7 +425,7 @@ async def test_info_is_a_table_or_json(server):
     rows = [line.split(maxsplit=1) for line in text.out.splitlines()]
     assert rows[0] == ["name", "demo"]
     assert ["dtype", "float32"] in rows
-    assert "max total tokens          2048" in text.out
+    assert "max total tokens         2048" in text.out
     assert ["eos", "token ids             1, 2"] in rows
     as_json = await tokenpod_("info", "--json", "--address", server.address)
     told = json.loads(as_json.out)

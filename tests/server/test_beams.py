@@ -31,10 +31,10 @@ def test_results_come_at_the_end_and_the_best_first(api: Any) -> None:
     assert kinds == ["started", "tokens", "finished", "tokens", "finished", "completed"]
     assert not events[0].started.HasField("seed")
     best, second = finished_of(events)
-    assert (best.index, second.index) == (0, 1)
+    assert (best.sample_index, second.sample_index) == (0, 1)
     assert best.score >= second.score
     for finished in (best, second):
-        (tokens,) = tokens_of(events, finished.index)
+        (tokens,) = tokens_of(events, finished.sample_index)
         assert len(tokens.token_ids) == finished.generated_token_count == 8
         assert tokens.text == finished.text
         assert finished.cumulative_logprob == pytest.approx(sum(tokens.logprobs), abs=1e-4)
@@ -114,7 +114,7 @@ def test_a_width_above_the_limit_is_refused_and_names_both(api: Any) -> None:
 def test_a_request_that_draws_nothing_may_say_so(api: Any) -> None:
     sampling = BEAM | {"do_sample": False, "temperature": 0}
     answer = once(api, ask(sampling=sampling, stopping=SHORT))
-    assert [each.index for each in answer.results] == [0, 1]
+    assert [each.sample_index for each in answer.results] == [0, 1]
 
 
 def test_features_have_the_fields_of_a_search(api: Any) -> None:

@@ -96,7 +96,7 @@ def test_several_samples_with_a_seed_are_the_same_again(api: Any) -> None:
         "stopping": {"max_new_tokens": 200},
     }
     first, again = (
-        {f.index: f.text for f in finished_of(stream(api, ask(**fields)))} for _ in range(2)
+        {f.sample_index: f.text for f in finished_of(stream(api, ask(**fields)))} for _ in range(2)
     )
     assert first == again
     assert first[0] != first[1]

@@ -75,10 +75,10 @@ def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, 
     ours = stream(api, pb.GenerateRequest(**fields))
     output = {name.removeprefix("return_"): x for name, x in fields.get("output", {}).items()}
     theirs = generate(stub, v3.GenerateRequest(**fields | {"output": output}))
-    finished = sorted(finished_of(ours), key=lambda each: each.index)
+    finished = sorted(finished_of(ours), key=lambda each: each.sample_index)
     assert len(finished) == len(theirs.samples)
     for mine, other in zip(finished, theirs.samples, strict=True):
-        runs = tokens_of(ours, mine.index)
+        runs = tokens_of(ours, mine.sample_index)
         assert [t for run in runs for t in run.token_ids] == other.token_ids
         assert mine.text == other.text == "".join(run.text for run in runs)
         assert pb.FinishReason.Name(mine.reason).removeprefix("FINISH_REASON_") in v3.Finish.Name(
@@ -105,7 +105,7 @@ def test_a_whole_answer_is_what_the_stream_adds_up_to(api: Any) -> None:
     assert answer.started.seed == events[0].started.seed == 9
     assert answer.usage.generated_token_count == 16
     for each in finished_of(events):
-        runs, result = tokens_of(events, each.index), answer.results[each.index]
+        runs, result = tokens_of(events, each.sample_index), answer.results[each.sample_index]
         assert result.text == each.text
         assert result.reason == each.reason
         assert result.tokens.WhichOneof("delta") is None

@@ -125,7 +125,7 @@ class EventWriter(SampleWriter):
             message.prompt_tokens.CopyFrom(self._prompt)
 
     def _tell_tokens(self, message: pb.Tokens, delta: Delta, index: int, *, text: bool) -> None:
-        message.index = index
+        message.sample_index = index
         message.token_ids.extend(delta.token_ids)
         message.special.extend(self.special(delta.token_ids))
         if self.call.output.logprobs:
@@ -143,7 +143,7 @@ class EventWriter(SampleWriter):
     def _tell_end(self, message: pb.Finished, sample: Sample, index: int) -> None:
         ending, request = sample.ending, self.generation.request
         assert ending is not None
-        message.index = index
+        message.sample_index = index
         message.reason = _FINISH[ending.reason]
         if ending.reason is FinishCode.EOS and sample.turn is not None and sample.turn.calls_begun:
             message.reason = pb.FINISH_REASON_TOOL_CALLS

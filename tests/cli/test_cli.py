@@ -422,11 +422,9 @@ async def test_health_watch_prints_until_interrupted(server):
 
 async def test_info_is_a_table_or_json(server):
     text = await tokenpod_("info", "--address", server.address)
-    rows = [line.split(maxsplit=1) for line in text.out.splitlines()]
-    assert rows[0] == ["name", "demo"]
-    assert ["dtype", "float32"] in rows
-    assert "max total tokens         2048" in text.out
-    assert ["eos", "token ids             1, 2"] in rows
+    rows = [" ".join(line.split()) for line in text.out.splitlines()]
+    assert rows[0] == "name demo"
+    assert {"dtype float32", "max total tokens 2048", "eos token ids 1, 2"} <= {*rows}
     as_json = await tokenpod_("info", "--json", "--address", server.address)
     told = json.loads(as_json.out)
     assert (told["name"], told["limits"]["max_input_tokens"]) == ("demo", 2047)

@@ -87,10 +87,10 @@ def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, 
         assert mine.stop_sequence == other.finished.stop_sequence
         logprobs = [x for run in runs for x in run.logprobs]
         assert logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        tops = [list(top.ids) for run in runs for top in run.top_tokens]
+        tops = [list(top.token_ids) for run in runs for top in run.top_tokens]
         assert tops == [list(top.ids) for top in other.tops]
     mine, other = ours[0].started.prompt_tokens, theirs.started.prompt
-    assert list(mine.ids) == list(other.ids)
+    assert list(mine.token_ids) == list(other.ids)
     assert list(mine.texts) == list(other.texts)
     assert list(mine.logprobs) == pytest.approx(list(other.logprobs)[1:], abs=1e-4)
     assert all(math.isfinite(each) for each in mine.logprobs)
@@ -215,8 +215,9 @@ def test_a_tokens_rank_is_its_place_among_all(api: Any) -> None:
         tokens = result.tokens
         assert len(tokens.ranks) == len(tokens.token_ids) == 8
         for token, rank, top in zip(tokens.token_ids, tokens.ranks, tokens.top_tokens, strict=True):
-            assert (rank <= len(top.ids)) == (token in top.ids)
-            assert token not in top.ids or list(top.ids).index(token) == rank - 1
+            assert (rank <= len(top.token_ids)) == (token in top.token_ids)
+            best = list(top.token_ids)
+            assert token not in best or best.index(token) == rank - 1
         ranks += tokens.ranks
     assert max(ranks) > 5
     greedy = stream(api, ask(output={"return_ranks": True}))
@@ -230,7 +231,7 @@ def test_the_likeliest_tokens_at_each_position_of_a_prompt_are_told(api: Any) ->
     first = stream(
         api, ask(stopping={"max_new_tokens": 1}, output={"return_prompt_logprobs": True})
     )[0]
-    before = list(first.started.prompt_tokens.ids)
+    before = list(first.started.prompt_tokens.token_ids)
     ids = {"ids": [*before, *generated.token_ids]}
     asked = pb.GenerateRequest(
         token_ids=ids,
@@ -241,13 +242,13 @@ def test_the_likeliest_tokens_at_each_position_of_a_prompt_are_told(api: Any) ->
         once(api, asked).started.prompt_tokens,
         stream(api, asked)[0].started.prompt_tokens,
     ):
-        assert list(told.ids) == ids["ids"]
-        assert len(told.texts) == len(told.ids)
+        assert list(told.token_ids) == ids["ids"]
+        assert len(told.texts) == len(told.token_ids)
         assert not told.logprobs, "not asked for"
-        assert len(told.ranks) == len(told.top_tokens) == len(told.ids) - 1, "none of the first"
+        assert len(told.ranks) == len(told.top_tokens) == len(told.token_ids) - 1
         for position, top in enumerate(generated.top_tokens, len(before) - 1):
             scored = told.top_tokens[position]
-            assert list(scored.ids) == list(top.ids)[:2]
+            assert list(scored.token_ids) == list(top.token_ids)[:2]
             assert list(scored.logprobs) == pytest.approx(list(top.logprobs)[:2], abs=1e-3)
             assert len(scored.texts) == 2
             assert told.ranks[position] == 1, "it was generated greedily"
@@ -265,7 +266,7 @@ def test_a_long_prompts_top_tokens_are_told_in_pieces(api: Any) -> None:
         )
 
     told = once(api, request(1900, 5)).started.prompt_tokens
-    assert [len(top.ids) for top in told.top_tokens] == [5] * 1899
+    assert [len(top.token_ids) for top in told.top_tokens] == [5] * 1899
 
 
 def test_only_allowed_tokens_are_drawn(api: Any) -> None:

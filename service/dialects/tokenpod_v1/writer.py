@@ -58,7 +58,7 @@ class EventWriter(SampleWriter):
         output = self.call.output
         if started is None or not output.scores_prompt:
             return
-        self._prompt = message = pb.PromptTokens(ids=prompt)
+        self._prompt = message = pb.PromptTokens(token_ids=prompt)
         if output.prompt_logprobs:
             message.logprobs.extend(started.prompt_logprobs or ())
         details, top_n = started.prompt_details, output.prompt_top_n_tokens
@@ -72,7 +72,7 @@ class EventWriter(SampleWriter):
                 continue
             for at in range(first, min(first + step, len(prompt) - 1)):
                 ids, logprobs = details.tops(at)
-                message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self.texts(ids))
+                message.top_tokens.add(token_ids=ids, logprobs=logprobs, texts=self.texts(ids))
 
     def whole(self) -> service_pb.GenerateOnceResponse:
         """The answer, once every sample has ended."""
@@ -136,7 +136,7 @@ class EventWriter(SampleWriter):
             message.ranks.extend(delta.ranks())
         if self.call.output.top_n_tokens:
             for ids, logprobs in delta.tops():
-                message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self.texts(ids))
+                message.top_tokens.add(token_ids=ids, logprobs=logprobs, texts=self.texts(ids))
         if text:
             _tell_text(message, delta)
 

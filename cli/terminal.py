@@ -113,7 +113,7 @@ class LiveText:
 
 def finish_text(finished: pb.Finished) -> str:
     """Why a sample ended, in lower case: `length`, `stop sequence '\\n\\n'`."""
-    name = pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_")
+    name = pb.FinishReason.Name(finished.finish_reason).removeprefix("FINISH_REASON_")
     reason = name.lower().replace("_", " ")
     match finished.WhichOneof("stop"):
         case "stop_sequence":

@@ -109,7 +109,7 @@ def finished(index: int) -> pb.Finished:
     return pb.Finished(
         sample_index=index,
         text="Héllo",
-        reason=pb.FINISH_REASON_STOP_SEQUENCE,
+        finish_reason=pb.FINISH_REASON_STOP_SEQUENCE,
         stop_sequence="\n\n",
         generated_token_count=2,
     )
@@ -311,7 +311,7 @@ async def test_json_has_one_line_an_event(server):
         *("started", "tokens", "tokens", "finished", "completed")
     ]
     assert events[1]["tokens"]["sample_index"] == 0
-    assert events[3]["finished"]["reason"] == "FINISH_REASON_STOP_SEQUENCE"
+    assert events[3]["finished"]["finish_reason"] == "FINISH_REASON_STOP_SEQUENCE"
     assert done.err == ""
 
 

@@ -35,7 +35,7 @@ def test_a_stream_is_started_tokens_finished_completed(api: Any) -> None:
     started, finished, usage = events[0].started, events[-2].finished, events[-1].completed.usage
     assert (started.request_id, started.model, started.max_new_tokens) == ("one", "demo", 12)
     assert finished.text == "".join(tokens.text for tokens in tokens_of(events))
-    assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert finished.finish_reason == pb.FINISH_REASON_LENGTH
     assert not finished.HasField("message"), "the prompt was no chat"
     assert usage.prompt_token_count == started.prompt_token_count
     assert usage.generated_token_count == finished.generated_token_count == 12
@@ -81,9 +81,9 @@ def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, 
         runs = tokens_of(ours, mine.sample_index)
         assert [t for run in runs for t in run.token_ids] == other.token_ids
         assert mine.text == other.text == "".join(run.text for run in runs)
-        assert pb.FinishReason.Name(mine.reason).removeprefix("FINISH_REASON_") in v3.Finish.Name(
-            other.finished.reason
-        )
+        assert pb.FinishReason.Name(mine.finish_reason).removeprefix(
+            "FINISH_REASON_"
+        ) in v3.Finish.Name(other.finished.reason)
         assert mine.stop_sequence == other.finished.stop_sequence
         logprobs = [x for run in runs for x in run.logprobs]
         assert logprobs == pytest.approx(other.logprobs, abs=1e-4)
@@ -107,7 +107,7 @@ def test_a_whole_answer_is_what_the_stream_adds_up_to(api: Any) -> None:
     for each in finished_of(events):
         runs, result = tokens_of(events, each.sample_index), answer.results[each.sample_index]
         assert result.text == each.text
-        assert result.reason == each.reason
+        assert result.finish_reason == each.finish_reason
         assert result.tokens.WhichOneof("delta") is None
         for name in ("token_ids", "special", "text_offsets"):
             joined = [x for run in runs for x in getattr(run, name)]
@@ -352,7 +352,7 @@ def test_a_time_limit_is_a_duration_and_is_told(api: Any) -> None:
     stopping = {"time_limit": {"nanos": 300_000_000}, "ignore_eos": True, "max_new_tokens": 1900}
     events = stream(api, ask(stopping=stopping))
     started = events[0].started if events[0].HasField("started") else None
-    assert finished_of(events)[0].reason == pb.FINISH_REASON_TIME_LIMIT
+    assert finished_of(events)[0].finish_reason == pb.FINISH_REASON_TIME_LIMIT
     assert started is not None
     assert started.time_limit.nanos == 300_000_000
 

@@ -144,9 +144,9 @@ class EventWriter(SampleWriter):
         ending, request = sample.ending, self.generation.request
         assert ending is not None
         message.sample_index = index
-        message.reason = _FINISH[ending.reason]
+        message.finish_reason = _FINISH[ending.reason]
         if ending.reason is FinishCode.EOS and sample.turn is not None and sample.turn.calls_begun:
-            message.reason = pb.FINISH_REASON_TOOL_CALLS
+            message.finish_reason = pb.FINISH_REASON_TOOL_CALLS
         message.generated_token_count = sample.generated
         if self.call.output.final_text:
             self._tell_whole(message, sample)

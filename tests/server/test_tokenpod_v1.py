@@ -333,8 +333,8 @@ def test_an_end_becomes_likelier(api: Any) -> None:
         return int(once(api, asked).results[0].generated_token_count)
 
     assert length() == 60
-    assert 3 < length(eos_boost={"after_token_count": 2, "factor": 100.0}) < 7
-    assert 21 < length(eos_boost={"after_token_count": 20, "factor": 100.0}) < 25
+    assert 3 < length(eos_boost={"start_token_count": 2, "factor": 100.0}) < 7
+    assert 21 < length(eos_boost={"start_token_count": 20, "factor": 100.0}) < 25
 
 
 def test_a_salt_keeps_prefixes_apart(api: Any) -> None:

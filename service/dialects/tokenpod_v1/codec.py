@@ -180,7 +180,7 @@ def _eos_boost(stopping: generation_pb2.StoppingOptions) -> dict[str, Any]:
         raise InvalidArgument("stopping.eos_boost.factor", problem)
     if stopping.ignore_eos:
         raise InvalidArgument("stopping.eos_boost", "is of no use: stopping.ignore_eos is true")
-    return {"eos_boost_after": boost.after_token_count, "eos_boost_factor": boost.factor}
+    return {"eos_boost_after": boost.start_token_count, "eos_boost_factor": boost.factor}
 
 
 def _labels(labels: Mapping[str, str]) -> dict[str, str]:

@@ -182,9 +182,11 @@ class EventWriter(SampleWriter):
         if started is None or not sample.first_token_at:
             return
         timings = message.timings
-        timings.queue.CopyFrom(_duration(max(started.began_at - arrived, 0)))
-        timings.prefill.CopyFrom(_duration(max(sample.first_token_at - started.began_at, 0)))
-        timings.decode.CopyFrom(_duration(sample.last_token_at - sample.first_token_at))
+        timings.queue_duration.CopyFrom(_duration(max(started.began_at - arrived, 0)))
+        timings.prefill_duration.CopyFrom(
+            _duration(max(sample.first_token_at - started.began_at, 0))
+        )
+        timings.decode_duration.CopyFrom(_duration(sample.last_token_at - sample.first_token_at))
 
     def _usage(self) -> pb.Usage:
         return pb.Usage(

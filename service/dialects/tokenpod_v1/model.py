@@ -45,7 +45,6 @@ def model_of(serving: Serving) -> model_pb2.Model:
         parameter_count=ready.parameters,
         adapter_count=len(adapters.loaded),
         max_adapters=adapters.slots,
-        adapters=[adapter_of(each) for each in adapters.loaded],
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
         draft_method=_NGRAMS if ready.speculate else "",
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
@@ -64,8 +63,8 @@ def adapter_of(facts: AdapterFacts) -> adapter_pb2.Adapter:
         name=facts.name,
         kind=adapter_pb2.ADAPTER_KIND_LORA,
         digest=f"sha256:{facts.digest}",
-        rank=facts.rank,
-        byte_count=facts.nbytes,
+        lora_rank=facts.rank,
+        size_bytes=facts.nbytes,
     )
 
 

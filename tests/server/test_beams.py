@@ -13,6 +13,8 @@ from harness import ServerProcess, violations
 from public_api import SHORT, ask, finished_of, once, refused, stream, tokens_of
 
 import tokenpod.models.demo
+from tokenpod.core.requests import EarlyStop
+from tokenpod.service.dialects.tokenpod_v1.beams import beam_of
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -115,6 +117,21 @@ def test_a_request_that_draws_nothing_may_say_so(api: Any) -> None:
     sampling = BEAM | {"do_sample": False, "temperature": 0}
     answer = once(api, ask(sampling=sampling, stopping=SHORT))
     assert [each.sample_index for each in answer.results] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        (pb.EARLY_STOPPING_UNSPECIFIED, EarlyStop.FALSE),
+        (pb.EARLY_STOPPING_HEURISTIC, EarlyStop.FALSE),
+        (pb.EARLY_STOPPING_ALWAYS, EarlyStop.TRUE),
+        (pb.EARLY_STOPPING_NEVER, EarlyStop.NEVER),
+    ],
+)
+def test_a_search_ends_as_the_client_says(value: pb.EarlyStopping, meant: EarlyStop) -> None:
+    found = beam_of(ask(**beam(early_stopping=value)))
+    assert found is not None
+    assert found.early_stopping is meant
 
 
 def test_features_have_the_fields_of_a_search(api: Any) -> None:

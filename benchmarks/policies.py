@@ -378,7 +378,13 @@ def on_gpu(options: argparse.Namespace) -> None:
     spec.loader.exec_module(gpu)
     model = json.loads(Path(options.workload).read_text())["model"]
     made = argparse.Namespace(
-        rows=512, prefill=4096, positions=4096, kv_cache_dtype="auto", steps=False
+        rows=512,
+        prefill=4096,
+        positions=4096,
+        kv_cache_dtype="auto",
+        steps=False,
+        quantize="none",
+        quantize_head=False,
     )
     bench = gpu.make_bench(model, made)
     for pool, slots in {"64k": 65_536, "900k": 900_000}.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,6 @@ from hypothesis import strategies as st
 
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions
-from tokenpod.kernels.cpu import attention as cpu_attention
 from tokenpod.kernels.cpu import compiled
 
 SLOTS = 700
@@ -88,7 +89,7 @@ def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_scores_are_made_for_some_queries_of_a_row_at_a_time(batch, window, draw, monkeypatch):
-    monkeypatch.setattr(cpu_attention, "SCORES_AT_ONCE", 4 * 60)
+    monkeypatch.setattr(sys.modules[cpu.attention.__module__], "SCORES_AT_ONCE", 4 * 60)
     agree(batch, window, 4, 2, 16, draw, options=AttentionOptions(softcap=2.0))
 
 

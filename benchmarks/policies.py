@@ -13,9 +13,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -371,14 +371,18 @@ def on_cpu(options: argparse.Namespace) -> None:
 
 
 def on_gpu(options: argparse.Namespace) -> None:
-    spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    gpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu)
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import gpu
+
     model = json.loads(Path(options.workload).read_text())["model"]
     made = argparse.Namespace(
-        rows=512, prefill=4096, positions=4096, kv_cache_dtype="auto", steps=False
+        rows=512,
+        prefill=4096,
+        positions=4096,
+        kv_cache_dtype="auto",
+        steps=False,
+        quantize="none",
+        quantize_head=False,
     )
     bench = gpu.make_bench(model, made)
     for pool, slots in {"64k": 65_536, "900k": 900_000}.items():

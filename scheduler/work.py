@@ -42,7 +42,7 @@ class Settled:
     sequence_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finishes: list[FinishCode] = field(default_factory=list)
-    #: By index into these: of tokens that were not sampled in this step, but chosen in a search, and
+    #: By index into these: of tokens that were chosen in a search and not sampled in this step, and
     #: of ends without a token.
     logprobs: dict[int, float] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)

@@ -137,4 +137,5 @@ def _drafts_of(plan: StepPlan, row: int) -> list[int]:
     if not drafts:
         return []
     end = int(plan.r_tokens[: row + 1].sum())
-    return plan.t_token[end - drafts : end].tolist()
+    found: list[int] = plan.t_token[end - drafts : end].tolist()
+    return found

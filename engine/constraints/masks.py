@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -191,7 +191,7 @@ class Masks:
         return found
 
     def masks(
-        self, wanted: dict[int, tuple[int, int, Sequence[int]]], until: int
+        self, wanted: Mapping[int, tuple[int, int, Sequence[int]]], until: int
     ) -> dict[int, Words]:
         """Masks of a step's rows, as far as they are there at a moment; the loop waits that long.
 

@@ -11,7 +11,7 @@ before it is drawn. So there is mostly one mask, and behind tokens that are forc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -56,7 +56,7 @@ class ConstrainedText:
         #: Of output `taken` and behind it; empty while a worker makes the first.
         self.masks: deque[Mask] = deque()
         #: What workers have to do, in this order, and whether one is at it.
-        self.jobs: deque[Callable[[], Iterator[None]]] = deque()
+        self.jobs: deque[Iterator[None]] = deque()
         self.busy = False
         #: When the mask was begun that is being made, in nanoseconds; 0: none is.
         self.began_at = 0

@@ -10,7 +10,7 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
-from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_of
+from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_at
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import remember
@@ -25,6 +25,7 @@ class DeviceDrawing(Drawing):
             and then of the others, round after round.
         first_draft: where the logits of the others begin.
         first: the first round's samples.
+        t_token: [T] int64, the step's tokens, drafts among them.
         sampler: of all rows.
         last_token: [rows] int64, where drawn tokens go too.
         upload: to the device.
@@ -36,6 +37,7 @@ class DeviceDrawing(Drawing):
         logits: torch.Tensor,
         first_draft: int,
         first: Samples,
+        t_token: torch.Tensor,
         *,
         sampler: DeviceSampler | LeaderTokens,
         last_token: torch.Tensor,
@@ -50,7 +52,7 @@ class DeviceDrawing(Drawing):
             room.ranks[:n] = first.ranks
         room.top_ids[:n], room.top_logprobs[:n] = first.top_ids, first.top_logprobs
         self._sampler, self._last_token, self._upload = sampler, last_token, upload
-        self._shift = first_draft - n
+        self._shift, self._t_token = first_draft - n, t_token
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """See `Drawing.draw`."""
@@ -66,12 +68,12 @@ class DeviceDrawing(Drawing):
             if turn.place:
                 numbers[3] += self._shift
             numbers[4] = turn.before if turn.place else -1
-            numbers[5] = drafts_of(plan, turn)
+            numbers[5] = drafts_at(plan, turn)
             rows, positions, at, index, before, drafts = self._upload(numbers)
             bits = None
             if masks is not None:  # where there is none, nothing is allowed
                 bits = self._upload(allowed(masks, turn, self.logits.shape[1]))
-            scores = offer(self.logits, index, self.drawn.tokens, before, drafts)
+            scores = offer(self.logits, index, self.drawn.tokens, before, self._t_token, drafts)
             self._sampler.begin(scores, rows, positions, bits)
             drawn = self._sampler.finish(scores, rows, positions, masks=bits)
             remember(drawn.tokens, rows, self._last_token)

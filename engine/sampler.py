@@ -165,6 +165,11 @@ class LeaderTokens:
         del logits, positions, masks
         return Samples.of_tokens(self._receive(len(rows)))
 
+    def propose(self, logits: object, rows: Sized, positions: object) -> torch.Tensor:
+        """The drafts of the leader's `HostSampler.propose` or `DeviceSampler.propose`."""
+        del logits, positions
+        return self._receive(len(rows))
+
     def begin(
         self, logits: object, rows: Sized, positions: object, masks: object = None
     ) -> torch.Tensor:

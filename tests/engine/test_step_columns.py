@@ -19,7 +19,7 @@ from ranks import CPU
 from step_scenes import SCENES, Scene, Told
 
 #: Those that are run where kernels are interpreted, and take seconds there.
-INTERPRETED_SCENES = ("overlapped_drafts", "masks", "copies")
+INTERPRETED_SCENES = ("overlapped_drafts", "found_drafts", "masks", "copies")
 
 
 def cases() -> Iterator[Any]:

@@ -22,6 +22,8 @@ RIGHT, WRONG = 7, 8
 class Source:
     """Each guess is right with this chance, and there are any with that."""
 
+    watched = True
+
     def __init__(self, right: float, some: float = 1.0) -> None:
         self.right, self.some = right, some
         self.chance = random.Random(5)

@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int32]
 
 Floats = npt.NDArray[np.float32]
 
-#: In place of a token: the one that the row sampled last.
+#: In place of a token: the one that the row sampled last; in place of a draft: none is known yet.
 LAST = -1
 #: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings.
 GIVEN = -2
@@ -155,7 +155,8 @@ class StepPlan:
         #: For how many of its tokens the log probability of the one that follows is asked for;
         #: `scored_token` has those that follow, row after row.
         self.r_scored = column(rows)
-        #: A token's id, `LAST`, or `GIVEN` and below.
+        #: A token's id, `LAST`, or `GIVEN` and below. Drafts that are `LAST` the executor finds; it
+        #: has entered them here by the time that the step's results are there.
         self.t_token = column(tokens)
         #: Where keys and values go.
         self.t_slot = column(tokens)

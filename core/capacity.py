@@ -27,6 +27,11 @@ _CUDA_CONTEXT = GIB // 2
 #: What the processes of the engine and of a front end take on a CPU: 0.5 GiB were measured, and a
 #: tokenizer of a large vocabulary comes on top.
 _CPU_PROCESSES = 3 * GIB // 4
+#: Rows of longer contexts have no keys and values made of their latents: it would take too long.
+LONGEST_EXPANDED = 1 << 14
+#: Of so many tokens times heads keys and values are made of latents at a time: on a GPU, where
+#: fewer heads would not fill it, and on a CPU.
+EXPANDED_AT_ONCE = {"cuda": 1 << 18, "cpu": 1 << 16}
 #: Steps of all sizes leave gaps: a GPU keeps one part in so many of the largest step for them.
 GAPS = 16
 #: Drafts of all sequences together in a step, at most.
@@ -61,6 +66,22 @@ def choose_slots(
     return max(min(fits, most_useful), 1)
 
 
+class Expansion(msgspec.Struct, frozen=True):
+    """How long rows make keys and values of their latents, head by head."""
+
+    #: Of one rank.
+    heads: int
+    #: Numbers that there are at a time for each head of a token, and for a token.
+    head_numbers: int
+    token_numbers: int
+
+    def numbers(self, positions: int, device: str) -> int:
+        """Numbers that there are at a time, at most, of rows of up to so many tokens."""
+        tokens = min(positions, LONGEST_EXPANDED)
+        pairs = min(tokens * self.heads, EXPANDED_AT_ONCE[device.partition(":")[0]])
+        return pairs * self.head_numbers + tokens * self.token_numbers
+
+
 class Portion(msgspec.Struct, frozen=True):
     """What the first of several ranks has of a model; no other has more."""
 
@@ -73,6 +94,8 @@ class Portion(msgspec.Struct, frozen=True):
     quantised_bytes: int = 0
     #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
     adapter_numbers: tuple[int, int] | None = None
+    #: None: its layers keep keys and values.
+    expansion: Expansion | None = None
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -212,7 +235,14 @@ def most_drafts(options: EngineOptions) -> int:
 
 
 def largest_step(
-    rows: int, prompt: int, *, hidden: int, inner: int, vocabulary: int, item_bytes: int
+    rows: int,
+    prompt: int,
+    *,
+    hidden: int,
+    inner: int,
+    vocabulary: int,
+    item_bytes: int,
+    expanded: int = 0,
 ) -> int:
     """Bytes of a step's tensors: `rows` that decode and `prompt` tokens of prompts.
 
@@ -221,8 +251,12 @@ def largest_step(
         inner: width inside a rank's share of the widest layer.
         vocabulary: entries of a row of logits.
         item_bytes: of an activation.
+        expanded: numbers that attention makes of latents at a time.
     """
-    activations = (rows + prompt) * (3 * hidden + max(3 * inner, hidden)) * item_bytes
+    tokens = rows + prompt
+    activations = (3 * tokens * hidden + max(3 * tokens * inner, tokens * hidden + expanded)) * (
+        item_bytes
+    )
     # As the product leaves them, and as float32.
     logits = rows * vocabulary * (item_bytes + ITEM_BYTES["float32"])
     return activations + logits
@@ -233,6 +267,7 @@ def _reserve(
 ) -> dict[str, int]:
     # A row and a prompt more: a liveness probe's.
     rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
+    expansion, positions = model.portions[ranks].expansion, positions_of(model, options)
     step = largest_step(
         rows + most_drafts(options),
         prompt,
@@ -240,6 +275,7 @@ def _reserve(
         inner=model.intermediate_size // ranks,
         vocabulary=model.vocab_size,
         item_bytes=item_bytes,
+        expanded=expansion.numbers(positions, options.device) if expansion else 0,
     )
     adapters = {}
     if options.max_adapters:
@@ -256,5 +292,5 @@ def _reserve(
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
         "sampler": rows * model.vocab_size * _SAMPLER_BYTES,
-        "row table": (rows + 1) * positions_of(model, options) * ITEM_BYTES["float32"],
+        "row table": (rows + 1) * positions * ITEM_BYTES["float32"],
     }

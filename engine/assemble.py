@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, largest_step, most_drafts
+from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.engine.draft import Draft, draft_of
 from tokenpod.engine.executor import Executor
+from tokenpod.engine.first_steps import run_worst_steps, warm_up
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
@@ -28,7 +29,6 @@ from tokenpod.engine.memory import (
 )
 from tokenpod.engine.room import Room, room_for
 from tokenpod.engine.step_executor import no_adapters
-from tokenpod.engine.warm_up import run_worst_steps, warm_up
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -104,7 +104,7 @@ def _on_host(
     ranks = group.local_ranks if group else 1
     free = free_memory(device).shared(ranks)
     if free.limited:
-        free = free.less(_serving_takes(model, options, ranks), "a load takes")
+        free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group, draft)
     pool = make_pool(model, room.slots + PROBE_TOKENS, device)
     drafts = _draft(draft, model, options, room.slots + PROBE_TOKENS, device)
@@ -126,8 +126,9 @@ def _on_host(
     return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
 
 
-def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> int:
+def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
+    expansion = model.config.expansion
     step = largest_step(
         options.max_batch_size + 1 + most_drafts(options),
         options.max_batch_prefill_tokens + PROBE_TOKENS,
@@ -135,6 +136,7 @@ def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> in
         inner=model.config.widest // ranks,
         vocabulary=model.config.vocab_size,
         item_bytes=model.dtype.itemsize,
+        expanded=expansion.numbers(positions, options.device) if expansion else 0,
     )
     return step + PROCESSES_GROW
 
@@ -186,9 +188,17 @@ def _on_device(
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
     adapter = int(model.adapters is not None)
+    context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
     run_worst_steps(
-        executor, rows, prompt, positions, (drafts, each), adapter, unknown=draft is not None
+        executor,
+        rows,
+        prompt,
+        positions,
+        (drafts, each),
+        adapter,
+        context,
+        unknown=draft is not None,
     )
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
@@ -208,7 +218,14 @@ def _on_device(
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
     run_worst_steps(
-        executor, rows, prompt, positions, (drafts, each), adapter, unknown=draft is not None
+        executor,
+        rows,
+        prompt,
+        positions,
+        (drafts, each),
+        adapter,
+        context,
+        unknown=draft is not None,
     )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))

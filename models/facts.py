@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from tokenpod.core.capacity import Expansion
 from tokenpod.kernels.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.pool import KVLayout, KVPool
@@ -92,6 +93,11 @@ class ModelFacts(Protocol):
     @property
     def runs_on(self) -> str:
         """Whose code computes it: "tokenpod" or "transformers"."""
+        ...
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """What attention over latent rows makes of them; None: there are none."""
         ...
 
     @property

@@ -99,6 +99,7 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
             shard.numbers(layout.weights),
             sum(kv.numbers for kv in local.kv_layouts),
             adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
+            expansion=local.expansion,
         )
         reader = layout.reader
         if reader is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tokenpod.core.capacity import Expansion
 from tokenpod.kernels.pool import KVLayout
 from tokenpod.models.facts import OwnState
 
@@ -29,6 +30,7 @@ class TierSpec:
     rope_variant: str = ""
     runs_on: str = "transformers"
     own_state: OwnState | None = None
+    expansion: Expansion | None = None
 
     @property
     def sliding_window(self) -> int | None:

@@ -18,11 +18,11 @@ from tokenpod.core.requests import BeamParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_executor import DeviceExecutor
 from tokenpod.engine.device_sampler import DeviceSampler, Tiles
+from tokenpod.engine.first_steps import run_worst_steps, worst_step
 from tokenpod.engine.graphs import ladder
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.integers import Counts, fill, pad, views
 from tokenpod.engine.loop import EngineLoop
-from tokenpod.engine.warm_up import run_worst_steps, worst_step
 from tokenpod.kernels import cpu, reference, triton
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.pool import KVPool, alike

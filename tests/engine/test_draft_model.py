@@ -14,9 +14,9 @@ from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.plan import LAST
 from tokenpod.engine.assemble import assemble
 from tokenpod.engine.draft import load_draft
+from tokenpod.engine.first_steps import run_worst_steps, worst_step
 from tokenpod.engine.memory import FreeMemory
 from tokenpod.engine.room import room_for
-from tokenpod.engine.warm_up import run_worst_steps, worst_step
 
 OPTIONS = EngineOptions(
     model_folder=str(DEMO),

@@ -33,7 +33,7 @@ from tgi_sampling import best_of, distribution
 
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.device_sampler import Launches, Tiles
-from tokenpod.engine.warm_up import worst_step
+from tokenpod.engine.first_steps import worst_step
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
-"""Steps that run before the first request: those that take most memory, and a few usual ones."""
+"""Steps that are run before any request: the largest that may come, and a first one."""
 
 from __future__ import annotations
 
 from collections import deque
+
+import numpy as np
 
 from tokenpod.core.plan import LAST, NewRow, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
@@ -17,13 +19,14 @@ def run_worst_steps(
     positions: int,
     drafts: tuple[int, int] = (0, 0),
     adapter: int = 0,
+    context: int = 0,
     *,
     unknown: bool = False,
 ) -> None:
     """Two of them under way at a time, as in serving.
 
-    The largest first, then smaller ones: the allocator learns to cut up what it has. `adapter`: the
-    slot of all rows' adapter; 0: they have none. `unknown`: the executor finds the drafts.
+    The largest first, then smaller ones: the allocator learns to cut up what it has. See
+    `worst_step` for the arguments.
     """
     under_way: deque[Launched] = deque()
     for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
@@ -36,6 +39,7 @@ def run_worst_steps(
             scattered=scattered,
             drafts=drafts,
             adapter=adapter,
+            context=context,
             unknown=unknown,
         )
         under_way.append(executor.launch(plan))
@@ -68,6 +72,7 @@ def worst_step(
     scattered: bool,
     drafts: tuple[int, int] = (0, 0),
     adapter: int = 0,
+    context: int = 0,
     unknown: bool = False,
 ) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
@@ -79,7 +84,9 @@ def worst_step(
         scattered: no two slots of a row are adjacent.
         adapter: the slot of all rows' adapter; 0: they have none.
         drafts: how many there are of all rows, and of one row at most.
-        unknown: the executor finds them.
+        context: tokens that the longest row comes to at least, most of them from the cache: where
+            what attention takes grows with them.
+        unknown: the executor finds the drafts.
     """
     lengths = [1] * rows
     guessed = [0] * rows
@@ -104,9 +111,22 @@ def worst_step(
         if unknown and guessed[row]:
             tokens[1:] = [LAST] * guessed[row]
         following = tokens if length > samples else []
-        own, new = slots[at : at + length], _new_row(tokens)
+        cached = max(context - length, 0) if row == rows - 1 else 0
+        # Whatever lies there: the step's slots, over and over.
+        prefix = np.arange(cached) % len(slots)
+        own, new = slots[at : at + length], _new_row([0] * cached + tokens)
         steps.append(
-            PlanRow(row, 0, own, tokens, samples, following=following, new=new, adapter=adapter)
+            PlanRow(
+                row,
+                cached,
+                own,
+                tokens,
+                samples,
+                following=following,
+                new=new,
+                prefix=prefix,
+                adapter=adapter,
+            )
         )
         at += length
     return plan_of(0, sorted(steps, key=lambda row: len(row.slots) > 1))

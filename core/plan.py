@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.requests import Request
-from tokenpod.core.sampling import MOST_TOP_TOKENS, RowValues, SamplingTable, Words
+from tokenpod.core.sampling import (
+    DRAWS,
+    EDITED,
+    MOST_TOP_TOKENS,
+    TABLE,
+    RowValues,
+    SamplingTable,
+    Words,
+)
 
 Ints = npt.NDArray[np.int32]
 
@@ -103,6 +111,12 @@ class NewRow:
             return []
         return sorted(stopping.stop_token_ids - stopping.eos_token_ids)
 
+    @property
+    def flags(self) -> int:
+        """What it asks of a sampler, of `DRAWS` and `EDITED`."""
+        flags = TABLE.needs(self.request.sampling) & (DRAWS | EDITED)
+        return flags | EDITED if self.ends or self.stops else flags
+
     def words(self, table: SamplingTable) -> Words:
         """[ROW_WORDS] int64: its row of a sampler."""
         request, ends, stops = self.request, self.ends, self.stops
@@ -163,10 +177,10 @@ class StepPlan:
         self.scored_token = column(scored)
         #: Rows to forget first.
         self.freed = column(freed)
-        #: Rows that sequences take: whether they draw (or are greedy), and how many tokens of their
-        #: prompts were found in the cache, at which slots.
+        #: Rows that sequences take, their `NewRow.flags`, and how many tokens of their prompts were
+        #: found in the cache, at which slots.
         self.n_row = column(new)
-        self.n_draws = column(new)
+        self.n_flags = column(new)
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
         #: Keys and values to be copied before anything else, all at once, from slot to slot.
@@ -288,7 +302,7 @@ def plan_of(
     plan.scored_token[:] = [token for row in rows for token in row.following]
     plan.freed[:] = freed
     plan.n_row[:] = [row.row for row, _ in fresh]
-    plan.n_draws[:] = [new.request.sampling.do_sample for _, new in fresh]
+    plan.n_flags[:] = [new.flags for _, new in fresh]
     plan.n_prefix[:] = [len(row.prefix) for row, _ in fresh]
     plan.prefix_slot[:] = [slot for row, _ in fresh for slot in row.prefix]
     plan.copy_from[:] = [slot for slot, _ in copies]

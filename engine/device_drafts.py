@@ -81,12 +81,11 @@ class Proposals:
         captured = self._graphs.fitting(m) if self._graphs else None
         counts = captured.counts if captured else Counts.decode(m)
         each = counts.words
-        for place in range(unknown.most):
-            words = mailbox.draft_words[place * each : (place + 1) * each]
-            self._fill(views(words.numpy(), counts), plan, unknown, place)
         self._before.copy_(self._last_token)
         for place in range(unknown.most):
+            # While the device takes one small step, the next one's integers are filled in.
             words = mailbox.draft_words[place * each : (place + 1) * each]
+            self._fill(views(words.numpy(), counts), plan, unknown, place)
             if captured is not None:
                 drafts = captured.replay(words)
             else:

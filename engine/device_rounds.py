@@ -10,7 +10,7 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
-from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_at
+from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_at, rounds
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import remember
@@ -53,6 +53,39 @@ class DeviceDrawing(Drawing):
         room.top_ids[:n], room.top_logprobs[:n] = first.top_ids, first.top_logprobs
         self._sampler, self._last_token, self._upload = sampler, last_token, upload
         self._shift, self._t_token = first_draft - n, t_token
+
+    def draw_together(self) -> None:
+        """Draw behind all drafts at once, right or wrong: no row's draw may depend on another's.
+
+        What is behind a wrong draft is taken out when the results are read; here only each row's
+        last token that counts matters.
+        """
+        plan, tokens = self.plan, self.drawn.tokens
+        turns = [*rounds(plan)]
+        first, total = len(turns[0].rows), len(tokens)
+        rows = np.concatenate([turn.rows for turn in turns[1:]])
+        places = np.repeat([turn.place for turn in turns[1:]], [len(t.rows) for t in turns[1:]])
+        numbers = np.stack([plan.r_row[rows], plan.r_output[rows] + places])
+        drawing, positions = self._upload(numbers.astype(np.int64))
+        logits = self.logits[first + self._shift : total + self._shift]
+        self._sampler.begin(logits, drawing, positions)
+        drawn = self._sampler.finish(logits, drawing, positions)
+        self._put(drawn, slice(first, total))
+        drafting = turns[1].rows
+        # Of each row with drafts: its samples, and which tokens they are right behind. Where a row
+        # has fewer, none: no token equals that.
+        at = np.zeros((len(turns), len(drafting)), np.int64)
+        behind = np.full((len(turns), len(drafting)), -1)
+        for turn in turns:
+            which = np.searchsorted(drafting, turn.rows[np.isin(turn.rows, drafting)])
+            at[turn.place, which] = turn.at[np.isin(turn.rows, drafting)]
+            if turn.place:
+                behind[turn.place, which] = drafts_at(plan, turn)
+        uploaded = self._upload(np.concatenate([at, behind[1:], plan.r_row[drafting][None]]))
+        own, drafts = tokens[uploaded[: len(turns)]], uploaded[len(turns) : -1]
+        right = (own[:-1] == self._t_token[drafts.clamp(min=0)]) & (drafts >= 0)
+        last = right.to(torch.int64).cumprod(0).sum(0, keepdim=True)
+        remember(own.gather(0, last)[0], uploaded[-1], self._last_token)
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """See `Drawing.draw`."""

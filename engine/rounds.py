@@ -189,8 +189,8 @@ class Drawing(ABC):
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
 
-    def _put(self, samples: Samples, at: torch.Tensor) -> None:
-        """Enter what was drawn as samples `at`, [m] int64."""
+    def _put(self, samples: Samples, at: torch.Tensor | slice) -> None:
+        """Enter what was drawn as samples `at`, [m] int64 or a stretch of m."""
         tops = samples.top_ids.shape[1]
         self.drawn.tokens[at] = samples.tokens
         self.drawn.logprobs[at] = samples.logprobs

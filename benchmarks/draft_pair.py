@@ -91,9 +91,10 @@ def make(folder: Path, layers: int, minutes: float, modules: int) -> None:
             group["lr"] = learning_rate(step, steps, PEAK)
         at = torch.randint(len(stream) - WINDOW, (ROWS,), generator=generator)
         ids = stream[at[:, None] + torch.arange(WINDOW)]
-        with torch.no_grad():
-            wanted = logits_of(teacher, ids).softmax(-1)
-        said = logits_of(student, ids)
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.no_grad():
+                wanted = logits_of(teacher, ids).float().softmax(-1)
+            said = logits_of(student, ids).float()
         loss = functional.cross_entropy(said.flatten(0, 1), wanted.flatten(0, 1))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -101,7 +102,7 @@ def make(folder: Path, layers: int, minutes: float, modules: int) -> None:
         optimizer.zero_grad(set_to_none=True)
         step += 1
         took = (time.monotonic() - began) / step
-        if step % 50 == 1:
+        if step % 20 == 1:
             same = (said.argmax(-1) == wanted.argmax(-1)).float().mean()
             print(f"step {step}, {spent:.0f} s: {loss:.3f} nats, same best {same:.3f}", flush=True)
     folder.mkdir(parents=True, exist_ok=True)

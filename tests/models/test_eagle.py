@@ -65,7 +65,7 @@ def save(folder, made=None, **fields):
 
 
 def defined(w, table, tokens, streams):
-    """The definition: tokens 1 to n - 1, each with the feature of the one before, and one guess more.
+    """The definition: tokens from 1 on, each with the feature of the one before, and a guess more.
 
     Returns logits [n, vocabulary] behind each entry, and those behind a further token, whose
     feature is the last entry's stream.

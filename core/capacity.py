@@ -20,7 +20,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 #: Bytes of a number.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 
 #: What a CUDA context, the libraries' workspaces and the compiled kernels take.
 _CUDA_CONTEXT = GIB // 2
@@ -68,6 +68,8 @@ class Portion(msgspec.Struct, frozen=True):
     numbers: int
     #: For a token in all layers: its keys and values.
     kv_numbers: int
+    #: Scales of them, if each head and token has some.
+    kv_scales: int = 0
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
@@ -111,9 +113,13 @@ class Footprint(msgspec.Struct, frozen=True):
         each, fixed = self.portions[ranks].adapter_numbers or (0, 0)
         return (each * rank + fixed) * item_bytes
 
-    def slot_bytes(self, ranks: int, item_bytes: int) -> int:
+    def slot_bytes(self, ranks: int, kv_dtype: str) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""
-        return self.portions[ranks].kv_numbers * item_bytes
+        portion = self.portions[ranks]
+        numbers = portion.kv_numbers * ITEM_BYTES[kv_dtype]
+        if kv_dtype != "int8":
+            return numbers
+        return numbers + portion.kv_scales * ITEM_BYTES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +175,7 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
     reserve = _reserve(model, options, item_bytes, ranks)
     weights = model.weight_bytes(ranks, item_bytes)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    slot_bytes = model.slot_bytes(ranks, ITEM_BYTES[kv_dtype])
+    slot_bytes = model.slot_bytes(ranks, kv_dtype)
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=options.max_batch_total_tokens,

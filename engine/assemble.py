@@ -18,7 +18,7 @@ from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
-    EIGHT_BITS_NAME,
+    POOL_TYPES,
     PROMPT_TOKENS,
     measure_scales,
     random_prompt,
@@ -105,7 +105,7 @@ def _on_host(
     if free.limited:
         free = free.less(_serving_takes(model, options, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group)
-    pool = make_pool(model, room.slots + PROBE_TOKENS, device)
+    pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype)
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
         pool.take_pages()
@@ -190,7 +190,7 @@ def _on_device(
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
-    pool = make_pool(model, slots + PROBE_TOKENS, device, scales)  # the small one goes
+    pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales)  # the small one goes
     executor.use(pool)
     if model.captures:
         executor.capture()
@@ -242,10 +242,11 @@ def _measured_scales(
 
 def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) -> torch.dtype:
     """Of keys and values. Raises EngineError if the device can't read them."""
-    if options.kv_cache_dtype != EIGHT_BITS_NAME:
+    dtype = POOL_TYPES.get(options.kv_cache_dtype)
+    if dtype is None:
         return model.dtype
     gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    problem = eight_bits_problem(gpu)
+    problem = eight_bits_problem(options.kv_cache_dtype, gpu)
     if problem is not None:
         raise EngineError(problem)
     config, asked = model.config, f"kv_cache_dtype is {options.kv_cache_dtype}"
@@ -258,18 +259,22 @@ def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) 
             f"{asked}: {config.architecture} is computed by {config.runs_on}; its keys and values "
             "are held as they are"
         )
-    return EIGHT_BITS
+    return dtype
 
 
 def make_pool(
-    model: LoadedModel, slots: int, device: torch.device, scales: KVScales | None = None
+    model: LoadedModel,
+    slots: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    scales: KVScales | None = None,
 ) -> KVPool:
-    """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
+    """A pool for `model`'s keys and values: in its dtype, or in `dtype`; `scales` as a pool has."""
     config = model.config
     return model.pool_class(
         slots=slots,
         layouts=config.kv_layouts,
-        dtype=model.dtype if scales is None else EIGHT_BITS,
+        dtype=dtype or model.dtype,
         device=device,
         scales=scales,
     )

@@ -52,9 +52,10 @@ def test_on_a_cpu(preempt, golden):
     check(ranks.answer(reference.folder, asked, OPTIONS, preempt=preempt), reference, asked)
 
 
-def test_a_cache_of_8_bits_is_refused(golden, load_folder, monkeypatch):
-    monkeypatch.setattr("tokenpod.engine.assemble.eight_bits_problem", lambda gpu: None)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
+def test_a_cache_of_8_bits_is_refused(kv_cache_dtype, golden, load_folder, monkeypatch):
+    monkeypatch.setattr("tokenpod.engine.assemble.eight_bits_problem", lambda name, gpu: None)
     model = load_folder(golden("deepseek-v3").folder)
-    options = msgspec.structs.replace(OPTIONS, kv_cache_dtype="fp8_e4m3")
+    options = msgspec.structs.replace(OPTIONS, kv_cache_dtype=kv_cache_dtype)
     with pytest.raises(EngineError, match="DeepseekV3ForCausalLM has latent rows"):
         assemble(model, options, positions=80, device=torch.device("cpu"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts
+from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts, widened
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.engine.executor import Executor
@@ -120,15 +120,20 @@ def _on_host(
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
-    expansion = model.config.expansion
+    config, item_bytes = model.config, model.dtype.itemsize
+    if config.expansion is not None:
+        expanded = config.expansion.numbers(positions, options.device)
+    else:
+        widest = max((layout.numbers for layout in config.kv_layouts), default=0)
+        expanded = widened(options.kv_cache_dtype, widest, positions, item_bytes)
     step = largest_step(
         options.max_batch_size + 1 + most_drafts(options),
         options.max_batch_prefill_tokens + PROBE_TOKENS,
-        hidden=model.config.hidden_size,
-        inner=model.config.widest // ranks,
-        vocabulary=model.config.vocab_size,
-        item_bytes=model.dtype.itemsize,
-        expanded=expansion.numbers(positions, options.device) if expansion else 0,
+        hidden=config.hidden_size,
+        inner=config.widest // ranks,
+        vocabulary=config.vocab_size,
+        item_bytes=item_bytes,
+        expanded=expanded,
     )
     return step + PROCESSES_GROW
 

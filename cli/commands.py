@@ -16,7 +16,7 @@ from tokenpod_client import requests
 from tokenpod_client.cli.connection import Remote
 from tokenpod_client.cli.remote import RemoteError, calling
 from tokenpod_client.cli.terminal import LiveText, json_line, table
-from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
@@ -136,9 +136,15 @@ def _rows(model: model_pb2.Model) -> Iterator[tuple[str, object]]:
         elif field == "eos_token_ids":
             yield "eos token ids", ", ".join(map(str, value))
         elif field == "adapters":
-            yield "adapters", ", ".join(f"{each.name} (rank {each.rank})" for each in value)
+            yield "adapters", ", ".join(f"{each.name} ({_size(each)})" for each in value)
         elif field != "features":
             yield field.replace("_", " "), value
+
+
+def _size(adapter: adapter_pb2.Adapter) -> str:
+    if adapter.virtual_token_count:
+        return f"{adapter.virtual_token_count} virtual tokens"
+    return f"rank {adapter.rank}"
 
 
 def _fields(message: Any) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from tokenpod.engine.integers import Counts, Integers
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
 from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_of, unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens, Samples
-from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
+from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.batch import append_slots, cut_runs
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -40,7 +40,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         rows: int,
         vocab_size: int,
         group: Group | None = None,
-        put_adapter: PutAdapter = no_adapters,
+        adapters: PlannedAdapters | None = None,
     ) -> None:
         sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
         no_table = torch.zeros((0, 0), dtype=torch.int32)
@@ -51,7 +51,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
-            put_adapter=put_adapter,
+            adapters=adapters,
         )
         #: How many positions `_runs` has of each row.
         self._known = np.zeros(rows, np.int32)

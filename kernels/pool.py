@@ -94,6 +94,24 @@ class KVPool:
             numbers = tensor.view(torch.uint8)
             numbers[target] = numbers[source]
 
+    def write(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Write ready keys and values to slots.
+
+        Args:
+            slots: [n], on any device.
+            numbers: [layers, 2, n, heads, head_dim] keys and values, as attention would have them,
+                on the host; for layouts that store both.
+        """
+        device = self.keys[0].device
+        at, there = slots.long().to(device), numbers.to(device, non_blocking=True)
+        for layer, scales in enumerate(self.scales):
+            pair = (self.keys[layer], self.values[layer])
+            for index, (tensor, own) in enumerate(zip(pair, there[layer], strict=True)):
+                if scales is not None:
+                    own = quantise(own, scales[index])
+                # As integers: numbers of 8 bits can be moved, but not by that name.
+                tensor.view(torch.uint8)[at] = own.to(tensor.dtype).view(torch.uint8)
+
     @staticmethod
     def bytes_per_slot(*, layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:
         """Bytes of device memory that one token costs in all layers."""
@@ -103,6 +121,12 @@ class KVPool:
     def sink(self) -> int:
         """The slot that padding writes to."""
         return self.slots
+
+
+def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """X [T, K, D] as e4m3 multiples of scale [K]; what is too large becomes the largest."""
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return (x.float() / scale[:, None]).clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.pointwise_ops import HeadNorm
+from tokenpod.kernels.pool import quantise
 from tokenpod.kernels.reference.pointwise import rms_norm
 
 
@@ -58,9 +59,3 @@ def store_key_value(
         k, v = quantise(k, scales.keys), quantise(v, scales.values)
     keys[t_slot], values[t_slot] = k, v
     return apply_rotation(q, rotation)
-
-
-def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """X [T, K, D] as e4m3 multiples of scale [K]; what is too large becomes the largest."""
-    most = torch.finfo(torch.float8_e4m3fn).max
-    return (x.float() / scale[:, None]).clamp(-most, most).to(torch.float8_e4m3fn)

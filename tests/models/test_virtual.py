@@ -137,7 +137,10 @@ TENSORS = {
     "no matrix": ({"prompt_embeddings": torch.zeros(4)}, r"is \[4\]; of this base"),
     "not finite": ({"prompt_embeddings": ZEROS / 0}, "numbers that are not finite"),
     "whole numbers": ({"prompt_embeddings": ZEROS.int()}, "holds I32 numbers"),
-    "something beside": ({"prompt_embeddings": ZEROS, "x": ZEROS.clone()}, "x is not understood beside"),
+    "something beside": (
+        {"prompt_embeddings": ZEROS, "x": ZEROS.clone()},
+        "x is not understood beside",
+    ),
     "something else": ({"prompt_task_cols": ZEROS}, "no prompt_embeddings, but prompt_task_cols"),
     "an encoder without a prompt": ({f"{STATE}mlp_head.0.weight": ZEROS}, "no embedding.weight"),
     "half an encoder": (

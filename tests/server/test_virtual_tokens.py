@@ -120,15 +120,16 @@ def test_virtual_tokens_count_for_the_longest_sequence(api: Any, name: str, virt
     assert f"{virtual} virtual tokens of the adapter leave no room for an answer" in str(error)
 
 
-def test_the_model_names_their_kind_and_number(api: Any) -> None:
-    model = api.GetModel(service.GetModelRequest(), timeout=30).model
-    kinds = {each.name: (each.kind, each.virtual_token_count) for each in model.adapters}
+def test_the_model_names_their_kind_and_number(pod: ServerProcess, api: Any) -> None:
+    listed = AdapterServiceStub(pod.channel()).ListAdapters(service_pb.ListAdaptersRequest())
+    kinds = {each.name: (each.kind, each.virtual_token_count) for each in listed.adapters}
     assert kinds == {
         "prefix": (adapter_pb2.ADAPTER_KIND_PREFIX, 12),
         "prompt": (adapter_pb2.ADAPTER_KIND_PROMPT, 20),
         "sql": (adapter_pb2.ADAPTER_KIND_LORA, 0),
     }
-    assert model.max_adapter_count == 1
+    model = api.GetModel(service.GetModelRequest(), timeout=30).model
+    assert (model.adapter_count, model.max_adapters) == (3, 1)
 
 
 def test_they_come_and_go_while_serving(pod: ServerProcess, api: Any, expected: Any) -> None:

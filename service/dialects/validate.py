@@ -175,17 +175,28 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
 
 
 def max_new_tokens(
-    prompt_tokens: int, wanted: int | None, limits: RequestLimits, *, shorten: bool = False
+    prompt_tokens: int,
+    wanted: int | None,
+    limits: RequestLimits,
+    *,
+    shorten: bool = False,
+    virtual_tokens: int = 0,
 ) -> int:
     """How many tokens a sequence may generate; checks prompt and output together.
 
-    `shorten`: what does not fit is left out, and not refused.
+    `shorten`: what does not fit is left out, and not refused. `virtual_tokens`: of the adapter,
+    before the prompt.
     """
     if prompt_tokens == 0:
         raise InvalidArgument("prompt", "has no tokens; at least 1 is needed")
     if prompt_tokens > limits.max_input_tokens:
         raise PromptTooLong(prompt_tokens, limits.max_input_tokens)
-    room = limits.max_total_tokens - prompt_tokens
+    room = limits.max_total_tokens - prompt_tokens - virtual_tokens
+    if room < 1 and virtual_tokens:
+        problem = f"has {prompt_tokens} tokens; {_beside(virtual_tokens)} leave no room for an"
+        raise NeverFits(
+            "prompt", f"{problem} answer (--max-total-tokens {limits.max_total_tokens})"
+        )
     if wanted is None:
         return room
     if wanted > room and shorten:
@@ -193,8 +204,8 @@ def max_new_tokens(
     if wanted > room:
         raise NeverFits(
             "stopping.max_new_tokens",
-            f"is {wanted}; with {prompt_tokens} prompt tokens at most {room} are possible"
-            f" (--max-total-tokens {limits.max_total_tokens})",
+            f"is {wanted}; with {prompt_tokens} prompt tokens{_and(virtual_tokens)} at most {room}"
+            f" are possible (--max-total-tokens {limits.max_total_tokens})",
         )
     return wanted
 
@@ -370,18 +381,23 @@ def check_shard_request(request: ShardRequest, at: int, limits: RequestLimits) -
 
 
 def check_shard_length(
-    request: ShardRequest, at: int, prompt_tokens: int, limits: RequestLimits
+    request: ShardRequest,
+    at: int,
+    prompt_tokens: int,
+    limits: RequestLimits,
+    virtual_tokens: int = 0,
 ) -> None:
     """A tokenised prompt and its bound."""
     field = f"batch.requests[{at}]"
     if prompt_tokens == 0:
         raise InvalidArgument(f"{field}.inputs", "has no tokens; at least 1 is needed")
-    total = prompt_tokens + request.max_new_tokens
+    before = prompt_tokens + virtual_tokens
+    total = before + request.max_new_tokens
     if total > limits.max_total_tokens:
         raise InvalidArgument(
             f"{field}.stopping_parameters.max_new_tokens",
-            f"is {request.max_new_tokens}; with {prompt_tokens} prompt tokens at most"
-            f" {max(limits.max_total_tokens - prompt_tokens, 0)} are possible"
+            f"is {request.max_new_tokens}; with {prompt_tokens} prompt tokens{_and(virtual_tokens)}"
+            f" at most {max(limits.max_total_tokens - before, 0)} are possible"
             f" (--max-total-tokens {limits.max_total_tokens})",
         )
 
@@ -431,6 +447,14 @@ def few_entries(field: str, count: int, most: int, flag: str | None = None) -> N
     if count > most:
         source = f" ({flag})" if flag else ""
         raise InvalidArgument(field, f"has {count} entries; this server allows {most}{source}")
+
+
+def _beside(virtual_tokens: int) -> str:
+    return f"{virtual_tokens} virtual tokens of the adapter"
+
+
+def _and(virtual_tokens: int) -> str:
+    return f" and {_beside(virtual_tokens)}" if virtual_tokens else ""
 
 
 def _refuse(field: str, value: object, problem: str) -> None:

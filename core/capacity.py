@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
+from tokenpod.core.own_state import OwnState
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -117,6 +118,8 @@ class Footprint(msgspec.Struct, frozen=True):
     quantize: str = "none"
     #: Numbers of weights that are held twice: of a head that is the embedding in another format.
     repeated: int = 0
+    #: Of a model that keeps sequences' states by itself: what they take, by the bytes of a number.
+    states: dict[int, OwnState] = {}
 
     @property
     def parameters(self) -> int:
@@ -136,7 +139,8 @@ class Footprint(msgspec.Struct, frozen=True):
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""
-        return self.portions[ranks].kv_numbers * item_bytes
+        own = self.states.get(item_bytes)
+        return own.slot_bytes if own else self.portions[ranks].kv_numbers * item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,10 @@ class Capacity:
     slots: int | None
     #: Slots without which the server can't do its work.
     least_slots: int
+    #: Sequences that run at once, at most.
+    rows: int
+    #: Bytes of a sequence's state beside its slots.
+    row_bytes: int = 0
 
     @property
     def reserved(self) -> int:
@@ -167,7 +175,9 @@ class Capacity:
     @property
     def fits(self) -> bool:
         """Whether the server can run."""
-        return self.free > 0 and self.slots is not None and self.slots >= self.least_slots
+        if self.free <= 0 or self.rows < 1:
+            return False
+        return self.slots is not None and self.slots >= self.least_slots
 
     @property
     def kv_bytes(self) -> int:
@@ -190,19 +200,35 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
     reserve = _reserve(model, options, item_bytes, ranks)
-    weights = model.weight_bytes(ranks, item_bytes)
+    weights, rows = model.weight_bytes(ranks, item_bytes), options.max_batch_size
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    own = model.states.get(item_bytes)
+    if own is not None:
+        free = memory - weights - sum(reserve.values())
+        rows = own.rows(free, options.memory_fraction, rows)
+        if rows > 0:
+            reserve["states"] = own.taken(rows, options.memory_fraction)
     slot_bytes = model.slot_bytes(ranks, ITEM_BYTES[kv_dtype])
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=options.max_batch_total_tokens,
-        most_useful=options.max_batch_size * positions,
+        most_useful=max(rows, 1) * positions,
         fraction=options.memory_fraction,
         free=memory - weights - sum(reserve.values()),
     )
     # Without a limit a sequence may be as long as the pool; a step's prompt must fit all the same.
     least = options.max_total_tokens or options.max_batch_prefill_tokens
-    return Capacity(ranks, memory, weights, reserve, slot_bytes, slots, min(least, positions))
+    return Capacity(
+        ranks,
+        memory,
+        weights,
+        reserve,
+        slot_bytes,
+        slots,
+        min(least, positions),
+        rows,
+        own.row_bytes if own else 0,
+    )
 
 
 def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Capacity | None:
@@ -250,8 +276,9 @@ def _reserve(
     # A row and a prompt more: a liveness probe's.
     rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
     expansion, positions = model.portions[ranks].expansion, positions_of(model, options)
+    # What decodes with a state of its own is counted with that.
     step = largest_step(
-        rows + most_drafts(options),
+        1 if model.states else rows + most_drafts(options),
         prompt,
         hidden=model.hidden_size,
         inner=model.intermediate_size // ranks,

@@ -13,7 +13,7 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Drawing, late_rows, masked_rounds, row_after_row
+from tokenpod.engine.rounds import Drawing, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
 
@@ -143,8 +143,8 @@ class Flight:
     #: What draws for rows that wait for masks.
     later: Drawing | None = None
     _posted: Posted | None = None
-    #: Rows of the plan whose masks did not come.
-    _late: frozenset[int] = frozenset()
+    #: How many masks came, by rows of the plan that have too few.
+    _there: dict[int, int] = field(default_factory=dict)
 
     def send(self, drawn: Samples | None) -> None:
         """Queue the copies of results: all samples, if any row sampled, round after round."""
@@ -158,13 +158,13 @@ class Flight:
         with torch.inference_mode():
             later.draw(masked_rounds(self.plan), masks or {})
             self.send(later.drawn)
-        self._late = late_rows(self.plan, masks)
+        self._there = masks_there(self.plan, masks)
 
     def wait(self) -> StepResult:
         """The result, once the device has it; once, and before the mailbox's next step."""
         self.sample({})
         assert self._posted is not None
-        return row_after_row(self.plan, self._mailbox.receive(self._posted), self._late)
+        return row_after_row(self.plan, self._mailbox.receive(self._posted), self._there)
 
 
 class _Mark:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tokenpod.core.capacity import Expansion
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.pool import KVLayout
-from tokenpod.models.facts import OwnState
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,33 @@ def test_keys_and_values_that_are_made_of_latents_are_counted(tmp_path: Path):
         assert expansion.numbers(2048, "cuda") == 2048 * (heads * 640 + 576)
 
 
+def test_states_that_a_model_keeps_by_itself_are_counted(tmp_path: Path):
+    """Mamba 2: by layer what a convolution saw last, and heads' states, whatever the length."""
+    recurrent = {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "dtype": "float32",
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_heads": 8,
+        "head_dim": 64,
+        "state_size": 32,
+        "n_groups": 1,
+        "vocab_size": 500,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(recurrent))
+    asked = ("--model-id", tmp_path, "--cpu", "--memory-gib", 1, "--max-total-tokens", 1000)
+    found = answer(*asked, "--max-batch-size", 100)
+    state = 6 * 4 * (4 * (512 + 2 * 32) + 8 * 64 * 32)
+    assert found["state_bytes_per_sequence"] == state
+    assert found["reserve_bytes"]["states"] == int(101 * 2 * state / 0.9)
+    assert (found["kv_bytes_per_token"], found["sequences_at_once"]) == (8, 100)
+    text = size(*asked, "--max-batch-size", 100).stdout
+    assert "100,000 tokens of 0.0078125 KiB, and 100 states of 438 KiB" in text
+    little = (*asked[:4], 0.77, *asked[5:])
+    assert "a sequence's state takes 0.00 GiB, and there is no room" in size(*little).stdout
+
+
 def test_experts_are_refused_a_format_in_the_loaders_words(tmp_path: Path):
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     mixture = CONFIG | experts | {"architectures": ["MixtralForCausalLM"]}

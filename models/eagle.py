@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.kernels.attention_ops import Heads, StepTiles
+from tokenpod.kernels.attention_ops import AttentionPlan, Heads, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVLayout, KVPool
@@ -277,7 +277,7 @@ class EagleHead:
         Returns [T, hidden] streams.
         """
         angles = self._ops.rotate(batch.t_position, self._frequencies, self._scale, self._dtype)
-        plans = {None: self._ops.plan_attention(batch, None)}
+        plans: dict[int | None, AttentionPlan] = {None: self._ops.plan_attention(batch, None)}
         step = Step(batch, pool, plans=plans, rotations=[angles])
         if self._table is None:
             embedded = self._served.embed_tokens(t_token)

@@ -184,8 +184,8 @@ def max_new_tokens(
     if wanted > room:
         raise NeverFits(
             "stopping.max_new_tokens",
-            f"is {wanted}; with {prompt_tokens} prompt tokens{and_virtual(virtual_tokens)} at most {room}"
-            f" are possible (--max-total-tokens {limits.max_total_tokens})",
+            f"is {wanted}; with {prompt_tokens} prompt tokens{and_virtual(virtual_tokens)}"
+            f" at most {room} are possible (--max-total-tokens {limits.max_total_tokens})",
         )
     return wanted
 

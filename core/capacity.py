@@ -195,8 +195,18 @@ def positions_of(model: Footprint, options: EngineOptions) -> int:
     return min(options.max_total_tokens or model.max_positions, model.max_positions)
 
 
-def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: int) -> Capacity:
-    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`."""
+def capacity(
+    model: Footprint,
+    options: EngineOptions,
+    *,
+    memory: int,
+    ranks: int,
+    draft: Footprint | None = None,
+) -> Capacity:
+    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`.
+
+    `draft`: its draft model, of which each device has all.
+    """
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
     reserve = _reserve(model, options, item_bytes, ranks)
@@ -209,6 +219,9 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
         if rows > 0:
             reserve["states"] = own.taken(rows, options.memory_fraction)
     slot_bytes = model.slot_bytes(ranks, ITEM_BYTES[kv_dtype])
+    if draft is not None:
+        reserve["draft model"] = draft.weight_bytes(1, item_bytes)
+        slot_bytes += draft.slot_bytes(1, item_bytes)
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=options.max_batch_total_tokens,
@@ -231,9 +244,14 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
     )
 
 
-def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Capacity | None:
+def fewest_ranks(
+    model: Footprint, options: EngineOptions, *, memory: int, draft: Footprint | None = None
+) -> Capacity | None:
     """The capacity with the least number of ranks that divide the model and fit; None: none do."""
-    each = (capacity(model, options, memory=memory, ranks=n) for n in sorted(model.portions))
+    each = (
+        capacity(model, options, memory=memory, ranks=n, draft=draft)
+        for n in sorted(model.portions)
+    )
     return next((found for found in each if found.fits), None)
 
 

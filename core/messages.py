@@ -189,8 +189,9 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
-    #: Tokens that a step may draft for a sequence.
+    #: Tokens that a step may draft for a sequence, and what finds them: "ngram" or "draft_model".
     speculate: int = 0
+    draft_method: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -253,6 +254,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.
     quantize_head: bool = False
+    #: Where the model lies that finds drafts; None: n-grams do.
+    draft_folder: str | None = None
 
 
 ToEngine = (

@@ -25,7 +25,7 @@ from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.counts import Counts
-from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.ends import finish
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.forced import Forced
@@ -231,6 +231,7 @@ class Scheduler:
         tokens: Listing[int],
         now: int,
         tops: Mapping[int, Top] = MappingProxyType({}),
+        drafting_ns: int = 0,
     ) -> Settled:
         """Take a step's outcome.
 
@@ -240,6 +241,7 @@ class Scheduler:
                 `plan.UNSAMPLED`: none was drawn, after a wrong draft or for want of a mask.
             now: in nanoseconds.
             tops: by index into `tokens`: the most likely ones, of rows that are beams.
+            drafting_ns: what the executor has taken to find drafts.
         """
         settled = Settled()
         if self.kv.table.constrained:
@@ -252,7 +254,9 @@ class Scheduler:
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
         left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
-        drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
+        drafted: dict[int, Landed] = {}
+        if self._drafting:
+            drafted = self._drafting.land(step, tokens, took, drafting_ns)
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
         self._outcomes.take_each(step, tokens, tops, drafted, now, settled)

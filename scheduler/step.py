@@ -252,7 +252,7 @@ class StepBuilder:
             plan.freed[:] = freed
         if fresh:
             plan.n_row[:] = [sequence.row for sequence in fresh]
-            plan.n_draws[:] = [sequence.request.sampling.do_sample for sequence in fresh]
+            plan.n_flags[:] = [new.flags for new in asks]
             plan.n_prefix[:] = [*map(len, prefixes)]
             np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
         self._kv.table.in_flight[places] += 1

@@ -76,6 +76,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _memory_faults(settings)
     yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
+    yield from _draft_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
@@ -143,6 +144,11 @@ def _batching_faults(s: ServerSettings) -> Iterator[str]:
             f"--max-input-tokens is {s.max_input_tokens}: with --batching alternate it must be at"
             f" most --max-batch-prefill-tokens, which is {whole}"
         )
+
+
+def _draft_faults(s: ServerSettings) -> Iterator[str]:
+    if s.draft_model is not None and not s.speculate:
+        yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

@@ -234,8 +234,11 @@ class Settings(BaseSettings):
     """Which of them make room for others. lru: those that were used longest ago; lfu: those that
     few requests have used."""
     speculate: int = _memory(0, ge=0, le=32)
-    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams): it
-    keeps those that it would have generated. Tokens stay the same. 0: none."""
+    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams) or by
+    draft-model: it keeps those that it would have generated. Tokens stay the same. 0: none."""
+    draft_model: str | None = _memory(None)
+    """A small model that drafts instead of n-grams: a folder, or a name that is in the local
+    Hugging Face cache. Its vocabulary must be the served model's; each rank has all of it."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

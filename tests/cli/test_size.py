@@ -119,6 +119,24 @@ def test_what_8_bits_take_is_what_the_loader_needs():
         assert footprint(demo, "int8").weight_bytes(world, 2) == needed
 
 
+def test_a_draft_model_takes_its_weights_and_a_part_of_each_slot(big: Path):
+    plain, alone = (answer("--model-id", name, "--gpu", "h200") for name in (big, "demo"))
+    drafts = ("--speculate", 4, "--max-total-tokens", 2048)
+    ngrams = answer("--model-id", big, "--gpu", "h200", *drafts)
+    found = answer("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo")
+    assert found["reserve_bytes"]["draft_model"] == 2 * alone["parameters"]
+    of_demo = 8 * 2 * 2 * 64 * 2
+    assert found["kv_bytes_per_token"] == plain["kv_bytes_per_token"] + of_demo
+    assert found["kv_slots"] < ngrams["kv_slots"]
+    assert (
+        "draft model 0.0"
+        in size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo").stdout
+    )
+    missing = size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "/no/where")
+    assert missing.returncode != 0
+    assert "--draft-model is /no/where" in missing.stderr
+
+
 def test_slots_for_adapters_are_counted(big: Path):
     """81,920 numbers for each unit of rank in each of 32 layers."""
     plain = answer("--model-id", big, "--gpu", "h200")

@@ -15,9 +15,6 @@ from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
-#: How tokens are drafted.
-_NGRAMS = "ngram"
-
 
 def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
@@ -46,7 +43,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         adapter_count=len(adapters.loaded),
         max_adapters=adapters.slots,
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
-        draft_method=_NGRAMS if ready.speculate else "",
+        draft_method=ready.draft_method,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:

@@ -53,6 +53,8 @@ class Counts(NamedTuple):
     width: int = 0
     #: Adapters that are put into slots.
     puts: int = 0
+    #: 1 or none: copies that it relies on.
+    awaited: int = 0
 
     @property
     def words(self) -> int:
@@ -69,6 +71,7 @@ class Counts(NamedTuple):
             + self.masked
             + self.given * self.width
             + 2 * self.puts
+            + self.awaited
         )
 
 
@@ -168,8 +171,13 @@ class StepPlan:
         self.n_draws = column(new)
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
-        #: Keys and values to be copied before anything else, all at once, from slot to slot.
+        #: Keys and values to be copied before anything else, from slot to slot. Those behind the
+        #: pool's last one are in the host's memory. First all go out that do, then all come in that
+        #: do, which may take longer than the step.
         self.copy_from = self.copy_to = _NOTHING
+        #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be
+        #: there before anything of this step is read or copied (0: it is this step).
+        self.awaited = _NOTHING
         #: Adapters to be put into slots before anything else: slots, from 1, and adapters' numbers.
         self.put_slot = self.put_adapter = _NOTHING
         #: Empty if no row has one: the slot of each row's adapter, from 1; 0: none.
@@ -179,11 +187,12 @@ class StepPlan:
         #: [given, width] what stands in for rows of the embedding's table.
         self.given: Floats = _NO_VECTORS
         if any(fewer):
-            copies, adapters, masked, given, width, puts = fewer
+            copies, adapters, masked, given, width, puts, awaited = fewer
             self.copy_from, self.copy_to = column(copies), column(copies)
             self.r_adapter, self.r_masked = column(adapters), column(masked)
             self.given = column(given * width).view(np.float32).reshape(given, width)
             self.put_slot, self.put_adapter = column(puts), column(puts)
+            self.awaited = column(awaited)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
@@ -254,10 +263,12 @@ def plan_of(
     freed: Sequence[int] = (),
     copies: Sequence[tuple[int, int]] = (),
     puts: Sequence[tuple[int, int]] = (),
+    awaited: Sequence[int] = (),
 ) -> StepPlan:
     """A plan of these rows; those with a single token come first.
 
-    `copies`: slots from and to; `puts`: slots of adapters, and their numbers.
+    `copies`: slots from and to; `puts`: slots of adapters, and their numbers; `awaited`: see
+    `StepPlan`.
     """
     fresh = [(row, row.new) for row in rows if row.new is not None]
     given = [row.given for row in rows if row.given is not None]
@@ -274,6 +285,7 @@ def plan_of(
         given=sum(map(len, given)),
         width=given[0].shape[1] if given else 0,
         puts=len(puts),
+        awaited=len(awaited),
     )
     plan = StepPlan.empty(step, counts, [new for _, new in fresh])
     plan.r_row[:] = [row.row for row in rows]
@@ -294,6 +306,7 @@ def plan_of(
     plan.copy_to[:] = [slot for _, slot in copies]
     plan.put_slot[:] = [slot for slot, _ in puts]
     plan.put_adapter[:] = [adapter for _, adapter in puts]
+    plan.awaited[:] = awaited
     if counts.adapters:
         plan.r_adapter[:] = [row.adapter for row in rows]
     if counts.masked:

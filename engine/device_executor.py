@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import LAST, StepPlan
+from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import CapturableModel
@@ -25,6 +26,7 @@ from tokenpod.engine.rounds import unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
 
@@ -46,6 +48,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
         adapters: whether steps in which rows have adapters are captured too.
+        host: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         drafts: int = 0,
         adapters: bool = False,
         put_adapter: PutAdapter = no_adapters,
+        host: HostPool | None = None,
     ) -> None:
         # The last row is padding's.
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
@@ -71,6 +75,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
+            copies=DeviceCopies(pool, host, device),
             put_adapter=put_adapter,
         )
         self._tiles = model.prepare_capture(rows)
@@ -89,6 +94,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         """Keep keys and values there from now on. No step is under way, no row is taken."""
         assert not self._graphs, "captured steps know the pool that they were captured with"
         self._pool = pool
+        self._copies.use(pool)
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""

@@ -10,6 +10,7 @@ import torch
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, Model
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
@@ -18,6 +19,7 @@ from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
 from tokenpod.kernels.batch import append_slots, cut_runs
 from tokenpod.kernels.group import Group
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 
 _CPU = torch.device("cpu")
@@ -30,6 +32,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     Args:
         vocab_size: width of the logits.
         group: the ranks that the model is divided among, if it is.
+        host: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         vocab_size: int,
         group: Group | None = None,
         put_adapter: PutAdapter = no_adapters,
+        host: HostPool | None = None,
     ) -> None:
         sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
         no_table = torch.zeros((0, 0), dtype=torch.int32)
@@ -51,6 +55,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
+            copies=HostCopies(pool, host),
             put_adapter=put_adapter,
         )
         #: How many positions `_runs` has of each row.

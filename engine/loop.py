@@ -198,7 +198,9 @@ class EngineLoop:
                 start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
-        settled = self.scheduler.settle(flying.step, result.tokens, self.clock(), tops)
+        settled = self.scheduler.settle(
+            flying.step, result.tokens, self.clock(), tops, arrived=result.arrived
+        )
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 

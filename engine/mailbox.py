@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Drawing, late_rows, masked_rounds, row_after_row
 from tokenpod.engine.sampler import Samples
@@ -143,6 +144,8 @@ class Flight:
     #: What draws for rows that wait for masks.
     later: Drawing | None = None
     _posted: Posted | None = None
+    #: Of its executor.
+    copies: HostCopies | None = None
     #: Rows of the plan whose masks did not come.
     _late: frozenset[int] = frozenset()
 
@@ -164,7 +167,9 @@ class Flight:
         """The result, once the device has it; once, and before the mailbox's next step."""
         self.sample({})
         assert self._posted is not None
-        return row_after_row(self.plan, self._mailbox.receive(self._posted), self._late)
+        result = row_after_row(self.plan, self._mailbox.receive(self._posted), self._late)
+        arrived = self.copies.arrived() if self.copies else None
+        return result if arrived is None else replace(result, arrived=arrived)
 
 
 class _Mark:

@@ -20,6 +20,7 @@ import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
 from tokenpod.engine.executor import Model, new_rows, scored_rows
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
@@ -62,6 +63,7 @@ class StepExecutor(ABC, Generic[S]):
         device: where the model is.
         row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
         put_adapter: puts an adapter into a slot, in the order of the device's queue.
+        copies: makes the copies that plans ask for.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
+        copies: HostCopies,
         put_adapter: PutAdapter = no_adapters,
     ) -> None:
+        self._copies = copies
         self._put_adapter = put_adapter
         self._model = model
         self._pool = pool
@@ -98,15 +102,17 @@ class StepExecutor(ABC, Generic[S]):
                 self._unsampled.sample({})
                 self._unsampled = None
             self.release(plan.freed.tolist())
-            if len(plan.copy_from):
-                self._pool.copy(self._upload(plan.copy_from), self._upload(plan.copy_to))
+            if len(plan.copy_from) or len(plan.awaited):
+                self._copies.begin(plan)
             for slot, adapter in zip(plan.put_slot, plan.put_adapter, strict=True):
                 self._put_adapter(int(slot), int(adapter))
             self._take_rows(plan)
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
             self._note_slots(plan)
-            return self._run(plan, mailbox)
+            flight = self._run(plan, mailbox)
+            flight.copies = self._copies
+            return flight
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""

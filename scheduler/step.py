@@ -166,6 +166,11 @@ class StepBuilder:
             sequence.computed += 1
             sequence.launched += 1
 
+    def fetch(self, sequence: Sequence) -> None:
+        """Have what the host's memory has of a sequence copied."""
+        sequence.began_at = sequence.began_at or self._now
+        self._kv.fetch(sequence)
+
     @property
     def empty(self) -> bool:
         """Whether nothing has been added."""
@@ -200,6 +205,7 @@ class StepBuilder:
         scored = self._scored(ones, longer, order)
         given = self._given(ones, longer, order)
         prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
+        source, target, awaited = self._kv.copies()
         counts = Counts(
             rows=len(places),
             tokens=len(order) + sum(len(piece.slots) for piece in longer),
@@ -212,6 +218,8 @@ class StepBuilder:
             given=sum(map(len, given)),
             width=given[0].shape[1] if given else 0,
             puts=len(puts or ()),
+            copies=len(source),
+            awaited=len(awaited),
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -227,6 +235,7 @@ class StepBuilder:
             plan.r_adapter[:] = [sequence.adapter_slot for sequence in sequences]
         if puts:
             plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
+        plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
         if counts.masked:
             plan.r_masked[:] = self._kv.table.masked[places] & plan.r_samples
         if freed:

@@ -72,6 +72,21 @@ def test_tokens_are_the_same_bit_by_bit_with_and_without_preemptions(exact, undi
     assert got.scored == undisturbed.scored != {}
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
+def test_tokens_are_the_same_bit_by_bit_if_what_is_preempted_is_swapped(
+    exact, undisturbed, overlap
+):
+    link, shape = Recorder(requests(), routed()), {"rows": 9, "prefill": 8, "host_slots": 1200}
+    got, preempted = serve(exact, link, overlap=overlap, preempt=0.3, **shape)
+    assert preempted > 30
+    assert got.swapped > 200
+    assert got.fetched > 200
+    assert got.tokens == undisturbed.tokens
+    assert got.logprobs == undisturbed.logprobs
+    assert got.tops == undisturbed.tops
+    assert got.scored == undisturbed.scored != {}
+
+
 @pytest.mark.parametrize("admission", [Optimistic, PastFuture])
 def test_tokens_are_the_same_where_memory_runs_out(exact, undisturbed, admission):
     def short(table, limits, quantum):

@@ -1,0 +1,66 @@
+"""Copies between the KV pool and the host's memory, as plans say.
+
+Here they are made at once, as a CPU does. On a GPU (`device_copies`) they run beside the steps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from tokenpod.core.plan import StepPlan
+from tokenpod.kernels.host_pool import HostPool, read_slots, write_slots
+from tokenpod.kernels.pool import KVPool
+
+
+class HostCopies:
+    """Makes a plan's copies.
+
+    Args:
+        pool: keys and values; its slots have the first numbers.
+        host: holds the slots behind the pool's sink; None: there are none.
+    """
+
+    def __init__(self, pool: KVPool, host: HostPool | None) -> None:
+        self._pool = pool
+        self._host = host
+
+    def use(self, pool: KVPool) -> None:
+        """Keep keys and values there from now on."""
+        self._pool = pool
+
+    def begin(self, plan: StepPlan) -> None:
+        """Make the copies of a plan, before anything else of it."""
+        source, target = plan.copy_from.astype(np.int64), plan.copy_to.astype(np.int64)
+        first = self._pool.sink + 1
+        out, back = target >= first, source >= first
+        if len(source) and not (out | back).any():
+            self._pool.copy(self._indices(source), self._indices(target))
+            return
+        assert (out ^ back).all(), "copies within the pool, and to the host or from it"
+        if self._host is not None and out.any():
+            self._go_out(self._indices(source[out]), target[out] - first, self._host)
+        if self._host is not None and back.any():
+            self._come_in(source[back] - first, target[back], self._host, plan.step)
+
+    def arrived(self) -> int | None:
+        """The last step whose copies from the host are there; None: all are."""
+        return None
+
+    def _go_out(self, slots: torch.Tensor, host_slots: np.ndarray, host: HostPool) -> None:
+        """Copy what slots [n] of the pool hold to these of the host."""
+        rows = torch.empty((len(slots), host.rows.shape[1]), dtype=torch.uint8)
+        read_slots(self._pool.stored, slots, rows)
+        host.rows[torch.from_numpy(host_slots)] = rows
+
+    def _come_in(
+        self, host_slots: np.ndarray, slots: np.ndarray, host: HostPool, step: int
+    ) -> None:
+        """Copy what these slots [n] of the host hold to those of the pool, for this step."""
+        del step
+        rows = host.rows[torch.from_numpy(host_slots)]
+        write_slots(self._pool.stored, self._indices(slots), rows)
+
+    def _indices(self, values: np.ndarray) -> torch.Tensor:
+        """[n] int64 where the pool is."""
+        return torch.from_numpy(values)

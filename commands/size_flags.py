@@ -41,6 +41,7 @@ _SETTINGS = (
     "max_batch_prefill_tokens",
     "max_batch_total_tokens",
     "memory_fraction",
+    "host_kv_bytes",
     "max_adapters",
     "max_adapter_rank",
 )

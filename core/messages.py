@@ -191,6 +191,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     quantization: str = ""
     #: Tokens that a step may draft for a sequence.
     speculate: int = 0
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -253,6 +255,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.
     quantize_head: bool = False
+    #: Host memory of this pod, all ranks together, for keys and values that the pool has no room
+    #: for; fewer tokens than `host_kv_least_tokens` are computed again rather than copied.
+    host_kv_bytes: int = 0
+    host_kv_least_tokens: int = 1
+    #: What becomes of a preempted sequence, by name (see scheduler/preemption.py).
+    preemption: str = "auto"
 
 
 ToEngine = (

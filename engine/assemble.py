@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, largest_step, most_drafts
+from tokenpod.core.capacity import BLOCK, GAPS, largest_step, most_drafts
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
@@ -16,6 +16,7 @@ from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.executor import Executor, Launched
 from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.host_room import make_host_pool
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
     EIGHT_BITS_NAME,
@@ -33,6 +34,7 @@ from tokenpod.engine.room import Room, room_for
 from tokenpod.engine.step_executor import no_adapters
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.facts import LoadedModel
@@ -53,6 +55,8 @@ class Assembled:
     overlap: bool
     #: None: the model takes none.
     adapters: AdapterStore | None = None
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
     @property
     def slots(self) -> int:
@@ -101,7 +105,10 @@ def _on_host(
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
+    host = make_host_pool(model, options, dtype, device, group)
     free = free_memory(device).shared(ranks)
+    if host is not None:
+        free = free.less(host.rows.nbytes, "--host-kv-bytes takes")
     if free.limited:
         free = free.less(_serving_takes(model, options, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group)
@@ -109,6 +116,8 @@ def _on_host(
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
         pool.take_pages()
+        if host is not None:
+            host.take_pages()
     executor = HostExecutor(
         model,
         pool,
@@ -116,9 +125,17 @@ def _on_host(
         vocab_size=model.config.vocab_size,
         group=group,
         put_adapter=model.adapters.put if model.adapters else no_adapters,
+        host=host,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=False,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> int:
@@ -156,6 +173,7 @@ def _on_device(
     rows = options.max_batch_size + 1
     prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
     drafts = most_drafts(options)
+    host = make_host_pool(model, options, dtype, device, group)
     pool = make_pool(model, rows + prompt + drafts, device)
     executor = DeviceExecutor(
         model,
@@ -174,6 +192,7 @@ def _on_device(
         adapters=model.adapters is not None,
         put_adapter=model.adapters.put if model.adapters else no_adapters,
         drafts=drafts,
+        host=host,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
@@ -201,7 +220,16 @@ def _on_device(
     run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
+    if host is not None:
+        warm_copies(executor, pool, host)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=True,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def run_worst_steps(
@@ -273,6 +301,17 @@ def make_pool(
         device=device,
         scales=scales,
     )
+
+
+def warm_copies(executor: Executor, pool: KVPool, host: HostPool) -> None:
+    """Copy a few slots to the host's memory and back."""
+    n = min(host.slots, pool.slots, 2 * BLOCK)
+    there = range(pool.sink + 1, pool.sink + 1 + n)
+    for number, ends in enumerate(((range(n), there), (there, range(n))), 1):
+        row = PlanRow(0, 0, [pool.sink], [0], new=_new_row([0]))
+        plan = plan_of(number, [row], copies=[*zip(*ends, strict=True)], awaited=[0])
+        executor.launch(plan).wait()
+        executor.release([0])
 
 
 def warm_up(executor: Executor, tokens: list[int]) -> None:

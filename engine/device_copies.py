@@ -41,7 +41,9 @@ class DeviceCopies(HostCopies):
     def __init__(self, pool: KVPool, host: HostPool | None, device: torch.device) -> None:
         super().__init__(pool, host)
         self._device = device
-        self._queue = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._queue = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         #: Of copies that come in: the step, and when they are there.
         self._coming: deque[tuple[int, _Moment]] = deque()
         self._pieces: list[torch.Tensor] = []
@@ -148,7 +150,7 @@ class _Moment:
 
     @property
     def passed(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 def _pieces_of(n: int, most: int) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Names for blocks of texts: equal ones stand for equal tokens behind equal beginnings.
 
-A block is `BLOCK` tokens at a multiple of that many from the beginning of a text. Its key is a
+A block is some tokens at a multiple of as many from the beginning of a text. Its key is a
 blake2b digest of its tokens and the key before it; the first one follows the salt, as the roots of
 the prefix tree do.
 """
@@ -12,8 +12,6 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-#: Tokens of a block.
-BLOCK = 64
 _DIGEST = 16  # bytes
 
 Key = bytes

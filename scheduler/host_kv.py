@@ -17,7 +17,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from tokenpod.scheduler.block_keys import BLOCK, Key, next_key, root_key
+from tokenpod.core.capacity import BLOCK
+from tokenpod.scheduler.block_keys import Key, next_key, root_key
 from tokenpod.scheduler.host_tier import HostTier
 from tokenpod.scheduler.radix import Node, Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence

@@ -318,7 +318,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """The counts that go to the service with every step."""
-        return Load(
+        load = Load(
             running=self._batcher.running + len(self._routed.sequences),
             waiting=len(self._queue) - self._queue.swapped + len(self._constrained.held),
             waiting_tokens=self._queue.tokens + self._constrained.held_tokens,
@@ -331,11 +331,12 @@ class Scheduler:
             evicted_tokens=self.kv.tree.evicted,
             adapters=len(self.adapters.in_use),
             swapped=self._queue.swapped,
-            **({} if self.kv.host is None else self.kv.host.counts),
             ended=self._counts.ended,
             drafted_at=[*self._counts.drafted],
             accepted_at=[*self._counts.accepted],
         )
+        host = self.kv.host
+        return load if host is None else msgspec.structs.replace(load, **host.counts)
 
     def watch_cache(self, *, wanted: bool) -> None:
         """Note what changes in the prefix cache from now on, and all that it holds; or stop."""

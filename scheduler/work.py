@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tokenpod.core.capacity import BLOCK
 from tokenpod.core.outputs import Advanced, Drafted, Failure, FinishCode, Started
-from tokenpod.scheduler.block_keys import BLOCK
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,10 @@ _ORDERED = [
 ]
 
 
+#: The admissions under which memory may run out.
+_PREEMPTING = ("optimistic", "past_future")
+
+
 def flag(name: str) -> str:
     """`max_best_of` as it is written on the command line."""
     return f"--{name.replace('_', '-')}"
@@ -74,6 +78,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _model_faults(settings)
     yield from _order_faults(settings)
     yield from _memory_faults(settings)
+    yield from _preemption_faults(settings)
     yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
     yield from _network_faults(settings)
@@ -107,6 +112,16 @@ def _order_faults(s: ServerSettings) -> Iterator[str]:
 def _memory_faults(s: ServerSettings) -> Iterator[str]:
     if s.kv_cache_dtype != "auto" and s.resolved_device == "cpu":
         yield f"--kv-cache-dtype is {s.kv_cache_dtype}: it needs a GPU, and the model runs on a CPU"
+
+
+def _preemption_faults(s: ServerSettings) -> Iterator[str]:
+    if s.preemption == "auto":
+        return
+    if s.admission not in _PREEMPTING:
+        allowed = " or ".join(_PREEMPTING)
+        yield f"--preemption is {s.preemption}: it needs --admission {allowed}, not {s.admission}"
+    elif s.preemption != "recompute" and not s.host_kv_bytes:
+        yield f"--preemption is {s.preemption}: it needs --host-kv-bytes"
 
 
 def _adapter_faults(s: ServerSettings) -> Iterator[str]:

@@ -146,7 +146,8 @@ def test_fast_operations_choose_another_token_only_where_rounding_decides(fast, 
 # -- ranks -------------------------------------------------------------------------------------
 
 
-def test_two_ranks_preempt_as_one_does():
+@pytest.mark.parametrize("host_kv_bytes", [0, 1 << 22], ids=["computed again", "swapped"])
+def test_two_ranks_preempt_as_one_does(host_kv_bytes):
     options = EngineOptions(
         model_folder="",
         dtype=None,
@@ -155,6 +156,7 @@ def test_two_ranks_preempt_as_one_does():
         max_batch_size=6,
         max_batch_prefill_tokens=16,
         max_total_tokens=80,
+        host_kv_bytes=host_kv_bytes,
     )
     asked = [
         Request([1], list(range(5, 30)), GREEDY, StoppingParams(8), logprobs=True),
@@ -170,6 +172,8 @@ def test_two_ranks_preempt_as_one_does():
     alone = ranks.answer(DEMO, asked, options, dtype="float32")
     assert leader.preemptions > 5
     assert leader.preemptions == follower.preemptions
+    assert leader.fetched == follower.fetched
+    assert (leader.fetched > 20) == (host_kv_bytes > 0)
     assert leader.tokens == follower.tokens == dict(alone.tokens)
     for sequence, logprobs in alone.logprobs.items():
         assert leader.logprobs[sequence] == pytest.approx(logprobs, abs=TOLERANCE)

@@ -8,8 +8,12 @@ Cases, each after the other over one engine:
     plain     64 rows (--rows) of sampled text without constraints
     schemas   the same rows, each under a JSON schema of its own    aim: 0.95 of plain, late <= 1 %
     slow      the same, and one row whose masks take 50 ms          aim: the others as in `schemas`
-    arrivals  32 plain streams (--streams) while 200 requests come, plain ones and then schemas
-                                                                    aim: p99 of their gaps + 10 %
+    forced    rows whose texts have many forced tokens, without and with jumping ahead: both each
+              row's tokens behind its first in a step, and how many steps that took
+    arrivals  32 plain streams (--streams) while 200 requests (--arrivals) come, plain ones and then
+              schemas, each of its own                              aim: p99 of their gaps + 10 %
+
+An H200 is meant to take two minutes for all, most of them for the start.
 """
 
 from __future__ import annotations
@@ -20,29 +24,29 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from constrained_rows import Client, Library
 from constraints import vocabulary
 
-from tokenpod.core.constraints import Choice, Constraint, ConstraintLimits, JsonSchema
+from tokenpod.core.constraints import Choice, Constraint, ConstraintLimits, JsonSchema, Regex
 from tokenpod.core.messages import EngineOptions, Vocabulary
-from tokenpod.core.outputs import Load, StepOutputs
+from tokenpod.core.outputs import MaskCounts
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.assemble import assemble
-from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
+from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.loop import EngineLoop
+from tokenpod.engine.memory import let_segments_grow
+from tokenpod.models.facts import LoadedModel
 from tokenpod.models.load import load_model
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.service.text.tokenizer import Tokenizer
@@ -62,97 +66,50 @@ LLAMA_8B = {
     "rope_theta": 500_000.0,
     "tie_word_embeddings": False,
 }
-_SLOW_SECONDS = 0.05
-
-
-class SlowMatcher(GuidanceMatcher):
-    """Takes 50 ms for each mask."""
-
-    def copy(self) -> SlowMatcher:
-        return SlowMatcher(self._matcher.deep_copy(), self._vocab)
-
-    def take(self, token: int) -> None:
-        time.sleep(_SLOW_SECONDS)
-        super().take(token)
-
-
-class Library(Guidance):
-    """Choices are slow."""
-
-    def compile(self, constraint: Constraint) -> GuidanceMatcher:
-        made = super().compile(constraint)
-        if isinstance(constraint, Choice):
-            return SlowMatcher(made._matcher, made._vocab)
-        return made
-
-
-@dataclass
-class Client:
-    """The other end of the engine's link: hands requests in, times what comes out."""
-
-    inbox: list[Any] = field(default_factory=list)
-    #: When each sequence's tokens came.
-    times: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    left: set[int] = field(default_factory=set)
-    refused: list[str] = field(default_factory=list)
-    load: Load | None = None
-
-    def receive(self, seconds: float | None) -> list[Any]:
-        if seconds and not self.inbox:
-            time.sleep(min(seconds, 0.001))
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message: object) -> None:
-        assert isinstance(message, StepOutputs)
-        now, self.load = time.perf_counter(), message.load
-        for sequence, finish in zip(message.sequence_ids, message.finishes, strict=True):
-            self.times[sequence].append(now)
-            if finish:
-                self.left.discard(sequence)
-        for failure in message.failures:
-            self.refused.append(failure.message)
-            self.left.discard(failure.sequence_id)
+#: Every other token or so is the only one that is allowed.
+STAMPS = r"(\d{{4}}-0[1-9]-[0-3]\dT00:00:00Z~q{}#\^;){{200}}"
 
 
 class Bench:
-    """An engine, its loop and its client."""
+    """An engine, its loop and its client.
 
-    def __init__(self, asked: argparse.Namespace) -> None:
+    Args:
+        made: for `positions` of a sequence and `prefill` tokens of prompts in a step.
+        vocab: width of the logits.
+        known: the tokens' bytes, and which are special.
+        asked: options.
+    """
+
+    def __init__(
+        self,
+        made: Assembled,
+        vocab: int,
+        known: tuple[list[bytes], list[int]],
+        asked: argparse.Namespace,
+    ) -> None:
         self.asked = asked
-        device = torch.device("cpu" if asked.cpu else "cuda")
-        positions, prefill = (2048, 64) if asked.cpu else (8192, 4096)
-        options = EngineOptions(
-            model_folder="",
-            dtype=None,
-            device=device.type,
-            threads=0,
-            max_batch_size=max(asked.rows + 8, asked.streams + 208),
-            max_batch_prefill_tokens=prefill,
-        )
-        model, tokenizer = _demo() if asked.cpu else _random(device)
-        vocab = 4096 if asked.cpu else LLAMA_8B["vocab_size"]
-        with torch.inference_mode():
-            made = assemble(model, options, positions=positions, device=device)
         self.client = Client()
-        limits = Limits(made.slots, made.room.rows, positions, prefill)
+        positions, prefill = sizes(asked)
         masks = Masks(Library, vocab, ConstraintLimits())
-        masked = MaskedSteps(masks, overlap=made.overlap)
         self.loop = EngineLoop(
-            self.client, Scheduler(limits), made.executor, overlap=made.overlap, masked=masked
+            self.client,
+            Scheduler(
+                Limits(made.slots, made.room.rows, positions, prefill, forced=asked.speculate)
+            ),
+            made.executor,
+            overlap=made.overlap,
+            masked=MaskedSteps(masks, overlap=made.overlap),
         )
-        known = Tokenizer(tokenizer).token_bytes()
-        assert known is not None
         self.client.inbox.append(Vocabulary(*known))
         self.next = 1
 
-    def ask(self, constraint: Constraint | None, new: int) -> int:
+    def ask(self, constraint: Constraint | None, new: int, prompt: int = 32) -> int:
         """Queue a request; its sequence."""
         number, self.next = self.next, self.next + 1
         self.client.inbox.append(
             Request(
                 [number],
-                [5 + number % 200] * 32,
+                [5 + number % 200] * prompt,
                 SamplingParams(do_sample=True, temperature=1.0, seed=number),
                 StoppingParams(max_new_tokens=new),
                 constraint=constraint,
@@ -166,6 +123,13 @@ class Bench:
         with torch.inference_mode():
             while wanted & self.client.left:
                 self.loop.turn()
+
+    def end(self, sequences: list[int]) -> None:
+        """Abort what is left of these."""
+        assert self.loop.masked is not None
+        self.loop.scheduler.abort(sequences)
+        self.loop.masked.forget(sequences)
+        self.client.left -= set(sequences)
 
     def gaps(self, sequences: list[int]) -> list[float]:
         """Milliseconds between tokens of these sequences."""
@@ -185,10 +149,9 @@ def schema(number: int) -> JsonSchema:
     return JsonSchema(json.dumps({"type": "array", "items": item, "minItems": 500}))
 
 
-def rows(bench: Bench, name: str, constraints: list[Constraint | None]) -> float:
+def rows(bench: Bench, name: str, constraints: list[Constraint | None], new: int) -> float:
     """Tokens a second of the rows but the slow one's; prints a line."""
-    before = bench.client.load.masks if bench.client.load else None
-    new = bench.asked.new
+    before = bench.client.load.masks if bench.client.load else MaskCounts()
     sequences = [bench.ask(constraint, new) for constraint in constraints]
     quick = [s for s, c in zip(sequences, constraints, strict=True) if not isinstance(c, Choice)]
     bench.run(set(quick))
@@ -198,47 +161,77 @@ def rows(bench: Bench, name: str, constraints: list[Constraint | None]) -> float
     tokens = sum(t > begin for s in quick for t in bench.client.times[s])
     rate = tokens / (end - begin)
     told = ""
-    if bench.client.load and before is not None:
-        now = bench.client.load.masks
-        needed, late = now.needed - before.needed, now.late - before.late
-        if needed:
-            took = (now.nanoseconds - before.nanoseconds) / needed / 1e3
-            told = f"  late {late / needed:6.2%} of {needed} masks, {took:.0f} us each"
+    assert bench.client.load is not None
+    now = bench.client.load.masks
+    if needed := now.needed - before.needed:
+        took = (now.nanoseconds - before.nanoseconds) / needed / 1e3
+        told = (
+            f"  late {(now.late - before.late) / needed:6.2%} of {needed} masks, {took:.0f} us each"
+        )
     median, p99 = statistics.median(gaps), float(np.percentile(gaps, 99))
     print(f"{name:9} {rate:9.0f} tok/s  gap {median:7.2f} ms  p99 {p99:7.2f} ms{told}", flush=True)
-    bench.loop.scheduler.abort(sequences)
-    assert bench.loop.masked is not None
-    bench.loop.masked.forget(sequences)
-    bench.client.left -= set(sequences)
+    bench.end(sequences)
     return rate
+
+
+def forced(bench: Bench) -> None:
+    """Texts with forced tokens, without jumping ahead and with it."""
+    ahead = bench.loop.scheduler.forced
+    most, rates, steps = ahead.most, [], []
+    texts: list[Constraint | None] = [Regex(STAMPS.format(i)) for i in range(bench.asked.rows // 2)]
+    for ahead.most in (0, most):
+        rows(bench, "warm", texts, bench.asked.new // 4)
+        before = bench.client.steps
+        rates.append(rows(bench, "forced", texts, bench.asked.new))
+        steps.append(bench.client.steps - before)
+    print(
+        f"          {rates[1] / rates[0]:.3f} with jumping ahead; steps {steps[0]} and {steps[1]}"
+    )
 
 
 def arrivals(bench: Bench) -> None:
     """Requests come while streams run: plain ones, whose prompts cost steps too, then schemas."""
-    streams = [bench.ask(None, 6 * bench.asked.new) for _ in range(bench.asked.streams)]
-    times = bench.client.times
+    asked, times = bench.asked, bench.client.times
+    # The streams outlive all three parts.
+    streams = [bench.ask(None, sizes(asked)[0] - 40) for _ in range(asked.streams)]
+    least = asked.new // 2
+    found = {}
     with torch.inference_mode():
-        while any(len(times[s]) < bench.asked.new for s in streams):
+        while any(len(times[s]) < 8 for s in streams):
             bench.loop.turn()
-        found = {"calm": bench.gaps(streams)}
-        for kind in ("plain", "schemas"):
+        for at, kind in enumerate(("calm", "plain", "schemas")):
             for sequence in streams:
                 times[sequence].clear()
-            wanted = [None if kind == "plain" else schema(10_000 + i) for i in range(200)]
+            wanted = [schema(10_000 + i) if at == 2 else None for i in range(asked.arrivals)]
             # One token each: what is measured is their coming, and not a larger batch.
-            new = {bench.ask(each, 1) for each in wanted}
-            bench.run(new)
+            new = {bench.ask(each, 1, prompt=4) for each in wanted if at}
+            while new & bench.client.left or any(len(times[s]) < least for s in streams):
+                bench.loop.turn()
+                assert streams[0] in bench.client.left, "the streams have ended: fewer --arrivals"
             found[kind] = bench.gaps(streams)
+    bench.end(streams)
+    p99s = {kind: float(np.percentile(gaps, 99)) for kind, gaps in found.items()}
     for kind, gaps in found.items():
-        median, p99 = np.percentile(gaps, (50, 99))
         print(
-            f"arrivals  {kind:8} gaps of {len(streams)} streams: {median:7.2f} ms, p99 {p99:7.2f}"
+            f"arrivals  {kind:8} {len(gaps) // len(streams)} gaps of {len(streams)} streams: "
+            f"median {statistics.median(gaps):7.2f} ms, p99 {p99s[kind]:7.2f}, "
+            f"longest {max(gaps):7.2f}"
         )
+    for other in ("calm", "plain"):
+        print(f"          p99 beside schemas {p99s['schemas'] / p99s[other] - 1:+.1%} of `{other}`")
 
 
-def _demo() -> tuple[Any, Any]:
+def sizes(asked: argparse.Namespace) -> tuple[int, int]:
+    """Positions of a sequence, and prompt tokens of a step."""
+    return (2048, 64) if asked.cpu else (8192, 4096)
+
+
+def demo(asked: argparse.Namespace) -> Bench:
+    """The embedded model on a CPU."""
     from tokenizers import Tokenizer as Backend
 
+    # A core is left to the workers.
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) - 1, 1))
     folder = ROOT / "models" / "demo"
     model = load_model(
         folder,
@@ -246,19 +239,60 @@ def _demo() -> tuple[Any, Any]:
         device=torch.device("cpu"),
         progress=lambda done, total: None,
     )
-    return model, Backend.from_file(str(folder / "tokenizer.json"))
+    known = Tokenizer(Backend.from_file(str(folder / "tokenizer.json"))).token_bytes()
+    assert known is not None
+    return Bench(assembled(model, asked, torch.device("cpu")), 4096, known, asked)
 
 
-def _random(device: torch.device) -> tuple[Any, Any]:
+def shape_8b(asked: argparse.Namespace) -> Bench:
+    """An 8B shape of random weights on a GPU."""
     from gpu import config_of, family_of, random_model
 
-    made = random_model(
-        family_of(LLAMA_8B),
-        config_of(LLAMA_8B),
-        device,
-        argparse.Namespace(quantize="none", quantize_head=False),
+    let_segments_grow()
+    began = time.perf_counter()
+    words: Future[tuple[list[bytes], list[int]] | None] = ThreadPoolExecutor(1).submit(
+        lambda: Tokenizer(vocabulary(LLAMA_8B["vocab_size"])).token_bytes()
     )
-    return made, vocabulary(LLAMA_8B["vocab_size"])
+    device = torch.device("cuda")
+    model = random_model(family_of(LLAMA_8B), config_of(LLAMA_8B), device)
+    made = assembled(model, asked, device)
+    known = words.result()
+    assert known is not None
+    print(f"ready after {time.perf_counter() - began:.0f} s; {made.slots:,} slots", flush=True)
+    return Bench(made, LLAMA_8B["vocab_size"], known, asked)
+
+
+def assembled(model: LoadedModel, asked: argparse.Namespace, device: torch.device) -> Assembled:
+    """The engine of a server."""
+    positions, prefill = sizes(asked)
+    options = EngineOptions(
+        model_folder="",
+        dtype=None,
+        device=device.type,
+        threads=0,
+        max_batch_size=max(asked.rows + 8, asked.streams + 32),
+        max_batch_prefill_tokens=prefill,
+        speculate=asked.speculate,
+    )
+    with torch.inference_mode():
+        return assemble(model, options, positions=positions, device=device)
+
+
+def measure(bench: Bench) -> None:
+    """All cases."""
+    asked = bench.asked
+    rows(bench, "warm", [None] * asked.rows, asked.new // 4)
+    rows(bench, "warm", [schema(i) for i in range(asked.rows)], asked.new // 4)
+    plain = rows(bench, "plain", [None] * asked.rows, asked.new)
+    masked = rows(bench, "schemas", [schema(i) for i in range(asked.rows)], asked.new)
+    print(f"          {masked / plain:.3f} of plain")
+    slow: list[Constraint | None] = [schema(i) for i in range(asked.rows - 1)]
+    mixed = rows(bench, "slow", [*slow, Choice(("a" * 4000,))], asked.new)
+    share = mixed / (asked.rows - 1) / (masked / asked.rows)
+    print(f"          {share:.3f} of `schemas` a row, beside one of 50 ms a mask")
+    forced(bench)
+    arrivals(bench)
+    assert not bench.client.refused, bench.client.refused[0]
 
 
 def main() -> None:
@@ -267,22 +301,13 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="the embedded model")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--new", type=int, default=256, help="tokens of each row")
+    parser.add_argument("--speculate", type=int, default=4, help="forced tokens of a row in a step")
     asked = parser.parse_args()
-    if asked.cpu:  # a core is left to the workers
-        torch.set_num_threads(max(len(os.sched_getaffinity(0)) - 1, 1))
-    bench = Bench(asked)
-    rows(bench, "warm", [None] * asked.rows)
-    rows(bench, "warm", [schema(i) for i in range(asked.rows)])
-    plain = rows(bench, "plain", [None] * asked.rows)
-    masked = rows(bench, "schemas", [schema(i) for i in range(asked.rows)])
-    print(f"          {masked / plain:.3f} of plain")
-    slow: list[Constraint | None] = [schema(i) for i in range(asked.rows - 1)]
-    mixed = rows(bench, "slow", [*slow, Choice(("a" * 4000,))])
-    share = mixed / (asked.rows - 1) / (masked / asked.rows)
-    print(f"          {share:.3f} of `schemas` a row, beside one of 50 ms a mask")
-    arrivals(bench)
-    assert not bench.client.refused, bench.client.refused[0]
+    began = time.perf_counter()
+    measure(demo(asked) if asked.cpu else shape_8b(asked))
+    print(f"{time.perf_counter() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

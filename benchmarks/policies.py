@@ -13,9 +13,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,6 +348,8 @@ def simulate(options: argparse.Namespace) -> None:
 def on_cpu(options: argparse.Namespace) -> None:
     executor = demo(64)
     for shape in ("chat", "unknown"):
+        if options.only not in shape:
+            continue
         lengths = SHAPES[shape](options.requests or 80, 256)
         limits = Limits(6000, 64, 2048, 512)
 
@@ -369,18 +371,24 @@ def on_cpu(options: argparse.Namespace) -> None:
 
 
 def on_gpu(options: argparse.Namespace) -> None:
-    spec = importlib.util.spec_from_file_location("gpu", Path(__file__).with_name("gpu.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    gpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(gpu)
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import gpu
+
     model = json.loads(Path(options.workload).read_text())["model"]
     made = argparse.Namespace(
-        rows=512, prefill=4096, positions=4096, kv_cache_dtype="auto", steps=False
+        rows=512,
+        prefill=4096,
+        positions=4096,
+        kv_cache_dtype="auto",
+        steps=False,
+        quantize="none",
+        quantize_head=False,
     )
     bench = gpu.make_bench(model, made)
     for pool, slots in {"64k": 65_536, "900k": 900_000}.items():
         for shape in ("chat", "unknown"):
+            if options.only not in f"{pool}-{shape}":
+                continue
             lengths = SHAPES[shape](options.requests or 1000, 1024)
             limits = Limits(slots, 512, 4096, 4096)
 
@@ -469,7 +477,7 @@ def main() -> None:
     parser.add_argument("--images", default="docs/images")
     parser.add_argument("--workload", default="gpu-workload.json")
     parser.add_argument("--requests", type=int, help="default: 1000, and 80 on the CPU")
-    parser.add_argument("--only", default="", help="part of POOL-SHAPE, of simulate")
+    parser.add_argument("--only", default="", help="part of POOL-SHAPE, or of SHAPE on the CPU")
     options = parser.parse_args()
     commands[options.command](options)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
+from tokenpod.core.own_state import OwnState
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -30,6 +31,11 @@ _CUDA_CONTEXT = GIB // 2
 #: What the processes of the engine and of a front end take on a CPU: 0.5 GiB were measured, and a
 #: tokenizer of a large vocabulary comes on top.
 _CPU_PROCESSES = 3 * GIB // 4
+#: Rows of longer contexts have no keys and values made of their latents: it would take too long.
+LONGEST_EXPANDED = 1 << 14
+#: Of so many tokens times heads keys and values are made of latents at a time: on a GPU, where
+#: fewer heads would not fill it, and on a CPU.
+EXPANDED_AT_ONCE = {"cuda": 1 << 18, "cpu": 1 << 16}
 #: Steps of all sizes leave gaps: a GPU keeps one part in so many of the largest step for them.
 GAPS = 16
 #: Drafts of all sequences together in a step, at most.
@@ -75,6 +81,22 @@ def host_slots(asked: int, ranks: int, slot_bytes: int) -> int:
     return asked // ranks // slot_bytes // BLOCK * BLOCK
 
 
+class Expansion(msgspec.Struct, frozen=True):
+    """How long rows make keys and values of their latents, head by head."""
+
+    #: Of one rank.
+    heads: int
+    #: Numbers that there are at a time for each head of a token, and for a token.
+    head_numbers: int
+    token_numbers: int
+
+    def numbers(self, positions: int, device: str) -> int:
+        """Numbers that there are at a time, at most, of rows of up to so many tokens."""
+        tokens = min(positions, LONGEST_EXPANDED)
+        pairs = min(tokens * self.heads, EXPANDED_AT_ONCE[device.partition(":")[0]])
+        return pairs * self.head_numbers + tokens * self.token_numbers
+
+
 class Portion(msgspec.Struct, frozen=True):
     """What the first of several ranks has of a model; no other has more."""
 
@@ -87,6 +109,8 @@ class Portion(msgspec.Struct, frozen=True):
     quantised_bytes: int = 0
     #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
     adapter_numbers: tuple[int, int] | None = None
+    #: None: its layers keep keys and values.
+    expansion: Expansion | None = None
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -108,6 +132,8 @@ class Footprint(msgspec.Struct, frozen=True):
     quantize: str = "none"
     #: Numbers of weights that are held twice: of a head that is the embedding in another format.
     repeated: int = 0
+    #: Of a model that keeps sequences' states by itself: what they take, by the bytes of a number.
+    states: dict[int, OwnState] = {}
 
     @property
     def parameters(self) -> int:
@@ -127,7 +153,8 @@ class Footprint(msgspec.Struct, frozen=True):
 
     def slot_bytes(self, ranks: int, item_bytes: int) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""
-        return self.portions[ranks].kv_numbers * item_bytes
+        own = self.states.get(item_bytes)
+        return own.slot_bytes if own else self.portions[ranks].kv_numbers * item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +171,10 @@ class Capacity:
     slots: int | None
     #: Slots without which the server can't do its work.
     least_slots: int
+    #: Sequences that run at once, at most.
+    rows: int
+    #: Bytes of a sequence's state beside its slots.
+    row_bytes: int = 0
 
     @property
     def reserved(self) -> int:
@@ -158,7 +189,9 @@ class Capacity:
     @property
     def fits(self) -> bool:
         """Whether the server can run."""
-        return self.free > 0 and self.slots is not None and self.slots >= self.least_slots
+        if self.free <= 0 or self.rows < 1:
+            return False
+        return self.slots is not None and self.slots >= self.least_slots
 
     @property
     def kv_bytes(self) -> int:
@@ -181,19 +214,35 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
     reserve = _reserve(model, options, item_bytes, ranks)
-    weights = model.weight_bytes(ranks, item_bytes)
+    weights, rows = model.weight_bytes(ranks, item_bytes), options.max_batch_size
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    own = model.states.get(item_bytes)
+    if own is not None:
+        free = memory - weights - sum(reserve.values())
+        rows = own.rows(free, options.memory_fraction, rows)
+        if rows > 0:
+            reserve["states"] = own.taken(rows, options.memory_fraction)
     slot_bytes = model.slot_bytes(ranks, ITEM_BYTES[kv_dtype])
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=options.max_batch_total_tokens,
-        most_useful=options.max_batch_size * positions,
+        most_useful=max(rows, 1) * positions,
         fraction=options.memory_fraction,
         free=memory - weights - sum(reserve.values()),
     )
     # Without a limit a sequence may be as long as the pool; a step's prompt must fit all the same.
     least = options.max_total_tokens or options.max_batch_prefill_tokens
-    return Capacity(ranks, memory, weights, reserve, slot_bytes, slots, min(least, positions))
+    return Capacity(
+        ranks,
+        memory,
+        weights,
+        reserve,
+        slot_bytes,
+        slots,
+        min(least, positions),
+        rows,
+        own.row_bytes if own else 0,
+    )
 
 
 def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Capacity | None:
@@ -208,7 +257,14 @@ def most_drafts(options: EngineOptions) -> int:
 
 
 def largest_step(
-    rows: int, prompt: int, *, hidden: int, inner: int, vocabulary: int, item_bytes: int
+    rows: int,
+    prompt: int,
+    *,
+    hidden: int,
+    inner: int,
+    vocabulary: int,
+    item_bytes: int,
+    expanded: int = 0,
 ) -> int:
     """Bytes of a step's tensors: `rows` that decode and `prompt` tokens of prompts.
 
@@ -217,8 +273,12 @@ def largest_step(
         inner: width inside a rank's share of the widest layer.
         vocabulary: entries of a row of logits.
         item_bytes: of an activation.
+        expanded: numbers that attention makes of latents at a time.
     """
-    activations = (rows + prompt) * (3 * hidden + max(3 * inner, hidden)) * item_bytes
+    tokens = rows + prompt
+    activations = (3 * tokens * hidden + max(3 * tokens * inner, tokens * hidden + expanded)) * (
+        item_bytes
+    )
     # As the product leaves them, and as float32.
     logits = rows * vocabulary * (item_bytes + ITEM_BYTES["float32"])
     return activations + logits
@@ -229,13 +289,16 @@ def _reserve(
 ) -> dict[str, int]:
     # A row and a prompt more: a liveness probe's.
     rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
+    expansion, positions = model.portions[ranks].expansion, positions_of(model, options)
+    # What decodes with a state of its own is counted with that.
     step = largest_step(
-        rows + most_drafts(options),
+        1 if model.states else rows + most_drafts(options),
         prompt,
         hidden=model.hidden_size,
         inner=model.intermediate_size // ranks,
         vocabulary=model.vocab_size,
         item_bytes=item_bytes,
+        expanded=expansion.numbers(positions, options.device) if expansion else 0,
     )
     adapters = {}
     if options.max_adapters:
@@ -252,5 +315,5 @@ def _reserve(
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
         "sampler": rows * model.vocab_size * _SAMPLER_BYTES,
-        "row table": (rows + 1) * positions_of(model, options) * ITEM_BYTES["float32"],
+        "row table": (rows + 1) * positions * ITEM_BYTES["float32"],
     }

@@ -21,6 +21,7 @@ Quantize = Literal[
     "gptq",
     "marlin",
     "modelopt",
+    "mxfp4",
 ]
 
 #: What the setting's description says of each that is made while loading.
@@ -52,4 +53,5 @@ LAYOUTS: Mapping[str, tuple[str, ...]] = {
     #: A kernel of TGI's, for either.
     "marlin": ("gptq", "awq"),
     "modelopt": ("modelopt",),
+    "mxfp4": ("mxfp4",),
 }

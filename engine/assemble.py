@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import BLOCK, GAPS, largest_step, most_drafts
+from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
-from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
-from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
-from tokenpod.engine.executor import Executor, Launched
+from tokenpod.engine.executor import Executor
+from tokenpod.engine.first_steps import run_worst_steps, warm_copies, warm_up
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_room import make_host_pool
 from tokenpod.engine.kv_scales import (
@@ -34,7 +31,6 @@ from tokenpod.engine.room import Room, room_for
 from tokenpod.engine.step_executor import no_adapters
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
-from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.store import AdapterStore
 from tokenpod.models.facts import LoadedModel
@@ -110,7 +106,7 @@ def _on_host(
     if host is not None:
         free = free.less(host.rows.nbytes, "--host-kv-bytes takes")
     if free.limited:
-        free = free.less(_serving_takes(model, options, ranks), "a load takes")
+        free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group)
     pool = make_pool(model, room.slots + PROBE_TOKENS, device)
     if free.limited:
@@ -138,8 +134,9 @@ def _on_host(
     )
 
 
-def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> int:
+def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
+    expansion = model.config.expansion
     step = largest_step(
         options.max_batch_size + 1 + most_drafts(options),
         options.max_batch_prefill_tokens + PROBE_TOKENS,
@@ -147,6 +144,7 @@ def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> in
         inner=model.config.widest // ranks,
         vocabulary=model.config.vocab_size,
         item_bytes=model.dtype.itemsize,
+        expanded=expansion.numbers(positions, options.device) if expansion else 0,
     )
     return step + PROCESSES_GROW
 
@@ -198,8 +196,9 @@ def _on_device(
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
     adapter = int(model.adapters is not None)
+    context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
+    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter, context)
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     left = free_memory(device)
@@ -217,11 +216,11 @@ def _on_device(
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
+    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter, context)
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     if host is not None:
-        warm_copies(executor, pool, host)
+        warm_copies(executor, pool.sink, host.slots)
     return Assembled(
         executor,
         room,
@@ -230,33 +229,6 @@ def _on_device(
         adapters=model.adapters,
         host_slots=0 if host is None else host.slots,
     )
-
-
-def run_worst_steps(
-    executor: Executor,
-    rows: int,
-    prompt: int,
-    positions: int,
-    drafts: tuple[int, int] = (0, 0),
-    adapter: int = 0,
-) -> None:
-    """Two of them under way at a time, as in serving.
-
-    The largest first, then smaller ones: the allocator learns to cut up what it has. `adapter`: the
-    slot of all rows' adapter; 0: they have none.
-    """
-    under_way: deque[Launched] = deque()
-    for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
-        executor.release(range(rows))
-        scattered = tokens == prompt // 2
-        plan = worst_step(
-            rows, max(tokens, 1), positions, scattered=scattered, drafts=drafts, adapter=adapter
-        )
-        under_way.append(executor.launch(plan))
-        if len(under_way) > 1:
-            under_way.popleft().wait()
-    under_way.pop().wait()
-    executor.release(range(rows))
 
 
 def _measured_scales(
@@ -301,97 +273,3 @@ def make_pool(
         device=device,
         scales=scales,
     )
-
-
-def warm_copies(executor: Executor, pool: KVPool, host: HostPool) -> None:
-    """Copy a few slots to the host's memory and back."""
-    n = min(host.slots, pool.slots, 2 * BLOCK)
-    there = range(pool.sink + 1, pool.sink + 1 + n)
-    for number, ends in enumerate(((range(n), there), (there, range(n))), 1):
-        row = PlanRow(0, 0, [pool.sink], [0], new=_new_row([0]))
-        plan = plan_of(number, [row], copies=[*zip(*ends, strict=True)], awaited=[0])
-        executor.launch(plan).wait()
-        executor.release([0])
-
-
-def warm_up(executor: Executor, tokens: list[int]) -> None:
-    """Run a prompt and two decode steps, so that no first request pays for first calls.
-
-    The keys and values of as many tokens as `tokens` lie in the first slots afterwards.
-    """
-    slots = range(len(tokens))
-    n = max(len(tokens) - 2, 1)
-    prompt = PlanRow(0, 0, slots[:n], tokens[:n], new=_new_row(tokens))
-    executor.launch(plan_of(0, [prompt])).wait()
-    for at in range(n, len(tokens)):
-        decode = PlanRow(0, at, slots[at : at + 1], output=at - n + 1)
-        executor.launch(plan_of(0, [decode])).wait()
-    executor.release([0])
-
-
-def worst_step(
-    rows: int,
-    prompt: int,
-    positions: int,
-    *,
-    scattered: bool,
-    drafts: tuple[int, int] = (0, 0),
-    adapter: int = 0,
-) -> StepPlan:
-    """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
-
-    Args:
-        rows: sequences that can be live at once.
-        prompt: most prompt tokens of a step.
-        positions: longest sequence, in tokens.
-        scattered: no two slots of a row are adjacent.
-        adapter: the slot of all rows' adapter; 0: they have none.
-        drafts: how many there are of all rows, and of one row at most.
-    """
-    lengths = [1] * rows
-    guessed = [0] * rows
-    left, each = drafts
-    for row in range(rows if each else 0):
-        guessed[row] = min(each, left)
-        lengths[row] += guessed[row]
-        left -= guessed[row]
-    for row in range(rows - 1, -1, -1):
-        if guessed[row]:
-            break
-        lengths[row] = max(min(prompt, positions - 1), 1)
-        prompt -= lengths[row]
-        if prompt <= 0:
-            break
-    slots = range(sum(lengths))
-    if scattered:
-        slots = slots[::-1]
-    steps, at = [], 0
-    for row, length in enumerate(lengths):
-        tokens, samples = [0] * length, 1 + guessed[row]
-        following = tokens if length > samples else []
-        own, new = slots[at : at + length], _new_row(tokens)
-        steps.append(
-            PlanRow(row, 0, own, tokens, samples, following=following, new=new, adapter=adapter)
-        )
-        at += length
-    return plan_of(0, sorted(steps, key=lambda row: len(row.slots) > 1))
-
-
-def _new_row(prompt: list[int]) -> NewRow:
-    """A row that asks its sampler for everything."""
-    sampling = SamplingParams(
-        do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1, top_of_processed=True
-    )
-    stopping = StoppingParams(max_new_tokens=1)
-    asked = Request(
-        [0],
-        prompt,
-        sampling,
-        stopping,
-        logprobs=True,
-        top_n_tokens=2,
-        prompt_logprobs=True,
-        prompt_top_n_tokens=MOST_TOP_TOKENS,
-        prompt_ranks=True,
-    )
-    return NewRow(asked, stream=0)

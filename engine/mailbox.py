@@ -14,7 +14,7 @@ from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Drawing, late_rows, masked_rounds, row_after_row
+from tokenpod.engine.rounds import Drawing, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
 
@@ -146,8 +146,8 @@ class Flight:
     _posted: Posted | None = None
     #: Of its executor.
     copies: HostCopies | None = None
-    #: Rows of the plan whose masks did not come.
-    _late: frozenset[int] = frozenset()
+    #: How many masks came, by rows of the plan that have too few.
+    _there: dict[int, int] = field(default_factory=dict)
 
     def send(self, drawn: Samples | None) -> None:
         """Queue the copies of results: all samples, if any row sampled, round after round."""
@@ -161,13 +161,13 @@ class Flight:
         with torch.inference_mode():
             later.draw(masked_rounds(self.plan), masks or {})
             self.send(later.drawn)
-        self._late = late_rows(self.plan, masks)
+        self._there = masks_there(self.plan, masks)
 
     def wait(self) -> StepResult:
         """The result, once the device has it; once, and before the mailbox's next step."""
         self.sample({})
         assert self._posted is not None
-        result = row_after_row(self.plan, self._mailbox.receive(self._posted), self._late)
+        result = row_after_row(self.plan, self._mailbox.receive(self._posted), self._there)
         arrived = self.copies.arrived() if self.copies else None
         return result if arrived is None else replace(result, arrived=arrived)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tokenpod.kernels.ops import (
     AddLinear,
+    FormatProducts,
     Linear,
     Operations,
     PrepareAddLinear,
@@ -13,14 +16,24 @@ from tokenpod.kernels.ops import (
     PrepareNormLinear,
 )
 from tokenpod.kernels.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
-from tokenpod.kernels.weight import Stored
+from tokenpod.kernels.weight import QuantisedWeight, Stored
 
 
 def linear_of(ops: Operations, weight: Stored, bias: torch.Tensor | None) -> Linear:
     """The product with a weight [out, in] in any format, bias [out] or None, as `Linear` says."""
+    return product_of(ops.prepare_linear, ops.quantised, weight, bias)
+
+
+def product_of(
+    prepare_linear: PrepareLinear,
+    quantised: Mapping[type[QuantisedWeight], FormatProducts],
+    weight: Stored,
+    bias: torch.Tensor | None,
+) -> Linear:
+    """The same, of the operations that it takes."""
     if isinstance(weight, torch.Tensor):
-        return ops.prepare_linear(weight, bias)
-    made = ops.quantised.get(type(weight))
+        return prepare_linear(weight, bias)
+    made = quantised.get(type(weight))
     if made is not None:
         return made.linear(weight, bias)
     return lambda x, delta=None: weight.multiply(x, bias, delta)

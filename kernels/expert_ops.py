@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
+from tokenpod.kernels.weight import StackedWeight
 
 
 class AddExperts(Protocol):
@@ -57,15 +58,19 @@ class Routing(NamedTuple):
     tolerance: float = 0.02
 
 
+#: All experts' weights [E, out, in]: numbers as they are, or in a format of fewer bits.
+Stack = torch.Tensor | StackedWeight
+
+
 class ExpertWeights(NamedTuple):
     """A mixture of E experts, each a gated feed-forward block of n features."""
 
     #: [E, hidden]
     router: torch.Tensor
     #: [E, 2n, hidden], each expert's gates first
-    gate_up: torch.Tensor
+    gate_up: Stack
     #: [E, hidden, n]
-    down: torch.Tensor
+    down: Stack
     #: [E] float32, added to logits.
     router_bias: torch.Tensor | None = None
     #: [E] float32, added to scores when experts are chosen, not when they are weighed.
@@ -90,6 +95,6 @@ class PrepareExperts(Protocol):
 
         Plus the biases that there are. x is norm(residual), the sum is over the experts that a
         token chose, p are their weights. A token's result depends on no other token, and a token
-        that holds NaN gets NaN.
+        that holds NaN gets NaN. A format that rounds inputs rounds x, and what goes through down.
         """
         ...

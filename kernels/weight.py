@@ -81,6 +81,49 @@ class QuantisedWeight(ABC):
         return y.to(x.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class StackedWeight:
+    """Weights [experts, out, in] of one format: the experts' rows lie below each other.
+
+    So whatever is true of a format's rows is true of a stack of them: how it is cut, what it
+    takes, what its numbers stand for.
+    """
+
+    #: [experts · out, in]
+    rows: QuantisedWeight
+    experts: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, outputs of each, inputs."""
+        rows, inputs = self.rows.shape
+        return self.experts, rows // self.experts, inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.rows.nbytes
+
+    def numel(self) -> int:
+        """Numbers of the weight, however they are stored."""
+        return math.prod(self.shape)
+
+    def expert(self, number: int) -> QuantisedWeight:
+        """One expert's weight [out, in]."""
+        outputs = self.shape[1]
+        return self.rows.outputs(slice(number * outputs, (number + 1) * outputs))
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """[experts, out, in] as `dtype`, one expert at a time in float32."""
+        each = (self.expert(number).dequantised(dtype) for number in range(self.experts))
+        first = next(each)
+        whole = torch.empty((self.experts, *first.shape), dtype=dtype, device=first.device)
+        whole[0] = first
+        for number, weight in enumerate(each, 1):
+            whole[number] = weight
+        return whole
+
+
 #: What one part's numbers are: a tensor [rows, in] as it is, or a format of fewer bits.
 Stored = torch.Tensor | QuantisedWeight
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tokenpod.core.model_files import PICKLES
-from tokenpod.kernels.weight import LinearWeight
+from tokenpod.kernels.weight import LinearWeight, StackedWeight
 from tokenpod.models.errors import ModelError
 from tokenpod.models.fields import read_fields
 from tokenpod.models.pieces import READERS, Pieces
@@ -204,7 +204,7 @@ class WeightReader(Protocol):
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> torch.Tensor | LinearWeight:
+    ) -> torch.Tensor | LinearWeight | StackedWeight:
         """A rank's part of such a weight, in `dtype` where it is dense.
 
         ModelError if its tensors can't be read.

@@ -12,7 +12,6 @@ from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.models.latent import shape_of
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.layer_spec import Rope
 from tokenpod.models.linear import Delta, Product, Products, Weights, no_delta
@@ -90,7 +89,7 @@ class Decoder:
         if latent is None:
             plans = {w: ops.plan_attention(batch, w) for w in set(self.config.windows)}
         else:
-            plans = {None: ops.plan_latent(batch, shape_of(latent))}
+            plans = {None: ops.plan_latent(batch, latent.shape)}
         step = Step(
             batch,
             pool,

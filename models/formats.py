@@ -9,10 +9,9 @@ import torch
 
 from tokenpod.core.formats import LAYOUTS, SAME_AS
 from tokenpod.kernels.formats import MADE_AT_LOAD
-from tokenpod.kernels.weight import LinearWeight, QuantisedWeight
+from tokenpod.kernels.weight import LinearWeight, QuantisedWeight, StackedWeight
 from tokenpod.models.checkpoint import Checkpoint, Quantised, WeightReader
 from tokenpod.models.errors import ModelError
-from tokenpod.models.layer_spec import Experts
 from tokenpod.models.layouts.module import PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.reading import read_dense
@@ -59,10 +58,6 @@ def reader_for(
         )
     if made not in MADE_AT_LOAD:
         raise ModelError(f"quantize is {quantize!r}; supported: {', '.join(MADE_AT_LOAD)}")
-    if any(isinstance(layer.mlp, Experts) for layer in spec.layers):
-        raise ModelError(
-            f"quantize is {quantize}: {spec.architecture} has experts, which are held as they are"
-        )
     return MadeAtLoad(made, MADE_AT_LOAD[made], head=head)
 
 
@@ -90,8 +85,8 @@ class MadeAtLoad:
     head: bool = False
 
     def quantises(self, weight: Weight) -> bool:
-        """All that products are made with, but the embedding."""
-        return weight.multiplied or (self.head and weight.name == HEAD)
+        """All that products are made with, but the embedding and routers."""
+        return weight.multiplied or weight.stacked or (self.head and weight.name == HEAD)
 
     def tensors(self, weight: Weight) -> Mapping[str, StoredTensor]:
         """Those of the dense weight."""
@@ -112,14 +107,17 @@ class MadeAtLoad:
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> LinearWeight:
+    ) -> LinearWeight | StackedWeight:
         """A rank's part. Its numbers do not depend on how many ranks there are."""
         del dtype
         parts = [
-            self._part(checkpoint, replace(weight, sources=(source,)), shard, device)
+            self._part(checkpoint, replace(weight, sources=(source,), experts=None), shard, device)
             for source in weight.sources
         ]
         joined = self.format.joined(parts) if len(parts) > 1 else parts[0]
+        if weight.experts is not None:
+            assert joined is not None, "parts of one shape are alike"
+            return StackedWeight(joined, weight.experts)
         return LinearWeight((joined,) if joined is not None else tuple(parts))
 
     def _part(
@@ -149,7 +147,7 @@ class MadeAtLoad:
 def _stored(checkpoint: Checkpoint, weight: Weight) -> torch.dtype:
     """The type in which a weight loses nothing, and takes no more memory than in the file."""
     source = weight.sources[0]
-    if source.scales is not None or source.function is not None:
+    if source.function is not None:
         return torch.float32
     return checkpoint.dtype(source.name)
 

@@ -255,8 +255,13 @@ def _experts(
     fused = norm_in.kind == "rms" and spec.shared is None
     row_norm = RowNorm(products.tensor(f"{i}.mlp_in"), norm_in.epsilon) if fused else None
     before = make_norm(None if fused else norm_in, products, f"{i}.mlp_in")
-    parts = (products.optional(f"{i}.experts.{part}") for part in ExpertWeights._fields)
-    weights = ExpertWeights(*parts)  # type: ignore[arg-type]  # the table has what is not optional
+    at = f"{i}.experts"
+    weights = ExpertWeights(
+        products.tensor(f"{at}.router"),
+        products.experts(f"{at}.gate_up"),
+        products.experts(f"{at}.down"),
+        *(products.optional(f"{at}.{part}") for part in ExpertWeights._fields[3:]),
+    )
     block = products.ops.prepare_experts(weights, row_norm, spec.activation, spec.routing)
     shared = None if spec.shared is None else _shared(spec.shared, spec.shared_gate, products, i)
     after = make_norm(norm_out, products, f"{i}.mlp_out")

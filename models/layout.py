@@ -36,14 +36,17 @@ def stored_table(
     checkpoint: Checkpoint | None,
     layouts: list[tuple[Names, list[Weight]]],
     reader: WeightReader | None,
+    *,
+    packed: bool,
 ) -> tuple[Names, list[Weight]]:
-    """The layout of which a checkpoint has all tensors; otherwise the first."""
+    """The layout of which a checkpoint has all tensors; otherwise the first that is `packed`."""
     for names, weights in layouts:
         if checkpoint and all(
             name in checkpoint for weight in weights for name in tensors_of(weight, reader)
         ):
             return names, weights
-    return layouts[0]
+    alike = (pair for pair in layouts if any(weight.packed for weight in pair[1]) == packed)
+    return next(alike, layouts[0])
 
 
 def with_head(weights: list[Weight]) -> list[Weight]:

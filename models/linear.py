@@ -14,10 +14,10 @@ from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.compose import fused_add_linear, fused_norm_linear, linear_of
 from tokenpod.kernels.ops import AddLinear, Linear, Operations
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.weight import LinearWeight
+from tokenpod.kernels.weight import LinearWeight, StackedWeight
 
 #: Weights by our names, as they were loaded.
-Weights = MutableMapping[str, torch.Tensor | LinearWeight]
+Weights = MutableMapping[str, torch.Tensor | LinearWeight | StackedWeight]
 
 #: x [T, in] -> [T, out], of a step; None: outside of one.
 Product = Callable[[torch.Tensor, ForwardBatch | None], torch.Tensor]
@@ -147,6 +147,7 @@ class Products:
 
     def _peek(self, name: str) -> LinearWeight:
         weight = self.weights[name]
+        assert not isinstance(weight, StackedWeight), name
         return weight if isinstance(weight, LinearWeight) else LinearWeight((weight,))
 
     def _take(self, name: str) -> tuple[LinearWeight, torch.Tensor | None]:
@@ -157,6 +158,12 @@ class Products:
 
     def _bias(self, name: str) -> torch.Tensor | None:
         found = self.weights.get(f"{name}_bias")
+        assert found is None or isinstance(found, torch.Tensor), name
+        return found
+
+    def experts(self, name: str) -> torch.Tensor | StackedWeight:
+        """Weights of all experts, which one operation takes together."""
+        found = self.weights.pop(name)
         assert not isinstance(found, LinearWeight), name
         return found
 

@@ -25,7 +25,7 @@ from tokenpod.models.formats import bytes_needed, reader_for
 from tokenpod.models.kv_scales import read_scales, scale_names
 from tokenpod.models.layout import Layout, stored_table, with_head
 from tokenpod.models.layouts import layout_of
-from tokenpod.models.layouts.module import PublishedLayout
+from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
 from tokenpod.models.memory import available_bytes
 from tokenpod.models.names import beyond_names, head_name, weights_of
@@ -137,7 +137,11 @@ def read_layout(
     if checkpoint is not None and not any(name.startswith(head) for name in checkpoint.names):
         spec = dataclasses.replace(spec, head=dataclasses.replace(spec.head, tied=True))
     tables = [(x, weights_of(spec, x, prefix)) for x in layouts]
-    chosen, weights = stored_table(checkpoint, tables, reader)
+    packed = published is not None and published.name in family.quantised
+    chosen, weights = stored_table(checkpoint, tables, reader, packed=packed)
+    if reader is None and any(weight.packed for weight in weights):
+        # The files say so, though config.json does not.
+        reader = PublishedReader(FamilyLayout(family.quantised[0]), checkpoint)
     stored = checkpoint.names if checkpoint else set()
     parts = {part: sum(name.startswith(part) for name in stored) for part in family.unused}
     unused = {part.rstrip("."): count for part, count in parts.items() if count}

@@ -6,7 +6,11 @@ the exponent of its scale, 127 being 1.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
+
+from tokenpod.kernels.formats.grouped import GroupedWeight
 
 #: Numbers of a block, and its bytes.
 BLOCK, BLOCK_BYTES = 32, 16
@@ -22,13 +26,19 @@ def shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*others, n // BLOCK, BLOCK_BYTES)
 
 
-def bytes_of(numbers: int) -> int:
-    """That so many take, with their scales."""
-    return numbers * (BLOCK_BYTES + 1) // BLOCK
+def bytes_of(outputs: range, inputs: range) -> int:
+    """That these outputs and inputs take with their scales; a block that is cut narrows all."""
+    block = gcd(BLOCK, inputs.start)
+    return len(outputs) * (-(-len(inputs) // 2) + -(-len(inputs) // block))
 
 
-def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Blocks [..., b, 16] and scales [..., b] uint8 -> [..., 32 · b] float32, exactly."""
-    pairs = torch.stack((blocks & 0xF, blocks >> 4), dim=-1)
-    numbers = VALUES[pairs.int()].flatten(-2)
-    return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2)
+def shared_bytes(inputs: range) -> int:
+    """That a weight takes once: the block of each input, and what 4 bits stand for."""
+    return 4 * len(inputs) + VALUES.nbytes
+
+
+def weight_of(blocks: torch.Tensor, scales: torch.Tensor) -> GroupedWeight:
+    """Blocks [out, b, 16] and scales [out, b] uint8 -> a weight [out, 32 · b], as stored."""
+    device = blocks.device
+    index = torch.arange(scales.shape[1] * BLOCK, device=device) // BLOCK
+    return GroupedWeight(blocks.flatten(1), scales, index.to(torch.int32), table=VALUES.to(device))

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.models import mxfp4
 from tokenpod.models.checkpoint import Checkpoint, WeightReader
 from tokenpod.models.linear import Weights
@@ -60,9 +61,7 @@ def _stored_bytes(
             for name in reader.tensors(weight)
         )
     return sum(
-        mxfp4.bytes_of(math.prod(shard.shape(source)))
-        if source.scales is not None
-        else checkpoint.number_bytes(source.name) * math.prod(shard.shape(source))
+        checkpoint.number_bytes(source.name) * math.prod(shard.shape(source))
         for source in weight.sources
     )
 
@@ -93,7 +92,7 @@ def read_dense(
 
 def _read_into(target: torch.Tensor, checkpoint: Checkpoint, source: Source, shard: Shard) -> None:
     """A rank's shard of a source: in pieces, if numbers are as stored but for their type."""
-    changed = source.scales is not None or source.transposed or source.function is not None
+    changed = source.transposed or source.function is not None
     if changed or source.stored_rows(shard.part(source.axes[0])) is not None:
         target.copy_(read_source(checkpoint, source, shard))
     else:
@@ -103,8 +102,6 @@ def _read_into(target: torch.Tensor, checkpoint: Checkpoint, source: Source, sha
 
 def read_source(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
     """A rank's shard of a source, as stored or as its function makes it."""
-    if source.scales is not None:
-        return _read_packed(checkpoint, source, shard)
     rows = source.stored_rows(shard.part(source.axes[0]))
     if rows is not None:
         tensor = _read_rows(checkpoint, source, rows)
@@ -133,8 +130,10 @@ def _read_rows(checkpoint: Checkpoint, source: Source, rows: npt.NDArray[np.int6
     return slab.index_select(axis, torch.from_numpy(rows - first))
 
 
-def _read_packed(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.Tensor:
-    """Numbers of 4 bits as float32. Blocks lie along the inputs: ranks read whole rows of them."""
+def read_packed(
+    checkpoint: Checkpoint, source: Source, shard: Shard, device: torch.device
+) -> GroupedWeight:
+    """Numbers of 4 bits as they are. Blocks lie along the inputs: ranks read whole rows of them."""
     assert source.scales is not None
     part = shard.part(source.axes[0])
     rows = source.stored_rows(part)
@@ -142,8 +141,8 @@ def _read_packed(checkpoint: Checkpoint, source: Source, shard: Shard) -> torch.
     first = int(rows.min())
     around, own = range(first, int(rows.max()) + 1), torch.from_numpy(rows - first)
     blocks, scales = (
-        checkpoint.read(name, 0, around, source.stack).index_select(0, own)
+        checkpoint.read(name, 0, around, source.stack).index_select(0, own).to(device)
         for name in (source.name, source.scales)
     )
-    inputs = shard.part(source.axes[1])
-    return mxfp4.dequantised(blocks, scales)[:, inputs.start : inputs.stop]
+    weight, inputs = mxfp4.weight_of(blocks, scales), shard.part(source.axes[1])
+    return weight if len(inputs) == weight.shape[1] else weight.inputs(inputs)

@@ -157,6 +157,16 @@ class Weight:
     multiplied: bool = False
 
     @property
+    def stacked(self) -> bool:
+        """Whether it is products' weights of all experts; they have biases, too."""
+        return self.experts is not None and len(self.sources[0].axes) == 2
+
+    @property
+    def packed(self) -> bool:
+        """Whether the checkpoint has it in numbers of 4 bits in blocks (`models.mxfp4`)."""
+        return any(source.scales is not None for source in self.sources)
+
+    @property
     def tensors(self) -> dict[str, StoredTensor]:
         """The checkpoint's tensors that it is made of, by name."""
         return {name: x for source in self.sources for name, x in source.tensors.items()}

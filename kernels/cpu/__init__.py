@@ -17,8 +17,14 @@ from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import FormatProducts, Operations
 from tokenpod.kernels.reference.adapters import adapt, plan_adapters
 from tokenpod.kernels.reference.latent import store_latent
+from tokenpod.kernels.weight import QuantisedWeight
 
 plan_latent, attend_latent = latent_of(plan_attention, attention)
+
+#: Of formats of fewer bits that have a product of their own.
+QUANTISED: dict[type[QuantisedWeight], FormatProducts] = {
+    Int8Weight: FormatProducts(prepare_int8_linear)
+}
 
 #: For weights of any float type.
 OPERATIONS = Operations(
@@ -37,10 +43,10 @@ OPERATIONS = Operations(
     prepare_linear=prepare_linear,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
     prepare_add_linear=add_linear_of(prepare_linear),
-    prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
+    prepare_experts=experts_of(prepare_linear, rms_norm, act_mul, QUANTISED),
     plan_adapters=plan_adapters,
     adapt=adapt,
-    quantised={Int8Weight: FormatProducts(prepare_int8_linear)},
+    quantised=QUANTISED,
 )
 
 

@@ -27,6 +27,10 @@ _flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
 #: Gathering a row is cheaper than visiting more runs than this one by one.
 MAX_PARTS = 4
 
+#: Attention by the definition has so many scores of a row at a time, at most: those of 4,096 tokens
+#: that see 16,384 would be gigabytes.
+SCORES_AT_ONCE = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class Single:
@@ -120,9 +124,14 @@ def attend_rows(
     out = torch.empty_like(q)
     for row in range(batch.rows):
         start, end = batch.b_start[row], batch.b_start[row + 1]
-        slots = _slots(visible_runs(batch, row, end - start, window))
-        k, v = (pool.index_select(0, slots).to(exact) for pool in (keys, values))
-        out[start:end] = attend(q[start:end].to(exact), k, v, window, options).to(q.dtype)
+        at_once = max(SCORES_AT_ONCE // max(q.shape[1] * batch.b_context[row], 1), 1)
+        for first in range(start, end, at_once):
+            last = min(first + at_once, end)
+            runs = _drop(batch.b_runs[row], end - last)
+            context = batch.b_context[row] - (end - last)
+            slots = _slots(_cut(runs, _seen(context, last - first, window)))
+            k, v = (pool.index_select(0, slots).to(exact) for pool in (keys, values))
+            out[first:last] = attend(q[first:last].to(exact), k, v, window, options).to(q.dtype)
     return out.flatten(1)
 
 

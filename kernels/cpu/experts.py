@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing
-from tokenpod.kernels.ops import Linear, PrepareLinear
+from tokenpod.kernels.compose import product_of
+from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, PrepareExperts, Routing, Stack
+from tokenpod.kernels.ops import FormatProducts, Linear, PrepareLinear
 from tokenpod.kernels.pointwise_ops import Activation, ActMul, RmsNorm, RowNorm
 from tokenpod.kernels.reference.experts import choose
+from tokenpod.kernels.weight import QuantisedWeight
+
+Formats = Mapping[type[QuantisedWeight], FormatProducts]
 
 
-def experts_of(prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul) -> PrepareExperts:
+def experts_of(
+    prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul, quantised: Formats
+) -> PrepareExperts:
     """Made of these operations."""
 
     def prepare(
         weights: ExpertWeights, norm: RowNorm | None, activation: Activation, routing: Routing
     ) -> AddExperts:
         router, router_bias = weights.router.float(), weights.router_bias
-        gate_ups = _products(prepare_linear, weights.gate_up, weights.gate_up_bias)
-        downs = _products(prepare_linear, weights.down, weights.down_bias)
+        gate_ups = _products(prepare_linear, quantised, weights.gate_up, weights.gate_up_bias)
+        downs = _products(prepare_linear, quantised, weights.down, weights.down_bias)
 
         def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
             x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
@@ -42,12 +50,17 @@ def experts_of(prepare_linear: PrepareLinear, rms_norm: RmsNorm, act_mul: ActMul
 
 
 def _products(
-    prepare_linear: PrepareLinear, weights: torch.Tensor, biases: torch.Tensor | None
+    prepare_linear: PrepareLinear, quantised: Formats, weights: Stack, biases: torch.Tensor | None
 ) -> list[Linear]:
     """One for each expert."""
     return [
-        prepare_linear(weight, None if biases is None else biases[expert])
-        for expert, weight in enumerate(weights)
+        product_of(
+            prepare_linear,
+            quantised,
+            weights[expert] if isinstance(weights, torch.Tensor) else weights.expert(expert),
+            None if biases is None else biases[expert],
+        )
+        for expert in range(weights.shape[0])
     ]
 
 

@@ -90,6 +90,11 @@ class Fp8Weight(QuantisedWeight):
 
     def outputs(self, rows: torch.Tensor | slice) -> Self:
         """Rows; blocks that are cut leave each row its scale."""
+        if isinstance(rows, slice) and self.rows > 1:
+            first, end, _ = rows.indices(len(self.numbers))
+            if not first % self.rows and (not end % self.rows or end == len(self.numbers)):
+                blocks = slice(first // self.rows, -(-end // self.rows))
+                return replace(self, numbers=self.numbers[first:end], scale=self.scale[blocks])
         apart = self._by_row() if self.rows > 1 else self
         numbers = apart.numbers.view(torch.uint8)[rows].view(torch.float8_e4m3fn)
         return replace(apart, numbers=numbers, scale=apart.scale[rows].contiguous())

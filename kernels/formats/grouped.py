@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Self
 
 import torch
@@ -26,7 +27,7 @@ class GroupedWeight(QuantisedWeight):
 
     #: [out, in] uint8; with a table [out, ⌈in / 2⌉], input 2i in the low bits of byte i.
     codes: torch.Tensor
-    #: [out, groups] of any float type.
+    #: [out, groups] of any float type; or uint8, exponents of two, 127 being 1.
     scale: torch.Tensor
     #: [in] int32: the group of each input.
     index: torch.Tensor
@@ -88,8 +89,21 @@ class GroupedWeight(QuantisedWeight):
             zero=None if self.zero is None else self.zero[rows].contiguous(),
         )
 
+    @property
+    def group(self) -> int | None:
+        """Inputs of a group, the last of which may have fewer; None: groups are not regular."""
+        first = int((self.index == self.index[:1]).sum()) if len(self.index) else 1
+        regular = torch.arange(len(self.index), device=self.index.device) // first
+        return first if torch.equal(self.index.long(), regular) else None
+
     def inputs(self, part: range) -> Self:
-        """Columns, with the scales of the groups that they are in."""
+        """Columns, with the scales of the groups that they are in.
+
+        A regular group that is cut makes all groups as short as its parts.
+        """
+        group = self.group
+        if group is not None and part.start % group:
+            return self._narrowed(group, gcd(group, part.start)).inputs(part)
         kept, index = torch.unique(self.index[part.start : part.stop], return_inverse=True)
         codes = self._unpacked[:, part.start : part.stop]
         return replace(
@@ -103,11 +117,22 @@ class GroupedWeight(QuantisedWeight):
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in] as `dtype`."""
         index, codes = self.index.long(), self._unpacked
-        scale = self.scale.float()[:, index]
+        scale = floats_of(self.scale)[:, index]
         if self.table is not None:
             return (self.table[codes.int()] * scale).to(dtype)
         zero = MIDDLE if self.zero is None else self.zero.float()[:, index]
         return ((codes.float() - zero) * scale).to(dtype)
+
+    def _narrowed(self, group: int, to: int) -> Self:
+        """The same in groups of `to` inputs instead of `group`."""
+        index = torch.arange(len(self.index), device=self.index.device, dtype=torch.int32) // to
+        groups = -(-len(self.index) // to)
+
+        def repeated(values: torch.Tensor) -> torch.Tensor:
+            return values.repeat_interleave(group // to, 1)[:, :groups]
+
+        zero = None if self.zero is None else repeated(self.zero)
+        return replace(self, scale=repeated(self.scale), index=index, zero=zero)
 
     @property
     def _unpacked(self) -> torch.Tensor:
@@ -116,6 +141,13 @@ class GroupedWeight(QuantisedWeight):
             return self.codes
         pairs = torch.stack((self.codes & 15, self.codes >> 4), dim=2)
         return pairs.flatten(1)[:, : len(self.index)]
+
+
+def floats_of(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as float32, also of those that are exponents."""
+    if scale.dtype != torch.uint8:
+        return scale.float()
+    return torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - 127)
 
 
 def packed_pairs(codes: torch.Tensor) -> torch.Tensor:

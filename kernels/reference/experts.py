@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing, Score
+from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing, Score, Stack
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference.pointwise import act_mul, rms_norm
 
@@ -64,16 +64,27 @@ def mixture(
     )
     scale, chosen = choose(logits, routing, weights.correction)
     total = torch.zeros_like(x)
-    for expert, (gate_up, down) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
+    for expert in range(len(weights.router)):
         token, place = torch.nonzero(chosen == expert, as_tuple=True)
+        if not len(token):
+            continue
         up_bias, down_bias = (
             None if biases is None else biases[expert].to(exact)
             for biases in (weights.gate_up_bias, weights.down_bias)
         )
-        inner = act_mul(functional.linear(x[token], gate_up.to(exact), up_bias), activation)
-        outer = functional.linear(inner, down.to(exact), down_bias)
+        inner = act_mul(_product(x[token], weights.gate_up, expert, up_bias), activation)
+        outer = _product(inner, weights.down, expert, down_bias)
         total[token] += scale[token, place, None] * outer
     return total
+
+
+def _product(
+    x: torch.Tensor, weights: Stack, expert: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """With one expert's weight."""
+    if isinstance(weights, torch.Tensor):
+        return functional.linear(x, weights[expert].to(x.dtype), bias)
+    return weights.expert(expert).multiply(x, bias)
 
 
 def prepare_experts(

@@ -36,6 +36,8 @@ def add_for_one(
     tile: TokenTile,
 ) -> None:
     """Into [1, hidden] += the block's output for `residual`."""
+    assert isinstance(weights.gate_up, torch.Tensor)
+    assert isinstance(weights.down, torch.Tensor)
     biases = Biases(weights.router_bias, weights.correction)
     table = choose_for_one(residual, weights.router, norm, routing, biases)
     inner = gate_up_for_one(

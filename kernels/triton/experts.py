@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing
+from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing, Stack
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.expert_products import (
     SUM_BLOCK,
@@ -41,10 +41,13 @@ def prepare_experts(
     tiles: Table | None = None,
 ) -> AddExperts:
     """See `ops.PrepareExperts`; `tiles` None means those of expert_tiles."""
+    router = weights.router
+    weights = weights._replace(
+        gate_up=_dense(weights.gate_up, router.dtype), down=_dense(weights.down, router.dtype)
+    )
     for name, weight in weights._asdict().items():
         if weight is not None and not weight.is_contiguous():
             raise ValueError(f"the experts' {name} {list(weight.shape)} is not contiguous")
-    router = weights.router
     table = tiles or table_for(router.element_size(), capability(router.device))
 
     def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
@@ -57,6 +60,10 @@ def prepare_experts(
     return add_experts
 
 
+def _dense(weights: Stack, dtype: torch.dtype) -> torch.Tensor:
+    return weights if isinstance(weights, torch.Tensor) else weights.dequantised(dtype)
+
+
 def add_for_many(
     residual: torch.Tensor,
     into: torch.Tensor,
@@ -67,6 +74,8 @@ def add_for_many(
     tiles: Table,
 ) -> None:
     """Into [T, hidden] += the block's output for `residual`, on the matrix unit."""
+    assert isinstance(weights.gate_up, torch.Tensor)
+    assert isinstance(weights.down, torch.Tensor)
     x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
     biases = Biases(weights.router_bias, weights.correction)
     assignments = assign(x, weights.router, routing, biases)

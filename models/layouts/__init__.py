@@ -13,7 +13,7 @@ from tokenpod.models.layouts.compressed_tensors import read_compressed_tensors
 from tokenpod.models.layouts.fp8 import read_fp8
 from tokenpod.models.layouts.gptq import read_gptq
 from tokenpod.models.layouts.modelopt import read_modelopt
-from tokenpod.models.layouts.module import PublishedLayout
+from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 
 #: By `quant_method`.
 READERS: dict[str, Callable[[Fields], PublishedLayout | None]] = {
@@ -39,13 +39,15 @@ def layout_of(folder: Path, fields: Fields, known: Collection[str] = ()) -> Publ
     Args:
         folder: with config.json, and beside it what older tools wrote.
         fields: of config.json.
-        known: kinds that the model's family reads by itself.
+        known: layouts that the model's family tells by names of its own.
 
     Raises ModelError, naming the field that says so, for a layout that is not read.
     """
     method, own = _config(folder, fields)
-    if own is None or method in known:
+    if own is None:
         return None
+    if method in known:
+        return FamilyLayout(method)
     if method not in READERS:
         raise ModelError(
             f"{own.source}: quant_method {method!r} is not supported "

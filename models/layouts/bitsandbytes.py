@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
@@ -70,7 +71,7 @@ class Bits4Scheme:
 
     def bytes_of(self, outputs: range, inputs: range, whole: int, scale_bytes: int) -> int:
         """Half a byte per number, a scale per block, an index and the table."""
-        blocks = -(-inputs.stop // _BLOCK) - inputs.start // _BLOCK
+        blocks = -(-len(inputs) // gcd(_BLOCK, inputs.start))
         rows = len(outputs) * (-(-len(inputs) // 2) + 4 * blocks)
         return rows + 4 * len(inputs) + 64
 

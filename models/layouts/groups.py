@@ -64,7 +64,8 @@ class Grouping:
         if self.bits == 8:
             if self.size is None and not zeros:
                 return Int8Weight.bytes_of(outputs, inputs)
-            groups = self.count(whole) if ordered else len(self.touched(inputs, whole)[0])
+            length = gcd(self.length(whole), inputs.start)
+            groups = self.count(whole) if ordered else -(-len(inputs) // length)
             return len(outputs) * (len(inputs) + per_group * groups) + 4 * len(inputs)
         # As Int4Weight cuts a group at the first input: none is longer than what divides both.
         length = self.length(whole)

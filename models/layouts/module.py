@@ -92,3 +92,16 @@ class PublishedLayout(Protocol):
     def scheme(self, module: str) -> Scheme | None:
         """Of a module, by its name; None: it is dense."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyLayout:
+    """A layout that a family's own names tell: which tensors are packed, and none besides."""
+
+    name: str
+    strict: bool = False
+
+    def scheme(self, module: str) -> Scheme | None:
+        """See `PublishedLayout`."""
+        del module
+        return None

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from tokenpod.kernels.weight import LinearWeight, QuantisedWeight, Stored
+from tokenpod.kernels.weight import LinearWeight, QuantisedWeight, StackedWeight, Stored
+from tokenpod.models import mxfp4
 from tokenpod.models.checkpoint import Checkpoint, Quantised
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layouts.module import PublishedLayout, Scheme, StoredModule
-from tokenpod.models.reading import read_dense
+from tokenpod.models.reading import read_dense, read_packed
 from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Source, StoredTensor, Weight
 
@@ -25,8 +26,9 @@ _SCALES = (".scales", ".weight_scale")
 class PublishedReader:
     """Of a checkpoint in a layout that others have published it in.
 
-    Weights of products are held in its format. What is multiplied otherwise (experts, the latent
-    rows' projection, heads) becomes dense while it is read.
+    Weights of products are held in its format, those of experts in one stack. What is multiplied
+    otherwise (the latent rows' projection, heads) becomes dense while it is read; so do experts
+    that differ in their format, or in the order of their inputs.
     """
 
     layout: PublishedLayout
@@ -43,7 +45,9 @@ class PublishedReader:
 
     def quantises(self, weight: Weight) -> bool:
         """Whether any of its sources is quantised."""
-        return any(self._scheme(weight, source) is not None for source in weight.sources)
+        return weight.packed or any(
+            self._scheme(weight, source) is not None for source in weight.sources
+        )
 
     def tensors(self, weight: Weight) -> Mapping[str, StoredTensor]:
         """Those of quantised sources, and the others' as they are."""
@@ -62,7 +66,9 @@ class PublishedReader:
 
     def quantised(self, weight: Weight, shard: Shard) -> Quantised:
         """A rank's numbers that are held in fewer bits, and their bytes."""
-        if not _stays(weight):
+        if weight.packed:
+            return packed_bytes(weight, shard)
+        if not self._stays(weight):
             return Quantised(0, 0)
         numbers = size = 0
         for source in weight.sources:
@@ -97,9 +103,11 @@ class PublishedReader:
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> torch.Tensor | LinearWeight:
+    ) -> torch.Tensor | LinearWeight | StackedWeight:
         """See `WeightReader`."""
-        if not _stays(weight):
+        if weight.packed:
+            return read_stack(checkpoint, weight, shard, device)
+        if not self._stays(weight):
             return self._dense(checkpoint, weight, shard, dtype, device)
         parts: list[Stored] = []
         for source in weight.sources:
@@ -109,7 +117,23 @@ class PublishedReader:
                 parts.append(read_dense(checkpoint, own, shard, dtype, device))
             else:
                 parts.append(_part(checkpoint, source, scheme, shard, device))
-        return LinearWeight(_joined(parts))
+        if weight.experts is None:
+            return LinearWeight(_joined(parts))
+        joined = _joined(parts)
+        if len(joined) == 1 and isinstance(joined[0], QuantisedWeight):
+            return StackedWeight(joined[0], weight.experts)
+        return self._dense(checkpoint, weight, shard, dtype, device)
+
+    def _stays(self, weight: Weight) -> bool:
+        """Whether a weight is held in fewer bits: if products are made with it, one by one or all.
+
+        Experts' are one launch, for which they must be of one kind.
+        """
+        if not weight.stacked:
+            return weight.multiplied
+        first, *others = (self._scheme(weight, source) for source in weight.sources)
+        ordered = bool(getattr(first, "act_order", False))
+        return first is not None and not ordered and all(other == first for other in others)
 
     def _dense(
         self,
@@ -164,9 +188,22 @@ class PublishedReader:
         return scheme if module + marker in self.there else None
 
 
-def _stays(weight: Weight) -> bool:
-    """Whether a weight is held in fewer bits: if products are made with it one by one."""
-    return weight.multiplied
+def packed_bytes(weight: Weight, shard: Shard) -> Quantised:
+    """What a rank's part of a weight takes that is stored in blocks of 4 bits."""
+    parts = [[shard.part(axis) for axis in source.axes] for source in weight.sources]
+    size = sum(mxfp4.bytes_of(outputs, inputs) for outputs, inputs in parts)
+    return Quantised(shard.numbers([weight]), size + mxfp4.shared_bytes(parts[0][1]))
+
+
+def read_stack(
+    checkpoint: Checkpoint, weight: Weight, shard: Shard, device: torch.device
+) -> StackedWeight:
+    """A rank's part of experts that are stored in blocks of 4 bits, as they are."""
+    parts = [read_packed(checkpoint, source, shard, device) for source in weight.sources]
+    joined = parts[0].joined(parts)
+    assert joined is not None, "blocks are alike"
+    assert weight.experts is not None
+    return StackedWeight(joined, weight.experts)
 
 
 def _module(source: Source) -> str:

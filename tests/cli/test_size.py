@@ -128,6 +128,80 @@ def test_slots_for_adapters_are_counted(big: Path):
     assert found["kv_slots"] < plain["kv_slots"]
 
 
+def test_keys_and_values_that_are_made_of_latents_are_counted(tmp_path: Path):
+    """DeepSeek V2 Lite: 16 heads, rows of 576 numbers, 640 for each head while it is expanded."""
+    latents = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": 102_400,
+        "hidden_size": 2048,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163_840,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(latents))
+    portions = footprint(tmp_path).portions
+    assert portions[1].kv_numbers == portions[2].kv_numbers == 27 * 576
+    long, short = (
+        answer("--model-id", tmp_path, "--gpu", "h200", "--max-total-tokens", n)["reserve_bytes"]
+        for n in (100_000, 2048)
+    )
+    tokens = 513 + 4096 + PROBE_TOKENS
+    made = 16 * 16_384 * 640 + 16_384 * 576 + 2048 * tokens
+    widest = 3 * tokens * (6 + 2) * 1408
+    assert made > widest
+    assert long["largest_step"] - short["largest_step"] == 2 * (made - widest)
+    for world, heads in ((1, 16), (4, 4)):
+        expansion = portions[world].expansion
+        assert expansion is not None
+        assert expansion.numbers(100_000, "cuda") == heads * 16_384 * 640 + 16_384 * 576
+        assert expansion.numbers(100_000, "cpu") == 65_536 * 640 + 16_384 * 576
+        assert expansion.numbers(2048, "cuda") == 2048 * (heads * 640 + 576)
+
+
+def test_states_that_a_model_keeps_by_itself_are_counted(tmp_path: Path):
+    """Mamba 2: by layer what a convolution saw last, and heads' states, whatever the length."""
+    recurrent = {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "dtype": "float32",
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_heads": 8,
+        "head_dim": 64,
+        "state_size": 32,
+        "n_groups": 1,
+        "vocab_size": 500,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(recurrent))
+    asked = ("--model-id", tmp_path, "--cpu", "--memory-gib", 1, "--max-total-tokens", 1000)
+    found = answer(*asked, "--max-batch-size", 100)
+    state = 6 * 4 * (4 * (512 + 2 * 32) + 8 * 64 * 32)
+    assert found["state_bytes_per_sequence"] == state
+    assert found["reserve_bytes"]["states"] == int(101 * 2 * state / 0.9)
+    assert (found["kv_bytes_per_token"], found["sequences_at_once"]) == (8, 100)
+    text = size(*asked, "--max-batch-size", 100).stdout
+    assert "100,000 tokens of 0.0078125 KiB, and 100 states of 438 KiB" in text
+    little = (*asked[:4], 0.77, *asked[5:])
+    assert "a sequence's state takes 0.00 GiB, and there is no room" in size(*little).stdout
+
+
 def test_experts_are_refused_a_format_in_the_loaders_words(tmp_path: Path):
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     mixture = CONFIG | experts | {"architectures": ["MixtralForCausalLM"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -83,6 +85,12 @@ def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
     torch.testing.assert_close(
         sliced, cpu.attention(both[:, :4].contiguous(), keys, values, plan), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_scores_are_made_for_some_queries_of_a_row_at_a_time(batch, window, draw, monkeypatch):
+    monkeypatch.setattr(sys.modules[cpu.attention.__module__], "SCORES_AT_ONCE", 4 * 60)
+    agree(batch, window, 4, 2, 16, draw, options=AttentionOptions(softcap=2.0))
 
 
 @pytest.mark.sampled(7, "slow")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional
@@ -9,8 +11,11 @@ from torch.nn import functional
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
+from tokenpod.kernels.formats import MADE_AT_LOAD
+from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference.experts import choose, mixture
+from tokenpod.kernels.weight import StackedWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUTINGS = [Routing(1, False), Routing(2, True), Routing(3, False), Routing(5, True)]
@@ -78,6 +83,39 @@ def test_a_cpus_experts(tokens, routing, dtype, case):
         assert got.dtype == dtype
         error = ((got.double() - truth).norm() / truth.norm()).item()
         assert error < 8 * torch.finfo(dtype).eps
+
+
+def stacked(format_, dense):
+    """All experts of a dense stack in a format."""
+    return StackedWeight(format_.made_of(dense.flatten(0, 1).float()), len(dense))
+
+
+@pytest.mark.parametrize("format_", [*MADE_AT_LOAD.values(), GroupedWeight])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_in_formats_of_fewer_bits(format_, dtype, case, draw):
+    """Each product as the format's own says, whatever is around it."""
+    residual, weights, norm = case(7, dtype)
+    weights = weights._replace(
+        gate_up=stacked(format_, weights.gate_up),
+        down=stacked(format_, weights.down),
+        gate_up_bias=draw(COUNT, 2 * WIDTH, dtype=dtype),
+    )
+    x = reference.rms_norm(residual, *norm).float()
+    shares, chosen = choose(x @ weights.router.float().t(), Routing(2, True))
+    expected = torch.zeros(7, HIDDEN)
+    for token, place in itertools.product(range(7), range(2)):
+        expert = int(chosen[token, place])
+        bias = weights.gate_up_bias[expert].float()
+        gate, up = weights.gate_up.expert(expert).multiply(x[token, None], bias)[0].chunk(2)
+        inner = (functional.silu(gate) * up)[None]
+        expected[token] += (
+            shares[token, place] * weights.down.expert(expert).multiply(inner, None)[0]
+        )
+    for ops in (reference.OPERATIONS, *cpu_operations(dtype)):
+        got = added(ops, residual, weights, norm, Routing(2, True)).float()
+        error = (got - expected).norm() / expected.norm()
+        # Numbers that are rounded after others were may go to the other neighbour.
+        assert error < (2e-3 if dtype == torch.float32 else 3e-2)
 
 
 ROUTERS = {

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tokenpod.kernels.formats import MADE_AT_LOAD
-from tokenpod.kernels.weight import LinearWeight
+from tokenpod.kernels.weight import LinearWeight, StackedWeight
 from tokenpod.models import load as loading
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.errors import ModelError
@@ -26,9 +26,9 @@ def load(folder, **more):
     return load_model(folder, dtype=None, device=CPU, progress=lambda done, total: None, **more)
 
 
-def read(folder, shard=Shard()):  # noqa: B008 - it is frozen
+def read(folder, shard=Shard(), quantize="int8"):  # noqa: B008 - it is frozen
     with Checkpoint(folder) as checkpoint:
-        layout = read_layout(folder, checkpoint, quantize="int8")
+        layout = read_layout(folder, checkpoint, quantize=quantize)
         return read_weights(
             checkpoint,
             layout.weights,
@@ -49,7 +49,7 @@ def rounded(golden, tmp_path):
         stored = load_file(folder / "model.safetensors")
         layers = re.compile(r"\.(layers|h)\.\d+\..*\.weight$")
         for key, tensor in stored.items():
-            if layers.search(key) and tensor.ndim == 2:
+            if layers.search(key) and tensor.ndim == 2 and not key.endswith(".gate.weight"):
                 stored[key] = MADE_AT_LOAD[quantize].made_of(tensor).dequantised(torch.float32)
         save_file(stored, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -60,7 +60,8 @@ def rounded(golden, tmp_path):
 
 @pytest.mark.parametrize(
     ("quantize", "name"),
-    [("int8", name) for name in KINDS] + [("int4", "llama-biases"), ("int4", "falcon-40b")],
+    [("int8", name) for name in (*KINDS, "mixtral")]
+    + [("int4", name) for name in ("llama-biases", "falcon-40b", "mixtral")],
 )
 def test_logprobs_are_those_of_the_rounded_weights(
     quantize, name, golden, rounded, schedule, text
@@ -100,9 +101,38 @@ def test_ranks_have_parts_of_the_same_numbers(name, golden):
     assert {"embedding", "head"} <= set(dense) | {"head"}
 
 
-def test_experts_are_refused(golden):
-    with pytest.raises(ModelError, match="quantize is int8: MixtralForCausalLM has experts"):
-        load(golden("mixtral").folder, quantize="int8")
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [
+        ("mixtral", "int8"),
+        ("gpt-oss", "int8"),
+        ("gpt-oss", "fp8"),
+        ("gpt-oss", "int4"),
+        ("gpt-oss-mxfp4", None),
+    ],
+)
+def test_ranks_have_parts_of_the_same_experts(name, quantize, golden):
+    folder = golden(name).folder
+    whole, *parts = (read(folder, shard, quantize) for shard in (Shard(), Shard(0, 2), Shard(1, 2)))
+    for key in ("1.experts.gate_up", "1.experts.down"):
+        assert all(isinstance(weights[key], StackedWeight) for weights in (whole, *parts))
+        made, *halves = (weights[key].dequantised(torch.float32) for weights in (whole, *parts))
+        if key.endswith("down"):
+            assert torch.equal(torch.cat(halves, dim=2), made)
+        else:
+            halves = [half.unflatten(1, (2, -1)) for half in halves]
+            assert torch.equal(torch.cat(halves, dim=2).flatten(1, 2), made)
+
+
+def test_experts_packed_by_their_publisher_stay_so_and_nothing_else_is_made(golden):
+    folder = golden("gpt-oss-mxfp4").folder
+    model, found = load(folder), footprint_of(folder)
+    assert model.quantization == "mxfp4"
+    assert abs(found.weight_bytes(1, 4) / model.weight_bytes - 1) < 0.01
+    assert model.weight_bytes < 0.6 * 4 * model.parameters_count
+    assert load(folder, quantize="mxfp4").weight_bytes == model.weight_bytes
+    with pytest.raises(ModelError, match=r"quantize is int8: .* says mxfp4"):
+        load(folder, quantize="int8")
 
 
 def test_an_unknown_format_is_refused(golden):

@@ -73,15 +73,19 @@ def ids_of(events: list[Any]) -> list[int]:
     "fields",
     [
         {},
-        {"sampling": {"temperature": 0.3, "seed": 5}, "output": {"logprobs": True}},
-        {"output": {"top_n_tokens": 2, "ranks": True, "text_offsets": True}},
+        {"sampling": {"temperature": 0.3, "seed": 5}, "output": {"return_logprobs": True}},
+        {"output": {"top_n_tokens": 2, "return_ranks": True, "return_text_offsets": True}},
     ],
     ids=["greedy", "sampled", "told more"],
 )
 def test_a_stream_has_the_same_tokens_with_drafts(api: Any, fields: dict[str, Any]) -> None:
     drafted, plain = both(api, **fields)
     one, other = (finished_of(events)[0] for events in (drafted, plain))
-    assert (one.text, one.reason, one.generated_token_count) == (other.text, other.reason, 120)
+    assert (one.text, one.finish_reason, one.generated_token_count) == (
+        other.text,
+        other.finish_reason,
+        120,
+    )
     for name in ("logprobs", "top_tokens", "ranks", "text_offsets"):
         few, many = ([getattr(t, name) for t in tokens_of(e)] for e in (drafted, plain))
         assert sum(map(len, few)) == sum(map(len, many))
@@ -95,7 +99,7 @@ def test_what_was_accepted_behind_a_stop_sequence_counts_nowhere(api: Any) -> No
     stopping = LONG | {"stop_sequences": ["(self"], "min_new_tokens": 60}
     drafted, plain = both(api, stopping=stopping)
     one, other = (finished_of(events)[0] for events in (drafted, plain))
-    assert one.reason == other.reason == pb.FINISH_REASON_STOP_SEQUENCE
+    assert one.finish_reason == other.finish_reason == pb.FINISH_REASON_STOP_SEQUENCE
     assert (one.text, one.generated_token_count) == (other.text, other.generated_token_count)
     usage = drafted[-1].completed.usage
     assert usage.accepted_token_count < usage.generated_token_count == len(ids_of(drafted))

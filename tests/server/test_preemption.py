@@ -26,7 +26,7 @@ def asked(number: int, stops: list[str]) -> Any:
 
 def told(api: Any, number: int, stops: list[str]) -> tuple[str, int]:
     (result,) = once(api, asked(number, stops)).results
-    return result.text, result.reason
+    return result.text, result.finish_reason
 
 
 SWAPPED = ("--host-kv-bytes", str(32 << 20), "--preemption", "swap")

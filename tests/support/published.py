@@ -12,9 +12,10 @@ import torch
 from packers import Module, Source
 from safetensors.torch import save_file
 
-from tokenpod.kernels.weight import LinearWeight
+from tokenpod.kernels.weight import LinearWeight, StackedWeight
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.formats import bytes_needed
+from tokenpod.models.linear import Weights
 from tokenpod.models.load import read_layout
 from tokenpod.models.reading import read_weights
 from tokenpod.models.shard import Shard
@@ -85,7 +86,7 @@ def make_pair(
     return pair
 
 
-def read(folder: Path, shard: Shard, **more: Any) -> dict[str, torch.Tensor | LinearWeight]:
+def read(folder: Path, shard: Shard, **more: Any) -> Weights:
     """A rank's weights; what they take is what was said before."""
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint, **more)
@@ -105,8 +106,10 @@ def read(folder: Path, shard: Shard, **more: Any) -> dict[str, torch.Tensor | Li
     return weights
 
 
-def dense_of(weight: torch.Tensor | LinearWeight) -> torch.Tensor:
+def dense_of(weight: torch.Tensor | LinearWeight | StackedWeight) -> torch.Tensor:
     """Its numbers, as floats."""
+    if isinstance(weight, StackedWeight):
+        return weight.dequantised(torch.float32)
     if isinstance(weight, torch.Tensor):
         return weight
     return torch.cat(

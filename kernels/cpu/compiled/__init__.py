@@ -26,5 +26,5 @@ OPERATIONS = replace(
     attend_latent=attend_latent,
     act_mul=act_mul,
     prepare_norm_linear=norm_linear_of(prepare_linear, rms_norm, act_mul),
-    prepare_experts=experts_of(prepare_linear, rms_norm, act_mul),
+    prepare_experts=experts_of(prepare_linear, rms_norm, act_mul, cpu.QUANTISED),
 )

@@ -16,6 +16,7 @@ from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.formats.rounding import Number
+from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models.footprint import footprint_of
 from tokenpod.models.load import ModelError, load_model, read_layout
 from tokenpod.models.shard import Shard
@@ -176,17 +177,15 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize("way", ["fp8", "gptq"])
-def test_experts_become_dense_and_routers_stay(way, tmp_path):
-    block = partial(packers.floats, block=(128, 128), scales=".weight_scale_inv")
-    config, module = {
-        "fp8": (FP8 | {"weight_block_size": [128, 128]}, block),
-        "gptq": (GPTQ, gptq),
-    }[way]
-    pair = make_pair(tmp_path, config, module, **MIXTURE)
+def test_experts_of_unlike_formats_become_dense_and_routers_stay(tmp_path):
+    """They are one product here."""
+    ignored = "model.layers.0.mlp.experts.1.up_proj"
+    config = INT8 | {"ignore": ["lm_head", "model.layers.0.mlp.gate", ignored]}
+    pair = make_pair(tmp_path, config, packers.signed, left=ignored.__eq__, **MIXTURE)
     for shard in (Shard(), Shard(1, 2), Shard(3, 4)):
         packed = same(pair, shard)
-    assert isinstance(packed["0.experts.down"], torch.Tensor)
+    assert isinstance(packed["0.experts.gate_up"], torch.Tensor)
+    assert isinstance(packed["0.experts.down"], StackedWeight)
 
 
 LATENT = {

@@ -14,6 +14,7 @@ from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
+from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 
@@ -163,12 +164,64 @@ def test_weights_are_what_their_numbers_stand_for(name, tmp_path):
             assert {type(part) for part in packed[key].parts} == {held}
 
 
+#: 384 features on two ranks are 192, against blocks of 128; on four they are 96.
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 384,
+    "head_dim": 24,
+    "norm_topk_prob": True,
+}
+
+
+def without_routers(config):
+    """Where a config must say that they are dense."""
+    lists = {"compressed-tensors": "ignore", "fp8": "modules_to_not_convert"}
+    key = lists.get(config["quant_method"])
+    return config if key is None else config | {key: ["lm_head", "model.layers.0.mlp.gate"]}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in LAYOUTS if not name.endswith(("-act-order", "-small-groups"))]
+)
+def test_experts_are_held_as_they_are_stored(name, tmp_path):
+    config, module, held = LAYOUTS[name]
+    pair = make_pair(tmp_path, without_routers(config), module, **MIXTURE)
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2), Shard(3, 4)):
+        packed, dense = read(pair.packed, shard), read(pair.dense, shard)
+        for key in ("0.experts.gate_up", "0.experts.down"):
+            stack = packed[key]
+            assert isinstance(stack, StackedWeight), (key, shard)
+            torch.testing.assert_close(dense_of(stack), dense[key], rtol=1e-6, atol=1e-7, msg=key)
+            if shard == Shard():
+                assert isinstance(stack.rows, held)
+
+
+@pytest.mark.parametrize("name", ["gptq-4-act-order", "gptq-8-act-order"])
+def test_experts_whose_inputs_are_in_orders_of_their_own_become_dense(name, tmp_path):
+    config, module, _ = LAYOUTS[name]
+    pair = make_pair(tmp_path, config, module, **MIXTURE)
+    packed, dense = (read(folder, Shard(1, 2)) for folder in (pair.packed, pair.dense))
+    for key in ("0.experts.gate_up", "0.experts.down"):
+        torch.testing.assert_close(packed[key], dense[key], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["awq", "int8", "nf4", "fp8-tensor"])
+def test_a_mixture_says_what_the_dense_one_says(name, tmp_path, schedule, text):
+    says_the_same(LAYOUTS[name], tmp_path, schedule, text, MIXTURE)
+
+
 @pytest.mark.parametrize(
     "name", ["gptq-4-act-order", "awq", "packed-8-groups", "nf4", "fp8-tensor"]
 )
 def test_a_model_says_what_the_dense_one_says(name, tmp_path, schedule, text):
-    config, module, _ = LAYOUTS[name]
-    pair = make_pair(tmp_path, config, module)
+    says_the_same(LAYOUTS[name], tmp_path, schedule, text, {})
+
+
+def says_the_same(layout, tmp_path, schedule, text, more):
+    config, module, _ = layout
+    pair = make_pair(tmp_path, without_routers(config), module, **more)
     tokens, results = [token % 96 for token in text(21)], []
     for folder in (pair.packed, pair.dense):
         model = load_model(folder, dtype=None, device=CPU, progress=lambda done, total: None)

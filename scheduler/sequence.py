@@ -108,11 +108,8 @@ class Sequence:
         self.inputs = prompt
         table.needed[self.place] = self.needed
         table.bound[self.place] = self.bound
-        # Drafts would need a mask each; and beams follow one another's tokens.
-        drafted = request.constraint is None and request.beam is None
-        # Under a constraint each token waits for its mask, which follows from the one before.
-        free = drafted and request.constraint is None
-        table.drafts[self.place] = request.drafts if free else 0
+        # Beams follow one another's tokens.
+        table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
         #: Its place in the queue within its priority.
@@ -172,8 +169,8 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
+        """Positions of the prompt, those of virtual tokens before it included."""
+        return self.request.positions
 
     @property
     def needed(self) -> int:
@@ -183,12 +180,12 @@ class Sequence:
     @property
     def bound(self) -> int:
         """Positions that will be computed at most: the last token's keys are never written."""
-        return len(self.request.prompt) + self.request.stopping.max_new_tokens - 1
+        return self.request.positions + self.request.stopping.max_new_tokens - 1
 
     @property
     def length(self) -> int:
         """Tokens known to exist: prompt and settled outputs."""
-        return len(self.request.prompt) + len(self.outputs)
+        return self.request.positions + len(self.outputs)
 
     @property
     def to_compute(self) -> int:

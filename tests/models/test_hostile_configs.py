@@ -9,10 +9,10 @@ from golden import golden_config
 from golden_kinds import KINDS
 from hostile_fields import HOSTILE, attack, bounded, nested
 
-from tokenpod.models.adapters.config import CONFIG as ADAPTER
 from tokenpod.models.adapters.config import read_lora
 from tokenpod.models.errors import ModelError
 from tokenpod.models.families import FAMILIES
+from tokenpod.models.fields import read_fields
 from tokenpod.models.load import read_layout, tier_of
 from tokenpod.models.tier.bounds import check_bounds
 from tokenpod.models.tier.errors import NotServed
@@ -88,4 +88,5 @@ def test_a_field_of_an_adapter(tmp_path):
         "modules_to_save": None,
         "target_modules": ["q_proj"],
     }
-    assert attack(config, tmp_path / ADAPTER, read_lora, ModelError)
+    path = tmp_path / "adapter_config.json"
+    assert attack(config, path, lambda x: read_lora(read_fields(x / path.name)), ModelError)

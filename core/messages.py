@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.message import Message
 from tokenpod.core.outputs import FailureCode, StepOutputs
@@ -135,6 +136,9 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     #: Bytes of host memory on rank 0.
     nbytes: int
+    kind: AdapterKind = AdapterKind.LORA
+    #: Positions that it takes before a prompt.
+    virtual_tokens: int = 0
 
 
 class AdapterList(Message, frozen=True, array_like=True, tag=True):

@@ -34,7 +34,8 @@ Floats = npt.NDArray[np.float32]
 
 #: In place of a token: the one that the row sampled last; in place of a draft: none is known yet.
 LAST = -1
-#: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings.
+#: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings,
+#: those of the plan before those that adapters have.
 GIVEN = -2
 
 #: In place of a sampled token: none was, since a draft before it was wrong or its mask was late.
@@ -61,6 +62,9 @@ class Counts(NamedTuple):
     width: int = 0
     #: Adapters that are put into slots.
     puts: int = 0
+    #: Tokens whose embeddings an adapter has, and slots of tokens whose keys and values one has.
+    soft: int = 0
+    ready: int = 0
 
     @property
     def words(self) -> int:
@@ -76,7 +80,8 @@ class Counts(NamedTuple):
             + self.adapters
             + self.masked
             + self.given * self.width
-            + 2 * self.puts
+            + 2 * (self.puts + self.soft)
+            + 3 * self.ready
         )
 
 
@@ -193,12 +198,19 @@ class StepPlan:
         self.r_masked = _NOTHING
         #: [given, width] what stands in for rows of the embedding's table.
         self.given: Floats = _NO_VECTORS
+        #: What follows them: numbers of adapters, and which of each one's virtual tokens.
+        self.soft_adapter = self.soft_index = _NOTHING
+        #: Slots that get the keys and values of adapters' virtual tokens before anything else.
+        self.ready_slot = self.ready_adapter = self.ready_index = _NOTHING
         if any(fewer):
-            copies, adapters, masked, given, width, puts = fewer
+            copies, adapters, masked, given, width, puts, soft, ready = fewer
             self.copy_from, self.copy_to = column(copies), column(copies)
             self.r_adapter, self.r_masked = column(adapters), column(masked)
             self.given = column(given * width).view(np.float32).reshape(given, width)
             self.put_slot, self.put_adapter = column(puts), column(puts)
+            self.soft_adapter, self.soft_index = column(soft), column(soft)
+            self.ready_slot, self.ready_adapter = column(ready), column(ready)
+            self.ready_index = column(ready)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
@@ -230,6 +242,11 @@ class StepPlan:
     def tokens(self) -> int:
         """T."""
         return len(self.t_token)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether some tokens have an embedding in place of an id."""
+        return len(self.given) + len(self.soft_index) > 0
 
     @property
     def singles(self) -> int:

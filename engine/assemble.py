@@ -28,7 +28,6 @@ from tokenpod.engine.memory import (
     map_ahead,
 )
 from tokenpod.engine.room import Room, room_for
-from tokenpod.engine.step_executor import no_adapters
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -119,7 +118,7 @@ def _on_host(
         rows=options.max_batch_size + 1,
         vocab_size=model.config.vocab_size,
         group=group,
-        put_adapter=model.adapters.put if model.adapters else no_adapters,
+        adapters=model.adapters,
         draft=drafts,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
@@ -169,6 +168,7 @@ def _on_device(
     rows = options.max_batch_size + 1
     prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
     drafts = most_drafts(options)
+    adapted = model.adapters is not None and model.adapters.slots > 0
     pool = make_pool(model, rows + prompt + drafts, device)
     executor = DeviceExecutor(
         model,
@@ -184,15 +184,15 @@ def _on_device(
         max_positions=positions,
         max_tokens=rows + prompt + drafts,
         device=device,
-        adapters=model.adapters is not None,
-        put_adapter=model.adapters.put if model.adapters else no_adapters,
+        adapted=adapted,
+        adapters=model.adapters,
         drafts=drafts,
         draft=_draft(draft, model, options, rows + prompt + drafts, device),
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
-    adapter = int(model.adapters is not None)
+    adapter = int(adapted)
     context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
     run_worst_steps(

@@ -25,7 +25,7 @@ from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Unknown, unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
-from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
+from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
 from tokenpod.kernels.pool import KVPool
@@ -48,7 +48,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
-        adapters: whether steps in which rows have adapters are captured too.
+        adapted: whether steps in which rows have adapters are captured too.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_tokens: int,
         device: torch.device,
         drafts: int = 0,
-        adapters: bool = False,
-        put_adapter: PutAdapter = no_adapters,
+        adapted: bool = False,
+        adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
     ) -> None:
         # The last row is padding's.
@@ -75,7 +75,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
-            put_adapter=put_adapter,
+            adapters=adapters,
             draft=draft,
         )
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
@@ -93,7 +93,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 last_token=self._last_token,
                 upload=self._upload,
             )
-        self._drafts, self._adapters = drafts, adapters
+        self._drafts, self._adapted = drafts, adapted
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
         words = Counts(max_tokens, rows, rows, most, drafts, adapters=True).words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
@@ -117,7 +117,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
-        for adapted in (False, True)[: 1 + self._adapters]:
+        for adapted in (False, True)[: 1 + self._adapted]:
             mixed = _adapted(mixed_counts(self._rows, most, self._tiles.count), adapted)
             decode = _adapted(decode_counts(self._rows), adapted)
             # Each draft is a token of the step.
@@ -209,7 +209,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
         graphs = self._graphs.get(len(plan.r_adapter) > 0)
-        if graphs is None or len(plan.scored_token) or len(plan.given):
+        if graphs is None or len(plan.scored_token) or plan.embeds:
             return None
         mixed, decode, drafted = graphs
         if plan.rows == plan.tokens and plan.r_samples.all():

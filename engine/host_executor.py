@@ -24,7 +24,7 @@ from tokenpod.engine.rounds import (
     unmasked_rounds,
 )
 from tokenpod.engine.sampler import LeaderTokens, Samples
-from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
+from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.batch import ForwardBatch, Run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -49,7 +49,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         rows: int,
         vocab_size: int,
         group: Group | None = None,
-        put_adapter: PutAdapter = no_adapters,
+        adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
     ) -> None:
         sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
@@ -61,7 +61,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
-            put_adapter=put_adapter,
+            adapters=adapters,
             draft=draft,
         )
         #: How many positions `_runs` has of each row.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.kv_rounding import store
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,21 @@ class KVPool:
             # As integers: numbers of 8 bits can be moved, but not by that name.
             numbers = tensor.view(torch.uint8)
             numbers[target] = numbers[source]
+
+    def write(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Write ready keys and values to slots.
+
+        Args:
+            slots: [n], on any device.
+            numbers: [layers, 2, n, heads, head_dim] keys and values, as attention would have them,
+                on the host; for layouts that store both.
+        """
+        device = self.keys[0].device
+        at, there = slots.long().to(device), numbers.to(device, non_blocking=True)
+        for layer, scales in enumerate(self.scales):
+            pair = (self.keys[layer], self.values[layer])
+            for index, (tensor, own) in enumerate(zip(pair, there[layer], strict=True)):
+                store(own, tensor, at, scales and scales[index])
 
     @staticmethod
     def bytes_per_slot(*, layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:

@@ -155,10 +155,7 @@ class Scheduler:
         if failure is not None:
             return failure
         # A router's request of an adapter that has gone is the base model's, as of any other name.
-        known = [
-            r if self.adapters.knows(r.adapter) else msgspec.structs.replace(r, adapter=0)
-            for r in op.start
-        ]
+        known = [r if self.adapters.knows(r.adapter) else _of_base(r) for r in op.start]
         fresh = [sequence for r in known for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
             self._enqueue([sequence])
@@ -222,7 +219,11 @@ class Scheduler:
         self._rested = False
         rows = self._rows
         return builder.finish(
-            self._steps, rows.take_fresh(), rows.take_freed(), self.adapters.take_puts()
+            self._steps,
+            rows.take_fresh(),
+            rows.take_freed(),
+            self.adapters.take_puts(),
+            self.adapters.take_ready(),
         )
 
     def settle(
@@ -433,3 +434,8 @@ class Scheduler:
         del self._sequences[sequence.id]
         self.adapters.leave(sequence)
         sequence.leave()
+
+
+def _of_base(request: Request) -> Request:
+    """The same of the base model."""
+    return msgspec.structs.replace(request, adapter=0, virtual_tokens=0, virtual_kv=False)

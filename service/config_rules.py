@@ -124,8 +124,6 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
     except ValueError as error:
         yield f"--lora-adapters is {(s.lora_adapters or '')[:80]}: {error}"
         return
-    if named and s.max_adapters == 0:
-        yield "--max-adapters is 0: --lora-adapters names some"
     if len(named) > s.max_loaded_adapters:
         yield (
             f"--lora-adapters names {len(named)}: at most --max-loaded-adapters, which is"
@@ -137,7 +135,7 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
         return
     if s.adapter_folder is None:
         yield f"--adapter-token-file is {s.adapter_token_file}: --adapter-folder is needed with it"
-    if not s.resolved_adapters:
+    if s.max_adapters is None and not named:
         yield f"--adapter-token-file is {s.adapter_token_file}: --max-adapters is needed with it"
 
 

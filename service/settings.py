@@ -99,9 +99,10 @@ class Settings(BaseSettings):
     """Make the head's weight in that format too. A head that is the embedding is then held twice,
     and read in fewer bits."""
     lora_adapters: str | None = _model(min_length=1)
-    """LoRA adapters that are loaded with the model, as `NAME=PATH,NAME=PATH@REVISION`: folders in
-    PEFT's layout, or names that are looked up in the local Hugging Face cache. A place without a
-    name is its own. TGI's variable LORA_ADAPTERS means the same."""
+    """Adapters that are loaded with the model (LoRA, prompt tuning, P-tuning or prefix tuning), as
+    `NAME=PATH,NAME=PATH@REVISION`: folders in PEFT's layout, or names that are looked up in the
+    local Hugging Face cache. A place without a name is its own. TGI's variable LORA_ADAPTERS means
+    the same."""
     adapter_folder: Path | None = _model()
     """Folder below which AdapterService may load adapters; each pod of a group has its own."""
     max_loaded_adapters: int = _memory(128, ge=1, le=4096)
@@ -109,10 +110,10 @@ class Settings(BaseSettings):
     max_adapters: int | None = _memory(
         derived="as many as lora-adapters names, 32 at most", ge=0, le=1024
     )
-    """Adapters that running sequences can have at once; others wait in the host's memory. Their
-    memory is taken at the start."""
+    """LoRA adapters that running sequences can have at once; others wait in the host's memory.
+    Their memory is taken at the start. Adapters of virtual tokens need none: 0 is fine for them."""
     max_adapter_rank: int = _memory(64, ge=1, le=512)
-    """Largest rank of an adapter. Each of max-adapters takes memory for it."""
+    """Largest rank of a LoRA adapter. Each of max-adapters takes memory for it."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits

@@ -155,17 +155,28 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
 
 
 def max_new_tokens(
-    prompt_tokens: int, wanted: int | None, limits: RequestLimits, *, shorten: bool = False
+    prompt_tokens: int,
+    wanted: int | None,
+    limits: RequestLimits,
+    *,
+    shorten: bool = False,
+    virtual_tokens: int = 0,
 ) -> int:
     """How many tokens a sequence may generate; checks prompt and output together.
 
-    `shorten`: what does not fit is left out, and not refused.
+    `shorten`: what does not fit is left out, and not refused. `virtual_tokens`: of the adapter,
+    before the prompt.
     """
     if prompt_tokens == 0:
         raise InvalidArgument("prompt", "has no tokens; at least 1 is needed")
     if prompt_tokens > limits.max_input_tokens:
         raise PromptTooLong(prompt_tokens, limits.max_input_tokens)
-    room = limits.max_total_tokens - prompt_tokens
+    room = limits.max_total_tokens - prompt_tokens - virtual_tokens
+    if room < 1 and virtual_tokens:
+        problem = f"has {prompt_tokens} tokens; {beside(virtual_tokens)} leave no room for an"
+        raise NeverFits(
+            "prompt", f"{problem} answer (--max-total-tokens {limits.max_total_tokens})"
+        )
     if wanted is None:
         return room
     if wanted > room and shorten:
@@ -173,8 +184,8 @@ def max_new_tokens(
     if wanted > room:
         raise NeverFits(
             "stopping.max_new_tokens",
-            f"is {wanted}; with {prompt_tokens} prompt tokens at most {room} are possible"
-            f" (--max-total-tokens {limits.max_total_tokens})",
+            f"is {wanted}; with {prompt_tokens} prompt tokens{and_virtual(virtual_tokens)}"
+            f" at most {room} are possible (--max-total-tokens {limits.max_total_tokens})",
         )
     return wanted
 
@@ -315,6 +326,16 @@ def _check_texts(field: str, texts: Sequence[str], limits: RequestLimits) -> Non
 
 
 # -- shared ------------------------------------------------------------------------------------
+
+
+def beside(virtual_tokens: int) -> str:
+    """What an adapter takes of a request's room."""
+    return f"{virtual_tokens} virtual tokens of the adapter"
+
+
+def and_virtual(virtual_tokens: int) -> str:
+    """The same behind a number of tokens; empty without any."""
+    return f" and {beside(virtual_tokens)}" if virtual_tokens else ""
 
 
 def _check_token_ids(field: str, ids: Sequence[int], limits: RequestLimits) -> None:

@@ -16,7 +16,7 @@ from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.service.dialects.tgi import checks
 from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.adapters import salted
+from tokenpod.service.serving.adapters import with_adapter
 from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.sampling import shard_sampling_params
@@ -85,13 +85,16 @@ class ShardRequests:
                 if isinstance(prompt, InvalidArgument):
                     raise prompt
                 count = min(prompt.count, asked.truncate or prompt.count)
-                checks.check_length(asked, at, count, limits)
                 constraint = await self._serving.constraint_of(asked.constraint)
+                adapter = self._serving.adapters.get(asked.adapter_id)
+                virtual = 0 if adapter is None else adapter.virtual_tokens
+                checks.check_length(asked, at, count, limits, virtual)
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
                 continue
             self._note_model(asked)
             request = self._request(asked, prompt.ids, constraint=constraint)
+            request = with_adapter(request, adapter)
             opened.requests.append(request)
             opened.sequences.append(RoutedSequence(asked, request, self._serving.tokenizer))
         return opened
@@ -134,7 +137,6 @@ class ShardRequests:
         constraint: Constraint | None = None,
     ) -> Request:
         eos = self._serving.tokenizer.eos_token_ids
-        adapter = self._serving.adapters.get(asked.adapter_id)
         return Request(
             sequence_ids=self._serving.client.new_sequence_ids(1),
             prompt=prompt,
@@ -149,8 +151,6 @@ class ShardRequests:
             prompt_logprobs=asked.prefill_logprobs,
             arrived_at=time.monotonic_ns(),
             probe=probe,
-            salt=salted("", adapter),
-            adapter=0 if adapter is None or probe else adapter.number,
             constraint=constraint,
             drafts=self._serving.limits.drafts if asked.several_tokens and not probe else 0,
         )

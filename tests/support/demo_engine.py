@@ -199,7 +199,9 @@ def many_requests(sequences, tokens):
 def scores(model, request, outputs):
     """[vocab] what the next token is the highest of: penalties, temperature and noise included."""
     known = [*request.prompt, *outputs]
-    executor = HostExecutor(model, pool(len(known)), rows=1, vocab_size=VOCABULARY)
+    layouts = model.config.kv_layouts
+    own = KVPool(slots=len(known), layouts=layouts, dtype=torch.float32, device=CPU)
+    executor = HostExecutor(model, own, rows=1, vocab_size=VOCABULARY)
     noted = Noting(rows=1, vocab_size=VOCABULARY)
     executor._sampler = noted
     new = NewRow(request, 0, tuple(outputs))

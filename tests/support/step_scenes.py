@@ -371,7 +371,7 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
         max_tokens=ROWS + PREFILL,
         device=device,
         drafts=DRAFTS,
-        adapters=True,
+        adapted=True,
         draft=draft,
     )
     if kind == "device":

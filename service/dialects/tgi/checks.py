@@ -6,7 +6,7 @@ import math
 
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.service.dialects.bounds import at_most, between, few_entries, refuse
-from tokenpod.service.dialects.validate import RequestLimits, check_constraint
+from tokenpod.service.dialects.validate import RequestLimits, and_virtual, check_constraint
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import ShardBatch, ShardRequest
 
@@ -46,17 +46,25 @@ def check_request(request: ShardRequest, at: int, limits: RequestLimits) -> None
         raise InvalidArgument(f"{field}.chunk_len", "is 0; at least 1 is needed")
 
 
-def check_length(request: ShardRequest, at: int, prompt_tokens: int, limits: RequestLimits) -> None:
+def check_length(
+    request: ShardRequest,
+    at: int,
+    prompt_tokens: int,
+    limits: RequestLimits,
+    virtual_tokens: int = 0,
+) -> None:
     """A tokenised prompt and its bound."""
     field = f"batch.requests[{at}]"
     if prompt_tokens == 0:
         raise InvalidArgument(f"{field}.inputs", "has no tokens; at least 1 is needed")
-    total = prompt_tokens + request.max_new_tokens
+    before = prompt_tokens + virtual_tokens
+    total = before + request.max_new_tokens
     if total > limits.max_total_tokens:
         raise InvalidArgument(
             f"{field}.stopping_parameters.max_new_tokens",
-            f"is {request.max_new_tokens}; with {prompt_tokens} prompt tokens at most"
-            f" {max(limits.max_total_tokens - prompt_tokens, 0)} are possible"
+            f"is {request.max_new_tokens}; with {prompt_tokens} prompt tokens"
+            f"{and_virtual(virtual_tokens)} at most"
+            f" {max(limits.max_total_tokens - before, 0)} are possible"
             f" (--max-total-tokens {limits.max_total_tokens})",
         )
 

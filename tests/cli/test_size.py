@@ -119,6 +119,18 @@ def test_what_8_bits_take_is_what_the_loader_needs():
         assert footprint(demo, "int8").weight_bytes(world, 2) == needed
 
 
+def test_the_hosts_memory_holds_tokens_besides(big: Path):
+    plain = answer("--model-id", big, "--gpu", "h200")
+    found = answer("--model-id", big, "--gpu", "h200", "--host-kv-bytes", 64 << 30)
+    assert (plain["host_slots"], found["host_slots"]) == (0, (64 << 30) // (128 << 10))
+    assert found["reserve_bytes"]["copies_to_the_host"] == 320 << 20
+    # Two ranks of a pod share it, and each has half of a token.
+    halves = answer(
+        "--model-id", big, "--gpu", "h200", "--host-kv-bytes", 64 << 30, "--num-shard", 2
+    )
+    assert halves["host_slots"] == found["host_slots"]
+
+
 def test_slots_for_adapters_are_counted(big: Path):
     """81,920 numbers for each unit of rank in each of 32 layers."""
     plain = answer("--model-id", big, "--gpu", "h200")

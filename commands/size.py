@@ -26,6 +26,7 @@ from tokenpod.core.capacity import (
 )
 from tokenpod.core.messages import EngineOptions
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.pod.model_store import ModelNotFound, draft_folder
 from tokenpod.service.pod.placement import lone_options
 
 #: What tells a model's size; its folder is added, and what else matters. It imports torch, so it is
@@ -137,13 +138,17 @@ def report(
     problem = _problem(device, settings)
     if problem is not None:
         raise SizeError(problem)
-    options = lone_options(settings, folder)
+    try:
+        options = lone_options(settings, folder, draft=draft_folder(settings))
+    except ModelNotFound as error:
+        raise SizeError(str(error)) from None
     model = footprint(
         folder,
         options.quantize,
         head=options.quantize_head,
         max_total_tokens=options.max_total_tokens,
     )
+    draft = footprint(Path(options.draft_folder)) if options.draft_folder else None
     if options.max_adapters and model.portions[1].adapter_numbers is None:
         raise SizeError(
             f"--max-adapters is {options.max_adapters}: {model.architecture} takes none"
@@ -153,7 +158,7 @@ def report(
             f"--max-total-tokens is {options.max_total_tokens}: the model's context has"
             f" {model.max_positions}"
         )
-    fewest = fewest_ranks(model, options, memory=device.memory)
+    fewest = fewest_ranks(model, options, memory=device.memory, draft=draft)
     if num_shard is not None and num_shard not in model.portions:
         possible = ", ".join(map(str, sorted(model.portions)))
         raise SizeError(
@@ -164,7 +169,7 @@ def report(
         model=model,
         options=options,
         device=device,
-        found=capacity(model, options, memory=device.memory, ranks=ranks),
+        found=capacity(model, options, memory=device.memory, ranks=ranks, draft=draft),
         fewest=fewest.ranks if fewest else None,
         lengths=lengths or _usual_lengths(positions_of(model, options)),
         pods=settings.num_nodes,
@@ -177,7 +182,7 @@ def _problem(device: Device, settings: ServerSettings) -> str | None:
         return None
     problem = problem_of(device.name, device.capability)
     if problem is None and settings.kv_cache_dtype != "auto":
-        return eight_bits_problem(device.capability)
+        return eight_bits_problem(settings.kv_cache_dtype, device.capability)
     return problem
 
 

@@ -14,7 +14,7 @@ but for room in the staging memory where very much goes out at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -38,8 +38,10 @@ class DeviceCopies(HostCopies):
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
     """
 
-    def __init__(self, pool: KVPool, host: HostPool | None, device: torch.device) -> None:
-        super().__init__(pool, host)
+    def __init__(
+        self, pools: Sequence[KVPool], host: HostPool | None, device: torch.device
+    ) -> None:
+        super().__init__(pools, host)
         self._device = device
         self._queue: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -55,12 +57,12 @@ class DeviceCopies(HostCopies):
             #: When each piece that things go out by is free again.
             self._free = [_Moment(device) for _ in range(PIECES)]
             self._turn = 0
-        self.use(pool)
+        self.use(pools)
 
-    def use(self, pool: KVPool) -> None:
+    def use(self, pools: Sequence[KVPool]) -> None:
         """See `HostCopies`."""
-        self._pool = pool
-        self._slots = SlotRows(pool.stored) if self._pieces else None
+        self._take(pools)
+        self._slots = SlotRows(self._stored) if self._pieces else None
 
     def begin(self, plan: StepPlan) -> None:
         """See `HostCopies`."""

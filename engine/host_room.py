@@ -32,6 +32,7 @@ def make_host_pool(
     dtype: torch.dtype,
     device: torch.device,
     group: Group | None,
+    draft: LoadedModel | None = None,
 ) -> HostPool | None:
     """This rank's part of `--host-kv-bytes`; None: there is none.
 
@@ -43,6 +44,7 @@ def make_host_pool(
         dtype: of the pool's numbers.
         device: a GPU copies by itself, to and from memory that is locked.
         group: the ranks that share the model, if it is divided.
+        draft: its draft model, whose keys and values go along.
 
     Raises:
         EngineError: there is not so much memory, on some rank; or the model keeps states by row.
@@ -56,6 +58,8 @@ def make_host_pool(
             f"{flag}: {config.architecture} keeps a state for each row, not keys and values"
         )
     slot_bytes = KVPool.bytes_per_slot(layouts=config.kv_layouts, dtype=dtype)
+    if draft is not None:
+        slot_bytes += KVPool.bytes_per_slot(layouts=draft.config.kv_layouts, dtype=draft.dtype)
     ranks = group.local_ranks if group else 1
     slots = host_slots(asked, ranks, slot_bytes)
     problem = _lacking(asked)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.kv_rounding import store
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class KVLayout:
         """That are stored."""
         return self.heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
+    @property
+    def scales(self) -> int:
+        """That are stored with numbers of type int8."""
+        return 2 * self.heads
+
 
 def alike(heads: int, head_dim: int) -> KVLayout:
     """Keys and values of one size."""
@@ -43,9 +49,9 @@ class KVPool:
     Args:
         layouts: what each layer has for a token, on this rank.
         slots: tokens that it holds.
-        dtype: of the numbers; float8_e4m3fn with `scales` only.
+        dtype: of the numbers; float8_e4m3fn with `scales` only. Of int8 each slot has scales.
         device: where it lies.
-        scales: [layers, heads] each: what numbers of 8 bits are multiples of.
+        scales: [layers, heads] each: what numbers of type float8_e4m3fn are multiples of.
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class KVPool:
         scales: KVScales | None = None,
     ) -> None:
         self.slots = slots
-        #: A layer's each, [heads]; None where numbers are stored as they are.
+        #: A layer's each, [heads] or, of int8, [slots + 1, heads]; None: stored as they are.
         self.scales: list[KVScales | None] = [None] * len(layouts)
         if scales is not None:
             self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
@@ -75,11 +81,19 @@ class KVPool:
                 self.stored.append(values)
             self.keys.append(keys)
             self.values.append(values)
+        if dtype == torch.int8:
+            self.scales = [self._slot_scales(layout, device) for layout in layouts]
 
     def take_pages(self) -> None:
         """Have the system give all memory now; on a CPU it comes when it is first written."""
         for tensor in self.stored:
             tensor.zero_()
+
+    def _slot_scales(self, layout: KVLayout, device: torch.device) -> KVScales:
+        shape = (self.slots + 1, layout.heads)
+        scales = KVScales(*(_zeros(shape, torch.float32, device) for _ in range(2)))
+        self.stored += scales
+        return scales
 
     def take_row(self, row: int, prompt: int) -> None:
         """A sequence with so many prompt tokens gets a row. All that it has lies in slots."""
@@ -95,10 +109,28 @@ class KVPool:
             numbers = tensor.view(torch.uint8)
             numbers[target] = numbers[source]
 
+    def write(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Write ready keys and values to slots.
+
+        Args:
+            slots: [n], on any device.
+            numbers: [layers, 2, n, heads, head_dim] keys and values, as attention would have them,
+                on the host; for layouts that store both.
+        """
+        device = self.keys[0].device
+        at, there = slots.long().to(device), numbers.to(device, non_blocking=True)
+        for layer, scales in enumerate(self.scales):
+            pair = (self.keys[layer], self.values[layer])
+            for index, (tensor, own) in enumerate(zip(pair, there[layer], strict=True)):
+                store(own, tensor, at, scales and scales[index])
+
     @staticmethod
     def bytes_per_slot(*, layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:
         """Bytes of device memory that one token costs in all layers."""
-        return sum(layout.numbers for layout in layouts) * dtype.itemsize
+        numbers = sum(layout.numbers for layout in layouts) * dtype.itemsize
+        if dtype != torch.int8:
+            return numbers
+        return numbers + sum(layout.scales for layout in layouts) * torch.float32.itemsize
 
     @property
     def sink(self) -> int:

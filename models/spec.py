@@ -27,6 +27,8 @@ class Embedding:
     """From tokens to the stream: rows · scale, projected, plus positions, normed."""
 
     scale: float = 1.0
+    #: Whether what is given in place of rows is scaled too.
+    scales_given: bool = True
     #: Features of a row where they are not the stream's: a product without bias leads there.
     width: int | None = None
     positions: Positions | None = None

@@ -78,12 +78,47 @@ class KV:
         """
         request, usable = sequence.request, sequence.inputs[:-1]
         if not self._caching or (request.prompt_logprobs and sequence.scored):
-            usable = usable[:0]
+            usable = usable[: request.virtual_tokens * request.virtual_kv]
         node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
         if self.host is not None and sequence.owner is not Owner.PROBE:
             self.host.begin(sequence)
+
+    def place_virtual(self, sequence: Sequence) -> Slots:
+        """Put virtual tokens whose keys and values are ready into the tree, as far as need be.
+
+        The sequence, which has begun, goes on behind them.
+
+        Returns [n] the slots of the last n of them, int64: whoever runs the next step fills them.
+        """
+        request, node = sequence.request, sequence.node
+        virtual = request.virtual_tokens * request.virtual_kv
+        if sequence.shared >= virtual:
+            return _NO_SLOTS
+        assert node is not None
+        tokens = sequence.inputs[:virtual]
+        # Another one may have put them there since this one has begun.
+        found, known = self.tree.match(tokens, request.salt)
+        self.tree.lock(found)
+        slots = self._take_slots(virtual - known, known)
+        end = self.tree.append(found, tokens[known:], slots)
+        self.tree.lock(end)
+        self.tree.unlock(found)
+        self.tree.unlock(node)
+        self._begin_after(sequence, end, virtual)
+        return slots
+
+    def _take_slots(self, n: int, position: int) -> Slots:
+        """[n] slots that belong to no extent, int64."""
+        if not n:
+            return _NO_SLOTS
+        self._make_space(n, 0)
+        extents = self._allocator.allocate(n, position=position, room=0)
+        slots = _slots_from(extents, position, n)
+        for extent in extents:
+            self._allocator.drop(extent)
+        return slots
 
     def known(self, sequence: Sequence) -> int:
         """Needed tokens that are computed, or if the sequence has not begun, need not be."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Protocol
 
-from tokenpod.scheduler.adapter_slots import AdapterSlots
+from tokenpod.scheduler.adapter_slots import AdapterSlots, needs_slot
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.batching import Joining
 from tokenpod.scheduler.kv import KV
@@ -171,10 +171,21 @@ class Queue:
             self._swapped -= first.hosted.swapped > 0
             for sequence in samples:
                 self._adapters.give(sequence)
+            self._fill_virtual(first)
             self._rows.give(first)
             self._rows.promise(len(siblings))
             self._planners[first.owner].start(samples)
         del self._waiting[:fitting]
+
+    def _fill_virtual(self, sequence: Sequence) -> None:
+        """Let a sequence begin behind the keys and values that its adapter has ready.
+
+        Its ledger has counted them as tokens that must be there before it grows.
+        """
+        slots = self._kv.place_virtual(sequence)
+        if len(slots):
+            first = sequence.request.virtual_tokens - len(slots)
+            self._adapters.fill(sequence.request.adapter, slots, first)
 
     def _place_of(self, sequence: Sequence) -> tuple[int, int]:
         first = self._swapped_first and sequence.hosted.swapped > 0
@@ -200,7 +211,7 @@ class Queue:
     def _begin_fitting(self, limit: int) -> int:
         """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
         ledger, rows = self._ledger(), self._rows.free
-        adapters, is_full = self._adapters.in_use, False
+        adapters, is_full = self._adapters.in_used_slots, False
         #: The ledger's mark after each of them.
         marks: list[int] = []
 
@@ -211,9 +222,9 @@ class Queue:
         while True:
             for _, _, _, samples in self._waiting[fitting : min(2 * fitting or 1, limit)]:
                 rows -= len(samples)
-                adapters.add(samples[0].request.adapter)
-                # Each has a slot while it runs; 0 is none.
-                is_full = rows < 0 or len(adapters - {0}) > self._adapters.total
+                if needs_slot(samples[0].request):
+                    adapters.add(samples[0].request.adapter)
+                is_full = rows < 0 or len(adapters) > self._adapters.total
                 if is_full:
                     break
                 self._kv.begin(samples[0])

@@ -25,7 +25,7 @@ from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.counts import Counts
-from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.ends import finish
 from tokenpod.scheduler.exact import Exact
 from tokenpod.scheduler.forced import Forced
@@ -174,10 +174,7 @@ class Scheduler:
         if failure is not None:
             return failure
         # A router's request of an adapter that has gone is the base model's, as of any other name.
-        known = [
-            r if self.adapters.knows(r.adapter) else msgspec.structs.replace(r, adapter=0)
-            for r in op.start
-        ]
+        known = [r if self.adapters.knows(r.adapter) else _of_base(r) for r in op.start]
         fresh = [sequence for r in known for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
             self._enqueue([sequence])
@@ -251,7 +248,11 @@ class Scheduler:
         self._rested = False
         rows = self._rows
         return builder.finish(
-            self._steps, rows.take_fresh(), rows.take_freed(), self.adapters.take_puts()
+            self._steps,
+            rows.take_fresh(),
+            rows.take_freed(),
+            self.adapters.take_puts(),
+            self.adapters.take_ready(),
         )
 
     def settle(
@@ -260,6 +261,7 @@ class Scheduler:
         tokens: Listing[int],
         now: int,
         tops: Mapping[int, Top] = MappingProxyType({}),
+        drafting_ns: int = 0,
         arrived: int | None = None,
     ) -> Settled:
         """Take a step's outcome.
@@ -270,6 +272,7 @@ class Scheduler:
                 `plan.UNSAMPLED`: none was drawn, after a wrong draft or for want of a mask.
             now: in nanoseconds.
             tops: by index into `tokens`: the most likely ones, of rows that are beams.
+            drafting_ns: what the executor has taken to find drafts.
             arrived: the last step whose copies from the host's memory are there; None: all are.
         """
         settled = Settled()
@@ -283,7 +286,9 @@ class Scheduler:
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
         left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
-        drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
+        drafted: dict[int, Landed] = {}
+        if self._drafting:
+            drafted = self._drafting.land(step, tokens, took, drafting_ns)
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
         self._outcomes.take_each(step, tokens, tops, drafted, now, settled)
@@ -480,3 +485,8 @@ class Scheduler:
         del self._sequences[sequence.id]
         self.adapters.leave(sequence)
         sequence.leave()
+
+
+def _of_base(request: Request) -> Request:
+    """The same of the base model."""
+    return msgspec.structs.replace(request, adapter=0, virtual_tokens=0, virtual_kv=False)

@@ -172,8 +172,8 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
+        """Positions of the prompt, those of virtual tokens before it included."""
+        return self.request.positions
 
     @property
     def needed(self) -> int:
@@ -183,12 +183,12 @@ class Sequence:
     @property
     def bound(self) -> int:
         """Positions that will be computed at most: the last token's keys are never written."""
-        return len(self.request.prompt) + self.request.stopping.max_new_tokens - 1
+        return self.request.positions + self.request.stopping.max_new_tokens - 1
 
     @property
     def length(self) -> int:
         """Tokens known to exist: prompt and settled outputs."""
-        return len(self.request.prompt) + len(self.outputs)
+        return self.request.positions + len(self.outputs)
 
     @property
     def to_compute(self) -> int:

@@ -81,6 +81,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _preemption_faults(settings)
     yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
+    yield from _draft_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
@@ -110,8 +111,16 @@ def _order_faults(s: ServerSettings) -> Iterator[str]:
 
 
 def _memory_faults(s: ServerSettings) -> Iterator[str]:
-    if s.kv_cache_dtype != "auto" and s.resolved_device == "cpu":
-        yield f"--kv-cache-dtype is {s.kv_cache_dtype}: it needs a GPU, and the model runs on a CPU"
+    if s.kv_cache_dtype == "fp8_e4m3" and s.resolved_device == "cpu":
+        yield (
+            "--kv-cache-dtype is fp8_e4m3: it needs a GPU, and the model runs on a CPU, which takes"
+            " int8"
+        )
+    if s.kv_cache_dtype == "int8" and s.resolved_device != "cpu":
+        yield (
+            "--kv-cache-dtype is int8: it is for CPUs, and the model runs on a GPU, which takes"
+            " fp8_e4m3"
+        )
 
 
 def _preemption_faults(s: ServerSettings) -> Iterator[str]:
@@ -130,8 +139,6 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
     except ValueError as error:
         yield f"--lora-adapters is {(s.lora_adapters or '')[:80]}: {error}"
         return
-    if named and s.max_adapters == 0:
-        yield "--max-adapters is 0: --lora-adapters names some"
     if len(named) > s.max_loaded_adapters:
         yield (
             f"--lora-adapters names {len(named)}: at most --max-loaded-adapters, which is"
@@ -143,7 +150,7 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
         return
     if s.adapter_folder is None:
         yield f"--adapter-token-file is {s.adapter_token_file}: --adapter-folder is needed with it"
-    if not s.resolved_adapters:
+    if s.max_adapters is None and not named:
         yield f"--adapter-token-file is {s.adapter_token_file}: --max-adapters is needed with it"
 
 
@@ -158,6 +165,11 @@ def _batching_faults(s: ServerSettings) -> Iterator[str]:
             f"--max-input-tokens is {s.max_input_tokens}: with --batching alternate it must be at"
             f" most --max-batch-prefill-tokens, which is {whole}"
         )
+
+
+def _draft_faults(s: ServerSettings) -> Iterator[str]:
+    if s.draft_model is not None and not s.speculate:
+        yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

@@ -99,9 +99,10 @@ class Settings(BaseSettings):
     """Make the head's weight in that format too. A head that is the embedding is then held twice,
     and read in fewer bits."""
     lora_adapters: str | None = _model(min_length=1)
-    """LoRA adapters that are loaded with the model, as `NAME=PATH,NAME=PATH@REVISION`: folders in
-    PEFT's layout, or names that are looked up in the local Hugging Face cache. A place without a
-    name is its own. TGI's variable LORA_ADAPTERS means the same."""
+    """Adapters that are loaded with the model (LoRA, prompt tuning, P-tuning or prefix tuning), as
+    `NAME=PATH,NAME=PATH@REVISION`: folders in PEFT's layout, or names that are looked up in the
+    local Hugging Face cache. A place without a name is its own. TGI's variable LORA_ADAPTERS means
+    the same."""
     adapter_folder: Path | None = _model()
     """Folder below which AdapterService may load adapters; each pod of a group has its own."""
     max_loaded_adapters: int = _memory(128, ge=1, le=4096)
@@ -109,13 +110,14 @@ class Settings(BaseSettings):
     max_adapters: int | None = _memory(
         derived="as many as lora-adapters names, 32 at most", ge=0, le=1024
     )
-    """Adapters that running sequences can have at once; others wait in the host's memory. Their
-    memory is taken at the start."""
+    """LoRA adapters that running sequences can have at once; others wait in the host's memory.
+    Their memory is taken at the start. Adapters of virtual tokens need none: 0 is fine for them."""
     max_adapter_rank: int = _memory(64, ge=1, le=512)
-    """Largest rank of an adapter. Each of max-adapters takes memory for it."""
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
+    """Largest rank of a LoRA adapter. Each of max-adapters takes memory for it."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
-    compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""
+    compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits
+    and one scale per head and token, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = _model("auto")
     """Where the model runs. auto: a GPU if there is one."""
     threads: int = _model(0, ge=0)
@@ -245,8 +247,11 @@ class Settings(BaseSettings):
     from host-kv-least-tokens on; vllm: as vLLM 0.5, they are swapped if several samples may still
     run, and nobody joins before they are back. Whatever finds no room there is computed again."""
     speculate: int = _memory(0, ge=0, le=32)
-    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams): it
-    keeps those that it would have generated. Tokens stay the same. 0: none."""
+    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams) or by
+    draft-model: it keeps those that it would have generated. Tokens stay the same. 0: none."""
+    draft_model: str | None = _memory(None)
+    """A small model that drafts instead of n-grams: a folder, or a name that is in the local
+    Hugging Face cache. Its vocabulary must be the served model's; each rank has all of it."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

@@ -39,7 +39,7 @@ def made(kind, device, copies_of):
         numbers.copy_(torch.randint(0, 256, numbers.shape, dtype=torch.uint8))
     slot_bytes = KVPool.bytes_per_slot(layouts=layouts, dtype=dtype)
     host = HostPool(HOST_SLOTS, slot_bytes, pinned=device.type == "cuda")
-    return pool, copies_of(pool, host)
+    return pool, copies_of([pool], host)
 
 
 def step(number, copies, awaited=()):

@@ -11,8 +11,7 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.engine.assemble import EngineError, assemble
 from tokenpod.engine.kv_scales import EIGHT_BITS, MARGIN, measure_scales, random_prompt
 from tokenpod.kernels.attention_ops import KVScales
-from tokenpod.kernels.pool import KVPool, alike
-from tokenpod.kernels.reference.rotary import quantise
+from tokenpod.kernels.pool import KVPool, alike, quantise
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(EIGHT_BITS).max
@@ -84,6 +83,13 @@ def test_a_cpu_is_refused_in_one_line():
     options = EngineOptions("/model", None, "cpu", 1, 8, 64, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(EngineError, match=r"kv_cache_dtype is fp8_e4m3: .* GPU, and this is a CPU"):
         assemble(SimpleNamespace(), options, positions=64, device=CPU)
+
+
+def test_scales_for_each_token_are_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    options = EngineOptions("/model", None, "cuda", 1, 8, 64, kv_cache_dtype="int8")
+    with pytest.raises(EngineError, match="int8: that is for CPUs, and this is a GPU"):
+        assemble(SimpleNamespace(), options, positions=64, device=torch.device("cuda"))
 
 
 def test_a_gpu_too_old_is_refused_in_one_line(monkeypatch):

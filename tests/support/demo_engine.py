@@ -16,6 +16,7 @@ from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
+from tokenpod.engine.draft import Draft
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_sampler import HostSampler, counters, tempered
 from tokenpod.engine.loop import EngineLoop
@@ -68,7 +69,7 @@ class Recorder:
         self.scored: dict[int, list[float]] = {}
         self.started: list[int] = []
         self.finished: set[int] = set()
-        self.preemptions = self.steps = self.swapped = self.fetched = 0
+        self.preemptions = self.steps = self.cached = self.swapped = self.fetched = 0
         #: Drafted tokens and accepted ones: of all, and by sequence.
         self.drafted = (0, 0)
         self.drafts: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(2, int))
@@ -90,6 +91,7 @@ class Recorder:
         self.preemptions = message.load.preemptions
         self.swapped, self.fetched = message.load.swapped_tokens, message.load.fetched_tokens
         self.steps = message.step
+        self.cached = message.load.cached_tokens
         self.drafted = (message.load.drafted_tokens, message.load.accepted_tokens)
         for draft in message.drafted:
             self.drafts[draft.sequence_id] += (draft.drafted, draft.accepted)
@@ -123,18 +125,21 @@ def serve(
     slots=SLOTS,
     drafting=None,
     admission=Exact,
+    draft=None,
     host_slots=0,
 ):
     """Answer a recorder's requests; before each turn every sequence is preempted by chance.
 
-    The admission policy may preempt more. With `host_slots` what is preempted is swapped, and the
-    pool forgets at once what only the cache holds.
+    The admission policy may preempt more. `draft`: a draft model of the same shape. With
+    `host_slots` what is preempted is swapped, and the pool forgets at once what only the cache
+    holds.
     """
+    own = draft and Draft(draft, pool(slots), VOCABULARY, VOCABULARY, most=8)
     kept, made = pool(slots), None
     if host_slots:
-        slot_bytes = KVPool.bytes_per_slot(layouts=LAYOUTS, dtype=torch.float32)
+        slot_bytes = (1 + bool(draft)) * KVPool.bytes_per_slot(layouts=LAYOUTS, dtype=torch.float32)
         made = HostPool(host_slots, slot_bytes, pinned=False)
-    executor = HostExecutor(model, kept, rows=rows, vocab_size=VOCABULARY, host=made)
+    executor = HostExecutor(model, kept, rows=rows, vocab_size=VOCABULARY, draft=own, host=made)
     limits = Limits(slots - 16, rows - 1, POSITIONS, prefill, host_slots=host_slots, host_block=4)
     preemption = PREEMPTIONS["swap" if host_slots else "recompute"](1)
     scheduler = Scheduler(limits, drafting=drafting, admission=admission, preemption=preemption)
@@ -208,7 +213,9 @@ def many_requests(sequences, tokens):
 def scores(model, request, outputs):
     """[vocab] what the next token is the highest of: penalties, temperature and noise included."""
     known = [*request.prompt, *outputs]
-    executor = HostExecutor(model, pool(len(known)), rows=1, vocab_size=VOCABULARY)
+    layouts = model.config.kv_layouts
+    own = KVPool(slots=len(known), layouts=layouts, dtype=torch.float32, device=CPU)
+    executor = HostExecutor(model, own, rows=1, vocab_size=VOCABULARY)
     noted = Noting(rows=1, vocab_size=VOCABULARY)
     executor._sampler = noted
     new = NewRow(request, 0, tuple(outputs))

@@ -10,7 +10,7 @@ from tokenpod.core.capability import eight_bits_problem
 from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
-from tokenpod.engine.draft import Draft, draft_of
+from tokenpod.engine.draft import Draft, DraftModel, draft_of
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.first_steps import run_worst_steps, warm_up
 from tokenpod.engine.host_executor import HostExecutor
@@ -65,7 +65,7 @@ def assemble(
     positions: int,
     device: torch.device,
     group: Group | None = None,
-    draft: LoadedModel | None = None,
+    draft: DraftModel | None = None,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -98,7 +98,7 @@ def _on_host(
     positions: int,
     device: torch.device,
     group: Group | None,
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
@@ -147,7 +147,7 @@ def _on_device(
     positions: int,
     device: torch.device,
     group: Group | None,
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
@@ -263,7 +263,7 @@ def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) 
 
 
 def _draft(
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
     model: LoadedModel,
     options: EngineOptions,
     slots: int,
@@ -276,7 +276,10 @@ def _draft(
 
 
 def make_pool(
-    model: LoadedModel, slots: int, device: torch.device, scales: KVScales | None = None
+    model: LoadedModel | DraftModel,
+    slots: int,
+    device: torch.device,
+    scales: KVScales | None = None,
 ) -> KVPool:
     """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
     config = model.config

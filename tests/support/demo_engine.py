@@ -16,7 +16,7 @@ from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
-from tokenpod.engine.draft import Draft
+from tokenpod.engine.draft import SmallModel
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_sampler import HostSampler, counters, tempered
 from tokenpod.engine.loop import EngineLoop
@@ -127,7 +127,7 @@ def serve(
 
     The admission policy may preempt more. `draft`: a draft model of the same shape.
     """
-    own = draft and Draft(draft, pool(slots), VOCABULARY, VOCABULARY, most=8)
+    own = draft and SmallModel(draft, pool(slots), VOCABULARY, VOCABULARY, most=8)
     executor = HostExecutor(model, pool(slots), rows=rows, vocab_size=VOCABULARY, draft=own)
     limits = Limits(slots - 16, rows - 1, POSITIONS, prefill)
     scheduler = Scheduler(limits, drafting=drafting, admission=admission)

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from stepping import ROOM, VOCABULARY, Row
 
 from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, NewRow, plan_of
-from tokenpod.engine.draft import Draft
+from tokenpod.engine.draft import SmallModel, draft_of
 from tokenpod.engine.executor import Executor, Words
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.join import join_group
@@ -37,6 +37,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for
+from tokenpod.models import eagle
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.linear import Weights
@@ -256,7 +257,7 @@ class Adapters:
         return Decoder(config, weights, ops, delta=self, **more)
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, layers: int = 1) -> Path:
     """A model whose vocabulary two ranks can't divide."""
     # Ranks need no more than what is saved, and start sooner without it.
     import transformers
@@ -265,7 +266,7 @@ def save_model(folder: Path) -> Path:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
@@ -318,8 +319,17 @@ def operations(kind: str, device: torch.device) -> object:
     return importlib.import_module(f"tokenpod.kernels.{package}").OPERATIONS
 
 
-def make(kind: str, folder: Path, device: torch.device, group: Group | None = None) -> Executor:
-    """An executor of one of the kinds: reference and device are a GPU's, the others a CPU's."""
+def make(
+    kind: str,
+    folder: Path,
+    device: torch.device,
+    group: Group | None = None,
+    head: Path | None = None,
+) -> Executor:
+    """An executor of one of the kinds: reference and device are a GPU's, the others a CPU's.
+
+    `head`: where an EAGLE-3 head lies that finds drafts; None: a small model does.
+    """
     on_device = kind in ("device", "reference")
     device = device if on_device else CPU
     with ExitStack() as patches:
@@ -342,12 +352,18 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
             group=group,
             max_total_tokens=ROOM,
         )
+        if head is not None:
+            patches.enter_context(patch.object(eagle, "operations_for", lambda d, t: chosen))
+            found = eagle.load_eagle(head, model, positions=ROOM, device=device)
     pool, own = (
         KVPool(slots=SLOTS, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
-        for each in (model, small)
+        for each in (model, small if head is None else found)
     )
-    found = small if kind in ("cpu", "fast", "device") else Uncaptured(small)
-    draft = Draft(found, own, small.config.vocab_size, VOCABULARY, most=3)  # type: ignore[arg-type]
+    if head is not None:
+        draft = draft_of(found, model, own, most=3)
+    else:
+        whole = small if kind in ("cpu", "fast", "device") else Uncaptured(small)
+        draft = SmallModel(whole, own, small.config.vocab_size, VOCABULARY, most=3)
     if not on_device:
         return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group, draft=draft)
     from tokenpod.engine import device_sampler

@@ -381,10 +381,11 @@ def make(
         sampler,
         rows=ROWS,
         max_positions=ROOM,
-        max_tokens=ROWS + PREFILL,
+        # With a head there are more layers: few sizes are captured.
+        max_tokens=ROWS + (PREFILL if head is None else 5),
         device=device,
         drafts=DRAFTS,
-        adapters=True,
+        adapters=head is None,
         draft=draft,
     )
     if kind == "device":

@@ -172,7 +172,7 @@ def _problem(device: Device, settings: ServerSettings) -> str | None:
         return None
     problem = problem_of(device.name, device.capability)
     if problem is None and settings.kv_cache_dtype != "auto":
-        return eight_bits_problem(device.capability)
+        return eight_bits_problem(settings.kv_cache_dtype, device.capability)
     return problem
 
 

@@ -219,7 +219,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: KV slots; None: as many as fit into `memory_fraction` of the free memory.
     max_batch_total_tokens: int | None = None
     memory_fraction: float = 0.9
-    #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
+    #: "fp8_e4m3" or "int8" for keys and values of 8 bits; "auto": the model's dtype.
     kv_cache_dtype: str = "auto"
     #: A value of `core.formats.Quantize`; None: as the checkpoint has its weights.
     quantize: str | None = None

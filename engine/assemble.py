@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts
+from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts, widened
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.engine.draft import Draft, DraftModel, draft_of
@@ -16,7 +16,7 @@ from tokenpod.engine.first_steps import run_worst_steps, warm_up
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
-    EIGHT_BITS_NAME,
+    POOL_TYPES,
     PROMPT_TOKENS,
     measure_scales,
     random_prompt,
@@ -106,7 +106,7 @@ def _on_host(
     if free.limited:
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group, draft)
-    pool = make_pool(model, room.slots + PROBE_TOKENS, device)
+    pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype)
     drafts = _draft(draft, model, options, room.slots + PROBE_TOKENS, device)
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
@@ -128,15 +128,20 @@ def _on_host(
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
-    expansion = model.config.expansion
+    config, item_bytes = model.config, model.dtype.itemsize
+    if config.expansion is not None:
+        expanded = config.expansion.numbers(positions, options.device)
+    else:
+        widest = max((layout.numbers for layout in config.kv_layouts), default=0)
+        expanded = widened(options.kv_cache_dtype, widest, positions, item_bytes)
     step = largest_step(
         options.max_batch_size + 1 + most_drafts(options),
         options.max_batch_prefill_tokens + PROBE_TOKENS,
-        hidden=model.config.hidden_size,
-        inner=model.config.widest // ranks,
-        vocabulary=model.config.vocab_size,
-        item_bytes=model.dtype.itemsize,
-        expanded=expansion.numbers(positions, options.device) if expansion else 0,
+        hidden=config.hidden_size,
+        inner=config.widest // ranks,
+        vocabulary=config.vocab_size,
+        item_bytes=item_bytes,
+        expanded=expanded,
     )
     return step + PROCESSES_GROW
 
@@ -209,7 +214,7 @@ def _on_device(
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
-    pool = make_pool(model, slots + PROBE_TOKENS, device, scales)  # the small one goes
+    pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales)  # the small one goes
     executor.use(pool, make_pool(draft, slots + PROBE_TOKENS, device) if draft else None)
     if model.captures:
         executor.capture()
@@ -243,10 +248,11 @@ def _measured_scales(
 
 def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) -> torch.dtype:
     """Of keys and values. Raises EngineError if the device can't read them."""
-    if options.kv_cache_dtype != EIGHT_BITS_NAME:
+    dtype = POOL_TYPES.get(options.kv_cache_dtype)
+    if dtype is None:
         return model.dtype
     gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    problem = eight_bits_problem(gpu)
+    problem = eight_bits_problem(options.kv_cache_dtype, gpu)
     if problem is not None:
         raise EngineError(problem)
     config, asked = model.config, f"kv_cache_dtype is {options.kv_cache_dtype}"
@@ -259,7 +265,7 @@ def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) 
             f"{asked}: {config.architecture} is computed by {config.runs_on}; its keys and values "
             "are held as they are"
         )
-    return EIGHT_BITS
+    return dtype
 
 
 def _draft(
@@ -279,14 +285,15 @@ def make_pool(
     model: LoadedModel | DraftModel,
     slots: int,
     device: torch.device,
+    dtype: torch.dtype | None = None,
     scales: KVScales | None = None,
 ) -> KVPool:
-    """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
+    """A pool for `model`'s keys and values: in its dtype, or in `dtype`; `scales` as a pool has."""
     config = model.config
     return model.pool_class(
         slots=slots,
         layouts=config.kv_layouts,
-        dtype=model.dtype if scales is None else EIGHT_BITS,
+        dtype=dtype or model.dtype,
         device=device,
         scales=scales,
     )

@@ -83,7 +83,7 @@ def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
 #: Tokens that may be drawn, 32 to a word: bit t % 32 of word t // 32 is token t's.
 Words = npt.NDArray[np.int32]
 
-#: By row of the plan: [samples, words].
+#: By row of the plan: [masks, words], of its first samples; the others are not drawn.
 Masks = Mapping[int, Words]
 
 

@@ -113,6 +113,8 @@ class EngineLoop:
         # What waits for the step in flight to settle (rows with drafts) can run after that.
         self._stuck = step is None and previous is None
         if step is not None:
+            if self.masked is not None:
+                self.masked.prepare(step)
             self._flying = _InFlight(step, self.executor.launch(step.plan))
         if previous is not None:
             self._settle(previous)

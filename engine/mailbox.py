@@ -13,7 +13,7 @@ from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Drawing, Unknown, late_rows, masked_rounds, row_after_row
+from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
 
@@ -173,8 +173,8 @@ class Flight:
     #: Drafts that come with the results: the plan gets them then.
     unknown: Unknown | None = None
     _posted: Posted | None = None
-    #: Rows of the plan whose masks did not come.
-    _late: frozenset[int] = frozenset()
+    #: How many masks came, by rows of the plan that have too few.
+    _there: dict[int, int] = field(default_factory=dict)
 
     def send(self, drawn: Samples | None) -> None:
         """Queue the copies of results: all samples, if any row sampled, round after round."""
@@ -188,7 +188,7 @@ class Flight:
         with torch.inference_mode():
             later.draw(masked_rounds(self.plan), masks or {})
             self.send(later.drawn)
-        self._late = late_rows(self.plan, masks)
+        self._there = masks_there(self.plan, masks)
 
     def wait(self) -> StepResult:
         """The result, once the device has it; once, and before the mailbox's next step."""
@@ -198,7 +198,7 @@ class Flight:
         if self.unknown is not None:
             tokens = self.unknown.tokens
             self.plan.t_token[tokens] = self._mailbox.received_drafts(len(tokens))
-        return row_after_row(self.plan, result, self._late)
+        return row_after_row(self.plan, result, self._there)
 
 
 class _Mark:

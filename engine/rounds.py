@@ -12,8 +12,9 @@ when the step has been launched already.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -130,35 +131,38 @@ def allowed(masks: Masks, turn: Round, vocab_size: int) -> Words:
     """[m, words] the masks of a round's samples; where there is none, nothing is allowed."""
     bits = np.zeros((len(turn.rows), mask_words(vocab_size)), np.int32)
     for i, row in enumerate(turn.rows.tolist()):
-        if row in masks:
+        if turn.place < len(masks.get(row, ())):
             bits[i] = masks[row][turn.place]
     return bits
 
 
-def late_rows(plan: StepPlan, masks: Masks | None) -> frozenset[int]:
-    """Rows whose masks did not come, as far as a rank knows: only the leader has masks."""
+def masks_there(plan: StepPlan, masks: Masks | None) -> dict[int, int]:
+    """How many masks came for each row that has too few; only the leader knows: it has them."""
     if masks is None:
-        return frozenset()
-    return frozenset(row for row in np.flatnonzero(plan.r_masked).tolist() if row not in masks)
+        return {}
+    there = {row: len(masks.get(row, ())) for row in np.flatnonzero(plan.r_masked).tolist()}
+    return {row: n for row, n in there.items() if n < plan.r_samples[row]}
 
 
-def row_after_row(plan: StepPlan, drawn: StepResult, late: Collection[int] = ()) -> StepResult:
+def row_after_row(
+    plan: StepPlan, drawn: StepResult, there: Mapping[int, int] = MappingProxyType({})
+) -> StepResult:
     """A result of samples round after round -> row after row, without those that don't count.
 
     Args:
         plan: the step's.
         drawn: as it was drawn.
-        late: rows of the plan whose masks did not come.
+        there: how many masks came, by rows of the plan that have too few.
     """
-    if not late and not (plan.r_samples > 1).any():
+    if not there and not (plan.r_samples > 1).any():
         return drawn
     tokens = list(drawn.tokens)
     for turn in rounds(plan):
         before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
         for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
             # What is no token is no draft, so that nothing after a wrong draft counts.
-            wrong = tokens[before[i]] != drafts[i] if turn.place else row in late
-            if wrong:
+            wrong = turn.place > 0 and tokens[before[i]] != drafts[i]
+            if wrong or turn.place >= there.get(row, turn.place + 1):
                 tokens[at] = UNSAMPLED
     rows = np.concatenate([turn.rows for turn in rounds(plan)])
     order = rows.argsort(kind="stable").tolist()

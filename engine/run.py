@@ -19,6 +19,7 @@ from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
+from tokenpod.engine.constraints.text import MOST_AHEAD
 from tokenpod.engine.device_check import check_attention, check_device
 from tokenpod.engine.draft import load_draft
 from tokenpod.engine.exchange import Face
@@ -181,6 +182,8 @@ def load(
         scores_prompts=own is None or own.scores_prompts,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
+        # Where steps are captured, only those with drafts have room for several samples of a row.
+        forced=MOST_AHEAD if device.type == "cpu" else options.speculate,
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),

@@ -147,16 +147,26 @@ class Drafting:
         #: By sequence id: a guess that is compared with what comes, and how much of it was right.
         self._watched: dict[int, tuple[list[int], int]] = {}
 
-    def split(self, sequences: list[Sequence], places: Ints, *, wait: bool = True) -> Split:
+    def split(
+        self,
+        sequences: list[Sequence],
+        places: Ints,
+        *,
+        wait: bool = True,
+        room: int = MOST_DRAFTS,
+    ) -> Split:
         """Who of these decodes in the next step, with which drafts.
 
         Args:
             sequences: could decode; none of them has drafts in flight.
             places: [n] int64, theirs.
             wait: whether some may be in none of the parts; else none has a step in flight.
+            room: drafts of all of them, at most.
         """
         table = self._kv.table
         may = table.drafts[places] > 0
+        if not self._source.watched:  # masks behind drafts can't be made before these are known
+            may &= table.masked[places] == 0
         few = self._costs is None or len(places) <= MOST_ROWS
         self._watching = self._costs is not None and few and self._source.watched
         if not (few and may.any()):
@@ -169,12 +179,12 @@ class Drafting:
         plain = ~choice.draws
         split = Split([], places)
         ready = choice.draws & ~flying
-        room = np.minimum(table.bound[places] - table.computed[places] - 1, table.drafts[places])
-        left = MOST_DRAFTS
+        each = np.minimum(table.bound[places] - table.computed[places] - 1, table.drafts[places])
+        left = max(room, 0)
         if wait and self._flying:
             ready[:] = False
         for at in np.flatnonzero(ready).tolist():
-            n = min(choice.most, int(room[at]), left)
+            n = min(choice.most, int(each[at]), left)
             tokens = self._source.propose(sequences[at], n) if n > 0 else []
             self._watched.pop(sequences[at].id, None)
             if tokens:
@@ -202,10 +212,10 @@ class Drafting:
         """
         found: dict[int, Landed] = {}
         if self._costs is not None and not step.prompt_tokens:
-            drafts = bool(step.drafting)
+            drafts = bool((step.plan.r_samples > 1).any())
             self._costs.note(step.plan.tokens, took - drafting_ns, drafts=drafts, gap=step.gap)
             if drafting_ns:
-                most = int(step.plan.r_samples.max()) - 1
+                most = max(int(step.plan.r_samples[row]) for row, _ in step.drafting) - 1
                 self._costs.note_small(len(step.drafting), drafting_ns // most)
         for row, first in step.drafting:
             self._flying -= 1

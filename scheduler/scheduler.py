@@ -28,6 +28,7 @@ from tokenpod.scheduler.counts import Counts
 from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.ends import finish
 from tokenpod.scheduler.exact import Exact
+from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.lateness import Lateness
@@ -76,6 +77,8 @@ class Scheduler:
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
         self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
+        #: Tokens that constraints force.
+        self.forced = Forced(self._rows, limits.forced)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
             self.kv,
@@ -83,9 +86,10 @@ class Scheduler:
             self._admission,
             self._batching,
             self._requeue,
+            self.forced,
             self._drafting,
         )
-        self._routed = Routed(self._drafting)
+        self._routed = Routed(self.forced, self._drafting)
         self._probes = Probes(self.kv, self._rows)
         planners: dict[Owner, Planner] = {
             Owner.BATCHER: self._batcher,

@@ -106,8 +106,16 @@ def _order_faults(s: ServerSettings) -> Iterator[str]:
 
 
 def _memory_faults(s: ServerSettings) -> Iterator[str]:
-    if s.kv_cache_dtype != "auto" and s.resolved_device == "cpu":
-        yield f"--kv-cache-dtype is {s.kv_cache_dtype}: it needs a GPU, and the model runs on a CPU"
+    if s.kv_cache_dtype == "fp8_e4m3" and s.resolved_device == "cpu":
+        yield (
+            "--kv-cache-dtype is fp8_e4m3: it needs a GPU, and the model runs on a CPU, which takes"
+            " int8"
+        )
+    if s.kv_cache_dtype == "int8" and s.resolved_device != "cpu":
+        yield (
+            "--kv-cache-dtype is int8: it is for CPUs, and the model runs on a GPU, which takes"
+            " fp8_e4m3"
+        )
 
 
 def _adapter_faults(s: ServerSettings) -> Iterator[str]:

@@ -113,9 +113,10 @@ class Settings(BaseSettings):
     memory is taken at the start."""
     max_adapter_rank: int = _memory(64, ge=1, le=512)
     """Largest rank of an adapter. Each of max-adapters takes memory for it."""
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
-    compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""
+    compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits
+    and one scale per head and token, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = _model("auto")
     """Where the model runs. auto: a GPU if there is one."""
     threads: int = _model(0, ge=0)

@@ -97,6 +97,13 @@ def test_a_cache_of_8_bits_holds_twice_the_tokens(big: Path):
     assert half["kv_slots"] == pytest.approx(2 * usual["kv_slots"] + PROBE_TOKENS, abs=1)
 
 
+def test_a_cache_of_int8_takes_a_scale_per_head_and_token(big: Path):
+    each = ("--model-id", big, "--cpu", "--memory-gib", 64, "--kv-cache-dtype")
+    usual, small = (answer(*each, kind)["kv_bytes_per_token"] for kind in ("auto", "int8"))
+    assert usual == 32 * 2 * 8 * 128 * 4
+    assert small == 32 * 2 * 8 * (128 + 4)
+
+
 def test_products_of_8_bits_take_one_byte_per_number_and_a_scale_per_row(big: Path):
     found = answer("--model-id", big, "--gpu", "h200", "--quantize", "int8")
     hidden, inner, keys, layers = 4096, 14_336, 1024, 32
@@ -313,6 +320,7 @@ def test_people_get_a_table(big: Path):
         (["--gpu", "t4"], 1, "t4 has compute capability 7.5; the kernels need 8.0"),
         (["--gpu", "a100-80", "--kv-cache-dtype", "fp8_e4m3"], 1, "and this one has 8.0"),
         (["--cpu", "--memory-gib", "4", "--kv-cache-dtype", "fp8_e4m3"], 2, "it needs a GPU"),
+        (["--gpu", "h200", "--kv-cache-dtype", "int8"], 2, "it is for CPUs"),
     ],
 )
 def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, told: str):

@@ -97,7 +97,8 @@ def _entries(batch: ForwardBatch) -> _Entries:
 
 def _without_firsts(rows: RaggedRows) -> RaggedRows:
     """The rows without position 0: a token there becomes a row of its own, which sees nothing."""
-    b_start, b_context, b_runs, b_row = [0], [], [], []
+    b_start, b_context, b_row = [0], list[int](), list[int]()
+    b_runs: list[list[Run]] = []
     for row, (context, runs, which) in enumerate(
         zip(rows.b_context, rows.b_runs, rows.b_row, strict=True)
     ):
@@ -118,7 +119,8 @@ def _entries_of_runs(batch: ForwardBatch) -> _Entries:
     """The same where rows are known by runs of slots: first tokens are left out."""
     kept: list[int] = []
     before: list[np.ndarray] = []
-    b_start, b_context, b_runs, b_row, singles = [0], [], [], [], 0
+    b_start, b_context, b_row, singles = [0], list[int](), list[int](), 0
+    b_runs: list[list[Run]] = []
     for row, (context, runs) in enumerate(zip(batch.b_context, batch.b_runs, strict=True)):
         first, end = batch.b_start[row], batch.b_start[row + 1]
         if context == end - first:

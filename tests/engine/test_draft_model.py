@@ -84,7 +84,7 @@ def test_a_head_is_loaded_sized_and_assembled_as_a_draft_model_is(tmp_path, serv
         for each in (None, head)
     )
     assert own == both == 64, "as many as were asked for"
-    assert size.slot_bytes(1, 4) == KVPool.bytes_per_slot(
+    assert size.slot_bytes(1, "float32") == KVPool.bytes_per_slot(
         layouts=head.config.kv_layouts, dtype=torch.float32
     )
     broken = msgspec.structs.replace(

@@ -43,17 +43,23 @@ class Watching:
 
     def __init__(self, executor):
         self._executor = executor
-        self.drafts = {}
+        self._plans = []
 
     def launch(self, plan):
         unknown = Unknown.of(plan)
-        launched = self._executor.launch(plan)
         if unknown is not None:
+            self._plans.append((plan, unknown))
+        return self._executor.launch(plan)
+
+    def drafts(self):
+        """Since it was last asked; all steps have been waited for."""
+        found = {}
+        for plan, unknown in self._plans:
             for row, first, count in zip(unknown.rows, unknown.firsts, unknown.counts, strict=True):
-                known = int(plan.r_start[row]) + 1
-                found = plan.t_token[first + 1 : first + 1 + count].tolist()
-                self.drafts[int(plan.r_row[row]), known] = found
-        return launched
+                where = int(plan.r_row[row]), int(plan.r_start[row]) + 1
+                found[where] = plan.t_token[first + 1 : first + 1 + count].tolist()
+        self._plans = []
+        return found
 
 
 def answer(served, asked, head=None, prefill=8):
@@ -74,12 +80,11 @@ def answer(served, asked, head=None, prefill=8):
     found = []
     for request in asked:
         link.inbox.append(request)
-        executor.drafts = {}
         for _ in range(200):
             if request.sequence_ids[0] in link.finished:
                 break
             loop.turn()
-        found.append(executor.drafts)
+        found.append(executor.drafts())
     assert link.done
     return link, found
 
@@ -159,6 +164,7 @@ def test_a_device_drafts_what_a_host_drafts(tmp_path):
         rest = [(row, row.prompt(1 + row.row, len(row.request.prompt))) for row in rows[1:]]
         stepping.run_step(executor, [*rest, (rows[0], rows[0].step())])
         stepping.go_on(executor, rows, lambda row, outputs: [LAST] * [2, 1, 0][row])
-        assert len(executor.drafts) > 5
-        told.append(([row.outputs for row in rows], executor.drafts))
+        told.append(([row.outputs for row in rows], executor.drafts()))
+        assert len(told[-1][1]) > 5
+        assert all(LAST not in drafts for drafts in told[-1][1].values())
     assert told[0] == told[1]

@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -365,3 +366,14 @@ def test_a_gpu_has_a_little_less_than_its_name_says():
     assert set(GPUS) == set(said)
     for name, gb in said.items():
         assert 0.9 * gb < GPUS[name].memory / GIB < gb
+
+
+def test_the_page_says_where_each_bandwidth_comes_from():
+    page = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+    rows = re.findall(r"^\| ([a-z0-9-]+) \| ([\d,]+) \| (.+) \|$", page, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(GPUS)
+    for name, bandwidth, source in rows:
+        assert int(bandwidth.replace(",", "")) == GPUS[name].bandwidth
+        if found := re.match(r"([\d,]+) bits at ([\d.]+) Gbit/s", source):
+            bits, rate = int(found[1].replace(",", "")), float(found[2])
+            assert abs(bits * rate / 8 - int(bandwidth.replace(",", ""))) < 3

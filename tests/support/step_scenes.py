@@ -388,7 +388,7 @@ def make(
         max_tokens=ROWS + (PREFILL if head is None else 5),
         device=device,
         drafts=DRAFTS,
-        adapters=head is None,
+        adapted=head is None,
         draft=draft,
     )
     if kind == "device":

@@ -11,6 +11,7 @@ import step_scenes
 import stepping
 import torch
 from demo_engine import CPU, DEMO, POSITIONS, SAMPLED, VOCABULARY, Recorder, load, pool
+from harness import free_port
 from interpreted import DEVICE
 from safetensors.torch import load_file
 
@@ -168,3 +169,16 @@ def test_a_device_drafts_what_a_host_drafts(tmp_path):
         assert len(told[-1][1]) > 5
         assert all(LAST not in drafts for drafts in told[-1][1].values())
     assert told[0] == told[1]
+
+
+def test_two_ranks_with_a_head_come_to_the_tokens_of_one(tmp_path):
+    """The served model's embedding, which the head reads, is divided among them."""
+    folder = step_scenes.save_model(tmp_path / "served", layers=3)
+    head = eagle_heads.save(tmp_path / "head", sizes=SMALL)
+    alone = step_scenes.Scene(
+        step_scenes.make("fast", folder, CPU), [], step_scenes.table_of(folder)
+    )
+    plain = step_scenes.Told.by(step_scenes.plain(alone))
+    ranks = step_scenes.run("cpu", folder, free_port(), [], ["found_drafts"], str(head))
+    for told in ranks:
+        assert told["found_drafts"].tokens == plain.tokens

@@ -11,7 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,6 +78,8 @@ class Scene:
     table: torch.Tensor
     #: Whether a row asks for top tokens; interpreted, they take minutes.
     tops: bool = True
+    #: Whether its draft model is one that is right now and then.
+    guesses_well: bool = True
 
     def rows(self) -> list[Row]:
         return stepping.rows_of(stepping.requests(tops=self.tops))
@@ -122,7 +124,8 @@ def found_drafts(scene: Scene) -> list[Row]:
         return [LAST] * [2, 0, 3, 1][(row + found) % 4]
 
     stepping.go_on(scene.executor, rows, drafts)
-    assert found < sum(map(len, (row.outputs for row in rows))) - len(rows), "some were right"
+    if scene.guesses_well:
+        assert found < sum(map(len, (row.outputs for row in rows))) - len(rows), "some were right"
     return rows
 
 
@@ -421,6 +424,8 @@ class Job(msgspec.Struct):
     folder: str
     scenes: list[str]
     expected: list[list[int]]
+    #: Of a head that finds drafts, which guesses at random; empty: a small model does.
+    head: str = ""
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
@@ -439,10 +444,16 @@ def start(job: Job) -> subprocess.Popen[bytes]:
     return process
 
 
-def run(kind: str, folder: Path, port: int, expected: list[list[int]]) -> list[dict[str, Told]]:
+def run(
+    kind: str,
+    folder: Path,
+    port: int,
+    expected: list[list[int]],
+    names: Sequence[str] = tuple(SCENES),
+    head: str = "",
+) -> list[dict[str, Told]]:
     """What each of two ranks came to, by scene."""
-    names = list(SCENES)
-    jobs = [Job(rank, port, kind, str(folder), names, expected) for rank in range(2)]
+    jobs = [Job(rank, port, kind, str(folder), [*names], expected, head) for rank in range(2)]
     told = []
     for process in [start(job) for job in jobs]:
         out, errors = process.communicate(timeout=280)
@@ -456,8 +467,10 @@ def main() -> None:
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     folder = Path(job.folder)
     group = join_group(job.rank, 2, "127.0.0.1", job.port, device=CPU, timeout=TIMEOUT)
-    executor = make(job.kind, folder, CPU, group)
-    scene = Scene(executor, job.expected, table_of(folder), tops=job.kind != "device")
+    head = Path(job.head) if job.head else None
+    executor = make(job.kind, folder, CPU, group, head)
+    tops = job.kind != "device"
+    scene = Scene(executor, job.expected, table_of(folder), tops, guesses_well=head is None)
     told = {name: Told.by(SCENES[name](scene)) for name in job.scenes}
     group.close()
     sys.stdout.buffer.write(msgspec.msgpack.encode(told))

@@ -20,6 +20,9 @@ from tokenpod.core.own_state import OwnState
 GIB = 1 << 30
 MIB = 1 << 20
 
+#: Tokens that are kept together in the host's memory.
+BLOCK = 64
+
 #: Bytes of a number.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 
@@ -65,6 +68,17 @@ def choose_slots(
     if wanted is not None:
         return wanted if wanted <= fits else None
     return max(min(fits, most_useful), 1)
+
+
+def host_slots(asked: int, ranks: int, slot_bytes: int) -> int:
+    """Tokens that host memory holds, in whole blocks.
+
+    Args:
+        asked: bytes for all ranks of a machine together.
+        ranks: of that machine.
+        slot_bytes: memory of one slot in all layers of one rank.
+    """
+    return asked // ranks // slot_bytes // BLOCK * BLOCK
 
 
 class Expansion(msgspec.Struct, frozen=True):

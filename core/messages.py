@@ -196,6 +196,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     #: Tokens that a step may draft for a sequence, and what finds them: "ngram" or "draft_model".
     speculate: int = 0
     draft_method: str = ""
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -260,6 +262,12 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     quantize_head: bool = False
     #: Where the model lies that finds drafts; None: n-grams do.
     draft_folder: str | None = None
+    #: Host memory of this pod, all ranks together, for keys and values that the pool has no room
+    #: for; fewer tokens than `host_kv_least_tokens` are computed again rather than copied.
+    host_kv_bytes: int = 0
+    host_kv_least_tokens: int = 1
+    #: What becomes of a preempted sequence, by name (see scheduler/preemption.py).
+    preemption: str = "auto"
 
 
 ToEngine = (

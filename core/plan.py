@@ -65,6 +65,8 @@ class Counts(NamedTuple):
     #: Tokens whose embeddings an adapter has, and slots of tokens whose keys and values one has.
     soft: int = 0
     ready: int = 0
+    #: 1 or none: copies that it relies on.
+    awaited: int = 0
 
     @property
     def words(self) -> int:
@@ -82,6 +84,8 @@ class Counts(NamedTuple):
             + self.given * self.width
             + 2 * (self.puts + self.soft)
             + 3 * self.ready
+            + 2 * self.puts
+            + self.awaited
         )
 
 
@@ -188,8 +192,13 @@ class StepPlan:
         self.n_flags = column(new)
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
-        #: Keys and values to be copied before anything else, all at once, from slot to slot.
+        #: Keys and values to be copied before anything else, from slot to slot. Those behind the
+        #: pool's last one are in the host's memory. First all go out that do, then all come in that
+        #: do, which may take longer than the step.
         self.copy_from = self.copy_to = _NOTHING
+        #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be
+        #: there before anything of this step is read or copied (0: it is this step).
+        self.awaited = _NOTHING
         #: Adapters to be put into slots before anything else: slots, from 1, and adapters' numbers.
         self.put_slot = self.put_adapter = _NOTHING
         #: Empty if no row has one: the slot of each row's adapter, from 1; 0: none.
@@ -203,7 +212,7 @@ class StepPlan:
         #: Slots that get the keys and values of adapters' virtual tokens before anything else.
         self.ready_slot = self.ready_adapter = self.ready_index = _NOTHING
         if any(fewer):
-            copies, adapters, masked, given, width, puts, soft, ready = fewer
+            copies, adapters, masked, given, width, puts, soft, ready, awaited = fewer
             self.copy_from, self.copy_to = column(copies), column(copies)
             self.r_adapter, self.r_masked = column(adapters), column(masked)
             self.given = column(given * width).view(np.float32).reshape(given, width)
@@ -211,6 +220,7 @@ class StepPlan:
             self.soft_adapter, self.soft_index = column(soft), column(soft)
             self.ready_slot, self.ready_adapter = column(ready), column(ready)
             self.ready_index = column(ready)
+            self.awaited = column(awaited)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
@@ -286,10 +296,12 @@ def plan_of(
     freed: Sequence[int] = (),
     copies: Sequence[tuple[int, int]] = (),
     puts: Sequence[tuple[int, int]] = (),
+    awaited: Sequence[int] = (),
 ) -> StepPlan:
     """A plan of these rows; those with a single token come first.
 
-    `copies`: slots from and to; `puts`: slots of adapters, and their numbers.
+    `copies`: slots from and to; `puts`: slots of adapters, and their numbers; `awaited`: see
+    `StepPlan`.
     """
     fresh = [(row, row.new) for row in rows if row.new is not None]
     given = [row.given for row in rows if row.given is not None]
@@ -306,6 +318,7 @@ def plan_of(
         given=sum(map(len, given)),
         width=given[0].shape[1] if given else 0,
         puts=len(puts),
+        awaited=len(awaited),
     )
     plan = StepPlan.empty(step, counts, [new for _, new in fresh])
     plan.r_row[:] = [row.row for row in rows]
@@ -326,6 +339,7 @@ def plan_of(
     plan.copy_to[:] = [slot for _, slot in copies]
     plan.put_slot[:] = [slot for slot, _ in puts]
     plan.put_adapter[:] = [adapter for _, adapter in puts]
+    plan.awaited[:] = awaited
     if counts.adapters:
         plan.r_adapter[:] = [row.adapter for row in rows]
     if counts.masked:

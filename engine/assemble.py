@@ -12,8 +12,9 @@ from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.engine.draft import Draft, draft_of
 from tokenpod.engine.executor import Executor
-from tokenpod.engine.first_steps import run_worst_steps, warm_up
+from tokenpod.engine.first_steps import run_worst_steps, warm_copies, warm_up
 from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.host_room import make_host_pool
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
     POOL_TYPES,
@@ -50,6 +51,8 @@ class Assembled:
     overlap: bool
     #: None: the model takes none.
     adapters: AdapterStore | None = None
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
     @property
     def slots(self) -> int:
@@ -101,7 +104,10 @@ def _on_host(
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
+    host = make_host_pool(model, options, dtype, device, group, draft)
     free = free_memory(device).shared(ranks)
+    if host is not None:
+        free = free.less(host.rows.nbytes, "--host-kv-bytes takes")
     if free.limited:
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group, draft)
@@ -112,6 +118,8 @@ def _on_host(
         pool.take_pages()
         if drafts is not None:
             drafts.pool.take_pages()
+        if host is not None:
+            host.take_pages()
     executor = HostExecutor(
         model,
         pool,
@@ -120,9 +128,17 @@ def _on_host(
         group=group,
         adapters=model.adapters,
         draft=drafts,
+        host=host,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=False,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
@@ -169,6 +185,7 @@ def _on_device(
     prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
     drafts = most_drafts(options)
     adapted = model.adapters is not None and model.adapters.slots > 0
+    host = make_host_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, rows + prompt + drafts, device)
     executor = DeviceExecutor(
         model,
@@ -188,6 +205,7 @@ def _on_device(
         adapters=model.adapters,
         drafts=drafts,
         draft=_draft(draft, model, options, rows + prompt + drafts, device),
+        host=host,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
@@ -234,7 +252,16 @@ def _on_device(
     )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
+    if host is not None:
+        warm_copies(executor, pool.sink, host.slots)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=True,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _measured_scales(

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import LAST, StepPlan
+from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.draft import BothTiles, Draft
 from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
+from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores
@@ -28,6 +30,7 @@ from tokenpod.engine.sampler import LeaderTokens
 from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
 
@@ -49,6 +52,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
         adapted: whether steps in which rows have adapters are captured too.
+        host: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         adapted: bool = False,
         adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
+        host: HostPool | None = None,
     ) -> None:
         # The last row is padding's.
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
@@ -75,6 +80,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
+            copies=DeviceCopies(pools_of(pool, draft), host, device),
             adapters=adapters,
             draft=draft,
         )
@@ -111,6 +117,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._pool = pool
         if self._draft is not None and of_draft is not None:
             self._draft.pool = of_draft
+        self._copies.use(pools_of(pool, self._draft))
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""

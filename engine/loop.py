@@ -204,7 +204,12 @@ class EngineLoop:
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
         settled = self.scheduler.settle(
-            flying.step, result.tokens, self.clock(), tops, result.drafting_ns
+            flying.step,
+            result.tokens,
+            self.clock(),
+            tops,
+            drafting_ns=result.drafting_ns,
+            arrived=result.arrived,
         )
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)

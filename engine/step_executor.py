@@ -22,6 +22,7 @@ import torch
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
 from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Model, new_rows, scored_rows
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
@@ -71,6 +72,7 @@ class StepExecutor(ABC, Generic[S]):
         rows: sequences that can be live at once.
         device: where the model is.
         row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
+        copies: makes the copies that plans ask for.
         adapters: those that plans may name; None: they name none.
         draft: finds drafts that plans leave open; None: plans leave none open.
     """
@@ -84,9 +86,11 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
+        copies: HostCopies,
         adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
     ) -> None:
+        self._copies = copies
         self._adapters = adapters
         self._draft = draft
         self._model = model
@@ -111,10 +115,8 @@ class StepExecutor(ABC, Generic[S]):
                 self._unsampled.sample({})
                 self._unsampled = None
             self.release(plan.freed.tolist())
-            if len(plan.copy_from):
-                source, target = self._upload(plan.copy_from), self._upload(plan.copy_to)
-                for pool in [self._pool] if self._draft is None else [self._pool, self._draft.pool]:
-                    pool.copy(source, target)
+            if len(plan.copy_from) or len(plan.awaited):
+                self._copies.begin(plan)
             self._place_adapters(plan)
             self._take_rows(plan)
             mailbox = self._free_mailbox(plan)
@@ -125,7 +127,9 @@ class StepExecutor(ABC, Generic[S]):
                 assert self._draft is not None, "a plan leaves drafts open without a draft model"
                 self._propose(plan, mailbox, unknown, self._draft)
                 mailbox.drafted()
-            return self._run(plan, mailbox)
+            flight = self._run(plan, mailbox)
+            flight.copies = self._copies
+            return flight
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""

@@ -70,14 +70,15 @@ class KVPool:
             self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self._stored: list[torch.Tensor] = []
+        #: All that is stored: of each layer keys, and values unless they are part of these.
+        self.stored: list[torch.Tensor] = []
         for layout in layouts:
             keys = _zeros((slots + 1, layout.heads, layout.key_dim), dtype, device)
-            self._stored.append(keys)
+            self.stored.append(keys)
             values = keys[..., : layout.value_dim]
             if not layout.shared:
                 values = _zeros((slots + 1, layout.heads, layout.value_dim), dtype, device)
-                self._stored.append(values)
+                self.stored.append(values)
             self.keys.append(keys)
             self.values.append(values)
         if dtype == torch.int8:
@@ -85,13 +86,13 @@ class KVPool:
 
     def take_pages(self) -> None:
         """Have the system give all memory now; on a CPU it comes when it is first written."""
-        for tensor in self._stored:
+        for tensor in self.stored:
             tensor.zero_()
 
     def _slot_scales(self, layout: KVLayout, device: torch.device) -> KVScales:
         shape = (self.slots + 1, layout.heads)
         scales = KVScales(*(_zeros(shape, torch.float32, device) for _ in range(2)))
-        self._stored += scales
+        self.stored += scales
         return scales
 
     def take_row(self, row: int, prompt: int) -> None:
@@ -103,7 +104,7 @@ class KVPool:
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values from slots [n] to others, all at once, in every layer."""
         source, target = source.long(), target.long()
-        for tensor in self._stored:
+        for tensor in self.stored:
             # As integers: numbers of 8 bits can be moved, but not by that name.
             numbers = tensor.view(torch.uint8)
             numbers[target] = numbers[source]

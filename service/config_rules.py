@@ -41,6 +41,10 @@ _ORDERED = [
 ]
 
 
+#: The admissions under which memory may run out.
+_PREEMPTING = ("optimistic", "past_future")
+
+
 def flag(name: str) -> str:
     """`max_best_of` as it is written on the command line."""
     return f"--{name.replace('_', '-')}"
@@ -74,6 +78,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _model_faults(settings)
     yield from _order_faults(settings)
     yield from _memory_faults(settings)
+    yield from _preemption_faults(settings)
     yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
     yield from _draft_faults(settings)
@@ -116,6 +121,16 @@ def _memory_faults(s: ServerSettings) -> Iterator[str]:
             "--kv-cache-dtype is int8: it is for CPUs, and the model runs on a GPU, which takes"
             " fp8_e4m3"
         )
+
+
+def _preemption_faults(s: ServerSettings) -> Iterator[str]:
+    if s.preemption == "auto":
+        return
+    if s.admission not in _PREEMPTING:
+        allowed = " or ".join(_PREEMPTING)
+        yield f"--preemption is {s.preemption}: it needs --admission {allowed}, not {s.admission}"
+    elif s.preemption != "recompute" and not s.host_kv_bytes:
+        yield f"--preemption is {s.preemption}: it needs --host-kv-bytes"
 
 
 def _adapter_faults(s: ServerSettings) -> Iterator[str]:

@@ -221,7 +221,7 @@ class Settings(BaseSettings):
     """Which waiting requests may run. exact: those that can never run out of memory; reserve: as
     TGI, the sum of prompts and most new tokens fits; optimistic: as vLLM, the prompt fits now;
     past_future: as LightLLM, it fits if outputs are as long as lately. Under the last two the
-    request that came last makes room if memory runs out, and is computed again."""
+    request that came last makes room if memory runs out (preemption)."""
     batching: Literal["mixed", "alternate"] = _memory("mixed")
     """What a step holds. mixed: a token of every running request and pieces of prompts; alternate:
     as TGI, whole prompts by themselves while running requests pause, or tokens."""
@@ -235,6 +235,17 @@ class Settings(BaseSettings):
     prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
     """Which of them make room for others. lru: those that were used longest ago; lfu: those that
     few requests have used."""
+    host_kv_bytes: int = _memory(0, ge=0)
+    """Memory of this pod's host, all ranks together, for keys and values that the KV cache has no
+    room for: prefixes that it forgets, and requests that made room for others. 0: none."""
+    host_kv_least_tokens: int = _memory(256, ge=1)
+    """Fewer tokens than this are computed again, and not copied from the host's memory: where
+    copying takes as long as computing."""
+    preemption: Literal["auto", "vllm", "recompute", "swap"] = _memory("auto")
+    """What becomes of a request that makes room, with host-kv-bytes. swap: its keys and values go
+    to the host's memory, and come back; recompute: they are computed again; auto: they are swapped
+    from host-kv-least-tokens on; vllm: as vLLM 0.5, they are swapped if several samples may still
+    run, and nobody joins before they are back. Whatever finds no room there is computed again."""
     speculate: int = _memory(0, ge=0, le=32)
     """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams) or by
     draft-model: it keeps those that it would have generated. Tokens stay the same. 0: none."""

@@ -62,6 +62,21 @@ def test_tokens_are_the_same_bit_by_bit_with_and_without_preemptions(exact, undi
     assert got.scored == undisturbed.scored != {}
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
+def test_tokens_are_the_same_bit_by_bit_if_what_is_preempted_is_swapped(
+    exact, undisturbed, overlap
+):
+    link, shape = Recorder(requests(), routed()), {"rows": 9, "prefill": 8, "host_slots": 1200}
+    got, preempted = serve(exact, link, overlap=overlap, preempt=0.3, **shape)
+    assert preempted > 30
+    assert got.swapped > 200
+    assert got.fetched > 200
+    assert got.tokens == undisturbed.tokens
+    assert got.logprobs == undisturbed.logprobs
+    assert got.tops == undisturbed.tops
+    assert got.scored == undisturbed.scored != {}
+
+
 @pytest.mark.parametrize("admission", [Optimistic, PastFuture])
 def test_tokens_are_the_same_where_memory_runs_out(exact, undisturbed, admission):
     def short(table, limits, quantum):
@@ -92,7 +107,8 @@ def test_a_sequence_that_is_preempted_at_every_step_gets_on(exact, undisturbed):
 # -- ranks -------------------------------------------------------------------------------------
 
 
-def test_two_ranks_preempt_as_one_does():
+@pytest.mark.parametrize("host_kv_bytes", [0, 1 << 22], ids=["computed again", "swapped"])
+def test_two_ranks_preempt_as_one_does(host_kv_bytes):
     options = EngineOptions(
         model_folder="",
         dtype=None,
@@ -101,6 +117,7 @@ def test_two_ranks_preempt_as_one_does():
         max_batch_size=6,
         max_batch_prefill_tokens=16,
         max_total_tokens=80,
+        host_kv_bytes=host_kv_bytes,
     )
     asked = [
         Request([1], list(range(5, 30)), GREEDY, StoppingParams(8), logprobs=True),
@@ -116,6 +133,8 @@ def test_two_ranks_preempt_as_one_does():
     alone = ranks.answer(DEMO, asked, options, dtype="float32")
     assert leader.preemptions > 5
     assert leader.preemptions == follower.preemptions
+    assert leader.fetched == follower.fetched
+    assert (leader.fetched > 20) == (host_kv_bytes > 0)
     assert leader.tokens == follower.tokens == dict(alone.tokens)
     for sequence, logprobs in alone.logprobs.items():
         assert leader.logprobs[sequence] == pytest.approx(logprobs, abs=TOLERANCE)

@@ -51,6 +51,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         max_adapters=adapters.slots,
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
         draft_method=ready.draft_method,
+        host_token_count=ready.host_slots,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -102,6 +103,9 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         oversized_request_count=ended.ignored,
         drafted_token_count=load.drafted_tokens,
         accepted_token_count=load.accepted_tokens,
+        fetched_token_count=load.fetched_tokens,
+        host_used_token_count=load.host_used_slots,
+        host_total_token_count=serving.ready.host_slots,
     )
 
 

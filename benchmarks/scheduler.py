@@ -54,7 +54,7 @@ def admission(requests: int) -> float:
 
 
 def full_pod(
-    rows: int, waiting: int, admission: str, turns: str, *, memory: bool
+    rows: int, waiting: int, admission: str, turns: str, *, memory: bool, host_slots: int = 0
 ) -> tuple[float, float, float]:
     """Milliseconds of plans of a full pod: nobody comes or goes; one has gone; the most of these.
 
@@ -63,10 +63,17 @@ def full_pod(
         waiting: requests that wait.
         admission, turns: the policies' names.
         memory: the waiting ones lack memory, and not a row.
+        host_slots: tokens that the host's memory holds.
     """
     longest, new = PROMPT + 500, 500
     slots = rows * (longest + 300)
-    limits = Limits(slots, (2 if memory else 1) * rows, slots, prefill_tokens=rows * PROMPT)
+    limits = Limits(
+        slots,
+        (2 if memory else 1) * rows,
+        slots,
+        prefill_tokens=rows * PROMPT,
+        host_slots=host_slots,
+    )
     made = batching(turns)
     scheduler = Scheduler(limits, admission=ADMISSIONS[admission], batching=made)
     ask(scheduler, 0, rows, prompt=PROMPT, most=new)
@@ -114,7 +121,13 @@ def main() -> None:
             for memory in (False, True):
                 pair = f"{admission_name} + {turns}, {'no memory' if memory else 'no row'}"
                 calm, moved, median = full_pod(512, 1000, admission_name, turns, memory=memory)
-                print(f"{pair:40} {calm:.2f} {moved:.2f} ({median:.2f})")
+                print(f"{pair:40} {calm:.2f} {moved:.2f} ({median:.2f})", flush=True)
+    for memory in (False, True):
+        calm, moved, median = full_pod(
+            512, 1000, "exact", "mixed", memory=memory, host_slots=1 << 20
+        )
+        pair = f"exact + mixed, {'no memory' if memory else 'no row'}, host's memory"
+        print(f"{pair:40} {calm:.2f} {moved:.2f} ({median:.2f})")
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ class HostKV:
         if not n or not sequence.keep or sequence.scored:
             return False
         tokens = sequence.all_tokens(n)
-        keys = [*self._keys(sequence, tokens)]
+        keys = self._keys(sequence, tokens, 0, n // self._block)
         if n % self._block:
             keys.append(self._tail_key(sequence, tokens))
         tier, missing = self.tier, [at for at, key in enumerate(keys) if key not in self.tier]
@@ -230,26 +230,30 @@ class HostKV:
         swapped = sequence.hosted.swapped
         if sequence.scored or not (self._caching or swapped) or usable <= cached:
             return [], 0
-        keys = self._keys(sequence, sequence.inputs)
-        first = at = cached // self._block
-        while at < len(keys) and at * self._block < usable and keys[at] in self.tier:
-            at += 1
-        found, end = keys[first:at], at * self._block
-        if swapped % self._block and at == swapped // self._block >= first:
+        first = cached // self._block
+        found: list[Key] = []
+        # Long prompts of which nothing is there are not hashed to their end.
+        for at in range(first, sequence.needed // self._block):
+            (key,) = self._keys(sequence, sequence.inputs, at, at + 1)
+            if key not in self.tier:
+                break
+            found.append(key)
+        end = (first + len(found)) * self._block
+        if swapped % self._block and end == swapped - swapped % self._block:
             found.append(sequence.hosted.kept[-1])
             end = swapped
         for key in reversed(found):
             self.tier.use(key)
         return found, min(end, usable)
 
-    def _keys(self, sequence: Sequence, tokens: Tokens) -> list[Key]:
-        """Keys of the whole blocks of a sequence's first tokens."""
+    def _keys(self, sequence: Sequence, tokens: Tokens, first: int, end: int) -> list[Key]:
+        """Keys of the blocks `first` to `end` of a sequence's tokens."""
         keys = sequence.hosted.keys
         if not keys:
             keys.append(root_key(sequence.request.salt))
-        for at in range(len(keys) - 1, len(tokens) // self._block):
+        for at in range(len(keys) - 1, end):
             keys.append(next_key(keys[-1], tokens[at * self._block : (at + 1) * self._block]))
-        return keys[1 : 1 + len(tokens) // self._block]
+        return keys[1 + first : 1 + end]
 
     def _tail_key(self, sequence: Sequence, tokens: Tokens) -> Key:
         """The key of what is left of these tokens behind whole blocks: no whole block has it."""

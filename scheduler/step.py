@@ -268,7 +268,8 @@ class StepBuilder:
         if ready:
             columns = zip(*ready, strict=True)
             plan.ready_slot[:], plan.ready_adapter[:], plan.ready_index[:] = columns
-        plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
+        if len(source) or awaited:
+            plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
         if counts.masked:
             plan.r_masked[:] = self._kv.table.masked[places] & (plan.r_samples > 0)
         if freed:

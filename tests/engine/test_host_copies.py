@@ -23,6 +23,7 @@ KINDS = {
     "bfloat16": (HEADS, torch.bfloat16),
     "float16": (HEADS, torch.float16),
     "8 bits": ([alike(2, 8)] * 2, torch.float8_e4m3fn),
+    "8 bits with scales": (HEADS, torch.int8),
     "latent": (LATENT, torch.bfloat16),
 }
 

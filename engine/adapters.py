@@ -1,6 +1,6 @@
 """The adapters of a pod: those that come with the model, and those that come and go while serving.
 
-    load    files read, checked and cut by every rank, each in a thread of its own
+    load    files read, checked and cut by every rank, in a thread beside its steps
             -> all have it and agree on its digest -> its name points to it
     unload  its name goes -> its last sequence ends -> every rank forgets it
 
@@ -89,6 +89,28 @@ def read_below(
         return None, f"it can't be read ({type(error).__name__}: {error})"
 
 
+class Reader:
+    """A thread that reads adapters, one after the other.
+
+    Many at once would take as many cores from the step loop, and keep as many files in memory.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, read: Callable[[], None]) -> None:
+        """Run this behind what was submitted before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+            self._thread.start()
+        self._wanted.put(read)
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.get()()
+
+
 class OwnAdapters:
     """A follower's: it reads and forgets as its leader says.
 
@@ -100,6 +122,7 @@ class OwnAdapters:
 
     def __init__(self, store: AdapterStore | None, root: str, rank: int) -> None:
         self._store, self._root, self._rank = store, root, rank
+        self._reader = Reader()
 
     def read(self, number: int, name: str, path: str, tell: Callable[[RankRead], None]) -> None:
         """See `follower.FollowerAdapters`."""
@@ -110,7 +133,7 @@ class OwnAdapters:
             facts, problem = read_below(store, self._root, number, name, path)
             tell(RankRead(self._rank, number, facts.digest if facts else "", problem))
 
-        threading.Thread(target=read, name="adapter", daemon=True).start()
+        self._reader.submit(read)
 
     def drop(self, number: int) -> None:
         """See `follower.FollowerAdapters`."""
@@ -183,7 +206,8 @@ class Adapters:
         self._leaving: dict[int, list[int]] = {}
         #: Old versions, and when nobody can ask for them any more.
         self._replaced: deque[tuple[float, int]] = deque()
-        #: What this rank's threads have read.
+        self._reader = Reader()
+        #: What it has read.
         self._reads: SimpleQueue[tuple[RankRead, AdapterFacts | None]] = SimpleQueue()
 
     @property
@@ -220,7 +244,7 @@ class Adapters:
             digest = facts.digest if facts is not None else ""
             self._reads.put((RankRead(0, number, digest, problem), facts))
 
-        threading.Thread(target=read, name="adapter", daemon=True).start()
+        self._reader.submit(read)
 
     def unload(self, wanted: UnloadAdapter) -> None:
         """Take an adapter's name away; `AdapterDone` follows once nobody has it any more."""

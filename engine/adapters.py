@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
-from tokenpod.core.adapter_files import folder_within
+from tokenpod.core.adapter_files import CONFIG, digest_of, folder_within
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import (
     AdapterDone,
@@ -32,8 +32,10 @@ from tokenpod.core.messages import (
 )
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.rank_reads import RankRead
+from tokenpod.models.adapters.config import read_lora
 from tokenpod.models.adapters.store import AdapterStore, Space
 from tokenpod.models.errors import ModelError
+from tokenpod.models.fields import read_fields
 from tokenpod.scheduler.adapter_slots import AdapterSlots
 
 #: After so long every front end that lives has heard of an adapter's new version.
@@ -42,7 +44,9 @@ _HEARD_SECONDS = 5.0
 
 def space_of(options: EngineOptions) -> Space | None:
     """What is to be taken for adapters; None: there are none, and none can come."""
-    if not (options.max_adapters or options.adapters or options.adapter_folder):
+    if options.lora_fuse or not (
+        options.max_adapters or options.adapters or options.adapter_folder
+    ):
         return None
     return Space(options.max_adapters, options.max_adapter_rank)
 
@@ -50,9 +54,12 @@ def space_of(options: EngineOptions) -> Space | None:
 def read_given(store: AdapterStore | None, options: EngineOptions) -> list[AdapterFacts]:
     """Read this rank's part of the adapters that the operator named; numbers from 1.
 
-    Raises EngineError, naming the adapter.
+    One that is fused has number 0, as none: all requests have it. Raises EngineError, naming the
+    adapter.
     """
     found = []
+    if options.lora_fuse:
+        return [_fused(*options.adapters[0])]
     for number, (name, folder) in enumerate(options.adapters, start=1):
         assert store is not None, "settings take slots where adapters are given"
         try:
@@ -60,6 +67,16 @@ def read_given(store: AdapterStore | None, options: EngineOptions) -> list[Adapt
         except ModelError as error:
             raise EngineError(f"adapter {name}: {error}") from None
     return found
+
+
+def fused_folder(options: EngineOptions) -> Path | None:
+    """Of the adapter that is fused into the model; None: there is none."""
+    return Path(options.adapters[0][1]) if options.lora_fuse else None
+
+
+def _fused(name: str, folder: str) -> AdapterFacts:
+    rank = read_lora(read_fields(Path(folder) / CONFIG), whole=True).rank
+    return AdapterFacts(0, name, digest_of(Path(folder)), rank, 0)
 
 
 def read_one(store: AdapterStore, number: int, name: str, folder: str) -> AdapterFacts:

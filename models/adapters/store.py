@@ -131,9 +131,9 @@ class AdapterStore:
         While memory is being pinned nothing can be launched: as one piece an adapter would hold up
         steps. What is unloaded leaves pieces that the next one takes.
         """
-        parts = numbers.split(_PIECE_BYTES // numbers.element_size())
+        parts = torch.split(numbers, _PIECE_BYTES // numbers.element_size())
         if self._device.type != "cuda":
-            return parts
+            return tuple(parts)
         return tuple(torch.empty_like(part, pin_memory=True).copy_(part) for part in parts)
 
     def keep(self, number: int, adapter: Packed | Virtual) -> None:
@@ -150,9 +150,9 @@ class AdapterStore:
         """Put an adapter into a slot, from 1, in the order of the device's queue."""
         adapter, at = self._read[number], slot - 1
         assert isinstance(adapter, Packed), "virtual tokens have no slots"
-        slot, start = self._slots[at].view(-1), 0
+        room, start = self._slots[at].view(-1), 0
         for piece in adapter.pieces:
-            slot[start : start + len(piece)].copy_(piece, non_blocking=True)
+            room[start : start + len(piece)].copy_(piece, non_blocking=True)
             start += len(piece)
         self._ranks[at : at + 1].fill_(adapter.rank)
 

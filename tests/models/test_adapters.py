@@ -176,7 +176,7 @@ def test_biases_take_the_place_of_the_bases(family, golden, schedule, text, tmp_
 
 def test_an_adapter_comes_in_pieces(golden, schedule, text, tmp_path, monkeypatch):
     base = golden("llama").folder
-    lora = write_lora(tmp_path / "a", base, modules_of("llama"))
+    lora = write_lora(tmp_path / "a", base, modules_of("llama"), rank_pattern={"x": 3})
     whole, model = load(base, Space(1, 8)), load(base, Space(1, 8))
     put(whole, lora.folder)
     monkeypatch.setattr(store, "_PIECE_BYTES", 4096)

@@ -20,8 +20,11 @@ from tokenpod.core.own_state import OwnState
 GIB = 1 << 30
 MIB = 1 << 20
 
+#: Tokens that are kept together in the host's memory.
+BLOCK = 64
+
 #: Bytes of a number.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 
 #: What a CUDA context, the libraries' workspaces and the compiled kernels take.
 _CUDA_CONTEXT = GIB // 2
@@ -67,6 +70,17 @@ def choose_slots(
     return max(min(fits, most_useful), 1)
 
 
+def host_slots(asked: int, ranks: int, slot_bytes: int) -> int:
+    """Tokens that host memory holds, in whole blocks.
+
+    Args:
+        asked: bytes for all ranks of a machine together.
+        ranks: of that machine.
+        slot_bytes: memory of one slot in all layers of one rank.
+    """
+    return asked // ranks // slot_bytes // BLOCK * BLOCK
+
+
 class Expansion(msgspec.Struct, frozen=True):
     """How long rows make keys and values of their latents, head by head."""
 
@@ -90,6 +104,10 @@ class Portion(msgspec.Struct, frozen=True):
     numbers: int
     #: For a token in all layers: its keys and values.
     kv_numbers: int
+    #: Scales of them, if each head and token has some.
+    kv_scales: int = 0
+    #: Of the numbers, those in the layer that has most.
+    kv_widest: int = 0
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
@@ -137,10 +155,16 @@ class Footprint(msgspec.Struct, frozen=True):
         each, fixed = self.portions[ranks].adapter_numbers or (0, 0)
         return (each * rank + fixed) * item_bytes
 
-    def slot_bytes(self, ranks: int, item_bytes: int) -> int:
+    def slot_bytes(self, ranks: int, kv_dtype: str) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""
-        own = self.states.get(item_bytes)
-        return own.slot_bytes if own else self.portions[ranks].kv_numbers * item_bytes
+        own = self.states.get(ITEM_BYTES[kv_dtype])
+        if own is not None:
+            return own.slot_bytes
+        portion = self.portions[ranks]
+        numbers = portion.kv_numbers * ITEM_BYTES[kv_dtype]
+        if kv_dtype != "int8":
+            return numbers
+        return numbers + portion.kv_scales * ITEM_BYTES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +219,18 @@ def positions_of(model: Footprint, options: EngineOptions) -> int:
     return min(options.max_total_tokens or model.max_positions, model.max_positions)
 
 
-def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: int) -> Capacity:
-    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`."""
+def capacity(
+    model: Footprint,
+    options: EngineOptions,
+    *,
+    memory: int,
+    ranks: int,
+    draft: Footprint | None = None,
+) -> Capacity:
+    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`.
+
+    `draft`: its draft model, of which each device has all.
+    """
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
     reserve = _reserve(model, options, item_bytes, ranks)
@@ -208,7 +242,10 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
         rows = own.rows(free, options.memory_fraction, rows)
         if rows > 0:
             reserve["states"] = own.taken(rows, options.memory_fraction)
-    slot_bytes = model.slot_bytes(ranks, ITEM_BYTES[kv_dtype])
+    slot_bytes = model.slot_bytes(ranks, kv_dtype)
+    if draft is not None:
+        reserve["draft model"] = draft.weight_bytes(1, item_bytes)
+        slot_bytes += draft.slot_bytes(1, dtype)
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=options.max_batch_total_tokens,
@@ -231,9 +268,14 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
     )
 
 
-def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Capacity | None:
+def fewest_ranks(
+    model: Footprint, options: EngineOptions, *, memory: int, draft: Footprint | None = None
+) -> Capacity | None:
     """The capacity with the least number of ranks that divide the model and fit; None: none do."""
-    each = (capacity(model, options, memory=memory, ranks=n) for n in sorted(model.portions))
+    each = (
+        capacity(model, options, memory=memory, ranks=n, draft=draft)
+        for n in sorted(model.portions)
+    )
     return next((found for found in each if found.fits), None)
 
 
@@ -259,7 +301,7 @@ def largest_step(
         inner: width inside a rank's share of the widest layer.
         vocabulary: entries of a row of logits.
         item_bytes: of an activation.
-        expanded: numbers that attention makes of latents at a time.
+        expanded: numbers that attention makes of latents, or of int8, at a time.
     """
     tokens = rows + prompt
     activations = (3 * tokens * hidden + max(3 * tokens * inner, tokens * hidden + expanded)) * (
@@ -270,12 +312,23 @@ def largest_step(
     return activations + logits
 
 
+def widened(kv_dtype: str, kv_widest: int, positions: int, item_bytes: int) -> int:
+    """Activations that a CPU makes of the keys and values of one row, where they are of int8."""
+    if kv_dtype != "int8":
+        return 0
+    return positions * kv_widest * ITEM_BYTES["float32"] // item_bytes
+
+
 def _reserve(
     model: Footprint, options: EngineOptions, item_bytes: int, ranks: int
 ) -> dict[str, int]:
     # A row and a prompt more: a liveness probe's.
     rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
-    expansion, positions = model.portions[ranks].expansion, positions_of(model, options)
+    portion, positions = model.portions[ranks], positions_of(model, options)
+    if portion.expansion is not None:
+        expanded = portion.expansion.numbers(positions, options.device)
+    else:
+        expanded = widened(options.kv_cache_dtype, portion.kv_widest, positions, item_bytes)
     # What decodes with a state of its own is counted with that.
     step = largest_step(
         1 if model.states else rows + most_drafts(options),
@@ -284,7 +337,7 @@ def _reserve(
         inner=model.intermediate_size // ranks,
         vocabulary=model.vocab_size,
         item_bytes=item_bytes,
-        expanded=expansion.numbers(positions, options.device) if expansion else 0,
+        expanded=expanded,
     )
     adapters = {}
     if options.max_adapters:

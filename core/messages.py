@@ -193,8 +193,11 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
-    #: Tokens that a step may draft for a sequence.
+    #: Tokens that a step may draft for a sequence, and what finds them: "ngram" or "draft_model".
     speculate: int = 0
+    draft_method: str = ""
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -221,7 +224,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: KV slots; None: as many as fit into `memory_fraction` of the free memory.
     max_batch_total_tokens: int | None = None
     memory_fraction: float = 0.9
-    #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
+    #: "fp8_e4m3" or "int8" for keys and values of 8 bits; "auto": the model's dtype.
     kv_cache_dtype: str = "auto"
     #: A value of `core.formats.Quantize`; None: as the checkpoint has its weights.
     quantize: str | None = None
@@ -259,6 +262,14 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.
     quantize_head: bool = False
+    #: Where the model lies that finds drafts; None: n-grams do.
+    draft_folder: str | None = None
+    #: Host memory of this pod, all ranks together, for keys and values that the pool has no room
+    #: for; fewer tokens than `host_kv_least_tokens` are computed again rather than copied.
+    host_kv_bytes: int = 0
+    host_kv_least_tokens: int = 1
+    #: What becomes of a preempted sequence, by name (see scheduler/preemption.py).
+    preemption: str = "auto"
 
 
 ToEngine = (

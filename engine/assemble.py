@@ -7,15 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts
+from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts, widened
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
+from tokenpod.engine.draft import Draft, draft_of
 from tokenpod.engine.executor import Executor
-from tokenpod.engine.first_steps import run_worst_steps, warm_up
+from tokenpod.engine.first_steps import run_worst_steps, warm_copies, warm_up
 from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.host_room import make_host_pool
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
-    EIGHT_BITS_NAME,
+    POOL_TYPES,
     PROMPT_TOKENS,
     measure_scales,
     random_prompt,
@@ -49,6 +51,8 @@ class Assembled:
     overlap: bool
     #: None: the model takes none.
     adapters: AdapterStore | None = None
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
     @property
     def slots(self) -> int:
@@ -63,6 +67,7 @@ def assemble(
     positions: int,
     device: torch.device,
     group: Group | None = None,
+    draft: LoadedModel | None = None,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -76,6 +81,7 @@ def assemble(
         positions: longest sequence, in tokens.
         device: a CPU or a GPU.
         group: the ranks that share the model, if it is divided.
+        draft: finds drafts, whole on each of them; None: whatever drafts there are, plans have.
 
     Raises:
         EngineError: the pool that was asked for does not fit, on some rank; the device can't read
@@ -84,8 +90,8 @@ def assemble(
     if group is not None:
         group.least(1)  # all have loaded: steps would wait for them without telling why
     if device.type == "cpu":
-        return _on_host(model, options, positions, device, group)
-    return _on_device(model, options, positions, device, group)
+        return _on_host(model, options, positions, device, group, draft)
+    return _on_device(model, options, positions, device, group, draft)
 
 
 def _on_host(
@@ -94,17 +100,26 @@ def _on_host(
     positions: int,
     device: torch.device,
     group: Group | None,
+    draft: LoadedModel | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
+    host = make_host_pool(model, options, dtype, device, group, draft)
     free = free_memory(device).shared(ranks)
+    if host is not None:
+        free = free.less(host.rows.nbytes, "--host-kv-bytes takes")
     if free.limited:
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
-    room = room_for(model, options, positions, free, dtype, group)
-    pool = make_pool(model, room.slots + PROBE_TOKENS, device)
+    room = room_for(model, options, positions, free, dtype, group, draft)
+    pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype)
+    drafts = _draft(draft, model, options, room.slots + PROBE_TOKENS, device)
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
         pool.take_pages()
+        if drafts is not None:
+            drafts.pool.take_pages()
+        if host is not None:
+            host.take_pages()
     executor = HostExecutor(
         model,
         pool,
@@ -112,22 +127,36 @@ def _on_host(
         vocab_size=model.config.vocab_size,
         group=group,
         adapters=model.adapters,
+        draft=drafts,
+        host=host,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=False,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
-    expansion = model.config.expansion
+    config, item_bytes = model.config, model.dtype.itemsize
+    if config.expansion is not None:
+        expanded = config.expansion.numbers(positions, options.device)
+    else:
+        widest = max((layout.numbers for layout in config.kv_layouts), default=0)
+        expanded = widened(options.kv_cache_dtype, widest, positions, item_bytes)
     step = largest_step(
         options.max_batch_size + 1 + most_drafts(options),
         options.max_batch_prefill_tokens + PROBE_TOKENS,
-        hidden=model.config.hidden_size,
-        inner=model.config.widest // ranks,
-        vocabulary=model.config.vocab_size,
-        item_bytes=model.dtype.itemsize,
-        expanded=expansion.numbers(positions, options.device) if expansion else 0,
+        hidden=config.hidden_size,
+        inner=config.widest // ranks,
+        vocabulary=config.vocab_size,
+        item_bytes=item_bytes,
+        expanded=expanded,
     )
     return step + PROCESSES_GROW
 
@@ -138,6 +167,7 @@ def _on_device(
     positions: int,
     device: torch.device,
     group: Group | None,
+    draft: LoadedModel | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
@@ -155,6 +185,7 @@ def _on_device(
     prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
     drafts = most_drafts(options)
     adapted = model.adapters is not None and model.adapters.slots > 0
+    host = make_host_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, rows + prompt + drafts, device)
     executor = DeviceExecutor(
         model,
@@ -173,6 +204,8 @@ def _on_device(
         adapted=adapted,
         adapters=model.adapters,
         drafts=drafts,
+        draft=_draft(draft, model, options, rows + prompt + drafts, device),
+        host=host,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
@@ -180,28 +213,55 @@ def _on_device(
     adapter = int(adapted)
     context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter, context)
+    run_worst_steps(
+        executor,
+        rows,
+        prompt,
+        positions,
+        (drafts, each),
+        adapter,
+        context,
+        unknown=draft is not None,
+    )
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     left = free_memory(device)
     free = FreeMemory(left.bytes - step - step // GAPS, f"{left.source} less the largest step")
-    room = room_for(model, options, positions, free, dtype, group)
+    room = room_for(model, options, positions, free, dtype, group, draft)
     slots = room.slots
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
-    pool = make_pool(model, slots + PROBE_TOKENS, device, scales)  # the small one goes
-    executor.use(pool)
+    pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales)  # the small one goes
+    executor.use(pool, make_pool(draft, slots + PROBE_TOKENS, device) if draft else None)
     if model.captures:
         executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter, context)
+    run_worst_steps(
+        executor,
+        rows,
+        prompt,
+        positions,
+        (drafts, each),
+        adapter,
+        context,
+        unknown=draft is not None,
+    )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
+    if host is not None:
+        warm_copies(executor, pool.sink, host.slots)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=True,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _measured_scales(
@@ -215,10 +275,11 @@ def _measured_scales(
 
 def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) -> torch.dtype:
     """Of keys and values. Raises EngineError if the device can't read them."""
-    if options.kv_cache_dtype != EIGHT_BITS_NAME:
+    dtype = POOL_TYPES.get(options.kv_cache_dtype)
+    if dtype is None:
         return model.dtype
     gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    problem = eight_bits_problem(gpu)
+    problem = eight_bits_problem(options.kv_cache_dtype, gpu)
     if problem is not None:
         raise EngineError(problem)
     config, asked = model.config, f"kv_cache_dtype is {options.kv_cache_dtype}"
@@ -231,18 +292,35 @@ def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) 
             f"{asked}: {config.architecture} is computed by {config.runs_on}; its keys and values "
             "are held as they are"
         )
-    return EIGHT_BITS
+    return dtype
+
+
+def _draft(
+    draft: LoadedModel | None,
+    model: LoadedModel,
+    options: EngineOptions,
+    slots: int,
+    device: torch.device,
+) -> Draft | None:
+    """A draft model with a pool of so many slots, if there is one."""
+    if draft is None:
+        return None
+    return draft_of(draft, model, make_pool(draft, slots, device), options.speculate)
 
 
 def make_pool(
-    model: LoadedModel, slots: int, device: torch.device, scales: KVScales | None = None
+    model: LoadedModel,
+    slots: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    scales: KVScales | None = None,
 ) -> KVPool:
-    """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
+    """A pool for `model`'s keys and values: in its dtype, or in `dtype`; `scales` as a pool has."""
     config = model.config
     return model.pool_class(
         slots=slots,
         layouts=config.kv_layouts,
-        dtype=model.dtype if scales is None else EIGHT_BITS,
+        dtype=dtype or model.dtype,
         device=device,
         scales=scales,
     )

@@ -58,10 +58,14 @@ class StepResult:
     tops: list[tuple[int, list[int], list[float]]]
     #: By row of the plan: scores of the tokens that follow, on the host.
     scored: dict[int, PromptScores] = field(default_factory=dict)
+    #: From the begin to the logits; of that, what finding drafts took.
     forward_ns: int = 0
+    drafting_ns: int = 0
     sample_ns: int = 0
     #: As many as tokens, from 1, 0 where nobody asked; or none.
     ranks: list[int] = field(default_factory=list)
+    #: The last step whose copies from the host's memory are there; None: all are.
+    arrived: int | None = None
 
 
 def new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:

@@ -203,7 +203,14 @@ class EngineLoop:
                 scores, start = scores.behind(-start), max(start, 0)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
-        settled = self.scheduler.settle(flying.step, result.tokens, self.clock(), tops)
+        settled = self.scheduler.settle(
+            flying.step,
+            result.tokens,
+            self.clock(),
+            tops,
+            drafting_ns=result.drafting_ns,
+            arrived=result.arrived,
+        )
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import UNSAMPLED, StepPlan
+from tokenpod.core.plan import LAST, UNSAMPLED, StepPlan
 from tokenpod.engine.executor import Masks, StepResult, Words
 from tokenpod.engine.sampler import Samples
 
@@ -61,8 +61,58 @@ def rounds(plan: StepPlan) -> Iterator[Round]:
 
 def drafts_of(plan: StepPlan, turn: Round) -> Ints:
     """[m] the drafts that the tokens drawn before this round must equal."""
+    return plan.t_token[drafts_at(plan, turn)]
+
+
+def drafts_at(plan: StepPlan, turn: Round) -> Ints:
+    """[m] which tokens of the step those drafts are."""
     ends = plan.r_tokens.cumsum()[turn.rows]
-    return plan.t_token[ends - plan.r_samples[turn.rows] + turn.place]
+    at: Ints = ends - plan.r_samples[turn.rows] + turn.place
+    return at
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The rows of a step whose drafts its executor finds with a draft model: m of them.
+
+    What is known of such a row is its last token, or where that was sampled.
+    """
+
+    #: [m] rows of the plan, rising, and how many drafts each has.
+    rows: Ints
+    counts: Ints
+    #: [m] which token of the step each row's first draft follows.
+    firsts: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Unknown | None:
+        """None: all drafts are known, if there are any."""
+        drafting = plan.r_samples > 1
+        if not drafting.any():
+            return None
+        ends = plan.r_tokens.cumsum()
+        rows = np.flatnonzero(drafting & (plan.t_token[ends - 1] == LAST))
+        if not len(rows):
+            return None
+        samples = plan.r_samples[rows]
+        assert (plan.r_tokens[rows] == samples).all(), "before its drafts a row has one token"
+        return cls(rows, samples - 1, ends[rows] - samples)
+
+    @property
+    def most(self) -> int:
+        """Drafts of one row."""
+        return int(self.counts.max())
+
+    @property
+    def tokens(self) -> Ints:
+        """[n] which tokens of the step they are, row after row."""
+        return self.firsts.repeat(self.counts) + 1 + self.places
+
+    @property
+    def places(self) -> Ints:
+        """[n] of each, how many drafts of its row are before it."""
+        before = self.counts.cumsum() - self.counts
+        return np.arange(int(self.counts.sum())) - before.repeat(self.counts)
 
 
 def unmasked_rounds(plan: StepPlan) -> list[Round]:
@@ -143,8 +193,8 @@ class Drawing(ABC):
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
 
-    def _put(self, samples: Samples, at: torch.Tensor) -> None:
-        """Enter what was drawn as samples `at`, [m] int64."""
+    def _put(self, samples: Samples, at: torch.Tensor | slice) -> None:
+        """Enter what was drawn as samples `at`, [m] int64 or a stretch of m."""
         tops = samples.top_ids.shape[1]
         self.drawn.tokens[at] = samples.tokens
         self.drawn.logprobs[at] = samples.logprobs

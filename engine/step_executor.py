@@ -1,6 +1,7 @@
 """What running a step is on any device; see `executor.Executor` for the contract.
 
-    launch:  free rows, copy slots, give rows -> note slots -> forward -> draw -> send
+    launch:  free rows, copy slots, give rows -> note slots -> find drafts
+             -> forward -> draw -> send
     sample:  draw for rows that waited for masks -> send
     wait:    receive
 
@@ -19,11 +20,13 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
+from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Model, new_rows, scored_rows
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
-from tokenpod.engine.rounds import Drawing, Round
+from tokenpod.engine.rounds import Drawing, Round, Unknown
 from tokenpod.engine.sampler import LeaderTokens, Sampler
 from tokenpod.kernels.batch import (
     ForwardBatch,
@@ -69,7 +72,9 @@ class StepExecutor(ABC, Generic[S]):
         rows: sequences that can be live at once.
         device: where the model is.
         row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
+        copies: makes the copies that plans ask for.
         adapters: those that plans may name; None: they name none.
+        draft: finds drafts that plans leave open; None: plans leave none open.
     """
 
     def __init__(
@@ -81,9 +86,13 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
+        copies: HostCopies,
         adapters: PlannedAdapters | None = None,
+        draft: Draft | None = None,
     ) -> None:
+        self._copies = copies
         self._adapters = adapters
+        self._draft = draft
         self._model = model
         self._pool = pool
         self._sampler = sampler
@@ -106,14 +115,21 @@ class StepExecutor(ABC, Generic[S]):
                 self._unsampled.sample({})
                 self._unsampled = None
             self.release(plan.freed.tolist())
-            if len(plan.copy_from):
-                self._pool.copy(self._upload(plan.copy_from), self._upload(plan.copy_to))
+            if len(plan.copy_from) or len(plan.awaited):
+                self._copies.begin(plan)
             self._place_adapters(plan)
             self._take_rows(plan)
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
             self._note_slots(plan)
-            return self._run(plan, mailbox)
+            unknown = Unknown.of(plan)
+            if unknown is not None:
+                assert self._draft is not None, "a plan leaves drafts open without a draft model"
+                self._propose(plan, mailbox, unknown, self._draft)
+                mailbox.drafted()
+            flight = self._run(plan, mailbox)
+            flight.copies = self._copies
+            return flight
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""
@@ -133,6 +149,10 @@ class StepExecutor(ABC, Generic[S]):
         """Note in `_runs` where the step's keys and values go."""
 
     @abstractmethod
+    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
+        """Find the drafts that a plan leaves open: one small step for each of a row's drafts."""
+
+    @abstractmethod
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
         """Forward a step, whose rows and slots are known, and draw what need not wait."""
 
@@ -143,6 +163,9 @@ class StepExecutor(ABC, Generic[S]):
     @abstractmethod
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens: in the place of `plan.LAST` what the row sampled last."""
+
+    def _enter_drafts(self, integers: Integers) -> None:
+        """Put drafts into the step's tokens that the device found and the plan lacks."""
 
     def _paged(self, integers: Integers) -> PagedRows | None:
         """The rows for kernels that gather by pointer."""
@@ -183,10 +206,13 @@ class StepExecutor(ABC, Generic[S]):
         host = views(mailbox.host_words, counts)
         self._fill(host, plan)
         integers = views(self._integers(mailbox, counts.words), counts)
+        self._enter_drafts(integers)
         batch = self._batch(integers, self._ragged(host, plan))
         if plan.embeds:
             batch = replace(batch, given=self._given(plan))
         hidden = self._model.forward(batch, self._pool)
+        if self._draft is not None:
+            self._draft.follow(batch)
         scored = {
             at: self._score_prompt(following, hidden, batch, at)
             for at, following in scored_rows(plan)
@@ -211,9 +237,11 @@ class StepExecutor(ABC, Generic[S]):
             single_rows=plan.singles,
         )
 
-    def _batch(self, integers: Integers, rows: RaggedRows) -> ForwardBatch:
+    def _batch(
+        self, integers: Integers, rows: RaggedRows, t_token: torch.Tensor | None = None
+    ) -> ForwardBatch:
         return ForwardBatch(
-            t_token=self._resolve(integers),
+            t_token=self._resolve(integers) if t_token is None else t_token,
             t_position=integers.t_position,
             t_slot=integers.t_slot,
             b_start=rows.b_start,

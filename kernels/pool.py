@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.kv_rounding import store
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class KVLayout:
         """That are stored."""
         return self.heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
+    @property
+    def scales(self) -> int:
+        """That are stored with numbers of type int8."""
+        return 2 * self.heads
+
 
 def alike(heads: int, head_dim: int) -> KVLayout:
     """Keys and values of one size."""
@@ -43,9 +49,9 @@ class KVPool:
     Args:
         layouts: what each layer has for a token, on this rank.
         slots: tokens that it holds.
-        dtype: of the numbers; float8_e4m3fn with `scales` only.
+        dtype: of the numbers; float8_e4m3fn with `scales` only. Of int8 each slot has scales.
         device: where it lies.
-        scales: [layers, heads] each: what numbers of 8 bits are multiples of.
+        scales: [layers, heads] each: what numbers of type float8_e4m3fn are multiples of.
     """
 
     def __init__(
@@ -58,27 +64,36 @@ class KVPool:
         scales: KVScales | None = None,
     ) -> None:
         self.slots = slots
-        #: A layer's each, [heads]; None where numbers are stored as they are.
+        #: A layer's each, [heads] or, of int8, [slots + 1, heads]; None: stored as they are.
         self.scales: list[KVScales | None] = [None] * len(layouts)
         if scales is not None:
             self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self._stored: list[torch.Tensor] = []
+        #: All that is stored: of each layer keys, and values unless they are part of these.
+        self.stored: list[torch.Tensor] = []
         for layout in layouts:
             keys = _zeros((slots + 1, layout.heads, layout.key_dim), dtype, device)
-            self._stored.append(keys)
+            self.stored.append(keys)
             values = keys[..., : layout.value_dim]
             if not layout.shared:
                 values = _zeros((slots + 1, layout.heads, layout.value_dim), dtype, device)
-                self._stored.append(values)
+                self.stored.append(values)
             self.keys.append(keys)
             self.values.append(values)
+        if dtype == torch.int8:
+            self.scales = [self._slot_scales(layout, device) for layout in layouts]
 
     def take_pages(self) -> None:
         """Have the system give all memory now; on a CPU it comes when it is first written."""
-        for tensor in self._stored:
+        for tensor in self.stored:
             tensor.zero_()
+
+    def _slot_scales(self, layout: KVLayout, device: torch.device) -> KVScales:
+        shape = (self.slots + 1, layout.heads)
+        scales = KVScales(*(_zeros(shape, torch.float32, device) for _ in range(2)))
+        self.stored += scales
+        return scales
 
     def take_row(self, row: int, prompt: int) -> None:
         """A sequence with so many prompt tokens gets a row. All that it has lies in slots."""
@@ -89,7 +104,7 @@ class KVPool:
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values from slots [n] to others, all at once, in every layer."""
         source, target = source.long(), target.long()
-        for tensor in self._stored:
+        for tensor in self.stored:
             # As integers: numbers of 8 bits can be moved, but not by that name.
             numbers = tensor.view(torch.uint8)
             numbers[target] = numbers[source]
@@ -107,26 +122,20 @@ class KVPool:
         for layer, scales in enumerate(self.scales):
             pair = (self.keys[layer], self.values[layer])
             for index, (tensor, own) in enumerate(zip(pair, there[layer], strict=True)):
-                if scales is not None:
-                    own = quantise(own, scales[index])
-                # As integers: numbers of 8 bits can be moved, but not by that name.
-                tensor.view(torch.uint8)[at] = own.to(tensor.dtype).view(torch.uint8)
+                store(own, tensor, at, scales and scales[index])
 
     @staticmethod
     def bytes_per_slot(*, layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:
         """Bytes of device memory that one token costs in all layers."""
-        return sum(layout.numbers for layout in layouts) * dtype.itemsize
+        numbers = sum(layout.numbers for layout in layouts) * dtype.itemsize
+        if dtype != torch.int8:
+            return numbers
+        return numbers + sum(layout.scales for layout in layouts) * torch.float32.itemsize
 
     @property
     def sink(self) -> int:
         """The slot that padding writes to."""
         return self.slots
-
-
-def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """X [T, K, D] as e4m3 multiples of scale [K]; what is too large becomes the largest."""
-    most = torch.finfo(torch.float8_e4m3fn).max
-    return (x.float() / scale[:, None]).clamp(-most, most).to(torch.float8_e4m3fn)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -132,6 +132,8 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
         portion = Portion(
             shard.numbers(layout.weights),
             sum(kv.numbers for kv in local.kv_layouts),
+            sum(kv.scales for kv in local.kv_layouts),
+            max(kv.numbers for kv in local.kv_layouts),
             adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
             expansion=local.expansion,
         )

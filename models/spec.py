@@ -13,6 +13,9 @@ from tokenpod.kernels.pool import KVLayout
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layer_spec import Experts, Latent, LayerSpec, Mlp, Norm, Rope
 
+#: Of all layers: each has tensors of its own. Kimi K2 has 23,040.
+MOST_EXPERTS = 1 << 15
+
 
 @dataclass(frozen=True, slots=True)
 class Positions:
@@ -75,7 +78,13 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raise ModelError if layers need pools of different shapes."""
+        """Raise ModelError if layers need pools of different shapes, or have too many experts."""
+        experts = sum(x.mlp.count for x in self.layers if isinstance(x.mlp, Experts))
+        if experts > MOST_EXPERTS:
+            raise ModelError(
+                f"{len(self.layers):,} layers have {experts:,} experts; at most {MOST_EXPERTS:,}"
+                " are supported"
+            )
         shapes = {layer.attention.kv for layer in self.layers}
         if len(shapes) != 1:
             raise ModelError(f"layers have key/value heads of {len(shapes)} shapes; 1 is supported")

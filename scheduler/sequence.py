@@ -10,6 +10,7 @@ import numpy as np
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import Request
+from tokenpod.scheduler.host_tier import Hosted
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
 from tokenpod.scheduler.table import Table
@@ -130,6 +131,8 @@ class Sequence:
         self.node: Node | None = None
         #: Private slots, by position.
         self.extents: list[Extent] = []
+        #: What of it lies in the host's memory.
+        self.hosted = Hosted()
         #: Of a beam: what it has in place of `extents`, together with the others of its search.
         self.tails: Tails | None = None
         #: Of a beam: its search.

@@ -191,6 +191,11 @@ class StepBuilder:
             sequence.computed += 1
             sequence.launched += 1
 
+    def fetch(self, sequence: Sequence) -> None:
+        """Have what the host's memory has of a sequence copied."""
+        sequence.began_at = sequence.began_at or self._now
+        self._kv.fetch(sequence)
+
     @property
     def empty(self) -> bool:
         """Whether nothing has been added."""
@@ -227,6 +232,7 @@ class StepBuilder:
         scored = self._scored(ones, longer, order)
         given = self._given(ones, longer, order)
         prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
+        source, target, awaited = self._kv.copies()
         counts = Counts(
             rows=len(places),
             tokens=len(order) + sum(len(piece.slots) for piece in longer),
@@ -241,6 +247,8 @@ class StepBuilder:
             puts=len(puts or ()),
             soft=sum(piece.virtual for piece in self._pieces),
             ready=len(ready or ()),
+            copies=len(source),
+            awaited=len(awaited),
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -260,13 +268,14 @@ class StepBuilder:
         if ready:
             columns = zip(*ready, strict=True)
             plan.ready_slot[:], plan.ready_adapter[:], plan.ready_index[:] = columns
+        plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
         if counts.masked:
             plan.r_masked[:] = self._kv.table.masked[places] & (plan.r_samples > 0)
         if freed:
             plan.freed[:] = freed
         if fresh:
             plan.n_row[:] = [sequence.row for sequence in fresh]
-            plan.n_draws[:] = [sequence.request.sampling.do_sample for sequence in fresh]
+            plan.n_flags[:] = [new.flags for new in asks]
             plan.n_prefix[:] = [*map(len, prefixes)]
             np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
         self._kv.table.in_flight[places] += 1

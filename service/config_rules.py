@@ -41,6 +41,10 @@ _ORDERED = [
 ]
 
 
+#: The admissions under which memory may run out.
+_PREEMPTING = ("optimistic", "past_future")
+
+
 def flag(name: str) -> str:
     """`max_best_of` as it is written on the command line."""
     return f"--{name.replace('_', '-')}"
@@ -74,8 +78,10 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _model_faults(settings)
     yield from _order_faults(settings)
     yield from _memory_faults(settings)
+    yield from _preemption_faults(settings)
     yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
+    yield from _draft_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
@@ -105,8 +111,26 @@ def _order_faults(s: ServerSettings) -> Iterator[str]:
 
 
 def _memory_faults(s: ServerSettings) -> Iterator[str]:
-    if s.kv_cache_dtype != "auto" and s.resolved_device == "cpu":
-        yield f"--kv-cache-dtype is {s.kv_cache_dtype}: it needs a GPU, and the model runs on a CPU"
+    if s.kv_cache_dtype == "fp8_e4m3" and s.resolved_device == "cpu":
+        yield (
+            "--kv-cache-dtype is fp8_e4m3: it needs a GPU, and the model runs on a CPU, which takes"
+            " int8"
+        )
+    if s.kv_cache_dtype == "int8" and s.resolved_device != "cpu":
+        yield (
+            "--kv-cache-dtype is int8: it is for CPUs, and the model runs on a GPU, which takes"
+            " fp8_e4m3"
+        )
+
+
+def _preemption_faults(s: ServerSettings) -> Iterator[str]:
+    if s.preemption == "auto":
+        return
+    if s.admission not in _PREEMPTING:
+        allowed = " or ".join(_PREEMPTING)
+        yield f"--preemption is {s.preemption}: it needs --admission {allowed}, not {s.admission}"
+    elif s.preemption != "recompute" and not s.host_kv_bytes:
+        yield f"--preemption is {s.preemption}: it needs --host-kv-bytes"
 
 
 def _adapter_faults(s: ServerSettings) -> Iterator[str]:
@@ -143,6 +167,11 @@ def _batching_faults(s: ServerSettings) -> Iterator[str]:
             f"--max-input-tokens is {s.max_input_tokens}: with --batching alternate it must be at"
             f" most --max-batch-prefill-tokens, which is {whole}"
         )
+
+
+def _draft_faults(s: ServerSettings) -> Iterator[str]:
+    if s.draft_model is not None and not s.speculate:
+        yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

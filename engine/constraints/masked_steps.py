@@ -125,8 +125,7 @@ class MaskedSteps:
             if finish:
                 satisfied[sequence_id] = self._masks.ended(sequence_id, some, finish)
                 del taken[sequence_id]
-        for sequence_id, some in taken.items():
-            self._masks.took(sequence_id, some)
+        self._masks.took(taken)
         self._masks.forget(failure.sequence_id for failure in settled.failures)
         return satisfied
 

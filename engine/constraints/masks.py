@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,8 +16,10 @@ from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FinishCode, MaskCounts
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import CompileCache, Compiled
+from tokenpod.engine.constraints.compiling import Compiling
 from tokenpod.engine.constraints.library import Library, LimitReached, Refused, Words
 from tokenpod.engine.constraints.text import ConstrainedText
+from tokenpod.engine.constraints.together import read_together
 from tokenpod.engine.constraints.workers import Workers
 
 log = logging.getLogger("tokenpod.engine")
@@ -26,19 +27,6 @@ log = logging.getLogger("tokenpod.engine")
 #: A mask that takes longer sends the next one of its sequence to the slow workers.
 _SLOW_NS = 5_000_000
 _NEVER = "this model's vocabulary can't be used for constraints"
-
-
-@dataclass(slots=True)
-class _Compiling:
-    """A request whose constraint is being compiled."""
-
-    request: Request
-    asked_at: int
-    texts: list[ConstrainedText] | None = None
-    problem: str = ""
-    done: bool = False
-    #: Sequences that are over already.
-    gone: set[int] = field(default_factory=set)
 
 
 class Masks:
@@ -67,7 +55,7 @@ class Masks:
         self._workers: Workers | None = None
         self._cache = CompileCache(limits.cache_bytes)
         self._texts: dict[int, ConstrainedText] = {}
-        self._compiling: deque[_Compiling] = deque()
+        self._compiling: deque[Compiling] = deque()
         #: Guards texts' jobs, and `_awaited`: the texts that the loop waits for, and until when.
         self._lock = threading.Lock()
         self._awaited: dict[ConstrainedText, Callable[[], bool]] = {}
@@ -87,7 +75,7 @@ class Masks:
         """Compile a request's constraint; see `refusals` and `ready`."""
         if self._workers is None:
             self._workers = Workers(self._limits.workers)
-        job = _Compiling(request, self._clock())
+        job = Compiling(request, self._clock())
         self._compiling.append(job)
         self._workers.run(partial(self._compile, job), "compile")
 
@@ -96,7 +84,7 @@ class Masks:
         if not self._compiling:
             return []
         found: list[tuple[Request, str]] = []
-        left: deque[_Compiling] = deque()
+        left: deque[Compiling] = deque()
         most = self._limits.compile_seconds
         for job in self._compiling:
             late = self._clock() - job.asked_at > most * 1e9
@@ -127,13 +115,27 @@ class Masks:
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._texts
 
-    def took(self, sequence_id: int, tokens: Sequence[int]) -> None:
-        """A sequence has got tokens, each of them allowed, and goes on: make its next mask."""
-        text = self._texts[sequence_id]
-        assert text.ready, f"sequence {sequence_id} was sampled without a mask"
-        self._needed += len(tokens)
-        if unread := text.took(tokens):
-            self._do(text, text.read(unread))
+    def took(self, taken: Mapping[int, Sequence[int]]) -> None:
+        """Sequences have got tokens, each of them allowed, and go on: make their next masks."""
+        assert self._library is not None or not taken
+        together = []
+        for sequence_id, tokens in taken.items():
+            text = self._texts[sequence_id]
+            assert text.ready, f"sequence {sequence_id} was sampled without a mask"
+            self._needed += len(tokens)
+            unread = text.took(tokens)
+            if len(unread) == 1 and self._joins(text):
+                together.append((text, unread[0]))
+            elif unread:
+                self._do(text, text.read(unread))
+        if len(together) == 1:
+            [(text, token)] = together
+            self._do(text, text.read([token]))
+        elif together:
+            assert self._workers is not None
+            for text, _ in together:
+                text.busy = True
+            self._workers.run(partial(self._work_together, together), "fast")
 
     def look_along(self, sequence_id: int, output: int, drafts: Sequence[int]) -> None:
         """Make the masks behind drafts that are to be checked, from output number `output` on."""
@@ -248,6 +250,11 @@ class Masks:
             text.busy = True
         self._workers.run(partial(self._work, text), "slow" if text.slow else "fast")
 
+    def _joins(self, text: ConstrainedText) -> bool:
+        """Whether a text's next mask is made together with others'."""
+        apart = text.busy or text.slow or text.suspect
+        return not apart and self._library is not None and self._library.joins(text.matcher)
+
     # -- in workers ----------------------------------------------------------------------------
 
     def _learn(self, tokens: list[bytes], special: list[int]) -> None:
@@ -257,7 +264,7 @@ class Masks:
             log.error("constraints are off", extra={"reason": str(error)[:200]})
         self._known.set()
 
-    def _compile(self, job: _Compiling) -> None:
+    def _compile(self, job: Compiling) -> None:
         constraint = job.request.constraint
         assert constraint is not None
         try:
@@ -281,6 +288,27 @@ class Masks:
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         return Compiled(matcher, words, matcher.fill(words))
 
+    def _work_together(self, texts: list[tuple[ConstrainedText, int]]) -> None:
+        """Read a token of each text, then do the jobs that have come meanwhile.
+
+        None of them is timed by itself, so no clock ends one here: the library's limits do.
+        """
+        assert self._library is not None
+        assert self._workers is not None
+        began = self._clock()
+        try:
+            for made in read_together(self._library, texts, self._workers.fast):
+                self._tell(made)
+        except BaseException as error:
+            log.error("masks were not made", extra={"reason": type(error).__name__})
+            for text, _ in texts:
+                text.end()
+        took = self._clock() - began
+        self._tell([text for text, _ in texts], took)
+        for text, _ in texts:
+            text.suspect = took > _SLOW_NS
+            self._work(text)
+
     def _work(self, text: ConstrainedText) -> None:
         """Do a text's jobs, until it has none."""
         while True:
@@ -293,6 +321,7 @@ class Masks:
             try:
                 for _ in job:
                     text.slow = self._made(text) > _SLOW_NS
+                    text.suspect = False
             except BaseException as error:
                 log.error("a mask was not made", extra={"reason": type(error).__name__})
                 text.end()
@@ -303,10 +332,15 @@ class Masks:
         """A mask has been made, or a job is done; the nanoseconds that it took."""
         now = self._clock()
         took, text.began_at = now - text.began_at, now
+        self._tell([text], took)
+        return took
+
+    def _tell(self, texts: Iterable[ConstrainedText], took: int = 0) -> None:
+        """Tell the loop, if it waits, that these texts have masks more; count what they took."""
         with self._lock:
             self._nanoseconds += took
-            if text in self._awaited and self._awaited[text]():
-                del self._awaited[text]
-                if not self._awaited:
-                    self._all_there.set()
-        return took
+            for text in texts:
+                if text in self._awaited and self._awaited[text]():
+                    del self._awaited[text]
+                    if not self._awaited:
+                        self._all_there.set()

@@ -62,16 +62,21 @@ class ConstrainedText:
         self.began_at = 0
         #: Its last mask took long, so that others must not wait behind its next one.
         self.slow = False
+        #: It was read together with others, which took long: who is slow is yet to be found out.
+        self.suspect = False
         #: What has been found along drafts.
         self._along = _Along(-1, ())
-        self._matcher = compiled.matcher.copy()
+        self.matcher = compiled.matcher.copy()
         self._words = compiled.words
         #: Tokens that the matcher has read.
         self._read = 0
         sampling, stopping = request.sampling, request.stopping
         vocab_words = len(compiled.words)
         self._ending = ends = stopping.eos_token_ids | stopping.stop_token_ids
-        self._ends = bits_of(ends, vocab_words) if ends else None
+        bits = bits_of(ends, vocab_words)
+        #: Where the tokens are that end the sequence, and their bits there.
+        self._end_words = np.flatnonzero(bits)
+        self._end_bits = bits[self._end_words]
         #: No end before so many tokens.
         self._least = stopping.min_new_tokens
         allowed = sampling.allowed_token_ids
@@ -144,7 +149,7 @@ class ConstrainedText:
         if not unread:
             return self.masks[0].whole
         # A worker may be copying it.
-        matcher = self._matcher.copy()
+        matcher = self.matcher.copy()
         for token in unread:
             matcher.take(token)
         return matcher.whole
@@ -155,19 +160,24 @@ class ConstrainedText:
         """Read tokens, and make the next mask and those behind it that are forced."""
         try:
             for token in tokens:
-                self._matcher.take(token)
+                self.matcher.take(token)
                 self._read += 1
             for ahead in range(MOST_AHEAD + 1):
                 words = np.empty_like(self._words)
-                whole = self._matcher.fill(words)
+                whole = self.matcher.fill(words)
                 mask = self._add(words, whole=whole, may_force=ahead < MOST_AHEAD)
                 yield
                 if mask.forced < 0:
                     return
-                self._matcher.take(mask.forced)
+                self.matcher.take(mask.forced)
                 self._read += 1
         except LimitReached:
             self.end()
+
+    def add_behind(self, words: Words, whole: bool, *, may_force: bool) -> Mask:
+        """Add the mask behind a token that the matcher has just read."""
+        self._read += 1
+        return self._add(words, whole=whole, may_force=may_force)
 
     def end(self) -> None:
         """The matcher is of no use any more: there is no token behind the masks that are there."""
@@ -190,7 +200,7 @@ class ConstrainedText:
                 if matcher is None and known[at].forced == draft:
                     words = known[at + 1].words
                 else:
-                    matcher = matcher or self._matcher.copy()
+                    matcher = matcher or self.matcher.copy()
                     words = self._behind(matcher, draft, output + at + 1)
                     if self.slow:
                         break
@@ -219,24 +229,25 @@ class ConstrainedText:
     def _add(self, words: Words, *, whole: bool, may_force: bool) -> Mask:
         """Add a mask, behind what the matcher has read."""
         self._narrow(words, self._read, may_end=whole)
-        some = np.flatnonzero(words)
+        allowed = int(np.bitwise_count(words.view(np.uint32)).sum())
         forced = -1
-        if may_force and len(some) == 1:
-            bits = int(words[some[0]]) & 0xFFFFFFFF
-            token = 32 * int(some[0]) + bits.bit_length() - 1
+        if may_force and allowed == 1:
+            at = int(words.argmax()) if words.max() else int(words.argmin())
+            token = 32 * at + (int(words[at]) & 0xFFFFFFFF).bit_length() - 1
             # An end is no token of the text, and nothing comes behind it.
-            if bits.bit_count() == 1 and token not in self._ending:
+            if token not in self._ending:
                 forced = token
-        mask = Mask(words, forced, whole, over=not len(some))
+        mask = Mask(words, forced, whole, over=not allowed)
         self.masks.append(mask)
         return mask
 
     def _narrow(self, words: Words, output: int, *, may_end: bool) -> None:
         """Put in the tokens that end the sequence, and what else the request says of tokens."""
-        if self._ends is not None:
-            words &= ~self._ends
-            if may_end and output >= self._least:
-                words |= self._ends
+        at, bits = self._end_words, self._end_bits
+        if may_end and output >= self._least:
+            words[at] |= bits
+        else:
+            words[at] &= ~bits
         if self._allowed is not None:
             words &= self._allowed
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.kv_rounding import store
 from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.pool import quantise
 from tokenpod.kernels.reference.pointwise import rms_norm
 
 
@@ -55,7 +55,6 @@ def store_key_value(
         q = rms_norm(q, norm.query_weight, norm.epsilon)
         k = rms_norm(k, norm.key_weight, norm.epsilon)
     k = apply_rotation(k, rotation)
-    if scales is not None:
-        k, v = quantise(k, scales.keys), quantise(v, scales.values)
-    keys[t_slot], values[t_slot] = k, v
+    store(k, keys, t_slot, scales and scales.keys)
+    store(v, values, t_slot, scales and scales.values)
     return apply_rotation(q, rotation)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.tgi import checks
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.adapters import with_adapter
 from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
@@ -67,13 +67,13 @@ class ShardRequests:
 
     async def open(self, batch: ShardBatch) -> Opened:
         """All requests of a batch. Raises InvalidArgument if it makes no sense as a whole."""
-        validate.check_shard_batch(batch)
+        checks.check_batch(batch)
         limits, opened = self._serving.limits, Opened()
         good: list[tuple[int, ShardRequest]] = []
         for at, asked in enumerate(batch.requests):
             await _turn(at)
             try:
-                validate.check_shard_request(asked, at, limits)
+                checks.check_request(asked, at, limits)
                 good.append((at, asked))
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
@@ -88,7 +88,7 @@ class ShardRequests:
                 constraint = await self._serving.constraint_of(asked.constraint)
                 adapter = self._serving.adapters.get(asked.adapter_id)
                 virtual = 0 if adapter is None else adapter.virtual_tokens
-                validate.check_shard_length(asked, at, count, limits, virtual)
+                checks.check_length(asked, at, count, limits, virtual)
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
                 continue
@@ -101,7 +101,7 @@ class ShardRequests:
 
     async def open_probe(self, asked: ShardRequest) -> tuple[Request, RoutedSequence]:
         """The request of a liveness probe. Raises InvalidArgument."""
-        validate.check_shard_request(asked, 0, self._serving.limits)
+        checks.check_request(asked, 0, self._serving.limits)
         text = self._text(asked, PROBE_TOKENS - 1)
         (prompt,) = await self._serving.encoder.encode_all([text], field="inputs")
         if isinstance(prompt, InvalidArgument):

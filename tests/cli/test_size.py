@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,13 @@ def test_a_cache_of_8_bits_holds_twice_the_tokens(big: Path):
     assert half["kv_slots"] == pytest.approx(2 * usual["kv_slots"] + PROBE_TOKENS, abs=1)
 
 
+def test_a_cache_of_int8_takes_a_scale_per_head_and_token(big: Path):
+    each = ("--model-id", big, "--cpu", "--memory-gib", 64, "--kv-cache-dtype")
+    usual, small = (answer(*each, kind)["kv_bytes_per_token"] for kind in ("auto", "int8"))
+    assert usual == 32 * 2 * 8 * 128 * 4
+    assert small == 32 * 2 * 8 * (128 + 4)
+
+
 def test_products_of_8_bits_take_one_byte_per_number_and_a_scale_per_row(big: Path):
     found = answer("--model-id", big, "--gpu", "h200", "--quantize", "int8")
     hidden, inner, keys, layers = 4096, 14_336, 1024, 32
@@ -117,6 +125,24 @@ def test_what_8_bits_take_is_what_the_loader_needs():
     for world in (1, 2):
         needed = bytes_needed(layout.weights, Shard(0, world), torch.bfloat16, layout.reader)
         assert footprint(demo, "int8").weight_bytes(world, 2) == needed
+
+
+def test_a_draft_model_takes_its_weights_and_a_part_of_each_slot(big: Path):
+    plain, alone = (answer("--model-id", name, "--gpu", "h200") for name in (big, "demo"))
+    drafts = ("--speculate", 4, "--max-total-tokens", 2048)
+    ngrams = answer("--model-id", big, "--gpu", "h200", *drafts)
+    found = answer("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo")
+    assert found["reserve_bytes"]["draft_model"] == 2 * alone["parameters"]
+    of_demo = 8 * 2 * 2 * 64 * 2
+    assert found["kv_bytes_per_token"] == plain["kv_bytes_per_token"] + of_demo
+    assert found["kv_slots"] < ngrams["kv_slots"]
+    assert (
+        "draft model 0.0"
+        in size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo").stdout
+    )
+    missing = size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "/no/where")
+    assert missing.returncode != 0
+    assert "--draft-model is /no/where" in missing.stderr
 
 
 def test_slots_for_adapters_are_counted(big: Path):
@@ -295,6 +321,7 @@ def test_people_get_a_table(big: Path):
         (["--gpu", "t4"], 1, "t4 has compute capability 7.5; the kernels need 8.0"),
         (["--gpu", "a100-80", "--kv-cache-dtype", "fp8_e4m3"], 1, "and this one has 8.0"),
         (["--cpu", "--memory-gib", "4", "--kv-cache-dtype", "fp8_e4m3"], 2, "it needs a GPU"),
+        (["--gpu", "h200", "--kv-cache-dtype", "int8"], 2, "it is for CPUs"),
     ],
 )
 def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, told: str):
@@ -339,3 +366,14 @@ def test_a_gpu_has_a_little_less_than_its_name_says():
     assert set(GPUS) == set(said)
     for name, gb in said.items():
         assert 0.9 * gb < GPUS[name].memory / GIB < gb
+
+
+def test_the_page_says_where_each_bandwidth_comes_from():
+    page = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+    rows = re.findall(r"^\| ([a-z0-9-]+) \| ([\d,]+) \| (.+) \|$", page, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(GPUS)
+    for name, bandwidth, source in rows:
+        assert int(bandwidth.replace(",", "")) == GPUS[name].bandwidth
+        if found := re.match(r"([\d,]+) bits at ([\d.]+) Gbit/s", source):
+            bits, rate = int(found[1].replace(",", "")), float(found[2])
+            assert abs(bits * rate / 8 - int(bandwidth.replace(",", ""))) < 3

@@ -85,9 +85,10 @@ def test_the_largest_step_at_the_start_is_that_of_a_long_context(golden, load_fo
     assert max(needed) > most_bytes(worst(0))
 
 
-def test_a_cache_of_8_bits_is_refused(golden, load_folder, monkeypatch):
-    monkeypatch.setattr("tokenpod.engine.assemble.eight_bits_problem", lambda gpu: None)
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
+def test_a_cache_of_8_bits_is_refused(kv_cache_dtype, golden, load_folder, monkeypatch):
+    monkeypatch.setattr("tokenpod.engine.assemble.eight_bits_problem", lambda name, gpu: None)
     model = load_folder(golden("deepseek-v3").folder)
-    options = msgspec.structs.replace(OPTIONS, kv_cache_dtype="fp8_e4m3")
+    options = msgspec.structs.replace(OPTIONS, kv_cache_dtype=kv_cache_dtype)
     with pytest.raises(EngineError, match="DeepseekV3ForCausalLM has latent rows"):
         assemble(model, options, positions=80, device=torch.device("cpu"))

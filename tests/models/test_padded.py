@@ -202,7 +202,7 @@ def test_a_state_in_half_precision_is_sized_as_it_is_loaded(name, golden):
 @pytest.mark.parametrize(("checkpoint", "name"), [("mamba2", "Mamba2"), ("apertus", "Apertus")])
 def test_keys_and_values_of_8_bits_are_refused(golden, monkeypatch, checkpoint, name):
     """As on a GPU that can read them."""
-    monkeypatch.setattr(assembling, "eight_bits_problem", lambda gpu: None)
+    monkeypatch.setattr(assembling, "eight_bits_problem", lambda name, gpu: None)
     said = f"kv_cache_dtype is fp8_e4m3: {name}ForCausalLM is computed by transformers; its keys"
     with pytest.raises(EngineError, match=said):
         Engine(golden(checkpoint).folder, kv_cache_dtype="fp8_e4m3")

@@ -25,7 +25,7 @@ from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
 
 SECOND = 1_000_000_000
-POLICIES = ("admission", "batching", "drafting")
+POLICIES = ("admission", "batching", "drafting", "preemption")
 
 
 def request(ids, prompt, *, max_new_tokens=4, **options) -> Request:
@@ -49,6 +49,8 @@ class Guesses:
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
+
+    watched = True
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         return [self._chance.randint(1, 2) for _ in range(self._chance.randint(0, most))]
@@ -145,12 +147,18 @@ class ReferenceExecutor:
         self.users: Counter[int] = Counter()
         #: By slot.
         self.adapters = {0: 0}
+        #: Copies from the host's memory that have not arrived: of which step, slot and mark.
+        self.coming: list[tuple[int, int, int]] = []
+        self.arrived = 0
+        self.chance = random.Random(1)
+        self.restored = 0
 
     def launch(self, step: Step) -> list[int]:
         """Run a step; the tokens it samples, one for each sample of each work."""
         plan = step.plan
         for number in plan.freed.tolist():
             self.users.subtract(self.rows.pop(number).slots)
+        self._copy(plan)
         for slot, adapter, index in zip(
             plan.ready_slot.tolist(), plan.ready_adapter.tolist(), plan.ready_index, strict=True
         ):
@@ -170,6 +178,33 @@ class ReferenceExecutor:
             self._write(work, shared)
         return [token for work in works for token in self._sample_each(work, shared)]
 
+    def _copy(self, plan: StepPlan) -> None:
+        """First what goes out, at once; what comes in takes its time, unless it is waited for."""
+        base = self.scheduler.kv.total + 1
+        pairs = [*zip(plan.copy_from.tolist(), plan.copy_to.tolist(), strict=True)]
+        awaited = [plan.step - behind for behind in plan.awaited.tolist()]
+        # They arrive in order; some at once, some late.
+        if self.chance.random() < 0.5:
+            awaited.append(plan.step - self.chance.randint(0, 3))
+        self.arrived = max(self.arrived, *awaited, 0)
+        self._arrive()
+        out = [(self.memory[source], to) for source, to in pairs if source < base]
+        assert all(to >= base for _, to in out)
+        assert len({to for _, to in pairs}) == len(pairs)
+        self.memory.update((to, mark) for mark, to in out)
+        for source, to in pairs[len(out) :]:
+            assert source >= base > to, "what comes in stands behind what goes out"
+            assert self.users[to] == 0
+            self.coming.append((plan.step, to, self.memory[source]))
+            self.memory.pop(to, None)
+            self.restored += 1
+        self._arrive()
+
+    def _arrive(self) -> None:
+        while self.coming and self.coming[0][0] <= self.arrived:
+            _, to, mark = self.coming.pop(0)
+            self.memory[to] = mark
+
     def _check_adapters(self, plan: StepPlan, works: list[Work]) -> None:
         self.adapters |= zip(plan.put_slot.tolist(), plan.put_adapter.tolist(), strict=True)
         slots = plan.r_adapter.tolist() or [0] * len(works)
@@ -180,8 +215,10 @@ class ReferenceExecutor:
     def _add_row(self, number: int, ask: NewRow, prefix: list[int]) -> None:
         rows, request = self.scheduler.limits.max_rows, ask.request
         assert number == rows if request.probe else 0 <= number < rows
-        assert number not in self.rows, "a row with two sequences"
         sequence_id, count = request.sequence_ids[ask.stream], request.virtual_tokens
+        if before := self.rows.pop(number, None):
+            assert before.sequence_id == sequence_id, "a row with two sequences"
+            self.users.subtract(before.slots)
         virtual = [VIRTUAL - i for i in range(count)]
         tokens = [*virtual, *request.prompt, *ask.outputs]
         ready = [hash((request.adapter, i)) for i in range(count * request.virtual_kv)]
@@ -304,6 +341,8 @@ class Driver:
         self.waiting: dict[int, list[int]] = {}
         self.last_step: Step | None = None
         self._flying: tuple[Step, list[int]] | None = None
+        #: By step under way: the last one whose copies had arrived.
+        self.arrived: dict[int, int] = {}
 
     # -- what clients do -----------------------------------------------------------------------
 
@@ -352,6 +391,7 @@ class Driver:
         if step is not None:
             self.steps += 1
             self._flying = (step, self.executor.launch(step))
+            self.arrived[step.plan.step] = self.executor.arrived
         if previous is not None:
             self._settle(*previous)
         if self._flying is not None and not self.overlap:
@@ -397,7 +437,8 @@ class Driver:
     # -- what comes back -----------------------------------------------------------------------
 
     def _settle(self, step: Step, tokens: list[int]) -> None:
-        settled = self.scheduler.settle(step, tokens, self.now)
+        arrived = self.arrived.pop(step.plan.step)
+        settled = self.scheduler.settle(step, tokens, self.now, arrived=arrived)
         sampled = [sequence.id for sequence in step.sampled]
         assert settled.samples == sorted(set(settled.samples))
         for at, sequence_id, token in zip(

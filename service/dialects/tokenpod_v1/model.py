@@ -16,9 +16,6 @@ from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
-#: How tokens are drafted.
-_NGRAMS = "ngram"
-
 _KINDS = {
     AdapterKind.LORA: adapter_pb2.ADAPTER_KIND_LORA,
     AdapterKind.PROMPT: adapter_pb2.ADAPTER_KIND_PROMPT,
@@ -53,7 +50,8 @@ def model_of(serving: Serving) -> model_pb2.Model:
         adapter_count=len(adapters.loaded),
         max_adapters=adapters.slots,
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
-        draft_method=_NGRAMS if ready.speculate else "",
+        draft_method=ready.draft_method,
+        host_token_count=ready.host_slots,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -105,6 +103,9 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         oversized_request_count=ended.ignored,
         drafted_token_count=load.drafted_tokens,
         accepted_token_count=load.accepted_tokens,
+        fetched_token_count=load.fetched_tokens,
+        host_used_token_count=load.host_used_slots,
+        host_total_token_count=serving.ready.host_slots,
     )
 
 

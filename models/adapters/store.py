@@ -128,8 +128,8 @@ class AdapterStore:
     def _pieces(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Of a GPU's adapter pinned ones, so that their copies need not wait for the host.
 
-        While memory is being pinned nothing can be launched: as one piece an adapter would hold up
-        steps. What is unloaded leaves pieces that the next one takes.
+        Pinning takes the longer the more it is, within the driver, where launches of steps may have
+        to wait for it. What is unloaded leaves pieces that the next one takes.
         """
         parts = torch.split(numbers, _PIECE_BYTES // numbers.element_size())
         if self._device.type != "cuda":

@@ -29,6 +29,7 @@ def make_checkpoint(folder: Path, model: dict[str, Any]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, inner, vocabulary = (
         model[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
     )
@@ -45,7 +46,7 @@ def make_checkpoint(folder: Path, model: dict[str, Any]) -> None:
     }
 
     def draw(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 0.02).cpu()
+        return (torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.02).cpu()
 
     parts: list[dict[str, torch.Tensor]] = [
         {

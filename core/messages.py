@@ -246,8 +246,10 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     max_loaded_adapters: int = 128
     #: Where those lie that are loaded while serving.
     adapter_folder: str = ""
-    #: Adapters to load with the model: names and folders.
+    #: Adapters to load with the model: names and folders. With `lora_fuse` it is one, and its sums
+    #: are part of the model.
     adapters: list[tuple[str, str]] = []
+    lora_fuse: bool = False
     #: Who may join, by name (see scheduler/policies.py).
     admission: str = "exact"
     #: What a step holds, likewise; and TGI's numbers for "alternate".

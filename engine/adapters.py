@@ -1,6 +1,6 @@
 """The adapters of a pod: those that come with the model, and those that come and go while serving.
 
-    load    files read, checked and cut by every rank, each in a thread of its own
+    load    files read, checked and cut by every rank, in a thread beside its steps
             -> all have it and agree on its digest -> its name points to it
     unload  its name goes -> its last sequence ends -> every rank forgets it
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol
 
-from tokenpod.core.adapter_files import folder_within
+from tokenpod.core.adapter_files import CONFIG, digest_of, folder_within
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import (
     AdapterDone,
@@ -32,8 +32,10 @@ from tokenpod.core.messages import (
 )
 from tokenpod.core.outputs import FailureCode
 from tokenpod.core.rank_reads import RankRead
+from tokenpod.models.adapters.config import read_lora
 from tokenpod.models.adapters.store import AdapterStore, Space
 from tokenpod.models.errors import ModelError
+from tokenpod.models.fields import read_fields
 from tokenpod.scheduler.adapter_slots import AdapterSlots
 
 #: After so long every front end that lives has heard of an adapter's new version.
@@ -42,7 +44,9 @@ _HEARD_SECONDS = 5.0
 
 def space_of(options: EngineOptions) -> Space | None:
     """What is to be taken for adapters; None: there are none, and none can come."""
-    if not (options.max_adapters or options.adapters or options.adapter_folder):
+    if options.lora_fuse or not (
+        options.max_adapters or options.adapters or options.adapter_folder
+    ):
         return None
     return Space(options.max_adapters, options.max_adapter_rank)
 
@@ -50,9 +54,12 @@ def space_of(options: EngineOptions) -> Space | None:
 def read_given(store: AdapterStore | None, options: EngineOptions) -> list[AdapterFacts]:
     """Read this rank's part of the adapters that the operator named; numbers from 1.
 
-    Raises EngineError, naming the adapter.
+    One that is fused has number 0, as none: all requests have it. Raises EngineError, naming the
+    adapter.
     """
     found = []
+    if options.lora_fuse:
+        return [_fused(*options.adapters[0])]
     for number, (name, folder) in enumerate(options.adapters, start=1):
         assert store is not None, "settings take slots where adapters are given"
         try:
@@ -60,6 +67,16 @@ def read_given(store: AdapterStore | None, options: EngineOptions) -> list[Adapt
         except ModelError as error:
             raise EngineError(f"adapter {name}: {error}") from None
     return found
+
+
+def fused_folder(options: EngineOptions) -> Path | None:
+    """Of the adapter that is fused into the model; None: there is none."""
+    return Path(options.adapters[0][1]) if options.lora_fuse else None
+
+
+def _fused(name: str, folder: str) -> AdapterFacts:
+    rank = read_lora(read_fields(Path(folder) / CONFIG), whole=True).rank
+    return AdapterFacts(0, name, digest_of(Path(folder)), rank, 0)
 
 
 def read_one(store: AdapterStore, number: int, name: str, folder: str) -> AdapterFacts:
@@ -89,6 +106,28 @@ def read_below(
         return None, f"it can't be read ({type(error).__name__}: {error})"
 
 
+class Reader:
+    """A thread that reads adapters, one after the other.
+
+    Many at once would take as many cores from the step loop, and keep as many files in memory.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, read: Callable[[], None]) -> None:
+        """Run this behind what was submitted before."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+            self._thread.start()
+        self._wanted.put(read)
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.get()()
+
+
 class OwnAdapters:
     """A follower's: it reads and forgets as its leader says.
 
@@ -100,6 +139,7 @@ class OwnAdapters:
 
     def __init__(self, store: AdapterStore | None, root: str, rank: int) -> None:
         self._store, self._root, self._rank = store, root, rank
+        self._reader = Reader()
 
     def read(self, number: int, name: str, path: str, tell: Callable[[RankRead], None]) -> None:
         """See `follower.FollowerAdapters`."""
@@ -110,7 +150,7 @@ class OwnAdapters:
             facts, problem = read_below(store, self._root, number, name, path)
             tell(RankRead(self._rank, number, facts.digest if facts else "", problem))
 
-        threading.Thread(target=read, name="adapter", daemon=True).start()
+        self._reader.submit(read)
 
     def drop(self, number: int) -> None:
         """See `follower.FollowerAdapters`."""
@@ -183,7 +223,8 @@ class Adapters:
         self._leaving: dict[int, list[int]] = {}
         #: Old versions, and when nobody can ask for them any more.
         self._replaced: deque[tuple[float, int]] = deque()
-        #: What this rank's threads have read.
+        self._reader = Reader()
+        #: What it has read.
         self._reads: SimpleQueue[tuple[RankRead, AdapterFacts | None]] = SimpleQueue()
 
     @property
@@ -220,7 +261,7 @@ class Adapters:
             digest = facts.digest if facts is not None else ""
             self._reads.put((RankRead(0, number, digest, problem), facts))
 
-        threading.Thread(target=read, name="adapter", daemon=True).start()
+        self._reader.submit(read)
 
     def unload(self, wanted: UnloadAdapter) -> None:
         """Take an adapter's name away; `AdapterDone` follows once nobody has it any more."""

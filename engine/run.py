@@ -14,7 +14,7 @@ import torch
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions, Loading, Ready
-from tokenpod.engine.adapters import Adapters, OwnAdapters, read_given, space_of
+from tokenpod.engine.adapters import Adapters, OwnAdapters, fused_folder, read_given, space_of
 from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
@@ -160,6 +160,7 @@ def load(
         require_manifest=options.require_manifest,
         override=override,
         adapters=space_of(options),
+        fuse=fused_folder(options),
     )
     config = model.config
     adapters = read_given(model.adapters, options)

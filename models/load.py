@@ -181,6 +181,7 @@ def load_model(
     require_manifest: bool = False,
     override: Mapping[str, Any] | None = None,
     adapters: Space | None = None,
+    fuse: Path | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, or one rank's shard of it.
 
@@ -197,6 +198,7 @@ def load_model(
         require_manifest: refuse a folder without a manifest; one that is there is always checked.
         override: fields that replace those of config.json.
         adapters: what is taken for adapters; None: there are none.
+        fuse: folder of a LoRA adapter that is fused into the weights; None: there is none.
 
     Raises:
         ModelError: with one line for whatever is wrong with the folder, if ranks can't share the
@@ -208,7 +210,7 @@ def load_model(
     if not is_native(folder):
         tier = tier_of(folder, max_total_tokens, override)
         _check_length(tier.spec, max_total_tokens)
-        check_alone(tier.spec, shard, quantize, adapters)
+        check_alone(tier.spec, shard, quantize, adapters, fuse)
         with (
             Checkpoint(folder) as checkpoint,
             verified(folder, checkpoint.files, required=require_manifest, share=share),
@@ -219,7 +221,7 @@ def load_model(
     _check_length(spec, max_total_tokens)
     shard.check(spec)
     with (
-        Checkpoint(folder) as checkpoint,
+        _opened(folder, fuse) as checkpoint,
         verified(folder, checkpoint.files, required=require_manifest, share=share),
     ):
         layout = read_layout(
@@ -267,8 +269,21 @@ def load_model(
     )
 
 
+def _opened(folder: Path, fuse: Path | None) -> Checkpoint:
+    if fuse is None:
+        return Checkpoint(folder)
+    # Not above: the format's own library comes with it.
+    from tokenpod.models.adapters.fused import FusedCheckpoint
+
+    return FusedCheckpoint(folder, fuse)
+
+
 def check_alone(
-    facts: ModelFacts, shard: Shard, quantize: str | None, adapters: Space | None = None
+    facts: ModelFacts,
+    shard: Shard,
+    quantize: str | None,
+    adapters: Space | None = None,
+    fuse: Path | None = None,
 ) -> None:
     """Raise ModelError for what only families of ours can do."""
     name = facts.architecture
@@ -280,7 +295,7 @@ def check_alone(
         raise ModelError(
             f"quantize is {quantize}: {name} is computed by transformers, with weights as they are"
         )
-    if adapters is not None:
+    if adapters is not None or fuse is not None:
         raise ModelError(f"adapters: {name} is computed by transformers, and takes none")
 
 

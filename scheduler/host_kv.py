@@ -115,13 +115,12 @@ class HostKV:
         """Tokens that need not be computed, if the pool has the first `cached` ones."""
         return max(self._found(sequence, cached)[1], cached)
 
-    def begin(self, sequence: Sequence) -> None:
-        """Find and pin what is there behind the cached prefix of a sequence."""
+    def begin(self, sequence: Sequence, cached: int) -> None:
+        """Find and pin what is there behind the first positions, which need not be computed."""
         hosted = sequence.hosted
-        hosted.blocks, end = self._found(sequence, sequence.shared)
-        hosted.first = sequence.shared // self._block
-        hosted.end = sequence.shared
-        hosted.to_fetch = max(end - sequence.shared, 0)
+        hosted.blocks, end = self._found(sequence, cached)
+        hosted.first, hosted.end = cached // self._block, cached
+        hosted.to_fetch = max(end - cached, 0)
         if hosted.to_fetch < (1 if hosted.swapped else self._least):
             hosted.blocks, hosted.to_fetch = [], 0
         self.tier.pin(hosted.blocks)

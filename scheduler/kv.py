@@ -57,6 +57,8 @@ class KV:
         self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
         self.host = host
+        #: Slots of the tree that the next plan fills with what adapters have.
+        self.unfilled: set[int] = set()
         if host is not None:
             self.tree.spill = host.spill
 
@@ -78,12 +80,13 @@ class KV:
         """
         request, usable = sequence.request, sequence.inputs[:-1]
         if not self._caching or (request.prompt_logprobs and sequence.scored):
-            usable = usable[: request.virtual_tokens * request.virtual_kv]
+            usable = usable[: _ready(sequence)]
         node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
         if self.host is not None and sequence.owner is not Owner.PROBE:
-            self.host.begin(sequence)
+            # Virtual tokens that are ready are in the pool by the time it runs.
+            self.host.begin(sequence, max(length, _ready(sequence)))
 
     def place_virtual(self, sequence: Sequence) -> Slots:
         """Put virtual tokens whose keys and values are ready into the tree, as far as need be.
@@ -92,8 +95,7 @@ class KV:
 
         Returns [n] the slots of the last n of them, int64: whoever runs the next step fills them.
         """
-        request, node = sequence.request, sequence.node
-        virtual = request.virtual_tokens * request.virtual_kv
+        request, node, virtual = sequence.request, sequence.node, _ready(sequence)
         if sequence.shared >= virtual:
             return _NO_SLOTS
         assert node is not None
@@ -107,6 +109,9 @@ class KV:
         self.tree.unlock(found)
         self.tree.unlock(node)
         self._begin_after(sequence, end, virtual)
+        if not sequence.began_at:
+            sequence.cached += sequence.hosted.to_fetch
+        self.unfilled.update(slots.tolist())
         return slots
 
     def _take_slots(self, n: int, position: int) -> Slots:
@@ -125,6 +130,7 @@ class KV:
         if sequence.node is not None:
             return sequence.computed + sequence.hosted.to_fetch
         cached = self.tree.known(sequence.inputs[:-1], sequence.request.salt)
+        cached = max(cached, _ready(sequence))
         return cached if self.host is None else self.host.known(sequence, cached)
 
     def follow(self, sibling: Sequence, first: Sequence) -> None:
@@ -393,6 +399,8 @@ class KV:
     def _free(self, slots: Slots) -> None:
         if not len(slots):
             return
+        if self.unfilled:
+            self.unfilled.difference_update(slots.tolist())
         breaks = np.flatnonzero(np.diff(slots) != 1) + 1
         for run in np.split(slots, breaks):
             self._allocator.release_run(int(run[0]), len(run))
@@ -425,6 +433,11 @@ class KV:
     def _keep(self, sequence: Sequence, extents: list[Extent]) -> None:
         sequence.extents = extents
         self.table.tail[sequence.place] = extents[-1].at if extents else 0
+
+
+def _ready(sequence: Sequence) -> int:
+    """Virtual tokens before the prompt whose keys and values an adapter has."""
+    return sequence.request.virtual_tokens * sequence.request.virtual_kv
 
 
 def _covers(sequence: Sequence, position: int) -> bool:

@@ -252,7 +252,7 @@ class Scheduler:
             rows.take_fresh(),
             rows.take_freed(),
             self.adapters.take_puts(),
-            self.adapters.take_ready(),
+            self._ready(),
         )
 
     def settle(
@@ -402,6 +402,11 @@ class Scheduler:
         self._batcher.add_to(ledger)
         self._routed.add_to(ledger)
         return ledger
+
+    def _ready(self) -> list[tuple[int, int, int]]:
+        """What the next plan fills; what was evicted before it is somebody else's."""
+        unfilled, self.kv.unfilled = self.kv.unfilled, set()
+        return [token for token in self.adapters.take_ready() if token[0] in unfilled]
 
     def _requeue(self, samples: list[Sequence]) -> None:
         for sequence in samples:

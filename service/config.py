@@ -181,6 +181,8 @@ class ServerSettings(Settings):
     @property
     def resolved_adapters(self) -> int:
         """Adapters that running sequences can have at once."""
+        if self.lora_fuse:
+            return 0
         if self.max_adapters is not None:
             return self.max_adapters
         return min(len(named_adapters(self.lora_adapters)), _MOST_USUAL_ADAPTERS)

@@ -144,6 +144,8 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
             f"--lora-adapters names {len(named)}: at most --max-loaded-adapters, which is"
             f" {s.max_loaded_adapters}, are kept"
         )
+    if s.lora_fuse and len(named) != 1:
+        yield f"--lora-fuse is set: --lora-adapters must name one adapter, and names {len(named)}"
     if s.adapter_folder is not None and not s.adapter_folder.is_dir():
         yield f"--adapter-folder is {s.adapter_folder}: there is no such folder"
     if s.adapter_token_file is None:

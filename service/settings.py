@@ -103,6 +103,11 @@ class Settings(BaseSettings):
     `NAME=PATH,NAME=PATH@REVISION`: folders in PEFT's layout, or names that are looked up in the
     local Hugging Face cache. A place without a name is its own. TGI's variable LORA_ADAPTERS means
     the same."""
+    lora_fuse: bool = _model(False)
+    """Fuse the one LoRA adapter that lora-adapters names into the weights while they are read:
+    nothing is computed for it later, and all requests have it, whether they name it or none. Also
+    for what is not served beside others: adapters of experts, embedding and head, DoRA, whole
+    modules."""
     adapter_folder: Path | None = _model()
     """Folder below which AdapterService may load adapters; each pod of a group has its own."""
     max_loaded_adapters: int = _memory(128, ge=1, le=4096)

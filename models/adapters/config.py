@@ -26,6 +26,8 @@ _NEUTRAL = frozenset(
 )
 #: Fields that `read_lora` understands.
 _READ = frozenset({"r", "lora_alpha", "alpha_pattern", "use_rslora", "bias", "init_lora_weights"})
+#: Fields of what can only be fused.
+_WHOLE = frozenset({"use_dora", "modules_to_save"})
 #: Ways of initialising that leave the base's weights as they are.
 _INITIAL = (True, False, "gaussian", "eva", "orthogonal", "lora_ga")
 
@@ -63,11 +65,14 @@ class LoraConfig:
         return alpha / (rank**0.5 if self.by_root else rank)
 
 
-def read_lora(fields: Fields) -> LoraConfig:
-    """What a LoRA adapter's config says. Raises ModelError for fields that are not understood."""
+def read_lora(fields: Fields, *, whole: bool = False) -> LoraConfig:
+    """What a LoRA adapter's config says. Raises ModelError for fields that are not understood.
+
+    `whole`: it is fused into its base, so what changes whole weights is understood too.
+    """
     fields.only("bias", "none", "all", "lora_only")
     fields.only("init_lora_weights", *_INITIAL)
-    _refuse_others(fields)
+    _refuse_others(fields, _WHOLE if whole else frozenset())
     patterns = _numbers(fields, "alpha_pattern")
     return LoraConfig(
         source=fields.source,
@@ -80,16 +85,16 @@ def read_lora(fields: Fields) -> LoraConfig:
     )
 
 
-def _refuse_others(fields: Fields) -> None:
+def _refuse_others(fields: Fields, also: frozenset[str]) -> None:
     for name, value in fields.values.items():
         # What is null, false or empty asks for nothing.
-        if name in _NEUTRAL or name in _READ or not value:
+        if name in _NEUTRAL or name in _READ or name in also or not value:
             continue
         shown = repr(value)[:80]
         if name == "modules_to_save":
             raise ModelError(
                 f"{fields.source}: modules_to_save is {shown}: whole modules of an adapter are not"
-                " served (`tokenpod convert --lora` merges them into a checkpoint)"
+                " served beside others (--lora-fuse serves one that is fused into its base)"
             )
         raise ModelError(f"{fields.source}: {name} is {shown}, which is not supported")
 

@@ -27,6 +27,9 @@ from tokenpod.models.weights import Weight
 
 Ints = npt.NDArray[np.int32]
 
+#: A power of two, as torch's allocator of pinned memory would make of it.
+_PIECE_BYTES = 2 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Space:
@@ -44,15 +47,16 @@ class Packed:
 
     rank: int
     digest: str
-    #: [rows, numbers] as `targets.slot_shape`, without ranks that it does not have.
-    numbers: torch.Tensor
+    #: One behind the other: [rows, numbers] as `targets.slot_shape`, without ranks that it does not
+    #: have.
+    pieces: tuple[torch.Tensor, ...]
     kind: AdapterKind = AdapterKind.LORA
     virtual_tokens: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes on the host."""
-        return self.numbers.nbytes
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 class AdapterStore:
@@ -111,9 +115,7 @@ class AdapterStore:
         if isinstance(adapter, Virtual):
             return adapter
         shape = slot_shape(self._base.products.values(), adapter.rank)
-        # Pinned, so that its copy to a GPU need not wait for the host.
-        pinned = self._device.type == "cuda"
-        numbers = torch.zeros(shape, dtype=self._base.dtype, pin_memory=pinned)
+        numbers = torch.zeros(shape, dtype=self._base.dtype)
         views = self._views(numbers[None])
         for name, factors in adapter.products.items():
             weights, rank = views[name], factors.up.shape[1]
@@ -121,7 +123,18 @@ class AdapterStore:
             weights.up[0, :rank] = factors.up.t()
             if weights.bias is not None and factors.bias is not None:
                 weights.bias[0] = factors.bias
-        return Packed(adapter.rank, adapter.digest, numbers)
+        return Packed(adapter.rank, adapter.digest, self._pieces(numbers.view(-1)))
+
+    def _pieces(self, numbers: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of a GPU's adapter pinned ones, so that their copies need not wait for the host.
+
+        Pinning takes the longer the more it is, within the driver, where launches of steps may have
+        to wait for it. What is unloaded leaves pieces that the next one takes.
+        """
+        parts = torch.split(numbers, _PIECE_BYTES // numbers.element_size())
+        if self._device.type != "cuda":
+            return tuple(parts)
+        return tuple(torch.empty_like(part, pin_memory=True).copy_(part) for part in parts)
 
     def keep(self, number: int, adapter: Packed | Virtual) -> None:
         """Know an adapter by its number from now on."""
@@ -137,7 +150,10 @@ class AdapterStore:
         """Put an adapter into a slot, from 1, in the order of the device's queue."""
         adapter, at = self._read[number], slot - 1
         assert isinstance(adapter, Packed), "virtual tokens have no slots"
-        self._slots[at, : len(adapter.numbers)].copy_(adapter.numbers, non_blocking=True)
+        room, start = self._slots[at].view(-1), 0
+        for piece in adapter.pieces:
+            room[start : start + len(piece)].copy_(piece, non_blocking=True)
+            start += len(piece)
         self._ranks[at : at + 1].fill_(adapter.rank)
 
     # -- virtual tokens ------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tokenpod.models.weights import Source, Weight
 
 _ALIGNMENT = 16
 
-_EXPERTS = "experts are adapted only if an adapter is fused into the base at load"
+_EXPERTS = "experts are adapted only if an adapter is fused into the base at load (--lora-fuse)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ def lone_options(
         max_loaded_adapters=settings.max_loaded_adapters,
         adapter_folder=str(settings.adapter_folder or ""),
         adapters=list(adapters),
+        lora_fuse=settings.lora_fuse,
         admission=settings.admission,
         batching=settings.batching,
         waiting_served_ratio=settings.resolved_waiting_served_ratio,

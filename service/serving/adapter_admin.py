@@ -60,6 +60,7 @@ class AdapterAdmin:
         Raises InvalidArgument, ResourceExhausted or Unavailable; then nothing has changed.
         """
         self._admission.check_open()
+        self._check_open()
         _check_name(name)
         self._check_path(path)
         match = _DIGEST.fullmatch(digest)
@@ -78,12 +79,17 @@ class AdapterAdmin:
         self._serving.adapters.find(name)
         if not name:
             raise InvalidArgument("name", "is empty")
+        self._check_open()
         # Requests that come from here on must not reach the engine behind the adapter's end.
         self._serving.adapters.remove(name)
         client = self._serving.client
         done = await client.change_adapters(UnloadAdapter(client.new_op(), name))
         if done.failure is not None:
             raise _error(done, "name")
+
+    def _check_open(self) -> None:
+        if self._serving.settings.lora_fuse:
+            raise FailedPrecondition("an adapter is fused into the model: none comes or goes")
 
     def _check_path(self, path: str) -> None:
         root = self._serving.settings.adapter_folder

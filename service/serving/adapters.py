@@ -73,9 +73,10 @@ class Adapters:
 def with_adapter(request: Request, adapter: AdapterFacts | None) -> Request:
     """The same request with an adapter, if it has one.
 
-    Its cached prefixes are shared with requests of the same adapter alone, and of this version.
+    Its cached prefixes are shared with requests of the same adapter alone, and of this version. One
+    that is fused into the model is every request's.
     """
-    if adapter is None:
+    if adapter is None or not adapter.number:
         return request
     return structs.replace(
         request,

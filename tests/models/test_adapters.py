@@ -11,6 +11,7 @@ from golden_kinds import MAX_POSITIONS
 from lora_folders import merge, write_lora
 from safetensors.torch import load_file, save_file
 
+from tokenpod.models.adapters import store
 from tokenpod.models.adapters.store import Space
 from tokenpod.models.adapters.targets import slot_numbers
 from tokenpod.models.errors import ModelError
@@ -171,6 +172,19 @@ def test_biases_take_the_place_of_the_bases(family, golden, schedule, text, tmp_
     torch.testing.assert_close(
         logprobs(model, schedule, text(6), 1), wanted, rtol=0, atol=TOLERANCE
     )
+
+
+def test_an_adapter_comes_in_pieces(golden, schedule, text, tmp_path, monkeypatch):
+    base = golden("llama").folder
+    lora = write_lora(tmp_path / "a", base, modules_of("llama"), rank_pattern={"x": 3})
+    whole, model = load(base, Space(1, 8)), load(base, Space(1, 8))
+    put(whole, lora.folder)
+    monkeypatch.setattr(store, "_PIECE_BYTES", 4096)
+    put(model, lora.folder)
+    (one,), pieces = whole.adapters._read[1].pieces, model.adapters._read[1].pieces
+    assert len(pieces) > 2
+    assert torch.equal(torch.cat(pieces), one)
+    assert torch.equal(model.adapters._slots, whole.adapters._slots)
 
 
 def test_a_slot_forgets_what_was_there(golden, schedule, text, tmp_path):

@@ -240,8 +240,10 @@ def life(seed, admission, turned, preemption):
         admission=ADMISSIONS[admission],
         batching=batching(turned, max_waiting_tokens=3),
         preemption=PREEMPTIONS[preemption](8),
+        adapters=frozenset({1, 2}),
         **drafts,
     )
+    virtual = {1: {"virtual_tokens": 3}, 2: {"virtual_tokens": 5, "virtual_kv": True}}
     texts = [[1] * 30, [1, 2] * 15, [2, 2, 1] * 10]
     ids = op = 0
     for _ in range(100):
@@ -250,13 +252,16 @@ def life(seed, admission, turned, preemption):
             n = chance.choice([1, 1, 1, 2, 3])
             ids += n
             prompt = chance.choice(texts)[: chance.randint(1, 20)]
+            adapter = chance.choice([0, 0, 0, 0, 1, 2])
             driver.submit(
                 request(
                     range(ids - n + 1, ids + 1),
                     prompt,
                     max_new_tokens=chance.choice([1, 2, 5, 12]),
                     drafts=most,
-                    salt=chance.choice(["", "", "tenant"]),
+                    salt=chance.choice(["", "", "tenant"]) + str(adapter or ""),
+                    adapter=adapter,
+                    **virtual.get(adapter, {}),
                     prompt_logprobs=chance.random() < 0.1,
                     priority=chance.randint(0, 1),
                 )
@@ -280,7 +285,7 @@ def life(seed, admission, turned, preemption):
 @pytest.mark.parametrize("admission", ADMISSIONS)
 def test_nothing_is_lost_or_mixed_up(admission, preemption):
     restored = 0
-    for seed in range(2):
+    for seed in range(4):
         driver = life(seed, admission, ["mixed", "alternate"][seed % 2], preemption)
         restored += driver.executor.restored
     assert restored > 0

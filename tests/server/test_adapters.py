@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +357,26 @@ def test_two_ranks_adapt_what_one_does(adapters: dict[str, Any], expected: dict[
         assert pod.stop() == 0
 
 
+def test_one_that_is_fused_is_every_requests(
+    adapters: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """On two ranks; naming it is as good as naming none."""
+    folder = adapters["sql"].folder.parent
+    flags = ("--num-shard", "2", "--lora-fuse", "--lora-adapters", named({"sql": adapters["sql"]}))
+    with serve(*FLAGS, *flags, *changing(folder), env=ENV) as pod:
+        stub, admin = GenerationServiceStub(pod.channel()), AdapterServiceStub(pod.channel())
+        assert tokens(stub, "") == tokens(stub, "sql") == expected["sql"]
+        refused(grpc.StatusCode.NOT_FOUND, tokens, stub, "law")
+        assert [(each.name, each.lora_rank) for each in all_adapters(pod)] == [("sql", 4)]
+        for change in (partial(load, admin, "law", "law"), partial(unload, admin, "sql")):
+            error = refused(grpc.StatusCode.FAILED_PRECONDITION, change)
+            assert "an adapter is fused into the model: none comes or goes" in str(error.details())
+        assert tokens(stub, "sql") == expected["sql"]
+        assert pod.stop() == 0
+
+
 BROKEN = {
+    "two to fuse": ("a=/a,b=/b --lora-fuse", "--lora-adapters must name one adapter, and names 2"),
     "no folder": ("x=/no/such/folder", "--lora-adapters names x: there is no folder"),
     "no adapter": (f"x={DEMO}", "has no adapter_config.json"),
     "twice": ("x=/a,x=/b", "--lora-adapters is x=/a,x=/b: x is named twice"),
@@ -367,7 +387,7 @@ BROKEN = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_no_adapter_ends_the_start_with_one_line(case: str) -> None:
     flag, said = BROKEN[case]
-    with serve("--lora-adapters", flag, wait=False) as pod:
+    with serve("--lora-adapters", *flag.split(" "), wait=False) as pod:
         assert pod.process.wait(60) in (1, 2)
         assert said in pod.log.read_text()
 

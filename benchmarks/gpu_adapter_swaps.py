@@ -1,0 +1,290 @@
+"""Streams while adapters are loaded: what a set of LoRA adapters costs those who are served.
+
+    python -P benchmarks/gpu_adapter_swaps.py            8B shape, 100 adapters of 42 MB, H200
+    python -P benchmarks/gpu_adapter_swaps.py --cpu      a tiny shape, to try the script
+
+A real engine process over its own link: 64 streams (--streams) of 1,024 tokens of context decode
+while 100 adapters (--adapters, rank 8 on all products: 4.2 GB) are loaded from files one after the
+other (--at-once more), and as long again without. Each pair begins with the same prompts, cached.
+What is told of each pair: p50, p99 and the longest of the gaps between a stream's tokens, by the
+engine's clock, and what the load took.
+
+    aim: the median of five pairs' ratios of p99 is at most 1.10
+
+An H200 is meant to take two minutes for all: half of that to write 20 GB and to start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu_constraints import LLAMA_8B
+from gpu_serve import make_checkpoint
+
+from tokenpod.core.link import Link
+from tokenpod.core.messages import (
+    Abort,
+    AdapterDone,
+    Broken,
+    EngineOptions,
+    FromEngine,
+    LoadAdapter,
+    Ready,
+    UnloadAdapter,
+)
+from tokenpod.core.outputs import StepOutputs
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import SamplingParams
+
+TINY = LLAMA_8B | {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+#: Steps after a stream's first that do not count: prompts of others are in them.
+SETTLING = 20
+
+
+def make_adapters(folder: Path, model: dict[str, Any], count: int, rank: int) -> int:
+    """Adapters on all products, of one rank and of different numbers; bytes of one."""
+    hidden, inner = model["hidden_size"], model["intermediate_size"]
+    query, key = (
+        model[name] * model["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    shapes = {
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    tensors = {}
+    for layer in range(model["num_hidden_layers"]):
+        for name, (outputs, inputs) in shapes.items():
+            stem = f"base_model.model.model.layers.{layer}.{name}"
+            draw = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
+            for end, shape in draw.items():
+                tensors[f"{stem}.{end}.weight"] = (torch.randn(shape) * 0.01).to(torch.bfloat16)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    first = next(iter(tensors))
+    for number in range(count):
+        own = folder / f"a{number}"
+        own.mkdir(parents=True)
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+        (own / "adapter_config.json").write_text(json.dumps(config))
+        tensors[first][0, 0] = number / 100
+        save_file(tensors, own / "adapter_model.safetensors")
+    return size
+
+
+class Engine:
+    """An engine process and the link to it."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "tokenpod.engine.process", str(theirs.fileno())]
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.link: Link[FromEngine] = Link(ours, FromEngine)
+        self.link.send(options)
+        self.done: dict[int, AdapterDone] = {}
+        #: Nanoseconds of each sequence's tokens.
+        self.times: dict[int, list[int]] = {}
+        self.next = 1
+
+    def ready(self) -> Ready:
+        """Wait until it is."""
+        while True:
+            for message in self.link.receive(None):
+                if isinstance(message, Ready):
+                    return message
+                if isinstance(message, Broken):
+                    raise SystemExit(message.message)
+
+    def hear(self, seconds: float = 0.05) -> None:
+        """Take what has come."""
+        for message in self.link.receive(seconds):
+            if isinstance(message, Broken):
+                raise SystemExit(message.message)
+            if isinstance(message, AdapterDone):
+                self.done[message.op] = message
+            elif isinstance(message, StepOutputs):
+                assert not message.failures, message.failures[0].message
+                for sequence in set(message.sequence_ids):
+                    self.times.setdefault(sequence, []).append(message.at)
+
+    def number(self) -> int:
+        """One that was not given before."""
+        self.next += 1
+        return self.next
+
+    def begin(self, streams: int, context: int, new: int) -> list[int]:
+        """Start streams, and wait until all have had some tokens."""
+        numbers = [self.number() for _ in range(streams)]
+        for at, number in enumerate(numbers):
+            prompt = [(at * 131 + i * 7) % 500 for i in range(context)]
+            stopping = StoppingParams(max_new_tokens=new)
+            self.link.send(Request([number], prompt, SamplingParams(), stopping))
+        while any(len(self.times.get(number, ())) < SETTLING for number in numbers):
+            self.hear()
+        return numbers
+
+    def end(self, numbers: list[int], since: int) -> np.ndarray:
+        """Abort streams; the gaps since a moment of the engine's clock, in milliseconds."""
+        self.link.send(Abort(numbers))
+        self.hear(0.2)
+        gaps = [
+            (after - before) / 1e6
+            for number in numbers
+            for before, after in pairwise(self.times.pop(number))
+            if before >= since
+        ]
+        return np.array(gaps)
+
+    def load(self, count: int, at_once: int) -> float:
+        """Load adapters from their folders, so many at a time; seconds."""
+        began, under_way = time.perf_counter(), set[int]()
+        for at in range(count):
+            op = self.number()
+            self.link.send(LoadAdapter(op, f"new{at}", f"a{at}"))
+            under_way.add(op)
+            while len(under_way) >= at_once:
+                self.hear()
+                under_way -= self.done.keys()
+        while under_way:
+            self.hear()
+            under_way -= self.done.keys()
+        problems = [done.message for done in self.done.values() if done.message]
+        assert not problems, problems[0]
+        return time.perf_counter() - began
+
+    def unload(self, count: int) -> None:
+        """Forget them again."""
+        ops = {self.number(): f"new{at}" for at in range(count)}
+        for op, name in ops.items():
+            self.link.send(UnloadAdapter(op, name))
+        while not ops.keys() <= self.done.keys():
+            self.hear()
+
+    def close(self) -> None:
+        """End the process."""
+        self.link.close()
+        self.process.wait(60)
+
+
+def measured(engine: Engine, asked: argparse.Namespace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The gaps of each pair, without loads and with."""
+    for pair in range(asked.pairs):
+        streams = engine.begin(asked.streams, asked.context, asked.new)
+        since = time.monotonic_ns()
+        took = engine.load(asked.adapters, asked.at_once)
+        loaded = engine.end(streams, since)
+        engine.unload(asked.adapters)
+        streams = engine.begin(asked.streams, asked.context, asked.new)
+        since = time.monotonic_ns()
+        while time.monotonic_ns() - since < took * 1e9:
+            engine.hear()
+        alone = engine.end(streams, since)
+        ratio = np.percentile(loaded, 99) / np.percentile(alone, 99)
+        print(
+            f"pair {pair + 1}: load {took:5.2f} s;  without {_told(alone)};  with {_told(loaded)};"
+            f"  p99 x {ratio:.3f}",
+            flush=True,
+        )
+        yield alone, loaded
+
+
+def _told(gaps: np.ndarray) -> str:
+    p50, p99 = np.percentile(gaps, (50, 99))
+    return f"p50 {p50:6.2f} p99 {p99:6.2f} most {gaps.max():6.2f} ms ({len(gaps)})"
+
+
+def options_of(asked: argparse.Namespace, folder: Path) -> EngineOptions:
+    """For the engine."""
+    return EngineOptions(
+        model_folder=str(folder / "model"),
+        dtype=None,
+        device="cpu" if asked.cpu else "cuda",
+        threads=1 if asked.cpu else 0,
+        max_batch_size=asked.streams,
+        max_batch_prefill_tokens=4096,
+        max_total_tokens=asked.context + asked.new + 1,
+        max_batch_total_tokens=asked.streams * (asked.context + asked.new) if asked.cpu else None,
+        max_adapters=asked.slots,
+        max_adapter_rank=asked.rank,
+        max_loaded_adapters=asked.adapters + 1,
+        adapter_folder=str(folder / "adapters"),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--cpu", action="store_true", help="a tiny shape on the CPU")
+    parser.add_argument("--adapters", type=int, default=100)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--at-once", type=int, default=1, help="loads that are asked for at a time")
+    parser.add_argument("--folder", default=None, help="where files go; a temporary one if not set")
+    asked = parser.parse_args()
+    #: Tokens of a stream at most: a pair must end before its streams do.
+    asked.new = 20_000 if asked.cpu else 6000
+    model = TINY if asked.cpu else LLAMA_8B
+    model = model | {"max_position_embeddings": asked.context + asked.new + 1}
+    folder = Path(tempfile.mkdtemp(dir=asked.folder))
+    try:
+        began = time.perf_counter()
+        make_checkpoint(folder / "model", model)
+        size = make_adapters(folder / "adapters", model, asked.adapters, asked.rank)
+        print(
+            f"{asked.adapters} adapters of {size / 1e6:.1f} MB; files written in"
+            f" {time.perf_counter() - began:.0f} s",
+            flush=True,
+        )
+        engine = Engine(options_of(asked, folder))
+        ready = engine.ready()
+        print(
+            f"engine ready after {ready.load_seconds:.0f} + {ready.warmup_seconds:.0f} s,"
+            f" {ready.slots} KV slots",
+            flush=True,
+        )
+        # Prompts are cached from here on.
+        engine.end(engine.begin(asked.streams, asked.context, asked.new), 0)
+        ratios = [
+            float(np.percentile(loaded, 99) / np.percentile(alone, 99))
+            for alone, loaded in measured(engine, asked)
+        ]
+        print(f"median of {len(ratios)} pairs: p99 x {statistics.median(ratios):.3f}  aim 1.10")
+        engine.close()
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

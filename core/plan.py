@@ -84,7 +84,6 @@ class Counts(NamedTuple):
             + self.given * self.width
             + 2 * (self.puts + self.soft)
             + 3 * self.ready
-            + 2 * self.puts
             + self.awaited
         )
 

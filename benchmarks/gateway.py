@@ -6,6 +6,9 @@ Both ways lead to the same pods; docs/openai.md says how to start them. Chats go
 of them one way, as many the other way, `--concurrency` at once, and so on; then some one by one,
 each way in turn, for the latency of the first text. What other programs do to the machine falls on
 both alike. No two chats begin alike, so that none finds another's prompt in the cache.
+
+With --pod-pids and --gateway-pid it also says what a chat costs them in processor time, which does
+not depend on what else runs: so it tells what the gateway takes where it has cores of its own.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import random
 import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,6 +33,7 @@ from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import Gener
 
 #: Runs one chat; seconds until its first text.
 Chat = Callable[[str], Awaitable[float]]
+_TICKS = os.sysconf("SC_CLK_TCK")
 _QUESTION = "Write a function that sums a list of numbers, and skips those that are negative. "
 
 
@@ -102,9 +108,13 @@ async def run(options: argparse.Namespace) -> None:
     for chat in ways.values():
         await asyncio.gather(*(chat(next(texts)) for _ in range(options.concurrency)))
     rates: dict[str, list[float]] = {name: [] for name in ways}
+    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(options.requests // options.round):
         for name in sorted(ways, reverse=bool(turn % 2)):
+            pods, other = processor(options.pod_pids), processor(options.gateway_pid)
             rates[name].append(await throughput(ways[name], texts, options))
+            pods, other = processor(options.pod_pids) - pods, processor(options.gateway_pid) - other
+            costs[name].append((1e3 * pods / options.round, 1e3 * other / options.round))
         print(f"round {turn}: " + ", ".join(f"{n} {r[-1]:.1f} chats/s" for n, r in rates.items()))
     first: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(options.alone):
@@ -112,10 +122,24 @@ async def run(options: argparse.Namespace) -> None:
             first[name].append(1e3 * await ways[name](next(texts)))
     for name in ways:
         print(f"{name}: {_spread(rates[name])} chats/s; first text alone {_spread(first[name])} ms")
+        of_pods, of_gateway = (list(each) for each in zip(*costs[name], strict=True))
+        print(f"  processor for a chat, ms: pods {_spread(of_pods)}, gateway {_spread(of_gateway)}")
     shares = [b / a for a, b in zip(rates["own"], rates["gateway"], strict=True)]
     added = [b - a for a, b in zip(first["own"], first["gateway"], strict=True)]
     print(f"through the gateway: {_spread(shares)} of the throughput, first text", end=" ")
     print(f"{_spread(added)} ms later")
+
+
+def processor(pids: Sequence[int]) -> float:
+    """Seconds that these processes and their children have had of a processor."""
+    spent, found = 0.0, list(pids)
+    while found:
+        pid = found.pop()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        spent += (int(fields[11]) + int(fields[12])) / _TICKS
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        found += [int(each) for task in tasks for each in (task / "children").read_text().split()]
+    return spent
 
 
 def _spread(values: list[float]) -> str:
@@ -127,6 +151,8 @@ def _spread(values: list[float]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pods", nargs="+", default=["127.0.0.1:50051"])
+    parser.add_argument("--pod-pids", nargs="*", type=int, default=[])
+    parser.add_argument("--gateway-pid", nargs="*", type=int, default=[])
     parser.add_argument("--gateway", default="127.0.0.1:8000")
     parser.add_argument("--requests", type=int, default=1000, help="each way")
     parser.add_argument("--round", type=int, default=50, help="of them in a turn")

@@ -22,6 +22,8 @@ MIB = 1 << 20
 
 #: Tokens that are kept together in the host's memory.
 BLOCK = 64
+#: Pieces of a GPU's memory through which copies to the host's and from it go, and their bytes.
+STAGING_PIECES, STAGING_BYTES = 5, 64 * MIB
 
 #: Bytes of a number.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
@@ -346,8 +348,12 @@ def _reserve(
         )
     if options.device == "cpu":
         return {"processes": _CPU_PROCESSES, "largest step": step, **adapters}
+    copies = {}
+    if options.host_kv_bytes:
+        copies["copies to the host"] = STAGING_PIECES * STAGING_BYTES
     return {
         **adapters,
+        **copies,
         "CUDA context": _CUDA_CONTEXT,
         "largest step": step,
         "gaps between tensors": step // GAPS,

@@ -193,7 +193,8 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
-    #: Tokens that a step may draft for a sequence, and what finds them: "ngram" or "draft_model".
+    #: Tokens that a step may draft for a sequence, and what finds them: "ngram", "draft_model"
+    #: or "eagle3".
     speculate: int = 0
     draft_method: str = ""
     #: Tokens whose keys and values the host's memory holds.

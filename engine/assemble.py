@@ -10,7 +10,7 @@ from tokenpod.core.capability import eight_bits_problem
 from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts, widened
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
-from tokenpod.engine.draft import Draft, draft_of
+from tokenpod.engine.draft import Draft, DraftModel, draft_of
 from tokenpod.engine.executor import Executor
 from tokenpod.engine.first_steps import run_worst_steps, warm_copies, warm_up
 from tokenpod.engine.host_executor import HostExecutor
@@ -67,7 +67,7 @@ def assemble(
     positions: int,
     device: torch.device,
     group: Group | None = None,
-    draft: LoadedModel | None = None,
+    draft: DraftModel | None = None,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -100,7 +100,7 @@ def _on_host(
     positions: int,
     device: torch.device,
     group: Group | None,
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
@@ -167,7 +167,7 @@ def _on_device(
     positions: int,
     device: torch.device,
     group: Group | None,
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
@@ -296,7 +296,7 @@ def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) 
 
 
 def _draft(
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
     model: LoadedModel,
     options: EngineOptions,
     slots: int,
@@ -309,7 +309,7 @@ def _draft(
 
 
 def make_pool(
-    model: LoadedModel,
+    model: LoadedModel | DraftModel,
     slots: int,
     device: torch.device,
     dtype: torch.dtype | None = None,

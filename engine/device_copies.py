@@ -20,15 +20,15 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
+from tokenpod.core.capacity import STAGING_BYTES, STAGING_PIECES
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.host_copies import HostCopies
 from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.slots import SlotRows
 
-#: Bytes of a piece of staging memory, about; pieces for what goes out, besides one for the rest.
-PIECE_BYTES = 64 << 20
-PIECES = 4
+#: Pieces of staging memory for what goes out; what comes in has one.
+PIECES = STAGING_PIECES - 1
 
 
 class DeviceCopies(HostCopies):
@@ -51,7 +51,7 @@ class DeviceCopies(HostCopies):
         self._pieces: list[torch.Tensor] = []
         if host is not None:
             slot_bytes = host.rows.shape[1]
-            piece = min(max(PIECE_BYTES // slot_bytes, 1), host.slots)
+            piece = min(max(STAGING_BYTES // slot_bytes, 1), host.slots)
             shape = (PIECES + 1, piece, slot_bytes)
             self._pieces = [*torch.empty(shape, dtype=torch.uint8, device=device)]
             #: When each piece that things go out by is free again.

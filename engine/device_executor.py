@@ -90,7 +90,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         self._unknown: Unknown | None = None
         if draft is not None:
-            self._tiles = BothTiles(self._tiles, draft.model.prepare_capture(rows))
+            self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
             self._proposals = Proposals(
                 draft,
                 sampler,
@@ -254,9 +254,11 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _computed(self, batch: ForwardBatch, integers: Integers) -> torch.Tensor:
         """A captured step: logits, and the tokens of rows that are greedy."""
-        hidden = self._model.forward(batch, self._pool)
-        if self._draft is not None:
-            self._draft.follow(self._of_draft(batch, integers))
+        if self._draft is None:
+            hidden = self._model.forward(batch, self._pool)
+        else:
+            own = self._of_draft(batch, integers)
+            hidden = self._draft.compute(self._model, batch, self._pool, own)
         logits = self._model.logits(hidden, batch)
         firsts = logits[: len(integers.sample_row)]
         tokens = self._sampler.begin(firsts, integers.sample_row, integers.sample_position)

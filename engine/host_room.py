@@ -7,6 +7,7 @@ import torch
 from tokenpod.core.capacity import BLOCK, host_slots
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
+from tokenpod.engine.draft import DraftModel
 from tokenpod.engine.memory import free_memory, size
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.host_pool import HostPool
@@ -32,7 +33,7 @@ def make_host_pool(
     dtype: torch.dtype,
     device: torch.device,
     group: Group | None,
-    draft: LoadedModel | None = None,
+    draft: DraftModel | None = None,
 ) -> HostPool | None:
     """This rank's part of `--host-kv-bytes`; None: there is none.
 

@@ -30,6 +30,7 @@ from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
+from tokenpod.models.eagle import is_eagle
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.scheduler.drafting import Drafting, DraftSource, ModelDrafts
@@ -97,7 +98,9 @@ def _method(options: EngineOptions) -> str:
     """What finds drafts; empty: nothing does."""
     if not options.speculate:
         return ""
-    return "ngram" if options.draft_folder is None else "draft_model"
+    if options.draft_folder is None:
+        return "ngram"
+    return "eagle3" if is_eagle(Path(options.draft_folder)) else "draft_model"
 
 
 def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:

@@ -210,9 +210,10 @@ class StepExecutor(ABC, Generic[S]):
         batch = self._batch(integers, self._ragged(host, plan))
         if plan.embeds:
             batch = replace(batch, given=self._given(plan))
-        hidden = self._model.forward(batch, self._pool)
-        if self._draft is not None:
-            self._draft.follow(batch)
+        if self._draft is None:
+            hidden = self._model.forward(batch, self._pool)
+        else:
+            hidden = self._draft.compute(self._model, batch, self._pool, batch)
         scored = {
             at: self._score_prompt(following, hidden, batch, at)
             for at, following in scored_rows(plan)

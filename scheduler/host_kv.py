@@ -162,6 +162,11 @@ class HostKV:
         """Whether copies come in of which nobody knows that they have arrived."""
         return bool(self._flying)
 
+    @property
+    def issued(self) -> bool:
+        """Whether no copies wait for a plan that comes in with them."""
+        return not self._in
+
     def land(self, step: int) -> list[Sequence]:
         """The copies of steps up to this one have arrived, or are waited for by the next step.
 

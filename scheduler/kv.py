@@ -82,8 +82,7 @@ class KV:
         node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
-        # A router's are computed when it says so, and a probe's at once.
-        if self.host is not None and sequence.owner is Owner.BATCHER:
+        if self.host is not None and sequence.owner is not Owner.PROBE:
             self.host.begin(sequence)
 
     def place_virtual(self, sequence: Sequence) -> Slots:

@@ -107,7 +107,7 @@ class Scheduler:
             self._drafting,
             swaps=lambda sequence: preemption.swaps(sequence, self._alive(sequence.request)),
         )
-        self._routed = Routed(self.forced, self._drafting)
+        self._routed = Routed(self._rows, self.forced, self._drafting)
         self._probes = Probes(self.kv, self._rows)
         planners: dict[Owner, Planner] = {
             Owner.BATCHER: self._batcher,
@@ -237,6 +237,7 @@ class Scheduler:
             # There is nothing else to compute: the step waits for the copies.
             self._land(host, self._steps + 1)
             self._plan(builder)
+            assert host.issued or not builder.empty, "copies to slots that may have gone"
         if builder.empty:
             self._rested = self._rested or not self._under_way
             return None

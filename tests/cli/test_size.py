@@ -140,6 +140,18 @@ def test_what_8_bits_take_is_what_the_loader_needs():
         assert told_here(demo, "int8").weight_bytes(world, 2) == needed
 
 
+def test_the_hosts_memory_holds_tokens_besides(big: Path):
+    plain = answer("--model-id", big, "--gpu", "h200")
+    found = answer("--model-id", big, "--gpu", "h200", "--host-kv-bytes", 64 << 30)
+    assert (plain["host_slots"], found["host_slots"]) == (0, (64 << 30) // (128 << 10))
+    assert found["reserve_bytes"]["copies_to_the_host"] == 320 << 20
+    # Two ranks of a pod share it, and each has half of a token.
+    halves = answer(
+        "--model-id", big, "--gpu", "h200", "--host-kv-bytes", 64 << 30, "--num-shard", 2
+    )
+    assert halves["host_slots"] == found["host_slots"]
+
+
 def test_a_draft_model_takes_its_weights_and_a_part_of_each_slot(big: Path):
     plain, alone = (answer("--model-id", name, "--gpu", "h200") for name in (big, "demo"))
     drafts = ("--speculate", 4, "--max-total-tokens", 2048)

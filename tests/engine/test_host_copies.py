@@ -39,7 +39,7 @@ def made(kind, device, copies_of):
         numbers.copy_(torch.randint(0, 256, numbers.shape, dtype=torch.uint8))
     slot_bytes = KVPool.bytes_per_slot(layouts=layouts, dtype=dtype)
     host = HostPool(HOST_SLOTS, slot_bytes, pinned=device.type == "cuda")
-    return pool, copies_of(pool, host)
+    return pool, copies_of([pool], host)
 
 
 def step(number, copies, awaited=()):
@@ -56,7 +56,7 @@ def bits(pool):
 @pytest.mark.parametrize("on", ["host", "device"])
 def test_what_comes_back_is_bit_for_bit_what_went(kind, on, monkeypatch):
     # Pieces of 3 tokens: what is copied takes several.
-    monkeypatch.setattr("tokenpod.engine.device_copies.PIECE_BYTES", 3 * 200)
+    monkeypatch.setattr("tokenpod.engine.device_copies.STAGING_BYTES", 3 * 200)
     if on == "host":
         pool, copies = made(kind, CPU, HostCopies)
     else:

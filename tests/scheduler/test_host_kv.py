@@ -94,6 +94,24 @@ def test_nobody_waits_for_the_copies_of_another():
     driver.drain()
 
 
+def test_a_routers_prompt_comes_back_too_and_waits_for_its_copies_as_for_a_row():
+    driver = driver_with()
+    cached(driver, [9] * 30, [8] * 20)
+    driver.advance(1, [request(1, [9] * 30, max_new_tokens=9)])
+    driver.turn()
+    assert driver.planned() == {1: 2}
+    driver.executor.chance.random = lambda: 1.0  # nothing arrives by itself
+    driver.advance(2, [request(2, [8] * 20)], resume=[1])
+    driver.turn()
+    assert driver.planned() == {1: 1}
+    assert driver.waiting[2] == [2]
+    driver.advance(3, resume=[2])
+    driver.turn()
+    assert driver.planned() == {2: 1}
+    assert driver.executor.restored == 28 + 19
+    driver.drain()
+
+
 def test_an_aborted_request_keeps_its_slots_until_its_copies_have_arrived():
     driver = driver_with()
     cached(driver, [9] * 30)

@@ -16,7 +16,7 @@ from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
-from tokenpod.engine.draft import Draft
+from tokenpod.engine.draft import SmallModel
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_sampler import HostSampler, counters, tempered
 from tokenpod.engine.loop import EngineLoop
@@ -134,7 +134,7 @@ def serve(
     `host_slots` what is preempted is swapped, and the pool forgets at once what only the cache
     holds.
     """
-    own = draft and Draft(draft, pool(slots), VOCABULARY, VOCABULARY, most=8)
+    own = draft and SmallModel(draft, pool(slots), VOCABULARY, VOCABULARY, most=8)
     kept, made = pool(slots), None
     if host_slots:
         slot_bytes = (1 + bool(draft)) * KVPool.bytes_per_slot(layouts=LAYOUTS, dtype=torch.float32)

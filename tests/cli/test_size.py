@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,12 @@ from harness import serve
 
 import tokenpod.commands.size
 from tokenpod.commands.gpus import GPUS
-from tokenpod.commands.size import footprint
-from tokenpod.core.capacity import GIB
+from tokenpod.commands.size import SizeError, footprint
+from tokenpod.core.capacity import GIB, Footprint
 from tokenpod.core.cgroup import memory_limits
 from tokenpod.core.messages import PROBE_TOKENS
+from tokenpod.models.errors import ModelError
+from tokenpod.models.footprint import footprint_of
 from tokenpod.models.formats import bytes_needed
 from tokenpod.models.load import read_layout
 from tokenpod.models.shard import Shard
@@ -50,16 +51,28 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _asked_once() -> Iterator[None]:
-    """A model's size is asked for once a test run: the process that tells it imports torch."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenpod.commands.size, "footprint", functools.cache(footprint))
-        yield
+@functools.cache
+def told_here(
+    folder: Path,
+    quantize: str | None = None,
+    *,
+    head: bool = False,
+    max_total_tokens: int | None = None,
+) -> Footprint:
+    """What the command's process would say, which imports torch anew each time."""
+    try:
+        return footprint_of(folder, quantize, head=head, max_total_tokens=max_total_tokens)
+    except ModelError as error:
+        raise SizeError(str(error)) from None
+
+
+@pytest.fixture(autouse=True)
+def _without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenpod.commands.size, "footprint", told_here)
 
 
 def size(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """What the command prints, run in this process; the model's size comes from another."""
+    """What the command prints, run in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(["size", *map(str, arguments)])
@@ -124,7 +137,7 @@ def test_what_8_bits_take_is_what_the_loader_needs():
     layout = read_layout(demo, None, quantize="int8")
     for world in (1, 2):
         needed = bytes_needed(layout.weights, Shard(0, world), torch.bfloat16, layout.reader)
-        assert footprint(demo, "int8").weight_bytes(world, 2) == needed
+        assert told_here(demo, "int8").weight_bytes(world, 2) == needed
 
 
 def test_the_hosts_memory_holds_tokens_besides(big: Path):
@@ -194,7 +207,7 @@ def test_keys_and_values_that_are_made_of_latents_are_counted(tmp_path: Path):
         "routed_scaling_factor": 1.0,
     }
     (tmp_path / "config.json").write_text(json.dumps(latents))
-    portions = footprint(tmp_path).portions
+    portions = told_here(tmp_path).portions
     assert portions[1].kv_numbers == portions[2].kv_numbers == 27 * 576
     long, short = (
         answer("--model-id", tmp_path, "--gpu", "h200", "--max-total-tokens", n)["reserve_bytes"]
@@ -240,13 +253,14 @@ def test_states_that_a_model_keeps_by_itself_are_counted(tmp_path: Path):
     assert "a sequence's state takes 0.00 GiB, and there is no room" in size(*little).stdout
 
 
-def test_experts_are_refused_a_format_in_the_loaders_words(tmp_path: Path):
+def test_experts_of_8_bits_are_counted(tmp_path: Path):
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
     mixture = CONFIG | experts | {"architectures": ["MixtralForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(mixture))
-    done = size("--gpu", "h200", "--model-id", tmp_path, "--quantize", "int8")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: quantize is int8: MixtralForCausalLM has experts")
+    asked = ("--model-id", tmp_path, "--memory-gib", 200)
+    usual, small = (answer(*asked, *more) for more in ((), ("--quantize", "int8")))
+    assert small["parameters"] == usual["parameters"]
+    assert 0.5 < small["weight_bytes"] / usual["weight_bytes"] < 0.53
 
 
 def test_without_a_number_the_fewest_shards_that_fit_are_taken(big: Path):
@@ -354,7 +368,10 @@ def test_where_there_is_no_gpu_the_default_is_this_cpu_and_its_memory():
     assert found["memory_bytes"] == min([machine, *limits])
 
 
-def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(tmp_path: Path):
+def test_a_model_that_could_not_be_served_is_refused_in_the_loaders_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tokenpod.commands.size, "footprint", footprint)
     (tmp_path / "config.json").write_text('{"architectures": ["BertLMHeadModel"]}')
     done = size("--gpu", "h200", "--model-id", tmp_path)
     assert done.returncode == 1

@@ -23,10 +23,12 @@ def folder(golden: Callable, kind: str) -> Path:
     return golden(kind).folder
 
 
+@pytest.mark.sampled(4, "slow")
 def test_parameters_are_those_of_the_loaded_model(folder: Path, load_folder: Callable):
     assert footprint_of(folder).parameters == load_folder(folder).parameters_count
 
 
+@pytest.mark.sampled(4, "slow")
 def test_config_alone_tells_the_same(folder: Path, tmp_path: Path):
     shutil.copy(folder / "config.json", tmp_path)
     alone, whole = footprint_of(tmp_path), footprint_of(folder)
@@ -35,6 +37,7 @@ def test_config_alone_tells_the_same(folder: Path, tmp_path: Path):
     assert alone.portions == whole.portions
 
 
+@pytest.mark.sampled(4, "slow")
 def test_a_rank_alone_holds_all_weights(folder: Path, load_folder: Callable):
     model = load_folder(folder, dtype=torch.bfloat16)
     wider = [weight for weight in read_layout(folder, None).weights if weight.dtype]
@@ -96,7 +99,10 @@ def test_tensors_that_are_not_the_configs_are_refused(golden: Callable, tmp_path
         footprint_of(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gemma4-shared", "minicpm3", "llama4"])
+@pytest.mark.parametrize(
+    "name",
+    [*(pytest.param(x, marks=pytest.mark.slow) for x in ("gemma4-shared", "llama4")), "minicpm3"],
+)
 def test_a_model_of_another_family_is_sized_as_it_is_loaded(
     golden: Callable, load_folder: Callable, name: str
 ):

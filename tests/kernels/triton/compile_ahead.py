@@ -26,6 +26,7 @@ from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.formats.rounding import Number, Rounding
@@ -48,6 +49,8 @@ from tokenpod.kernels.triton.quantised import products as quantised_products
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
 from tokenpod.kernels.triton.quantised import widen
 from tokenpod.kernels.triton.tiles import Kind, measured
+from tokenpod.kernels.weight import StackedWeight
+from tokenpod.models import mxfp4
 
 #: The package has a function of this name.
 attention = import_module("tokenpod.kernels.triton.attention")
@@ -226,6 +229,34 @@ def experts_with_everything() -> None:
             add(draw(tokens, HIDDEN))
 
 
+def stored_experts() -> None:
+    """Of every format; experts of few tokens and of many."""
+    rows = torch.ones((8 * 2 * HIDDEN, HIDDEN))
+    index = (torch.arange(HIDDEN) // 32).to(torch.int32)
+    codes = torch.zeros((len(rows), HIDDEN // 2), dtype=torch.uint8)
+    exponents = torch.full((len(rows), HIDDEN // 32), 120, dtype=torch.uint8)
+    e4m3 = rows.to(torch.float8_e4m3fn)
+    blocks = torch.ones((len(rows) // 128, HIDDEN // 128))
+    formats = (
+        Int8Weight.made_of(rows),
+        replace(Int8Weight.made_of(rows), rounding=Rounding(Number.INT8)),
+        Fp8Weight.made_of(rows),
+        Fp8Weight(e4m3, blocks, 128, 128, Rounding(Number.FP8, 128)),
+        Fp8Weight(e4m3, blocks, 128, 128, None),
+        Int4Weight.made_of(rows),
+        GroupedWeight.made_of(rows),
+        GroupedWeight(codes, exponents, index, table=mxfp4.VALUES),
+        GroupedWeight(codes, exponents, index, table=torch.linspace(-1, 1, 16)),
+    )
+    norm = RowNorm(draw(HIDDEN), 1e-6)
+    for rows in formats:
+        stack = StackedWeight(rows, 8)
+        weights = ExpertWeights(draw(8, HIDDEN), stack, stack)
+        add = experts.prepare_experts(weights, norm, Activation.SILU, Routing(2, True))
+        for tokens in (1, 300):
+            add(draw(tokens, HIDDEN))
+
+
 def latents() -> None:
     """Few heads and many, in splits and in one piece; rows are expanded, and asked themselves."""
     shape, norm = LatentShape(rank=512, rope=64, nope=128, value=128), RowNorm(draw(512), 1e-6)
@@ -302,6 +333,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         sum_over_ranks,
         experts_block,
         experts_with_everything,
+        stored_experts,
         latents,
         adapted,
         others,
@@ -318,6 +350,7 @@ RARER = (
     attend_many_heads,
     multiply_quantised_with_every_tile,
     experts_with_everything,
+    stored_experts,
     sample_under_masks,
 )
 

@@ -1,7 +1,7 @@
 """The format of 8 bits in groups, and of 4 bits that stand for numbers of a table.
 
-No kernel reads it: each product multiplies with a copy of the weight as floats, made anew. It holds
-what checkpoints bring and no other format does.
+It holds what checkpoints bring and no other format does. On a CPU each product multiplies with a
+copy of the weight as floats, made anew.
 """
 
 from __future__ import annotations

@@ -182,6 +182,13 @@ def multiply_quantised(every: bool = False) -> None:
         "fp8": Fp8Weight.made_of(dense),
         "fp8-blocks": Fp8Weight(*blocks, 128, 128, Rounding(Number.FP8, 128)),
         "int4": Int4Weight.made_of(dense),
+        "groups8": GroupedWeight.made_of(dense),
+        "codes4": GroupedWeight(
+            torch.zeros((2 * HIDDEN, HIDDEN // 2), dtype=torch.uint8),
+            torch.full((2 * HIDDEN, HIDDEN // 32), 120, dtype=torch.uint8),
+            (torch.arange(HIDDEN) // 32).to(torch.int32),
+            table=mxfp4.VALUES,
+        ),
     }
     table = quantised_tiles.measured(launch.capability(CPU))
     norm, bias = RowNorm(draw(HIDDEN), 1e-6), draw(2 * HIDDEN)
@@ -191,6 +198,13 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
+    tile = quantised_tiles.StoredTile(128, 128, 64, 8, splits=2, in_sums=True)
+    for kind in ("int8", "int4") if every else ():
+        some = quantised_tiles.Tiles({kind: [(64, tile)]}, {})
+        x = draw(64, HIDDEN)
+        quantised.prepare_norm_linear(weights[kind], None, norm, Activation.SILU, some)(x)
+        quantised.prepare_add_linear(weights[kind], bias, some)(x, draw(64, 2 * HIDDEN))
+    quantised.prepare_linear(weights["codes4"], None)(draw(100, HIDDEN))
     widen.widen_words(weights["int4"], BF16)
     widen.widen_bytes(weights["int8"], BF16)
 

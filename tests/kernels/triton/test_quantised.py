@@ -131,7 +131,7 @@ def tiles(weight, *entries):
 BOUND = 2 * torch.finfo(BF16).eps
 
 
-@pytest.mark.sampled(7, "gpu")
+@pytest.mark.sampled(13, "gpu")
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "tile",
@@ -162,7 +162,7 @@ def test_products(name, tile, n, k, tokens, draw, device):
     assert error(residual, expected) < 2 * BOUND
 
 
-@pytest.mark.sampled(7, "gpu")
+@pytest.mark.sampled(9, "gpu")
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("tile", [ADD, MATRIX, STORED], ids=["add", "matrix", "stored"])
 @pytest.mark.parametrize("activation", [None, Activation.SILU])

@@ -99,7 +99,7 @@ class Conversation:
             self._write(tokens.text, reasons=False)
 
     def _close(self, finished: pb.Finished) -> None:
-        ended = finished.reason != pb.FINISH_REASON_EOS_TOKEN
+        ended = finished.finish_reason != pb.FINISH_REASON_EOS_TOKEN
         self._write(f"\n[{finish_text(finished)}]\n" if ended else "\n", reasons=False)
 
     def _write(self, text: str, *, reasons: bool) -> None:

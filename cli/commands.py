@@ -16,8 +16,14 @@ from tokenpod_client import requests
 from tokenpod_client.cli.connection import Remote
 from tokenpod_client.cli.remote import RemoteError, calling
 from tokenpod_client.cli.terminal import LiveText, json_line, table
-from tokenpod_client.protos.tokenpod.v1 import generation_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import (
+    adapter_pb2,
+    adapter_service_pb2,
+    generation_pb2,
+    model_pb2,
+)
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
+from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 
 Result = TypeVar("Result")
@@ -121,7 +127,27 @@ async def ask_model(remote: Remote) -> model_pb2.Model:
 async def info(remote: Remote, *, json_output: bool) -> None:
     """Print what a server serves, and its limits. Raises RemoteError."""
     model = await ask_model(remote)
-    print(json_line(model) if json_output else table(_rows(model)))
+    if json_output:
+        print(json_line(model))
+        return
+    adapters = await _adapters(remote) if model.adapter_count else []
+    print(table([*_rows(model), ("adapters", ", ".join(map(_adapter, adapters)))]))
+
+
+async def _adapters(remote: Remote) -> list[adapter_pb2.Adapter]:
+    found: list[adapter_pb2.Adapter] = []
+    async with calling(remote) as channel:
+        stub, token = AdapterServiceStub(channel), ""
+        while True:
+            request = adapter_service_pb2.ListAdaptersRequest(page_token=token)
+            page = await stub.ListAdapters(request, **_call_options(remote))
+            found += page.adapters
+            if not (token := page.next_page_token):
+                return found
+
+
+def _adapter(adapter: adapter_pb2.Adapter) -> str:
+    return f"{adapter.name} (rank {adapter.lora_rank})"
 
 
 def _rows(model: model_pb2.Model) -> Iterator[tuple[str, object]]:
@@ -135,8 +161,6 @@ def _rows(model: model_pb2.Model) -> Iterator[tuple[str, object]]:
             yield "sampling defaults", ", ".join(f"{f.name} {x:g}" for f, x in value.ListFields())
         elif field == "eos_token_ids":
             yield "eos token ids", ", ".join(map(str, value))
-        elif field == "adapters":
-            yield "adapters", ", ".join(f"{each.name} (rank {each.rank})" for each in value)
         elif field != "features":
             yield field.replace("_", " "), value
 

@@ -27,9 +27,9 @@ class RequestOptions:
     """
 
     stream: bool = _output("Text as it comes.", flag="--stream/--no-stream", default=True)
-    logprobs: bool = _output("Log probabilities (--json).", flag="--logprobs", default=False)
+    return_logprobs: bool = _output("Log probabilities (--json).", flag="--logprobs", default=False)
     top_n_tokens: int = _output("Most likely tokens (--json).", min=0, max=UINT32, default=0)
-    prompt_logprobs: bool = _output(
+    return_prompt_logprobs: bool = _output(
         "The prompt's log probabilities (--json).", flag="--prompt-logprobs", default=False
     )
     max_new_tokens: int | None = _stop_count("Tokens at most.", default=None)

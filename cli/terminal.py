@@ -43,7 +43,7 @@ class LiveText:
         """Print what this event adds, or a whole answer."""
         if isinstance(message, GenerateOnceResponse):
             for result in message.results:
-                self._text(result.index, result.text)
+                self._text(result.sample_index, result.text)
                 self._finish(result)
             return
         kind = message.WhichOneof("event")
@@ -53,9 +53,9 @@ class LiveText:
                 # Not of the answer, but what the reader waits for.
                 self._notes.write(message.tokens.reasoning)
                 self._notes.flush()
-            self._text(message.tokens.index, message.tokens.text)
+            self._text(message.tokens.sample_index, message.tokens.text)
         elif kind == "finished":
-            self._text(message.finished.index, "")
+            self._text(message.finished.sample_index, "")
             self._finish(message.finished)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class LiveText:
             self._waiting[index] = self._waiting.get(index, "") + text
 
     def _finish(self, finished: pb.Finished) -> None:
-        self._finished[finished.index] = finished
+        self._finished[finished.sample_index] = finished
         self._next()
 
     def _next(self) -> None:
@@ -113,7 +113,7 @@ class LiveText:
 
 def finish_text(finished: pb.Finished) -> str:
     """Why a sample ended, in lower case: `length`, `stop sequence '\\n\\n'`."""
-    name = pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_")
+    name = pb.FinishReason.Name(finished.finish_reason).removeprefix("FINISH_REASON_")
     reason = name.lower().replace("_", " ")
     match finished.WhichOneof("stop"):
         case "stop_sequence":

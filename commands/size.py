@@ -25,10 +25,11 @@ from tokenpod.core.capacity import (
 )
 from tokenpod.core.messages import EngineOptions
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.pod.model_store import ModelNotFound, draft_folder
 from tokenpod.service.pod.placement import lone_options
 
-#: What tells a model's size; its folder is added, and the format of its products if they have
-#: one. It imports torch, so it is a process.
+#: What tells a model's size; its folder is added, and what else matters. It imports torch, so it is
+#: a process.
 FOOTPRINT_COMMAND = (sys.executable, "-P", "-m", "tokenpod.models.footprint")
 
 #: Lengths that are shown where the operator names none.
@@ -54,7 +55,7 @@ class Report:
     @property
     def sequences(self) -> list[tuple[int, int]]:
         """Tokens of a sequence, and how many such sequences run at once."""
-        rows, longest = self.options.max_batch_size, self.longest
+        rows, longest = self.found.rows, self.longest
         return [
             (length, min(self._slots // length, rows) if length <= longest else 0)
             for length in self.lengths
@@ -88,6 +89,11 @@ class Report:
         if found.free <= 0:
             need = gib(found.weights + found.reserved)
             return f"weights and reserve need {need} GiB of {gib(found.memory)}"
+        if found.rows < 1:
+            return (
+                f"a sequence's state takes {gib(found.row_bytes)} GiB, and there is no room for a"
+                " sequence and a liveness probe"
+            )
         if found.slots is None:
             need = gib((options.max_batch_total_tokens or 0) * found.slot_bytes)
             room = gib(int(found.free * options.memory_fraction))
@@ -123,8 +129,17 @@ def report(
     problem = _problem(device, settings)
     if problem is not None:
         raise SizeError(problem)
-    options = lone_options(settings, folder)
-    model = footprint(folder, options.quantize, head=options.quantize_head)
+    try:
+        options = lone_options(settings, folder, draft=draft_folder(settings))
+    except ModelNotFound as error:
+        raise SizeError(str(error)) from None
+    model = footprint(
+        folder,
+        options.quantize,
+        head=options.quantize_head,
+        max_total_tokens=options.max_total_tokens,
+    )
+    draft = footprint(Path(options.draft_folder)) if options.draft_folder else None
     if options.max_adapters and model.portions[1].adapter_numbers is None:
         raise SizeError(
             f"--max-adapters is {options.max_adapters}: {model.architecture} takes none"
@@ -134,7 +149,7 @@ def report(
             f"--max-total-tokens is {options.max_total_tokens}: the model's context has"
             f" {model.max_positions}"
         )
-    fewest = fewest_ranks(model, options, memory=device.memory)
+    fewest = fewest_ranks(model, options, memory=device.memory, draft=draft)
     if num_shard is not None and num_shard not in model.portions:
         possible = ", ".join(map(str, sorted(model.portions)))
         raise SizeError(
@@ -145,7 +160,7 @@ def report(
         model=model,
         options=options,
         device=device,
-        found=capacity(model, options, memory=device.memory, ranks=ranks),
+        found=capacity(model, options, memory=device.memory, ranks=ranks, draft=draft),
         fewest=fewest.ranks if fewest else None,
         lengths=lengths or _usual_lengths(positions_of(model, options)),
     )
@@ -157,14 +172,23 @@ def _problem(device: Device, settings: ServerSettings) -> str | None:
         return None
     problem = problem_of(device.name, device.capability)
     if problem is None and settings.kv_cache_dtype != "auto":
-        return eight_bits_problem(device.capability)
+        return eight_bits_problem(settings.kv_cache_dtype, device.capability)
     return problem
 
 
-def footprint(folder: Path, quantize: str | None = None, *, head: bool = False) -> Footprint:
+def footprint(
+    folder: Path,
+    quantize: str | None = None,
+    *,
+    head: bool = False,
+    max_total_tokens: int | None = None,
+) -> Footprint:
     """What the model in `folder` takes. Raises SizeError with what is wrong with it."""
-    formats = [quantize, *(["head"] if head else [])] if quantize else []
-    command = [*FOOTPRINT_COMMAND, str(folder), *formats]
+    command = [*FOOTPRINT_COMMAND, str(folder)]
+    if quantize:
+        command += ["--quantize", quantize, *(["--quantize-head"] if head else [])]
+    if max_total_tokens is not None:
+        command += ["--max-total-tokens", str(max_total_tokens)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -190,6 +214,8 @@ def as_json(report: Report) -> str:
         "weight_bytes": found.weights,
         "weight_read_seconds": report.read_seconds,
         "reserve_bytes": {_key(name): size for name, size in found.reserve.items()},
+        "state_bytes_per_sequence": found.row_bytes,
+        "sequences_at_once": found.rows if found.fits else 0,
         "kv_bytes_per_token": found.slot_bytes,
         "kv_slots": found.slots if found.fits else 0,
         "longest_sequence": report.longest,
@@ -225,6 +251,8 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"{'reserve':<16}{gib(found.reserved):>8}  {parts}"
     if found.fits:
         cache = f"{found.slots or 0:,} tokens of {found.slot_bytes / 1024:g} KiB"
+        if found.row_bytes:
+            cache += f", and {found.rows:,} states of {found.row_bytes / 1024:g} KiB"
         yield f"{'KV cache':<16}{gib(found.kv_bytes):>8}  {cache}"
         yield f"{'left':<16}{gib(found.free - found.kv_bytes):>8}"
         yield ""

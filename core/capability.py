@@ -20,11 +20,15 @@ def problem_of(name: str, capability: Capability) -> str | None:
     )
 
 
-def eight_bits_problem(capability: Capability | None) -> str | None:
-    """Why there can't be keys and values of 8 bits, if so; a CPU's capability is None."""
-    asked = "kv_cache_dtype is fp8_e4m3: keys and values of 8 bits need a GPU"
+def eight_bits_problem(kv_cache_dtype: str, capability: Capability | None) -> str | None:
+    """Why there can't be keys and values of this type of 8 bits, if so; a CPU has no capability."""
+    if kv_cache_dtype == "int8":
+        if capability is None:
+            return None
+        return "kv_cache_dtype is int8: that is for CPUs, and this is a GPU (it reads fp8_e4m3)"
+    asked = f"kv_cache_dtype is {kv_cache_dtype}: such keys and values need a GPU"
     if capability is None:
-        return f"{asked}, and this is a CPU"
+        return f"{asked}, and this is a CPU (it reads int8)"
     if capability >= EIGHT_BIT_CAPABILITY:
         return None
     return (

@@ -15,18 +15,24 @@ from dataclasses import dataclass
 import msgspec
 
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
+from tokenpod.core.own_state import OwnState
 
 GIB = 1 << 30
 MIB = 1 << 20
 
 #: Bytes of a number.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 
 #: What a CUDA context, the libraries' workspaces and the compiled kernels take.
 _CUDA_CONTEXT = GIB // 2
 #: What the processes of the engine and of a front end take on a CPU: 0.5 GiB were measured, and a
 #: tokenizer of a large vocabulary comes on top.
 _CPU_PROCESSES = 3 * GIB // 4
+#: Rows of longer contexts have no keys and values made of their latents: it would take too long.
+LONGEST_EXPANDED = 1 << 14
+#: Of so many tokens times heads keys and values are made of latents at a time: on a GPU, where
+#: fewer heads would not fill it, and on a CPU.
+EXPANDED_AT_ONCE = {"cuda": 1 << 18, "cpu": 1 << 16}
 #: Steps of all sizes leave gaps: a GPU keeps one part in so many of the largest step for them.
 GAPS = 16
 #: Drafts of all sequences together in a step, at most.
@@ -61,6 +67,22 @@ def choose_slots(
     return max(min(fits, most_useful), 1)
 
 
+class Expansion(msgspec.Struct, frozen=True):
+    """How long rows make keys and values of their latents, head by head."""
+
+    #: Of one rank.
+    heads: int
+    #: Numbers that there are at a time for each head of a token, and for a token.
+    head_numbers: int
+    token_numbers: int
+
+    def numbers(self, positions: int, device: str) -> int:
+        """Numbers that there are at a time, at most, of rows of up to so many tokens."""
+        tokens = min(positions, LONGEST_EXPANDED)
+        pairs = min(tokens * self.heads, EXPANDED_AT_ONCE[device.partition(":")[0]])
+        return pairs * self.head_numbers + tokens * self.token_numbers
+
+
 class Portion(msgspec.Struct, frozen=True):
     """What the first of several ranks has of a model; no other has more."""
 
@@ -68,11 +90,17 @@ class Portion(msgspec.Struct, frozen=True):
     numbers: int
     #: For a token in all layers: its keys and values.
     kv_numbers: int
+    #: Scales of them, if each head and token has some.
+    kv_scales: int = 0
+    #: Of the numbers, those in the layer that has most.
+    kv_widest: int = 0
     #: How many of them are held in a format of fewer bits, and what those take.
     quantised_numbers: int = 0
     quantised_bytes: int = 0
     #: Of a slot for adapters: for each unit of their rank, and whatever it is. None: takes none.
     adapter_numbers: tuple[int, int] | None = None
+    #: None: its layers keep keys and values.
+    expansion: Expansion | None = None
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -94,6 +122,8 @@ class Footprint(msgspec.Struct, frozen=True):
     quantize: str = "none"
     #: Numbers of weights that are held twice: of a head that is the embedding in another format.
     repeated: int = 0
+    #: Of a model that keeps sequences' states by itself: what they take, by the bytes of a number.
+    states: dict[int, OwnState] = {}
 
     @property
     def parameters(self) -> int:
@@ -111,9 +141,16 @@ class Footprint(msgspec.Struct, frozen=True):
         each, fixed = self.portions[ranks].adapter_numbers or (0, 0)
         return (each * rank + fixed) * item_bytes
 
-    def slot_bytes(self, ranks: int, item_bytes: int) -> int:
+    def slot_bytes(self, ranks: int, kv_dtype: str) -> int:
         """Bytes of one token's keys and values in all layers of one rank."""
-        return self.portions[ranks].kv_numbers * item_bytes
+        own = self.states.get(ITEM_BYTES[kv_dtype])
+        if own is not None:
+            return own.slot_bytes
+        portion = self.portions[ranks]
+        numbers = portion.kv_numbers * ITEM_BYTES[kv_dtype]
+        if kv_dtype != "int8":
+            return numbers
+        return numbers + portion.kv_scales * ITEM_BYTES["float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +167,10 @@ class Capacity:
     slots: int | None
     #: Slots without which the server can't do its work.
     least_slots: int
+    #: Sequences that run at once, at most.
+    rows: int
+    #: Bytes of a sequence's state beside its slots.
+    row_bytes: int = 0
 
     @property
     def reserved(self) -> int:
@@ -144,7 +185,9 @@ class Capacity:
     @property
     def fits(self) -> bool:
         """Whether the server can run."""
-        return self.free > 0 and self.slots is not None and self.slots >= self.least_slots
+        if self.free <= 0 or self.rows < 1:
+            return False
+        return self.slots is not None and self.slots >= self.least_slots
 
     @property
     def kv_bytes(self) -> int:
@@ -162,29 +205,63 @@ def positions_of(model: Footprint, options: EngineOptions) -> int:
     return min(options.max_total_tokens or model.max_positions, model.max_positions)
 
 
-def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: int) -> Capacity:
-    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`."""
+def capacity(
+    model: Footprint,
+    options: EngineOptions,
+    *,
+    memory: int,
+    ranks: int,
+    draft: Footprint | None = None,
+) -> Capacity:
+    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`.
+
+    `draft`: its draft model, of which each device has all.
+    """
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
     reserve = _reserve(model, options, item_bytes, ranks)
-    weights = model.weight_bytes(ranks, item_bytes)
+    weights, rows = model.weight_bytes(ranks, item_bytes), options.max_batch_size
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    slot_bytes = model.slot_bytes(ranks, ITEM_BYTES[kv_dtype])
+    own = model.states.get(item_bytes)
+    if own is not None:
+        free = memory - weights - sum(reserve.values())
+        rows = own.rows(free, options.memory_fraction, rows)
+        if rows > 0:
+            reserve["states"] = own.taken(rows, options.memory_fraction)
+    slot_bytes = model.slot_bytes(ranks, kv_dtype)
+    if draft is not None:
+        reserve["draft model"] = draft.weight_bytes(1, item_bytes)
+        slot_bytes += draft.slot_bytes(1, dtype)
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=options.max_batch_total_tokens,
-        most_useful=options.max_batch_size * positions,
+        most_useful=max(rows, 1) * positions,
         fraction=options.memory_fraction,
         free=memory - weights - sum(reserve.values()),
     )
     # Without a limit a sequence may be as long as the pool; a step's prompt must fit all the same.
     least = options.max_total_tokens or options.max_batch_prefill_tokens
-    return Capacity(ranks, memory, weights, reserve, slot_bytes, slots, min(least, positions))
+    return Capacity(
+        ranks,
+        memory,
+        weights,
+        reserve,
+        slot_bytes,
+        slots,
+        min(least, positions),
+        rows,
+        own.row_bytes if own else 0,
+    )
 
 
-def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Capacity | None:
+def fewest_ranks(
+    model: Footprint, options: EngineOptions, *, memory: int, draft: Footprint | None = None
+) -> Capacity | None:
     """The capacity with the least number of ranks that divide the model and fit; None: none do."""
-    each = (capacity(model, options, memory=memory, ranks=n) for n in sorted(model.portions))
+    each = (
+        capacity(model, options, memory=memory, ranks=n, draft=draft)
+        for n in sorted(model.portions)
+    )
     return next((found for found in each if found.fits), None)
 
 
@@ -194,7 +271,14 @@ def most_drafts(options: EngineOptions) -> int:
 
 
 def largest_step(
-    rows: int, prompt: int, *, hidden: int, inner: int, vocabulary: int, item_bytes: int
+    rows: int,
+    prompt: int,
+    *,
+    hidden: int,
+    inner: int,
+    vocabulary: int,
+    item_bytes: int,
+    expanded: int = 0,
 ) -> int:
     """Bytes of a step's tensors: `rows` that decode and `prompt` tokens of prompts.
 
@@ -203,11 +287,22 @@ def largest_step(
         inner: width inside a rank's share of the widest layer.
         vocabulary: entries of a row of logits.
         item_bytes: of an activation.
+        expanded: numbers that attention makes of latents, or of int8, at a time.
     """
-    activations = (rows + prompt) * (3 * hidden + max(3 * inner, hidden)) * item_bytes
+    tokens = rows + prompt
+    activations = (3 * tokens * hidden + max(3 * tokens * inner, tokens * hidden + expanded)) * (
+        item_bytes
+    )
     # As the product leaves them, and as float32.
     logits = rows * vocabulary * (item_bytes + ITEM_BYTES["float32"])
     return activations + logits
+
+
+def widened(kv_dtype: str, kv_widest: int, positions: int, item_bytes: int) -> int:
+    """Activations that a CPU makes of the keys and values of one row, where they are of int8."""
+    if kv_dtype != "int8":
+        return 0
+    return positions * kv_widest * ITEM_BYTES["float32"] // item_bytes
 
 
 def _reserve(
@@ -215,13 +310,20 @@ def _reserve(
 ) -> dict[str, int]:
     # A row and a prompt more: a liveness probe's.
     rows, prompt = options.max_batch_size + 1, options.max_batch_prefill_tokens + PROBE_TOKENS
+    portion, positions = model.portions[ranks], positions_of(model, options)
+    if portion.expansion is not None:
+        expanded = portion.expansion.numbers(positions, options.device)
+    else:
+        expanded = widened(options.kv_cache_dtype, portion.kv_widest, positions, item_bytes)
+    # What decodes with a state of its own is counted with that.
     step = largest_step(
-        rows + most_drafts(options),
+        1 if model.states else rows + most_drafts(options),
         prompt,
         hidden=model.hidden_size,
         inner=model.intermediate_size // ranks,
         vocabulary=model.vocab_size,
         item_bytes=item_bytes,
+        expanded=expanded,
     )
     adapters = {}
     if options.max_adapters:
@@ -238,5 +340,5 @@ def _reserve(
         # Captured steps have memory of their own, for which the engine keeps back as much.
         "captured steps": step,
         "sampler": rows * model.vocab_size * _SAMPLER_BYTES,
-        "row table": (rows + 1) * positions_of(model, options) * ITEM_BYTES["float32"],
+        "row table": (rows + 1) * positions * ITEM_BYTES["float32"],
     }

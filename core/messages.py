@@ -189,8 +189,9 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
-    #: Tokens that a step may draft for a sequence.
+    #: Tokens that a step may draft for a sequence, and what finds them: "ngram" or "draft_model".
     speculate: int = 0
+    draft_method: str = ""
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -217,7 +218,7 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     #: KV slots; None: as many as fit into `memory_fraction` of the free memory.
     max_batch_total_tokens: int | None = None
     memory_fraction: float = 0.9
-    #: "fp8_e4m3" for keys and values of 8 bits; "auto": the model's dtype.
+    #: "fp8_e4m3" or "int8" for keys and values of 8 bits; "auto": the model's dtype.
     kv_cache_dtype: str = "auto"
     #: A value of `core.formats.Quantize`; None: as the checkpoint has its weights.
     quantize: str | None = None
@@ -253,6 +254,8 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.
     quantize_head: bool = False
+    #: Where the model lies that finds drafts; None: n-grams do.
+    draft_folder: str | None = None
 
 
 ToEngine = (

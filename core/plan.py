@@ -18,13 +18,21 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.requests import Request
-from tokenpod.core.sampling import MOST_TOP_TOKENS, RowValues, SamplingTable, Words
+from tokenpod.core.sampling import (
+    DRAWS,
+    EDITED,
+    MOST_TOP_TOKENS,
+    TABLE,
+    RowValues,
+    SamplingTable,
+    Words,
+)
 
 Ints = npt.NDArray[np.int32]
 
 Floats = npt.NDArray[np.float32]
 
-#: In place of a token: the one that the row sampled last.
+#: In place of a token: the one that the row sampled last; in place of a draft: none is known yet.
 LAST = -1
 #: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings.
 GIVEN = -2
@@ -103,6 +111,12 @@ class NewRow:
             return []
         return sorted(stopping.stop_token_ids - stopping.eos_token_ids)
 
+    @property
+    def flags(self) -> int:
+        """What it asks of a sampler, of `DRAWS` and `EDITED`."""
+        flags = TABLE.needs(self.request.sampling) & (DRAWS | EDITED)
+        return flags | EDITED if self.ends or self.stops else flags
+
     def words(self, table: SamplingTable) -> Words:
         """[ROW_WORDS] int64: its row of a sampler."""
         request, ends, stops = self.request, self.ends, self.stops
@@ -155,17 +169,18 @@ class StepPlan:
         #: For how many of its tokens the log probability of the one that follows is asked for;
         #: `scored_token` has those that follow, row after row.
         self.r_scored = column(rows)
-        #: A token's id, `LAST`, or `GIVEN` and below.
+        #: A token's id, `LAST`, or `GIVEN` and below. Drafts that are `LAST` the executor finds; it
+        #: has entered them here by the time that the step's results are there.
         self.t_token = column(tokens)
         #: Where keys and values go.
         self.t_slot = column(tokens)
         self.scored_token = column(scored)
         #: Rows to forget first.
         self.freed = column(freed)
-        #: Rows that sequences take: whether they draw (or are greedy), and how many tokens of their
-        #: prompts were found in the cache, at which slots.
+        #: Rows that sequences take, their `NewRow.flags`, and how many tokens of their prompts were
+        #: found in the cache, at which slots.
         self.n_row = column(new)
-        self.n_draws = column(new)
+        self.n_flags = column(new)
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
         #: Keys and values to be copied before anything else, all at once, from slot to slot.
@@ -287,7 +302,7 @@ def plan_of(
     plan.scored_token[:] = [token for row in rows for token in row.following]
     plan.freed[:] = freed
     plan.n_row[:] = [row.row for row, _ in fresh]
-    plan.n_draws[:] = [new.request.sampling.do_sample for _, new in fresh]
+    plan.n_flags[:] = [new.flags for _, new in fresh]
     plan.n_prefix[:] = [len(row.prefix) for row, _ in fresh]
     plan.prefix_slot[:] = [slot for row, _ in fresh for slot in row.prefix]
     plan.copy_from[:] = [slot for slot, _ in copies]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from tokenpod.core.capability import eight_bits_problem
-from tokenpod.core.capacity import GAPS, largest_step, most_drafts
+from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts, widened
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
-from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
-from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
-from tokenpod.engine.executor import Executor, Launched
+from tokenpod.engine.draft import Draft, draft_of
+from tokenpod.engine.executor import Executor
+from tokenpod.engine.first_steps import run_worst_steps, warm_up
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
-    EIGHT_BITS_NAME,
+    POOL_TYPES,
     PROMPT_TOKENS,
     measure_scales,
     random_prompt,
@@ -67,6 +65,7 @@ def assemble(
     positions: int,
     device: torch.device,
     group: Group | None = None,
+    draft: LoadedModel | None = None,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -80,6 +79,7 @@ def assemble(
         positions: longest sequence, in tokens.
         device: a CPU or a GPU.
         group: the ranks that share the model, if it is divided.
+        draft: finds drafts, whole on each of them; None: whatever drafts there are, plans have.
 
     Raises:
         EngineError: the pool that was asked for does not fit, on some rank; the device can't read
@@ -88,8 +88,8 @@ def assemble(
     if group is not None:
         group.least(1)  # all have loaded: steps would wait for them without telling why
     if device.type == "cpu":
-        return _on_host(model, options, positions, device, group)
-    return _on_device(model, options, positions, device, group)
+        return _on_host(model, options, positions, device, group, draft)
+    return _on_device(model, options, positions, device, group, draft)
 
 
 def _on_host(
@@ -98,17 +98,21 @@ def _on_host(
     positions: int,
     device: torch.device,
     group: Group | None,
+    draft: LoadedModel | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
     free = free_memory(device).shared(ranks)
     if free.limited:
-        free = free.less(_serving_takes(model, options, ranks), "a load takes")
-    room = room_for(model, options, positions, free, dtype, group)
-    pool = make_pool(model, room.slots + PROBE_TOKENS, device)
+        free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
+    room = room_for(model, options, positions, free, dtype, group, draft)
+    pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype)
+    drafts = _draft(draft, model, options, room.slots + PROBE_TOKENS, device)
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
         pool.take_pages()
+        if drafts is not None:
+            drafts.pool.take_pages()
     executor = HostExecutor(
         model,
         pool,
@@ -116,20 +120,28 @@ def _on_host(
         vocab_size=model.config.vocab_size,
         group=group,
         put_adapter=model.adapters.put if model.adapters else no_adapters,
+        draft=drafts,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
     return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
 
 
-def _serving_takes(model: LoadedModel, options: EngineOptions, ranks: int) -> int:
+def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
     """Bytes that a pod takes under load and has not taken when its pool is made."""
+    config, item_bytes = model.config, model.dtype.itemsize
+    if config.expansion is not None:
+        expanded = config.expansion.numbers(positions, options.device)
+    else:
+        widest = max((layout.numbers for layout in config.kv_layouts), default=0)
+        expanded = widened(options.kv_cache_dtype, widest, positions, item_bytes)
     step = largest_step(
         options.max_batch_size + 1 + most_drafts(options),
         options.max_batch_prefill_tokens + PROBE_TOKENS,
-        hidden=model.config.hidden_size,
-        inner=model.config.widest // ranks,
-        vocabulary=model.config.vocab_size,
-        item_bytes=model.dtype.itemsize,
+        hidden=config.hidden_size,
+        inner=config.widest // ranks,
+        vocabulary=config.vocab_size,
+        item_bytes=item_bytes,
+        expanded=expanded,
     )
     return step + PROCESSES_GROW
 
@@ -140,6 +152,7 @@ def _on_device(
     positions: int,
     device: torch.device,
     group: Group | None,
+    draft: LoadedModel | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
@@ -174,61 +187,54 @@ def _on_device(
         adapters=model.adapters is not None,
         put_adapter=model.adapters.put if model.adapters else no_adapters,
         drafts=drafts,
+        draft=_draft(draft, model, options, rows + prompt + drafts, device),
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
     adapter = int(model.adapters is not None)
+    context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
+    run_worst_steps(
+        executor,
+        rows,
+        prompt,
+        positions,
+        (drafts, each),
+        adapter,
+        context,
+        unknown=draft is not None,
+    )
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     left = free_memory(device)
     free = FreeMemory(left.bytes - step - step // GAPS, f"{left.source} less the largest step")
-    room = room_for(model, options, positions, free, dtype, group)
+    room = room_for(model, options, positions, free, dtype, group, draft)
     slots = room.slots
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
-    pool = make_pool(model, slots + PROBE_TOKENS, device, scales)  # the small one goes
-    executor.use(pool)
+    pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales)  # the small one goes
+    executor.use(pool, make_pool(draft, slots + PROBE_TOKENS, device) if draft else None)
     if model.captures:
         executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter)
+    run_worst_steps(
+        executor,
+        rows,
+        prompt,
+        positions,
+        (drafts, each),
+        adapter,
+        context,
+        unknown=draft is not None,
+    )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
     return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
-
-
-def run_worst_steps(
-    executor: Executor,
-    rows: int,
-    prompt: int,
-    positions: int,
-    drafts: tuple[int, int] = (0, 0),
-    adapter: int = 0,
-) -> None:
-    """Two of them under way at a time, as in serving.
-
-    The largest first, then smaller ones: the allocator learns to cut up what it has. `adapter`: the
-    slot of all rows' adapter; 0: they have none.
-    """
-    under_way: deque[Launched] = deque()
-    for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
-        executor.release(range(rows))
-        scattered = tokens == prompt // 2
-        plan = worst_step(
-            rows, max(tokens, 1), positions, scattered=scattered, drafts=drafts, adapter=adapter
-        )
-        under_way.append(executor.launch(plan))
-        if len(under_way) > 1:
-            under_way.popleft().wait()
-    under_way.pop().wait()
-    executor.release(range(rows))
 
 
 def _measured_scales(
@@ -242,10 +248,11 @@ def _measured_scales(
 
 def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) -> torch.dtype:
     """Of keys and values. Raises EngineError if the device can't read them."""
-    if options.kv_cache_dtype != EIGHT_BITS_NAME:
+    dtype = POOL_TYPES.get(options.kv_cache_dtype)
+    if dtype is None:
         return model.dtype
     gpu = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    problem = eight_bits_problem(gpu)
+    problem = eight_bits_problem(options.kv_cache_dtype, gpu)
     if problem is not None:
         raise EngineError(problem)
     config, asked = model.config, f"kv_cache_dtype is {options.kv_cache_dtype}"
@@ -258,101 +265,35 @@ def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) 
             f"{asked}: {config.architecture} is computed by {config.runs_on}; its keys and values "
             "are held as they are"
         )
-    return EIGHT_BITS
+    return dtype
+
+
+def _draft(
+    draft: LoadedModel | None,
+    model: LoadedModel,
+    options: EngineOptions,
+    slots: int,
+    device: torch.device,
+) -> Draft | None:
+    """A draft model with a pool of so many slots, if there is one."""
+    if draft is None:
+        return None
+    return draft_of(draft, model, make_pool(draft, slots, device), options.speculate)
 
 
 def make_pool(
-    model: LoadedModel, slots: int, device: torch.device, scales: KVScales | None = None
+    model: LoadedModel,
+    slots: int,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    scales: KVScales | None = None,
 ) -> KVPool:
-    """A pool for `model`'s keys and values: in its dtype, or of 8 bits with `scales`."""
+    """A pool for `model`'s keys and values: in its dtype, or in `dtype`; `scales` as a pool has."""
     config = model.config
     return model.pool_class(
         slots=slots,
         layouts=config.kv_layouts,
-        dtype=model.dtype if scales is None else EIGHT_BITS,
+        dtype=dtype or model.dtype,
         device=device,
         scales=scales,
     )
-
-
-def warm_up(executor: Executor, tokens: list[int]) -> None:
-    """Run a prompt and two decode steps, so that no first request pays for first calls.
-
-    The keys and values of as many tokens as `tokens` lie in the first slots afterwards.
-    """
-    slots = range(len(tokens))
-    n = max(len(tokens) - 2, 1)
-    prompt = PlanRow(0, 0, slots[:n], tokens[:n], new=_new_row(tokens))
-    executor.launch(plan_of(0, [prompt])).wait()
-    for at in range(n, len(tokens)):
-        decode = PlanRow(0, at, slots[at : at + 1], output=at - n + 1)
-        executor.launch(plan_of(0, [decode])).wait()
-    executor.release([0])
-
-
-def worst_step(
-    rows: int,
-    prompt: int,
-    positions: int,
-    *,
-    scattered: bool,
-    drafts: tuple[int, int] = (0, 0),
-    adapter: int = 0,
-) -> StepPlan:
-    """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
-
-    Args:
-        rows: sequences that can be live at once.
-        prompt: most prompt tokens of a step.
-        positions: longest sequence, in tokens.
-        scattered: no two slots of a row are adjacent.
-        adapter: the slot of all rows' adapter; 0: they have none.
-        drafts: how many there are of all rows, and of one row at most.
-    """
-    lengths = [1] * rows
-    guessed = [0] * rows
-    left, each = drafts
-    for row in range(rows if each else 0):
-        guessed[row] = min(each, left)
-        lengths[row] += guessed[row]
-        left -= guessed[row]
-    for row in range(rows - 1, -1, -1):
-        if guessed[row]:
-            break
-        lengths[row] = max(min(prompt, positions - 1), 1)
-        prompt -= lengths[row]
-        if prompt <= 0:
-            break
-    slots = range(sum(lengths))
-    if scattered:
-        slots = slots[::-1]
-    steps, at = [], 0
-    for row, length in enumerate(lengths):
-        tokens, samples = [0] * length, 1 + guessed[row]
-        following = tokens if length > samples else []
-        own, new = slots[at : at + length], _new_row(tokens)
-        steps.append(
-            PlanRow(row, 0, own, tokens, samples, following=following, new=new, adapter=adapter)
-        )
-        at += length
-    return plan_of(0, sorted(steps, key=lambda row: len(row.slots) > 1))
-
-
-def _new_row(prompt: list[int]) -> NewRow:
-    """A row that asks its sampler for everything."""
-    sampling = SamplingParams(
-        do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1, top_of_processed=True
-    )
-    stopping = StoppingParams(max_new_tokens=1)
-    asked = Request(
-        [0],
-        prompt,
-        sampling,
-        stopping,
-        logprobs=True,
-        top_n_tokens=2,
-        prompt_logprobs=True,
-        prompt_top_n_tokens=MOST_TOP_TOKENS,
-        prompt_ranks=True,
-    )
-    return NewRow(asked, stream=0)

@@ -1,4 +1,4 @@
-"""Scales of keys and values in a pool of 8 bits.
+"""Pools of 8 bits: their types, and the scales of those that have one for all tokens of a head.
 
 A checkpoint may say it. Otherwise it is measured: a prompt of random tokens is run over a pool in
 the model's own type, and each head gets a scale by which MARGIN times the largest number seen is
@@ -14,8 +14,11 @@ import torch
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.pool import KVPool
 
-#: What `kv_cache_dtype` calls a pool of 8 bits, and its type.
-EIGHT_BITS_NAME, EIGHT_BITS = "fp8_e4m3", torch.float8_e4m3fn
+#: Whose scales are known before tokens are. A pool of int8 has one for each head and token.
+EIGHT_BITS = torch.float8_e4m3fn
+
+#: What `kv_cache_dtype` calls pools of 8 bits, and their types.
+POOL_TYPES = {"fp8_e4m3": EIGHT_BITS, "int8": torch.int8}
 
 #: How many times the largest number seen fits, at least; because of the power of two, up to twice
 #: as many.

@@ -113,6 +113,8 @@ class EngineLoop:
         # What waits for the step in flight to settle (rows with drafts) can run after that.
         self._stuck = step is None and previous is None
         if step is not None:
+            if self.masked is not None:
+                self.masked.prepare(step)
             self._flying = _InFlight(step, self.executor.launch(step.plan))
         if previous is not None:
             self._settle(previous)
@@ -198,7 +200,9 @@ class EngineLoop:
                 start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
-        settled = self.scheduler.settle(flying.step, result.tokens, self.clock(), tops)
+        settled = self.scheduler.settle(
+            flying.step, result.tokens, self.clock(), tops, result.drafting_ns
+        )
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 

@@ -9,17 +9,11 @@ import torch
 from tokenpod.core.capacity import choose_slots
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
+from tokenpod.core.own_state import OwnState
 from tokenpod.engine.memory import FreeMemory, size
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
-from tokenpod.models.facts import LoadedModel, OwnState
-
-#: Batches of rows' states are made anew when others join: the old and the new are there at once.
-_COPIES = 2
-#: Up to half of a batch of states that grow with their texts is padding.
-_PADDING = 2
-#: Bytes of a token's id, which states that don't grow with texts cost all the same.
-_LEAST_SLOT = 8
+from tokenpod.models.facts import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +34,22 @@ def room_for(
     free: FreeMemory,
     dtype: torch.dtype,
     group: Group | None,
+    draft: LoadedModel | None = None,
 ) -> Room:
-    """What fits into `free`, on every rank. Raises EngineError if too little does."""
+    """What fits into `free`, on every rank. Raises EngineError if too little does.
+
+    `draft`: has keys and values at the same slots.
+    """
     own, rows = model.config.own_state, options.max_batch_size
     if own is None:
         slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
+        if draft is not None:
+            layouts = draft.config.kv_layouts
+            slot_bytes += KVPool.bytes_per_slot(layouts=layouts, dtype=draft.dtype)
     else:
         rows = _rows(own, options, free)
-        slot_bytes = max(_COPIES * _PADDING * own.token_bytes, _LEAST_SLOT)
-        taken = int((rows + 1) * _COPIES * own.row_bytes / options.memory_fraction)
-        free = free.less(taken, f"{rows} rows' states take")
+        slot_bytes = own.slot_bytes
+        free = free.less(own.taken(rows, options.memory_fraction), f"{rows} rows' states take")
     slots, slots_from = _slots(options, (rows, positions), free, slot_bytes, group)
     if own is not None:
         slots_from += f"; {rows} sequences at once, with {size(own.row_bytes)} of state each"
@@ -57,11 +57,8 @@ def room_for(
 
 
 def _rows(own: OwnState, options: EngineOptions, free: FreeMemory) -> int:
-    """How many fit beside a liveness probe's, in half of the memory if texts take some too."""
-    if not own.row_bytes:
-        return options.max_batch_size
-    usable = int(free.bytes * options.memory_fraction) // (2 if own.token_bytes else 1)
-    rows = min(usable // (_COPIES * own.row_bytes) - 1, options.max_batch_size)
+    """How many fit. Raises EngineError if none does."""
+    rows = own.rows(free.bytes, options.memory_fraction, options.max_batch_size)
     if rows < 1:
         raise EngineError(
             f"a row's state takes {size(own.row_bytes)}: two rows, one of them for liveness probes,"

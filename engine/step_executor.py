@@ -1,6 +1,7 @@
 """What running a step is on any device; see `executor.Executor` for the contract.
 
-    launch:  free rows, copy slots, give rows -> note slots -> forward -> draw -> send
+    launch:  free rows, copy slots, give rows -> note slots -> find drafts
+             -> forward -> draw -> send
     sample:  draw for rows that waited for masks -> send
     wait:    receive
 
@@ -19,11 +20,12 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
+from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Model, new_rows, scored_rows
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
-from tokenpod.engine.rounds import Drawing, Round
+from tokenpod.engine.rounds import Drawing, Round, Unknown
 from tokenpod.engine.sampler import LeaderTokens, Sampler
 from tokenpod.kernels.batch import (
     ForwardBatch,
@@ -62,6 +64,7 @@ class StepExecutor(ABC, Generic[S]):
         device: where the model is.
         row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
         put_adapter: puts an adapter into a slot, in the order of the device's queue.
+        draft: finds drafts that plans leave open; None: plans leave none open.
     """
 
     def __init__(
@@ -74,8 +77,10 @@ class StepExecutor(ABC, Generic[S]):
         device: torch.device,
         row_table: torch.Tensor,
         put_adapter: PutAdapter = no_adapters,
+        draft: Draft | None = None,
     ) -> None:
         self._put_adapter = put_adapter
+        self._draft = draft
         self._model = model
         self._pool = pool
         self._sampler = sampler
@@ -99,13 +104,20 @@ class StepExecutor(ABC, Generic[S]):
                 self._unsampled = None
             self.release(plan.freed.tolist())
             if len(plan.copy_from):
-                self._pool.copy(self._upload(plan.copy_from), self._upload(plan.copy_to))
+                source, target = self._upload(plan.copy_from), self._upload(plan.copy_to)
+                for pool in [self._pool] if self._draft is None else [self._pool, self._draft.pool]:
+                    pool.copy(source, target)
             for slot, adapter in zip(plan.put_slot, plan.put_adapter, strict=True):
                 self._put_adapter(int(slot), int(adapter))
             self._take_rows(plan)
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
             self._note_slots(plan)
+            unknown = Unknown.of(plan)
+            if unknown is not None:
+                assert self._draft is not None, "a plan leaves drafts open without a draft model"
+                self._propose(plan, mailbox, unknown, self._draft)
+                mailbox.drafted()
             return self._run(plan, mailbox)
 
     def release(self, rows: Sequence[int]) -> None:
@@ -126,6 +138,10 @@ class StepExecutor(ABC, Generic[S]):
         """Note in `_runs` where the step's keys and values go."""
 
     @abstractmethod
+    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
+        """Find the drafts that a plan leaves open: one small step for each of a row's drafts."""
+
+    @abstractmethod
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
         """Forward a step, whose rows and slots are known, and draw what need not wait."""
 
@@ -136,6 +152,9 @@ class StepExecutor(ABC, Generic[S]):
     @abstractmethod
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens: in the place of `plan.LAST` what the row sampled last."""
+
+    def _enter_drafts(self, integers: Integers) -> None:
+        """Put drafts into the step's tokens that the device found and the plan lacks."""
 
     def _paged(self, integers: Integers) -> PagedRows | None:
         """The rows for kernels that gather by pointer."""
@@ -166,10 +185,13 @@ class StepExecutor(ABC, Generic[S]):
         host = views(mailbox.host_words, counts)
         self._fill(host, plan)
         integers = views(self._integers(mailbox, counts.words), counts)
+        self._enter_drafts(integers)
         batch = self._batch(integers, self._ragged(host, plan))
         if len(plan.given):
             batch = replace(batch, given=self._given(plan))
         hidden = self._model.forward(batch, self._pool)
+        if self._draft is not None:
+            self._draft.follow(batch)
         scored = {
             at: self._score_prompt(following, hidden, batch, at)
             for at, following in scored_rows(plan)
@@ -194,9 +216,11 @@ class StepExecutor(ABC, Generic[S]):
             single_rows=plan.singles,
         )
 
-    def _batch(self, integers: Integers, rows: RaggedRows) -> ForwardBatch:
+    def _batch(
+        self, integers: Integers, rows: RaggedRows, t_token: torch.Tensor | None = None
+    ) -> ForwardBatch:
         return ForwardBatch(
-            t_token=self._resolve(integers),
+            t_token=self._resolve(integers) if t_token is None else t_token,
             t_position=integers.t_position,
             t_slot=integers.t_slot,
             b_start=rows.b_start,

@@ -24,14 +24,17 @@ Rotation = Any
 
 
 class KVScales(NamedTuple):
-    """What the numbers of one layer's pool are multiples of, where they are of 8 bits (e4m3).
+    """What the numbers of one layer's pool are multiples of, where they are of 8 bits.
 
-    A key or value x is stored as x / scale, rounded to the nearest, or to ±448 beyond.
+    Of type e4m3 (GPUs) they are multiples of one scale per head [K], which is there beforehand: x
+    is stored as x / scale, rounded to the nearest, or to ±448 beyond. Of type int8 (CPUs) they are
+    multiples of one scale per slot and head [slots + 1, K], written with them: a 127th of the
+    largest number of that head.
     """
 
-    #: [K] float32
+    #: float32, [K] or [slots + 1, K]
     keys: torch.Tensor
-    #: [K] float32
+    #: float32, as those of keys
     values: torch.Tensor
 
 
@@ -70,7 +73,7 @@ class StoreKeyValue(Protocol):
 
         Queries and keys are normed (if `norm`) and rotated: dimension i of a head pairs with
         i + D/2. Keys and values are written to `keys` and `values` [slots + 1, K, D] at t_slot:
-        in qkv's dtype, or as float8_e4m3fn with `scales`. May change `qkv`.
+        in qkv's dtype, or with `scales` as numbers of 8 bits. May change `qkv` and scales of slots.
         """
         ...
 
@@ -157,7 +160,7 @@ class Attention(Protocol):
         """Q [T, H, D], keys and values [slots + 1, K, D] -> [T, H · D].
 
         Query head h reads key/value head h // (H // K). The step's own keys and values are
-        already in the pool: in q's dtype, or as float8_e4m3fn with `scales`.
+        already in the pool: in q's dtype, or with `scales` as numbers of 8 bits.
         """
         ...
 

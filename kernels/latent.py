@@ -4,6 +4,9 @@ A token may ask the rows themselves (absorbed: its queries are taken into their 
 out of it), or keys and values that are made of all rows it sees (expanded). Absorbed, a pair of
 tokens costs more and there is nothing to make: right for few tokens of a row. Expanded, the rows
 are read once, and each pair costs what it costs elsewhere: right for many.
+
+What is made is as long as the context and as wide as all heads, so it is made for some heads at a
+time: no more memory is taken than `expansion_of` says.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from tokenpod.core.capacity import EXPANDED_AT_ONCE, LONGEST_EXPANDED, Expansion
 from tokenpod.kernels.attention_ops import (
     AttendLatent,
     Attention,
@@ -25,9 +29,6 @@ from tokenpod.kernels.attention_ops import (
     PlanLatent,
 )
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows
-
-#: Rows of longer contexts are asked themselves: what is made of them would take too much memory.
-MOST_EXPANDED = 1 << 14
 
 #: (queries [N, H, rank + rope], pool, rank, plan, scale) -> [N, H, rank]
 Absorbed = Callable[[torch.Tensor, torch.Tensor, int, Any, float], torch.Tensor]
@@ -92,10 +93,22 @@ def latent_of(
             out.index_copy_(0, plan.t_index, got)
         for row in plan.expanded:
             latents = pool[:, 0].index_select(0, row.slots)
-            out[row.tokens] = _expand(attention, q[row.tokens], latents, up, shape, row.plan, scale)
+            at_once = max(EXPANDED_AT_ONCE[q.device.type] // len(latents), 1)
+            for first in range(0, q.shape[1], at_once):
+                heads = slice(first, first + at_once)
+                asked = q[row.tokens, heads]
+                out[row.tokens, heads] = _expand(
+                    attention, asked, latents, up[heads], shape, row.plan, scale
+                )
         return out.flatten(1)
 
     return plan, attend
+
+
+def expansion_of(heads: int, shape: LatentShape) -> Expansion:
+    """What is made for so many heads, in numbers."""
+    made = shape.nope + shape.value
+    return Expansion(heads, made + 2 * _width(shape), shape.rank + shape.rope)
 
 
 def _expands(batch: ForwardBatch, row: int, shape: LatentShape) -> bool:
@@ -104,7 +117,7 @@ def _expands(batch: ForwardBatch, row: int, shape: LatentShape) -> bool:
     made = shape.rank * (shape.nope + shape.value)
     saved = 2 * shape.rank - shape.nope - shape.value
     # A captured step does not know its contexts.
-    return 0 < batch.b_context[row] <= MOST_EXPANDED and tokens * saved > made
+    return 0 < batch.b_context[row] <= LONGEST_EXPANDED and tokens * saved > made
 
 
 def _expanded(batch: ForwardBatch, row: int, plan_attention: PlanAttention) -> Expanded:
@@ -205,7 +218,7 @@ def _expand(
     scale: float,
 ) -> torch.Tensor:
     """Q [n, H, nope + rope] of one row -> [n, H, value], by its latents [context, rank + rope]."""
-    heads, width = q.shape[1], max(shape.nope + shape.rope, shape.value)
+    heads, width = q.shape[1], _width(shape)
     made = functional.linear(latents[:, : shape.rank], up.flatten(0, 1))
     made = made.view(len(latents), heads, -1)
     keys = latents.new_zeros((len(latents), heads, width))
@@ -216,6 +229,11 @@ def _expand(
     queries = functional.pad(q, (0, width - q.shape[2])).contiguous()
     out = attention(queries, keys, values.contiguous(), plan, AttentionOptions(scale=scale))
     return out.view(len(q), heads, width)[..., : shape.value]
+
+
+def _width(shape: LatentShape) -> int:
+    """Numbers of a key that is made, and of a value."""
+    return max(shape.nope + shape.rope, shape.value)
 
 
 def _by(attention: Attention) -> Absorbed:

@@ -28,6 +28,11 @@ class KVLayout:
         """That are stored."""
         return self.heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
+    @property
+    def scales(self) -> int:
+        """That are stored with numbers of type int8."""
+        return 2 * self.heads
+
 
 def alike(heads: int, head_dim: int) -> KVLayout:
     """Keys and values of one size."""
@@ -43,9 +48,9 @@ class KVPool:
     Args:
         layouts: what each layer has for a token, on this rank.
         slots: tokens that it holds.
-        dtype: of the numbers; float8_e4m3fn with `scales` only.
+        dtype: of the numbers; float8_e4m3fn with `scales` only. Of int8 each slot has scales.
         device: where it lies.
-        scales: [layers, heads] each: what numbers of 8 bits are multiples of.
+        scales: [layers, heads] each: what numbers of type float8_e4m3fn are multiples of.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class KVPool:
         scales: KVScales | None = None,
     ) -> None:
         self.slots = slots
-        #: A layer's each, [heads]; None where numbers are stored as they are.
+        #: A layer's each, [heads] or, of int8, [slots + 1, heads]; None: stored as they are.
         self.scales: list[KVScales | None] = [None] * len(layouts)
         if scales is not None:
             self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
@@ -74,11 +79,19 @@ class KVPool:
                 self._stored.append(values)
             self.keys.append(keys)
             self.values.append(values)
+        if dtype == torch.int8:
+            self.scales = [self._slot_scales(layout, device) for layout in layouts]
 
     def take_pages(self) -> None:
         """Have the system give all memory now; on a CPU it comes when it is first written."""
         for tensor in self._stored:
             tensor.zero_()
+
+    def _slot_scales(self, layout: KVLayout, device: torch.device) -> KVScales:
+        shape = (self.slots + 1, layout.heads)
+        scales = KVScales(*(_zeros(shape, torch.float32, device) for _ in range(2)))
+        self._stored += scales
+        return scales
 
     def take_row(self, row: int, prompt: int) -> None:
         """A sequence with so many prompt tokens gets a row. All that it has lies in slots."""
@@ -97,7 +110,10 @@ class KVPool:
     @staticmethod
     def bytes_per_slot(*, layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:
         """Bytes of device memory that one token costs in all layers."""
-        return sum(layout.numbers for layout in layouts) * dtype.itemsize
+        numbers = sum(layout.numbers for layout in layouts) * dtype.itemsize
+        if dtype != torch.int8:
+            return numbers
+        return numbers + sum(layout.scales for layout in layouts) * torch.float32.itemsize
 
     @property
     def sink(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -12,7 +12,6 @@ from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.store import AdapterStore
-from tokenpod.models.latent import shape_of
 from tokenpod.models.layer import Step, make_layer, make_norm
 from tokenpod.models.layer_spec import Rope
 from tokenpod.models.linear import Delta, Product, Products, Weights, no_delta
@@ -60,7 +59,7 @@ class Decoder:
         self._ops = ops
         table = weights["embedding"]
         assert isinstance(table, torch.Tensor)
-        self._dtype, self._device = table.dtype, table.device
+        self._table, self._dtype, self.device = table, table.dtype, table.device
         #: None: products are never adapted.
         self.adapters = adapters
         products = Products(ops, weights, delta if adapters is None else adapters.delta)
@@ -83,6 +82,13 @@ class Decoder:
 
         Returns [T, hidden] after the final norm, an inference tensor.
         """
+        return self.forward_tapped(batch, pool, ())[0]
+
+    @torch.inference_mode()
+    def forward_tapped(
+        self, batch: ForwardBatch, pool: KVPool, taps: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same, and the streams [T, hidden] before these layers, in their order."""
         ops = self._ops
         if self.adapters is not None:
             batch = self.adapters.prepared(batch)
@@ -90,7 +96,7 @@ class Decoder:
         if latent is None:
             plans = {w: ops.plan_attention(batch, w) for w in set(self.config.windows)}
         else:
-            plans = {None: ops.plan_latent(batch, shape_of(latent))}
+            plans = {None: ops.plan_latent(batch, latent.shape)}
         step = Step(
             batch,
             pool,
@@ -101,16 +107,23 @@ class Decoder:
             ],
         )
         x = self._embed(batch)
-        for layer in self._layers:
+        streams: dict[int, torch.Tensor] = {}
+        for at, layer in enumerate(self._layers):
+            if at in taps:
+                streams[at] = x.clone()
             x = layer(x, step)
-        return self._norm(x)
+        return self._norm(x), [streams[at] for at in taps]
+
+    def embed_tokens(self, t_token: torch.Tensor) -> torch.Tensor:
+        """[T, width] rows of the embedding's table, of tokens [T] int64; ranks call it together."""
+        return self._ops.embed(self._table, t_token)
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""
         assert self._ops.prepare_capture is not None, "these operations are not captured"
         config = self.config
         kv = config.kv
-        shape = Heads(config.heads, kv.heads, kv.key_dim, self._dtype, self._device)
+        shape = Heads(config.heads, kv.heads, kv.key_dim, self._dtype, self.device)
         # Rows of latents are the same to all of a row's tokens: attention needs no row starts.
         seen = set() if config.latent else set(config.windows)
         windows = sorted(seen, key=lambda window: window or 0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from tokenpod.core.capacity import Expansion
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.attention_ops import KVScales, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.pool import KVLayout, KVPool
@@ -17,18 +18,6 @@ from tokenpod.models.adapters.store import AdapterStore
 def ends_within(token_ids: frozenset[int], vocab_size: int) -> frozenset[int]:
     """Tokens that end a text, of those that there are: some files write -1 for none."""
     return frozenset(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
-
-
-@dataclass(frozen=True, slots=True)
-class OwnState:
-    """What a model says that keeps sequences' states by itself, row by row."""
-
-    #: Bytes of a running row's state, whatever its length.
-    row_bytes: int
-    #: More for each of its tokens.
-    token_bytes: int
-    #: Whether prompts' tokens have log probabilities: those that an encoder reads have none.
-    scores_prompts: bool = True
 
 
 class ModelFacts(Protocol):
@@ -92,6 +81,11 @@ class ModelFacts(Protocol):
     @property
     def runs_on(self) -> str:
         """Whose code computes it: "tokenpod" or "transformers"."""
+        ...
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """What attention over latent rows makes of them; None: there are none."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""The memory that a model takes: `python -m tokenpod.models.footprint FOLDER [FORMAT]` prints it.
+"""The memory that a model takes: `python -m tokenpod.models.footprint FOLDER` prints it.
 
 The weight tables that load a model also say how large it is, so the two can't disagree. They come
 with torch, which the service and its commands do without: hence the process.
@@ -6,25 +6,40 @@ with torch, which the service and its commands do without: hence the process.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import torch
 
 from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.adapters.targets import slot_numbers
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.load import Layout, ModelError, check_alone, is_native, read_layout, tier_of
 from tokenpod.models.shard import WHOLE, Shard
+from tokenpod.models.tier.errors import NotServed
+
+#: One for each size of numbers that a model may have.
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def main() -> int:
     """Print the footprint of the model in a folder as JSON, or one line about what is wrong."""
-    folder, *formats = sys.argv[1:]
-    head = "head" in formats[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--quantize")
+    parser.add_argument("--quantize-head", action="store_true")
+    parser.add_argument("--max-total-tokens", type=int)
+    asked = parser.parse_args()
     try:
-        footprint = footprint_of(Path(folder), *formats[:1], head=head)
+        footprint = footprint_of(
+            asked.folder,
+            asked.quantize,
+            head=asked.quantize_head,
+            max_total_tokens=asked.max_total_tokens,
+        )
     except ModelError as error:
         print(error, file=sys.stderr)
         return 1
@@ -32,15 +47,22 @@ def main() -> int:
     return 0
 
 
-def footprint_of(folder: Path, quantize: str | None = None, *, head: bool = False) -> Footprint:
+def footprint_of(
+    folder: Path,
+    quantize: str | None = None,
+    *,
+    head: bool = False,
+    max_total_tokens: int | None = None,
+) -> Footprint:
     """The footprint of the model in `folder`, which needs no more than its config.json.
 
     Where its safetensors files are there too, their tensors are checked against it. Raises
     ModelError for what could not be served, with its products in the format `quantize`, and with
-    `head` the head too.
+    `head` the head too. `max_total_tokens`: the longest text that is served, which some models
+    computed by transformers must be told.
     """
     if not is_native(folder):
-        return _through_transformers(folder, quantize)
+        return _through_transformers(folder, quantize, max_total_tokens)
     if not any(folder.glob("*.safetensors")):
         layout = read_layout(folder, None, None, quantize, quantize_head=head)
         return _footprint(layout, tensors=False)
@@ -49,12 +71,23 @@ def footprint_of(folder: Path, quantize: str | None = None, *, head: bool = Fals
         return _footprint(layout, tensors=True)
 
 
-def _through_transformers(folder: Path, quantize: str | None) -> Footprint:
+def _through_transformers(
+    folder: Path, quantize: str | None, max_total_tokens: int | None
+) -> Footprint:
     """Of a model of another family: by its class's own weights, whatever the files hold."""
-    tier = tier_of(folder)
+    tier = tier_of(folder, max_total_tokens)
     spec = tier.spec
     check_alone(spec, WHOLE, quantize)
-    if not spec.kv_layouts:
+    states = {}
+    if spec.own_state is not None:
+        try:
+            states = {dtype.itemsize: tier.state_of(dtype) for dtype in _DTYPES}
+        except NotServed as reason:
+            raise ModelError(
+                f"{spec.architecture} is computed by transformers, and what it keeps of a sequence"
+                f" is known once it is loaded ({reason}): it can't be sized before"
+            ) from None
+    elif not spec.kv_layouts:
         raise ModelError(
             f"{spec.architecture} is computed by transformers, and what it keeps of a token is "
             "known once it is loaded: it can't be sized before"
@@ -68,6 +101,7 @@ def _through_transformers(folder: Path, quantize: str | None) -> Footprint:
         vocab_size=spec.vocab_size,
         max_positions=spec.max_positions,
         portions={1: Portion(tier.numbers, sum(kv.numbers for kv in spec.kv_layouts))},
+        states={size: state for size, state in states.items() if state is not None},
     )
 
 
@@ -98,7 +132,10 @@ def _portions(layout: Layout) -> Iterator[tuple[int, Portion]]:
         portion = Portion(
             shard.numbers(layout.weights),
             sum(kv.numbers for kv in local.kv_layouts),
+            sum(kv.scales for kv in local.kv_layouts),
+            max(kv.numbers for kv in local.kv_layouts),
             adapter_numbers=(slot_numbers(layout.weights, shard, 1) - fixed, fixed),
+            expansion=local.expansion,
         )
         reader = layout.reader
         if reader is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tokenpod.kernels.attention_ops import LatentPlan, LatentShape, Rotation
+from tokenpod.kernels.attention_ops import LatentPlan, Rotation
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.pointwise_ops import RowNorm
 from tokenpod.kernels.pool import KVPool
@@ -17,14 +17,9 @@ from tokenpod.models.linear import Product, Products
 Attend = Callable[[torch.Tensor, ForwardBatch, KVPool, Rotation, LatentPlan], torch.Tensor]
 
 
-def shape_of(spec: Latent) -> LatentShape:
-    """Of its heads."""
-    return LatentShape(spec.kv_rank, spec.rope_dim, spec.nope_dim, spec.value_dim)
-
-
 def make_latent(spec: Latent, products: Products, i: int, read: Product) -> Attend:
     """Layer `i`'s, whose first product is `read`: queries, or what they are made of, and rows."""
-    ops, shape = products.ops, shape_of(spec)
+    ops, shape = products.ops, spec.shape
     query_dim, row_dim = spec.nope_dim + spec.rope_dim, spec.kv.key_dim
     norm = RowNorm(products.tensor(f"{i}.kv_norm"), spec.kv_norm.epsilon)
     up = products.tensor(f"{i}.kv_up").view(spec.heads, spec.nope_dim + spec.value_dim, -1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from tokenpod.kernels.attention_ops import LatentShape
 from tokenpod.kernels.expert_ops import Routing, Score
 from tokenpod.kernels.pointwise_ops import Activation
 from tokenpod.kernels.pool import KVLayout, alike
@@ -192,6 +193,11 @@ class Latent:
     def kv(self) -> KVLayout:
         """What the pool has for a token: the latent is the value, too."""
         return KVLayout(1, self.kv_rank + self.rope_dim, self.kv_rank, shared=True)
+
+    @property
+    def shape(self) -> LatentShape:
+        """Of its heads."""
+        return LatentShape(self.kv_rank, self.rope_dim, self.nope_dim, self.value_dim)
 
     @property
     def turned_dim(self) -> int:

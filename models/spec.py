@@ -7,6 +7,8 @@ from functools import cached_property
 
 import torch
 
+from tokenpod.core.capacity import Expansion
+from tokenpod.kernels.latent import expansion_of
 from tokenpod.kernels.pool import KVLayout
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layer_spec import Experts, Latent, LayerSpec, Mlp, Norm, Rope
@@ -110,6 +112,12 @@ class ModelSpec:
         """The attention over latent rows, if layers have that."""
         attention = self.layers[0].attention
         return attention if isinstance(attention, Latent) else None
+
+    @property
+    def expansion(self) -> Expansion | None:
+        """What attention over latent rows makes of them; None: there are none."""
+        latent = self.latent
+        return None if latent is None else expansion_of(latent.heads, latent.shape)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:

@@ -19,10 +19,12 @@ from itertools import compress
 
 import numpy as np
 
+from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batching import Batching
 from tokenpod.scheduler.beams import Beams, Group
 from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
@@ -37,6 +39,7 @@ class Batcher:
         admission: decides which sequence is preempted.
         batching: decides what a step holds.
         requeue: takes samples that were admitted and have to begin anew.
+        forced: which tokens are forced.
         drafting: decides who has drafts; None: nobody.
     """
 
@@ -47,6 +50,7 @@ class Batcher:
         admission: Admission,
         batching: Batching,
         requeue: Callable[[list[Sequence]], None],
+        forced: Forced,
         drafting: Drafting | None = None,
     ) -> None:
         #: Times that a decoding sequence had to pause for want of a slot.
@@ -58,6 +62,7 @@ class Batcher:
         self._admission = admission
         self._batching = batching
         self._requeue = requeue
+        self._forced = forced
         self._drafting = drafting
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
@@ -153,12 +158,15 @@ class Batcher:
         if len(sequences) > slots:
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
-        if self._drafting and not self._beams.running and self._to_come <= slots:
-            split = self._drafting.split(sequences, places)
-            sequences, places = split.sequences, split.places
-            for sequence, drafts in split.drafts:
-                step.draft(sequence, drafts)
-                slots -= 1 + len(drafts)
+        if self._may_run_ahead(slots):
+            sequences, places, taken = self._forced.add_to(step, sequences, places)
+            slots -= taken
+            if self._drafting:
+                split = self._drafting.split(sequences, places, room=MOST_DRAFTS - taken)
+                sequences, places = split.sequences, split.places
+                for sequence, drafts in split.drafts:
+                    step.draft(sequence, drafts)
+                    slots -= 1 + len(drafts)
         if sequences:
             step.decode(sequences, places)
         self._compute(step, portion.prompt_tokens, slots - len(sequences))
@@ -244,14 +252,18 @@ class Batcher:
             return sequences, places
         return [*compress(sequences, going_on.tolist())], places[going_on]
 
+    def _may_run_ahead(self, slots: int) -> bool:
+        """Whether sequences may have drafts, and so slots sooner than admission has counted.
+
+        Others may not have ended by then. So all must be able to have theirs up to their bounds,
+        in whatever order. (Nor are there drafts beside beams, which are counted otherwise.)
+        """
+        wanted = self._drafting or self._forced.known
+        return bool(wanted) and not self._beams.running and self._to_come <= slots
+
     @property
     def _to_come(self) -> int:
-        """Slots that all of these sequences may still take, up to their bounds.
-
-        Drafts let one take its slots sooner than admission has counted, before others have ended.
-        So nothing is drafted unless all can have theirs, in whatever order. (Nor beside beams,
-        which are counted otherwise.)
-        """
+        """Slots that all of these sequences may still take, up to their bounds."""
         started = [*self._decoding.values(), *self._ready, *self._prefilling]
         places = np.array([sequence.place for sequence in started], np.int64)
         table = self._kv.table

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.messages import Advance
 from tokenpod.core.outputs import Advanced
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 
@@ -56,10 +58,12 @@ class Routed:
     """Plans the sequences of Prefill and Decode.
 
     Args:
+        forced: which tokens are forced.
         drafting: decides who has drafts; None: nobody.
     """
 
-    def __init__(self, drafting: Drafting | None = None) -> None:
+    def __init__(self, forced: Forced, drafting: Drafting | None = None) -> None:
+        self._forced = forced
         self._drafting = drafting
         self.ops: list[_Op] = []
         #: Slots that sequences with a row may still take, up to their bounds.
@@ -124,9 +128,9 @@ class Routed:
         """Whether a step that is asked for names a sequence: only then can its end be told."""
         return any(sequence.id in op.members for op in self.ops)
 
-    def unsampled(self, sequence: Sequence) -> None:
-        """A sequence of the step that settles got no token: its mask was late."""
-        self.taken_back(sequence, 1)
+    def unsampled(self, sequence: Sequence, n: int) -> None:
+        """A sequence of the step that settles got none of its `n` tokens: its mask was late."""
+        self.taken_back(sequence, n)
         for op in self.ops:
             if sequence.id in op.open:
                 op.waiting.append(sequence.id)
@@ -189,8 +193,10 @@ class Routed:
     def _decode(self, decoding: list[Sequence], step: StepBuilder) -> None:
         """Add the next token of these, and drafts within their bounds, which are reserved."""
         places = np.array([sequence.place for sequence in decoding], np.int64)
+        decoding, places, taken = self._forced.add_to(step, decoding, places)
+        self.reserved -= taken
         if self._drafting is not None:
-            split = self._drafting.split(decoding, places, wait=False)
+            split = self._drafting.split(decoding, places, wait=False, room=MOST_DRAFTS - taken)
             decoding, places = split.sequences, split.places
             for sequence, drafts in split.drafts:
                 step.draft(sequence, drafts)

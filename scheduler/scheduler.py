@@ -25,9 +25,10 @@ from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.counts import Counts
-from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.ends import finish
 from tokenpod.scheduler.exact import Exact
+from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.given import VectorIds
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.lateness import Lateness
@@ -76,6 +77,8 @@ class Scheduler:
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
         self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
+        #: Tokens that constraints force.
+        self.forced = Forced(self._rows, limits.forced)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
             self.kv,
@@ -83,9 +86,10 @@ class Scheduler:
             self._admission,
             self._batching,
             self._requeue,
+            self.forced,
             self._drafting,
         )
-        self._routed = Routed(self._drafting)
+        self._routed = Routed(self.forced, self._drafting)
         self._probes = Probes(self.kv, self._rows)
         planners: dict[Owner, Planner] = {
             Owner.BATCHER: self._batcher,
@@ -227,6 +231,7 @@ class Scheduler:
         tokens: Listing[int],
         now: int,
         tops: Mapping[int, Top] = MappingProxyType({}),
+        drafting_ns: int = 0,
     ) -> Settled:
         """Take a step's outcome.
 
@@ -236,6 +241,7 @@ class Scheduler:
                 `plan.UNSAMPLED`: none was drawn, after a wrong draft or for want of a mask.
             now: in nanoseconds.
             tops: by index into `tokens`: the most likely ones, of rows that are beams.
+            drafting_ns: what the executor has taken to find drafts.
         """
         settled = Settled()
         if self.kv.table.constrained:
@@ -248,7 +254,9 @@ class Scheduler:
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
         left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
-        drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
+        drafted: dict[int, Landed] = {}
+        if self._drafting:
+            drafted = self._drafting.land(step, tokens, took, drafting_ns)
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
         self._outcomes.take_each(step, tokens, tops, drafted, now, settled)

@@ -108,11 +108,8 @@ class Sequence:
         self.inputs = prompt
         table.needed[self.place] = self.needed
         table.bound[self.place] = self.bound
-        # Drafts would need a mask each; and beams follow one another's tokens.
-        drafted = request.constraint is None and request.beam is None
-        # Under a constraint each token waits for its mask, which follows from the one before.
-        free = drafted and request.constraint is None
-        table.drafts[self.place] = request.drafts if free else 0
+        # Beams follow one another's tokens.
+        table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
         #: Its place in the queue within its priority.

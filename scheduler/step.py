@@ -32,6 +32,8 @@ class Step:
     planned_at: int
     #: Nanoseconds since the step before had settled; None: it had not, or there was nothing to do.
     gap: int | None = None
+    #: Rows of the plan whose drafts are forced, and so right.
+    forced: frozenset[int] = frozenset()
 
     @cached_property
     def sampled(self) -> list[Sequence]:
@@ -41,12 +43,25 @@ class Step:
 
     @cached_property
     def drafting(self) -> list[tuple[int, int]]:
-        """Rows with drafts: the row of the plan, and which sample is its first."""
+        """Rows whose drafts may be wrong: the row of the plan, and which sample is its first."""
         rows = np.flatnonzero(self.plan.r_samples > 1)
         if not len(rows):
             return []
         firsts = self.plan.r_samples.cumsum() - self.plan.r_samples
-        return [*zip(rows.tolist(), firsts[rows].tolist(), strict=True)]
+        found = zip(rows.tolist(), firsts[rows].tolist(), strict=True)
+        return [(row, first) for row, first in found if row not in self.forced]
+
+    def drafts_of(self, row: int) -> int:
+        """How many drafts a row of the plan has."""
+        return max(int(self.plan.r_samples[row]) - 1, 0)
+
+    @cached_property
+    def rows_of_firsts(self) -> dict[int, int]:
+        """By the first sample of each row that is sampled, the row of the plan."""
+        samples = self.plan.r_samples
+        rows = np.flatnonzero(samples)
+        firsts = (samples.cumsum() - samples)[rows]
+        return dict(zip(firsts.tolist(), rows.tolist(), strict=True))
 
 
 @dataclass(slots=True)
@@ -57,6 +72,8 @@ class _Piece:
     start: int
     slots: Slots
     drafts: list[int] = field(default_factory=list)
+    #: The drafts are sure to be right.
+    forced: bool = False
 
     @property
     def tokens(self) -> Tokens:
@@ -144,17 +161,19 @@ class StepBuilder:
         self._pieces.append(_Piece(sequence, start, slots))
         self.prompt_tokens += n
 
-    def draft(self, sequence: Sequence, drafts: list[int]) -> None:
+    def draft(self, sequence: Sequence, drafts: list[int], *, forced: bool = False) -> None:
         """Add the next token of a sequence that decodes, and what may follow it.
 
-        It has no step in flight, and is in no other one before this has settled.
+        It has no step in flight, and is in no other one before this has settled; or with `forced`,
+        nothing else can follow it.
         """
         start, n = sequence.computed, 1 + len(drafts)
         slots = self._kv.extend(sequence, n)
         sequence.computed = start + n
         sequence.launched += n
-        self._kv.table.drafted[sequence.place] = len(drafts)
-        self._pieces.append(_Piece(sequence, start, slots, drafts))
+        if not forced:
+            self._kv.table.drafted[sequence.place] = len(drafts)
+        self._pieces.append(_Piece(sequence, start, slots, drafts, forced))
 
     def extend_beams(self, sequences: list[Sequence]) -> None:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
@@ -228,16 +247,18 @@ class StepBuilder:
         if puts:
             plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
         if counts.masked:
-            plan.r_masked[:] = self._kv.table.masked[places] & plan.r_samples
+            plan.r_masked[:] = self._kv.table.masked[places] & (plan.r_samples > 0)
         if freed:
             plan.freed[:] = freed
         if fresh:
             plan.n_row[:] = [sequence.row for sequence in fresh]
-            plan.n_draws[:] = [sequence.request.sampling.do_sample for sequence in fresh]
+            plan.n_flags[:] = [new.flags for new in asks]
             plan.n_prefix[:] = [*map(len, prefixes)]
             np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
         self._kv.table.in_flight[places] += 1
-        return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap)
+        first = len(places) - len(longer)
+        forced = frozenset(first + at for at, piece in enumerate(longer) if piece.forced)
+        return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap, forced)
 
     def _adapted(self, sequences: list[Sequence]) -> bool:
         return self._kv.table.adapted > 0 and any(s.adapter_slot for s in sequences)
@@ -253,9 +274,9 @@ class StepBuilder:
         # `launched` counts this step's tokens already.
         plan.r_output[:] = table.launched[places] - 1
         if longer:  # others have no drafts
-            drafted = table.drafted[places]
-            plan.r_samples += drafted.astype(np.int32)
-            plan.r_output -= drafted.astype(np.int32)
+            drafted = np.array([len(piece.drafts) for piece in longer], np.int32)
+            plan.r_samples[-len(longer) :] += drafted
+            plan.r_output[-len(longer) :] -= drafted
         plan.r_scored[:] = 0
 
     def _fill_tokens(

@@ -76,6 +76,7 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _memory_faults(settings)
     yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
+    yield from _draft_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
@@ -105,8 +106,16 @@ def _order_faults(s: ServerSettings) -> Iterator[str]:
 
 
 def _memory_faults(s: ServerSettings) -> Iterator[str]:
-    if s.kv_cache_dtype != "auto" and s.resolved_device == "cpu":
-        yield f"--kv-cache-dtype is {s.kv_cache_dtype}: it needs a GPU, and the model runs on a CPU"
+    if s.kv_cache_dtype == "fp8_e4m3" and s.resolved_device == "cpu":
+        yield (
+            "--kv-cache-dtype is fp8_e4m3: it needs a GPU, and the model runs on a CPU, which takes"
+            " int8"
+        )
+    if s.kv_cache_dtype == "int8" and s.resolved_device != "cpu":
+        yield (
+            "--kv-cache-dtype is int8: it is for CPUs, and the model runs on a GPU, which takes"
+            " fp8_e4m3"
+        )
 
 
 def _adapter_faults(s: ServerSettings) -> Iterator[str]:
@@ -143,6 +152,11 @@ def _batching_faults(s: ServerSettings) -> Iterator[str]:
             f"--max-input-tokens is {s.max_input_tokens}: with --batching alternate it must be at"
             f" most --max-batch-prefill-tokens, which is {whole}"
         )
+
+
+def _draft_faults(s: ServerSettings) -> Iterator[str]:
+    if s.draft_model is not None and not s.speculate:
+        yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

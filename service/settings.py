@@ -113,9 +113,10 @@ class Settings(BaseSettings):
     memory is taken at the start."""
     max_adapter_rank: int = _memory(64, ge=1, le=512)
     """Largest rank of an adapter. Each of max-adapters takes memory for it."""
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = _memory("auto")
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
-    compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact."""
+    compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits
+    and one scale per head and token, on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = _model("auto")
     """Where the model runs. auto: a GPU if there is one."""
     threads: int = _model(0, ge=0)
@@ -234,8 +235,11 @@ class Settings(BaseSettings):
     """Which of them make room for others. lru: those that were used longest ago; lfu: those that
     few requests have used."""
     speculate: int = _memory(0, ge=0, le=32)
-    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams): it
-    keeps those that it would have generated. Tokens stay the same. 0: none."""
+    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams) or by
+    draft-model: it keeps those that it would have generated. Tokens stay the same. 0: none."""
+    draft_model: str | None = _memory(None)
+    """A small model that drafts instead of n-grams: a folder, or a name that is in the local
+    Hugging Face cache. Its vocabulary must be the served model's; each rank has all of it."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

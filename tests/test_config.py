@@ -210,6 +210,10 @@ def test_every_fault_is_told_on_a_line_of_its_own():
             {"kv_cache_dtype": "fp8_e4m3", "device": "cpu"},
             "--kv-cache-dtype is fp8_e4m3: it needs a GPU",
         ),
+        (
+            {"kv_cache_dtype": "int8", "device": "cuda"},
+            "--kv-cache-dtype is int8: it is for CPUs",
+        ),
         ({"config_override": "[1"}, "--config-override is [1: it is not JSON"),
         ({"config_override": "[1]"}, "--config-override is [1]: it must be a JSON object"),
         ({"port": 7, "health_port": 7}, "--port and --health-port are both 7"),

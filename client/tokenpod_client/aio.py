@@ -149,7 +149,7 @@ class AsyncStream(Answer):
 
     async def text(self) -> str:
         """Read to the end; the text of the first sample that was left."""
-        return "".join([delta.text async for delta in self._deltas if delta.index == 0])
+        return "".join([delta.text async for delta in self._deltas if delta.sample_index == 0])
 
     async def close(self) -> None:
         """Cancel what has not come yet. May be called while another task reads."""

@@ -13,7 +13,7 @@ class Delta:
     """What an event adds to a sample."""
 
     #: Which sample: 0, unless several were asked for.
-    index: int
+    sample_index: int
     text: str
     #: What the model thinks before it answers, where the server tells it from the text.
     reasoning: str
@@ -38,11 +38,10 @@ class Reading:
             case "started":
                 self.started = event.started
             case "tokens":
-                return Delta(
-                    event.tokens.index, event.tokens.text, event.tokens.reasoning, event.tokens
-                )
+                new = event.tokens
+                return Delta(new.sample_index, new.text, new.reasoning, new)
             case "finished":
-                self.finished[event.finished.index] = event.finished
+                self.finished[event.finished.sample_index] = event.finished
             case "completed":
                 self.usage = event.completed.usage
         return None

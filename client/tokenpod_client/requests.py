@@ -49,10 +49,10 @@ class GenerateOptions(TypedDict, total=False):
     best_of: int
     #: Fields of `BeamSearch`.
     beam: Mapping[str, float]
-    logprobs: bool
+    return_logprobs: bool
     top_n_tokens: int
-    prompt_logprobs: bool
-    text_offsets: bool
+    return_prompt_logprobs: bool
+    return_text_offsets: bool
     truncate: int
     request_id: str
     priority: int

@@ -151,7 +151,7 @@ class Stream(Answer):
 
     def text(self) -> str:
         """Read to the end; the text of the first sample that was left."""
-        return "".join(delta.text for delta in self._deltas if delta.index == 0)
+        return "".join(delta.text for delta in self._deltas if delta.sample_index == 0)
 
     def close(self) -> None:
         """Cancel what has not come yet. May be called from another thread."""

@@ -62,7 +62,7 @@ func generate(address, prompt string) error {
 		if tokens := event.GetTokens(); tokens != nil {
 			fmt.Print(tokens.GetText())
 		} else if finished := event.GetFinished(); finished != nil {
-			fmt.Printf("\n[%d tokens; %s]\n", finished.GeneratedTokenCount, finished.Reason)
+			fmt.Printf("\n[%d tokens; %s]\n", finished.GeneratedTokenCount, finished.FinishReason)
 		}
 	}
 }

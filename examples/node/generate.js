@@ -21,7 +21,7 @@ const request = { text: prompt, stopping: { max_new_tokens: 32 } };
 const stream = client.generate(request, new grpc.Metadata(), { deadline });
 stream.on('data', ({ tokens, finished }) => {
   if (tokens) process.stdout.write(tokens.text ?? '');
-  if (finished) console.log(`\n[${finished.generated_token_count} tokens; ${finished.reason}]`);
+  if (finished) console.log(`\n[${finished.generated_token_count} tokens; ${finished.finish_reason}]`);
 });
 stream.on('error', (error) => {
   console.error(`${grpc.status[error.code]}: ${error.details}`);

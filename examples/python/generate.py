@@ -12,7 +12,7 @@ def main(address: str = "127.0.0.1:50051", prompt: str = "def main():\n") -> Non
         for delta in stream:
             print(delta.text, end="", flush=True)
         finished = stream.finished[0]
-        reason = FinishReason.Name(finished.reason)
+        reason = FinishReason.Name(finished.finish_reason)
         print(f"\n[{finished.generated_token_count} tokens; {reason}]")
 
 

@@ -13,7 +13,7 @@ async def complete(client: AsyncClient, prompt: str) -> str:
         async for delta in stream:
             text += delta.text
     finished = stream.finished[0]
-    reason = FinishReason.Name(finished.reason)
+    reason = FinishReason.Name(finished.finish_reason)
     return f"{text}\n[{finished.generated_token_count} tokens; {reason}]"
 
 

@@ -4,6 +4,9 @@ A row's KV is one run most of the time (a cached prefix adds one or two), so key
 read where they lie: no gather, no repeated heads. Softmax over several runs is exact: each part
 comes with the logarithm of its sum, by which parts are weighted together. Rows whose KV is
 scattered are gathered, which costs 3 to 7 times more.
+
+Of a pool of int8 what a row reads is first made float, layer by layer. Decoding rows are spared
+that by the compiled loop, which widens numbers in registers.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import torch
 
 from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.batch import ForwardBatch, Run
-from tokenpod.kernels.cpu.rotary import refuse_scales
+from tokenpod.kernels.cpu.rotary import refuse_other_scales
 from tokenpod.kernels.reference.attention import attend
 
 #: (q [N, H, n, D], k and v [N, H, context, D], is_causal, attn_mask, scale) -> (output like q,
@@ -26,6 +29,40 @@ _flash: Callable[..., tuple[torch.Tensor, torch.Tensor]] = (
 
 #: Gathering a row is cheaper than visiting more runs than this one by one.
 MAX_PARTS = 4
+
+#: Attention by the definition has so many scores of a row at a time, at most: those of 4,096 tokens
+#: that see 16,384 would be gigabytes.
+SCORES_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """A layer's keys and values, read as numbers of `dtype`: views where they are held so."""
+
+    #: [slots + 1, K, D]
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: KVScales | None
+    dtype: torch.dtype
+
+    def run(self, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [end - start, K, D] of slots `start` to `end`."""
+        keys, values, scales = self.keys[start:end], self.values[start:end], self.scales
+        if scales is None:
+            return keys, values
+        own = KVScales(scales.keys[start:end], scales.values[start:end])
+        return self._widened(keys, own.keys), self._widened(values, own.values)
+
+    def gather(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, K, D] of the slots in `index` [n]."""
+        keys, values = (pool.index_select(0, index) for pool in (self.keys, self.values))
+        if self.scales is None:
+            return keys, values
+        own = KVScales(*(scale.index_select(0, index) for scale in self.scales))
+        return self._widened(keys, own.keys), self._widened(values, own.values)
+
+    def _widened(self, numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (numbers * scale[..., None]).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +123,20 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`; no scales yet.
+    """See `ops.Attention`; scales of int8 alone.
 
     Raises:
-        NotImplementedError: there are scales.
+        NotImplementedError: there are others.
     """
-    refuse_scales(scales)
+    refuse_other_scales(keys, scales)
+    pools = Pools(keys, values, scales, q.dtype)
     if not are_fast(options):
-        return attend_rows(q, keys, values, plan.batch, plan.window, options)
+        return attend_rows(q, pools, plan.batch, plan.window, options)
     out = torch.empty_like(q)
     scale = options.scale
     if plan.singles:
-        _attend_singles(plan.singles, _grouped(q, keys), keys, values, _grouped(out, keys), scale)
-    attend_extends(plan.extends, q, keys, values, out, scale)
+        _attend_singles(plan.singles, _grouped(q, keys), pools, _grouped(out, keys), scale)
+    attend_extends(plan.extends, q, pools, out, scale)
     return out.flatten(1)
 
 
@@ -109,8 +147,7 @@ def are_fast(options: AttentionOptions) -> bool:
 
 def attend_rows(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    pools: Pools,
     batch: ForwardBatch,
     window: int | None,
     options: AttentionOptions,
@@ -120,27 +157,31 @@ def attend_rows(
     out = torch.empty_like(q)
     for row in range(batch.rows):
         start, end = batch.b_start[row], batch.b_start[row + 1]
-        slots = _slots(visible_runs(batch, row, end - start, window))
-        k, v = (pool.index_select(0, slots).to(exact) for pool in (keys, values))
-        out[start:end] = attend(q[start:end].to(exact), k, v, window, options).to(q.dtype)
+        at_once = max(SCORES_AT_ONCE // max(q.shape[1] * batch.b_context[row], 1), 1)
+        for first in range(start, end, at_once):
+            last = min(first + at_once, end)
+            runs = _drop(batch.b_runs[row], end - last)
+            context = batch.b_context[row] - (end - last)
+            slots = _slots(_cut(runs, _seen(context, last - first, window)))
+            k, v = (read.to(exact) for read in pools.gather(slots))
+            out[first:last] = attend(q[first:last].to(exact), k, v, window, options).to(q.dtype)
     return out.flatten(1)
 
 
 def attend_extends(
     extends: list[Extend],
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    pools: Pools,
     out: torch.Tensor,
     scale: float | None = None,
 ) -> None:
     """Write the rows of several tokens to `out`, like q [T, H, D]."""
-    grouped, grouped_out = _grouped(q, keys), _grouped(out, keys)
+    grouped, grouped_out = _grouped(q, pools.keys), _grouped(out, pools.keys)
     for extend in extends:
         rows = slice(extend.start, extend.end)
         # The heads of a group share keys and values: groups are the batch, stride 0 repeats.
         queries = grouped[rows].permute(1, 2, 0, 3)
-        grouped_out[rows] = _attend_extend(extend, queries, keys, values, scale).permute(2, 0, 1, 3)
+        grouped_out[rows] = _attend_extend(extend, queries, pools, scale).permute(2, 0, 1, 3)
 
 
 def _grouped(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -220,30 +261,24 @@ def _causal_mask(queries: int, seen: int, window: int | None) -> torch.Tensor:
 def _attend_singles(
     singles: list[Single],
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    pools: Pools,
     out: torch.Tensor,
     scale: float | None,
 ) -> None:
     """Rows of one token: the heads of a group are queries of one product with their keys."""
     count = len(singles)
-    keys_of = keys.transpose(0, 1).unsqueeze(0)
-    values_of = values.transpose(0, 1).unsqueeze(0)
+
+    def heads_first(read: torch.Tensor) -> torch.Tensor:
+        return read.transpose(0, 1).unsqueeze(0)
+
     results = []
     for single, query in zip(singles, q[:count].unsqueeze(1).unbind(), strict=True):
         if single.index is not None:
-            k = keys_of.index_select(2, single.index)
-            v = values_of.index_select(2, single.index)
+            k, v = map(heads_first, pools.gather(single.index))
             results.append(_flash(query, k, v, scale=scale)[0])
             continue
         parts = [
-            _flash(
-                query,
-                keys_of.narrow(2, start, end - start),
-                values_of.narrow(2, start, end - start),
-                scale=scale,
-            )
-            for start, end in single.runs
+            _flash(query, *map(heads_first, pools.run(*run)), scale=scale) for run in single.runs
         ]
         results.append(parts[0][0] if len(parts) == 1 else _merge(parts))
     torch.cat(results, out=out[:count])
@@ -252,28 +287,23 @@ def _attend_singles(
 def _attend_extend(
     extend: Extend,
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    pools: Pools,
     scale: float | None,
 ) -> torch.Tensor:
     """Q [K, H/K, n, D] -> the same shape."""
     group = q.shape[1]
 
-    def heads_first(pool: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        return _spread(pool[start:end], group)
-
     if extend.index is not None:
-        k = _spread(keys.index_select(0, extend.index), group)
-        v = _spread(values.index_select(0, extend.index), group)
+        k, v = (_spread(read, group) for read in pools.gather(extend.index))
         mask = None if extend.mask is None else extend.mask.to(q.dtype)
         return _flash(q, k, v, attn_mask=mask, scale=scale)[0]
     (own,) = extend.own
     parts = [
-        _flash(q, heads_first(keys, *run), heads_first(values, *run), scale=scale)
+        _flash(q, *(_spread(read, group) for read in pools.run(*run)), scale=scale)
         for run in extend.prefix
     ]
-    own_keys, own_values = heads_first(keys, *own), heads_first(values, *own)
-    parts.append(_flash(q, own_keys, own_values, is_causal=True, scale=scale))
+    k, v = (_spread(read, group) for read in pools.run(*own))
+    parts.append(_flash(q, k, v, is_causal=True, scale=scale))
     return parts[0][0] if len(parts) == 1 else _merge(parts)
 
 

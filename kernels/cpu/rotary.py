@@ -7,9 +7,9 @@ import torch
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.cpu.pointwise import rms_norm
 from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.reference.rotary import Rotation, rotate
+from tokenpod.kernels.reference.rotary import Rotation, quantise_each, rotate
 
-__all__ = ["refuse_scales", "rotate", "store_key_value"]
+__all__ = ["refuse_other_scales", "rotate", "store_key_value"]
 
 
 def store_key_value(
@@ -22,7 +22,7 @@ def store_key_value(
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `ops.StoreKeyValue`."""
-    refuse_scales(scales)
+    refuse_other_scales(keys, scales)
     _, kv_heads, head_dim = keys.shape
     tokens = qkv.shape[0]
     split = qkv.view(tokens, -1, head_dim)
@@ -38,15 +38,25 @@ def store_key_value(
             dim=1,
         )
     turned = _turn(qk, rotation)
-    keys.index_copy_(0, t_slot, turned[:, heads:])
-    values.index_copy_(0, t_slot, split[:, rotated:])
+    _store(turned[:, heads:], keys, t_slot, scales and scales.keys)
+    _store(split[:, rotated:], values, t_slot, scales and scales.values)
     return turned[:, :heads]
 
 
-def refuse_scales(scales: KVScales | None) -> None:
-    """The engine asks for none on a CPU. Raises NotImplementedError."""
-    if scales is not None:
-        raise NotImplementedError("keys and values of 8 bits need a GPU")
+def refuse_other_scales(keys: torch.Tensor, scales: KVScales | None) -> None:
+    """A CPU reads those of int8. The engine asks for no others. Raises NotImplementedError."""
+    if scales is not None and keys.dtype != torch.int8:
+        raise NotImplementedError(f"keys and values of {keys.dtype} need a GPU")
+
+
+def _store(
+    x: torch.Tensor, pool: torch.Tensor, t_slot: torch.Tensor, scale: torch.Tensor | None
+) -> None:
+    """Write x [T, K, D] to slots t_slot [T] of a pool."""
+    if scale is not None:
+        x, largest = quantise_each(x)
+        scale.index_copy_(0, t_slot, largest)
+    pool.index_copy_(0, t_slot, x)
 
 
 def _turn(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -59,7 +59,9 @@ def _read(
 ) -> torch.Tensor:
     """[slots, K, D]: what the pool's numbers stand for."""
     read = pool[slots].to(exact)
-    return read if scale is None else read * scale[:, None]
+    if scale is None:
+        return read
+    return read * (scale[slots] if scale.dim() == 2 else scale)[..., None]
 
 
 def attend(

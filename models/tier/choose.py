@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
 from tokenpod.models.fields import Fields
@@ -25,6 +26,13 @@ class Loader(Protocol):
     #: In all weights.
     numbers: int
     spec: TierSpec
+
+    def state_of(self, dtype: torch.dtype) -> OwnState | None:
+        """What it keeps of sequences by itself, with numbers of this type; None: nothing.
+
+        Raises NotServed if that shows only once it is loaded.
+        """
+        ...
 
     def load(
         self,

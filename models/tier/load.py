@@ -58,6 +58,10 @@ class TierLoader:
         #: Without layouts of keys and values where only the weights' numbers show them.
         self.spec = spec_of(model, dispatches, positions, dtype=dtype, eos_token_ids=eos_token_ids)
 
+    def state_of(self, dtype: torch.dtype) -> None:
+        """It keeps all of a sequence in the pool's slots."""
+        del dtype
+
     def load(
         self,
         checkpoint: Checkpoint,

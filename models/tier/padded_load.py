@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.ops import Operations
 from tokenpod.models.checkpoint import Checkpoint
-from tokenpod.models.facts import OwnState, ends_within
+from tokenpod.models.facts import ends_within
 from tokenpod.models.fields import Fields
 from tokenpod.models.reading import Progress
 from tokenpod.models.tier.check import TOKENS, check_text
@@ -61,6 +63,17 @@ class PaddedLoader:
             eos_token_ids=ends_within(eos_token_ids, vocabulary),
             own_state=OwnState(0, 0, scores_prompts=not cached.encodes),
         )
+
+    def state_of(self, dtype: torch.dtype) -> OwnState:
+        """What a row's state takes, seen without any numbers.
+
+        Raises NotServed if the class looks at numbers on its way.
+        """
+        with running("without numbers"), torch.inference_mode(), FakeTensorMode():
+            model = cast(Any, self._class)._from_config(self._config, dtype=dtype).eval()
+            model.config._experts_implementation = "batched_mm"
+            cached = Cached(Halves(model), _first_token(model.config))
+            return _sizes(cached, torch.zeros(TOKENS, dtype=torch.int64))
 
     def load(
         self,

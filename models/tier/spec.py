@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tokenpod.core.capacity import Expansion
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels.pool import KVLayout
-from tokenpod.models.facts import OwnState
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class TierSpec:
     rope_variant: str = ""
     runs_on: str = "transformers"
     own_state: OwnState | None = None
+    expansion: Expansion | None = None
 
     @property
     def sliding_window(self) -> int | None:

@@ -19,14 +19,25 @@ from tokenpod.service.rpc.errors import (
     ServiceError,
     Unavailable,
 )
+from tokenpod.service.serving.adapters import Adapters
 from tokenpod.service.serving.serving import Serving
 
 MOST_LISTED, USUALLY_LISTED = 1000, 100
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
 
 
+def page_of(adapters: Adapters, size: int, after: str) -> tuple[list[AdapterFacts], str]:
+    """Adapters behind the one named `after`, and where to go on; "": there are no more."""
+    if size > MOST_LISTED:
+        raise InvalidArgument("page_size", f"is {size}; at most {MOST_LISTED} are listed")
+    loaded, size = adapters.loaded, size or USUALLY_LISTED
+    start = bisect.bisect_right([each.name for each in loaded], after) if after else 0
+    page = loaded[start : start + size]
+    return page, page[-1].name if start + size < len(loaded) else ""
+
+
 class AdapterAdmin:
-    """Loads, unloads and lists the adapters of a pod that leads.
+    """Loads and unloads the adapters of a pod that leads.
 
     Args:
         serving: engine and settings.
@@ -73,15 +84,6 @@ class AdapterAdmin:
         done = await client.change_adapters(UnloadAdapter(client.new_op(), name))
         if done.failure is not None:
             raise _error(done, "name")
-
-    def page(self, size: int, after: str) -> tuple[list[AdapterFacts], str]:
-        """Adapters behind the one named `after`, and where to go on; "": there are no more."""
-        if size > MOST_LISTED:
-            raise InvalidArgument("page_size", f"is {size}; at most {MOST_LISTED} are listed")
-        loaded, size = self._serving.adapters.loaded, size or USUALLY_LISTED
-        start = bisect.bisect_right([each.name for each in loaded], after) if after else 0
-        page = loaded[start : start + size]
-        return page, page[-1].name if start + size < len(loaded) else ""
 
     def _check_path(self, path: str) -> None:
         root = self._serving.settings.adapter_folder

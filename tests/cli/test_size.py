@@ -97,6 +97,13 @@ def test_a_cache_of_8_bits_holds_twice_the_tokens(big: Path):
     assert half["kv_slots"] == pytest.approx(2 * usual["kv_slots"] + PROBE_TOKENS, abs=1)
 
 
+def test_a_cache_of_int8_takes_a_scale_per_head_and_token(big: Path):
+    each = ("--model-id", big, "--cpu", "--memory-gib", 64, "--kv-cache-dtype")
+    usual, small = (answer(*each, kind)["kv_bytes_per_token"] for kind in ("auto", "int8"))
+    assert usual == 32 * 2 * 8 * 128 * 4
+    assert small == 32 * 2 * 8 * (128 + 4)
+
+
 def test_products_of_8_bits_take_one_byte_per_number_and_a_scale_per_row(big: Path):
     found = answer("--model-id", big, "--gpu", "h200", "--quantize", "int8")
     hidden, inner, keys, layers = 4096, 14_336, 1024, 32
@@ -119,6 +126,24 @@ def test_what_8_bits_take_is_what_the_loader_needs():
         assert footprint(demo, "int8").weight_bytes(world, 2) == needed
 
 
+def test_a_draft_model_takes_its_weights_and_a_part_of_each_slot(big: Path):
+    plain, alone = (answer("--model-id", name, "--gpu", "h200") for name in (big, "demo"))
+    drafts = ("--speculate", 4, "--max-total-tokens", 2048)
+    ngrams = answer("--model-id", big, "--gpu", "h200", *drafts)
+    found = answer("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo")
+    assert found["reserve_bytes"]["draft_model"] == 2 * alone["parameters"]
+    of_demo = 8 * 2 * 2 * 64 * 2
+    assert found["kv_bytes_per_token"] == plain["kv_bytes_per_token"] + of_demo
+    assert found["kv_slots"] < ngrams["kv_slots"]
+    assert (
+        "draft model 0.0"
+        in size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo").stdout
+    )
+    missing = size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "/no/where")
+    assert missing.returncode != 0
+    assert "--draft-model is /no/where" in missing.stderr
+
+
 def test_slots_for_adapters_are_counted(big: Path):
     """81,920 numbers for each unit of rank in each of 32 layers."""
     plain = answer("--model-id", big, "--gpu", "h200")
@@ -126,6 +151,80 @@ def test_slots_for_adapters_are_counted(big: Path):
     assert "adapters" not in plain["reserve_bytes"]
     assert found["reserve_bytes"]["adapters"] == 8 * 64 * 32 * 81_920 * 2
     assert found["kv_slots"] < plain["kv_slots"]
+
+
+def test_keys_and_values_that_are_made_of_latents_are_counted(tmp_path: Path):
+    """DeepSeek V2 Lite: 16 heads, rows of 576 numbers, 640 for each head while it is expanded."""
+    latents = {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "dtype": "bfloat16",
+        "vocab_size": 102_400,
+        "hidden_size": 2048,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 163_840,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(latents))
+    portions = footprint(tmp_path).portions
+    assert portions[1].kv_numbers == portions[2].kv_numbers == 27 * 576
+    long, short = (
+        answer("--model-id", tmp_path, "--gpu", "h200", "--max-total-tokens", n)["reserve_bytes"]
+        for n in (100_000, 2048)
+    )
+    tokens = 513 + 4096 + PROBE_TOKENS
+    made = 16 * 16_384 * 640 + 16_384 * 576 + 2048 * tokens
+    widest = 3 * tokens * (6 + 2) * 1408
+    assert made > widest
+    assert long["largest_step"] - short["largest_step"] == 2 * (made - widest)
+    for world, heads in ((1, 16), (4, 4)):
+        expansion = portions[world].expansion
+        assert expansion is not None
+        assert expansion.numbers(100_000, "cuda") == heads * 16_384 * 640 + 16_384 * 576
+        assert expansion.numbers(100_000, "cpu") == 65_536 * 640 + 16_384 * 576
+        assert expansion.numbers(2048, "cuda") == 2048 * (heads * 640 + 576)
+
+
+def test_states_that_a_model_keeps_by_itself_are_counted(tmp_path: Path):
+    """Mamba 2: by layer what a convolution saw last, and heads' states, whatever the length."""
+    recurrent = {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "dtype": "float32",
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_heads": 8,
+        "head_dim": 64,
+        "state_size": 32,
+        "n_groups": 1,
+        "vocab_size": 500,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(recurrent))
+    asked = ("--model-id", tmp_path, "--cpu", "--memory-gib", 1, "--max-total-tokens", 1000)
+    found = answer(*asked, "--max-batch-size", 100)
+    state = 6 * 4 * (4 * (512 + 2 * 32) + 8 * 64 * 32)
+    assert found["state_bytes_per_sequence"] == state
+    assert found["reserve_bytes"]["states"] == int(101 * 2 * state / 0.9)
+    assert (found["kv_bytes_per_token"], found["sequences_at_once"]) == (8, 100)
+    text = size(*asked, "--max-batch-size", 100).stdout
+    assert "100,000 tokens of 0.0078125 KiB, and 100 states of 438 KiB" in text
+    little = (*asked[:4], 0.77, *asked[5:])
+    assert "a sequence's state takes 0.00 GiB, and there is no room" in size(*little).stdout
 
 
 def test_experts_are_refused_a_format_in_the_loaders_words(tmp_path: Path):
@@ -221,6 +320,7 @@ def test_people_get_a_table(big: Path):
         (["--gpu", "t4"], 1, "t4 has compute capability 7.5; the kernels need 8.0"),
         (["--gpu", "a100-80", "--kv-cache-dtype", "fp8_e4m3"], 1, "and this one has 8.0"),
         (["--cpu", "--memory-gib", "4", "--kv-cache-dtype", "fp8_e4m3"], 2, "it needs a GPU"),
+        (["--gpu", "h200", "--kv-cache-dtype", "int8"], 2, "it is for CPUs"),
     ],
 )
 def test_what_an_operator_gets_wrong_is_a_line(flags: list[str], status: int, told: str):

@@ -46,14 +46,14 @@ class Scripted(GenerationServiceServicer):
         yield pb.GenerateResponse(started=pb.Started(request_id="r1"))
         # An event of a kind that this client does not know.
         yield pb.GenerateResponse.FromString(b"\xfa\x01\x02\x08\x01")
-        yield pb.GenerateResponse(tokens=pb.Tokens(index=0, token_ids=[7], text="He"))
-        yield pb.GenerateResponse(tokens=pb.Tokens(index=1, token_ids=[9], reasoning="hm"))
+        yield pb.GenerateResponse(tokens=pb.Tokens(sample_index=0, token_ids=[7], text="He"))
+        yield pb.GenerateResponse(tokens=pb.Tokens(sample_index=1, token_ids=[9], reasoning="hm"))
         if request.text == "slow":
             assert self.cancelled.wait(PATIENCE)
         if request.text == "breaks":
             self._full(context)
-        yield pb.GenerateResponse(tokens=pb.Tokens(index=0, token_ids=[8], text="y"))
-        yield pb.GenerateResponse(finished=pb.Finished(index=0, text="Hey"))
+        yield pb.GenerateResponse(tokens=pb.Tokens(sample_index=0, token_ids=[8], text="y"))
+        yield pb.GenerateResponse(finished=pb.Finished(sample_index=0, text="Hey"))
         yield pb.GenerateResponse(completed=pb.Completed(usage=USAGE))
 
     def GenerateOnce(self, request, context):
@@ -72,7 +72,7 @@ class Scripted(GenerationServiceServicer):
         return service.GetModelResponse(model=model_pb2.Model(name="some"))
 
     def GetLoad(self, request, context):
-        return service.GetLoadResponse(running_count=3)
+        return service.GetLoadResponse(running_sequence_count=3)
 
     def _refuse(self, text: str, context: grpc.ServicerContext) -> None:
         if text == "busy" and len(self.calls) < 3:
@@ -174,7 +174,7 @@ def client(request, server) -> Iterator[Callable[..., Client]]:
 def test_a_stream_yields_deltas_and_knows_the_rest_at_its_end(client, server):
     stream = client(token="secret").generate("hi", max_new_tokens=3, temperature=0.5, n=2)
     deltas = list(stream)
-    assert [(each.index, each.text) for each in deltas] == [(0, "He"), (1, ""), (0, "y")]
+    assert [(each.sample_index, each.text) for each in deltas] == [(0, "He"), (1, ""), (0, "y")]
     assert [each.reasoning for each in deltas] == ["", "hm", ""]
     assert list(deltas[0].tokens.token_ids) == [7]
     assert stream.started.request_id == "r1"
@@ -198,7 +198,7 @@ def test_the_other_calls(client):
     assert made.generate_once("hi").results[0].text == "Hey"
     assert made.tokenize("abc") == [4, 3]
     assert made.detokenize([1, 2]) == "1 2"
-    assert (made.model().name, made.load().running_count) == ("some", 3)
+    assert (made.model().name, made.load().running_sequence_count) == ("some", 3)
 
 
 def test_a_call_that_is_refused_with_a_hint_is_sent_again(client, server):

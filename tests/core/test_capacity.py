@@ -80,11 +80,16 @@ def test_the_forecast_for_an_8b_model_on_an_h200_is_what_was_measured():
 
 def test_a_slot_takes_what_the_pool_says():
     pool = KVPool.bytes_per_slot(layouts=[alike(8, 128)] * 32, dtype=torch.bfloat16)
-    assert MODEL.slot_bytes(1, 2) == pool
+    assert MODEL.slot_bytes(1, "bfloat16") == pool
 
 
 def test_a_rank_holds_its_portion():
-    assert [MODEL.slot_bytes(n, 2) for n in (1, 2, 8, 16)] == [131_072, 65_536, 16_384, 16_384]
+    assert [MODEL.slot_bytes(n, "float16") for n in (1, 2, 8, 16)] == [
+        131_072,
+        65_536,
+        16_384,
+        16_384,
+    ]
     assert MODEL.weight_bytes(2, 2) == 2 * MODEL.portions[2].numbers
     assert MODEL.parameters == MODEL.portions[1].numbers
 

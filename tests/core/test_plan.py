@@ -54,7 +54,7 @@ def test_every_number_arrives(step: int, rows: list[PlanRow], freed: list[int]) 
     assert plan.freed.tolist() == freed
     new = [row for row in rows if row.new]
     assert plan.n_row.tolist() == [row.row for row in new]
-    assert plan.n_draws.tolist() == [row.new.request.sampling.do_sample for row in new if row.new]
+    assert plan.n_flags.tolist() == [row.new.flags for row in new if row.new]
     assert plan.n_prefix.tolist() == [len(row.prefix) for row in new]
     assert plan.prefix_slot.tolist() == [slot for row in new for slot in row.prefix]
     assert not plan.asks

@@ -129,10 +129,8 @@ def scheduler(prefill=64, rows=20, slots=SLOTS):
     return Scheduler(Limits(slots, rows, POSITIONS, prefill))
 
 
-def host(model, group=None, rows=21):
-    pool = KVPool(
-        slots=SLOTS + 16, layouts=model.config.kv_layouts, dtype=torch.float32, device=CPU
-    )
+def host(model, group=None, rows=21, kv_dtype=torch.float32):
+    pool = KVPool(slots=SLOTS + 16, layouts=model.config.kv_layouts, dtype=kv_dtype, device=CPU)
     return HostExecutor(model, pool, rows=rows, vocab_size=VOCABULARY, group=group)
 
 
@@ -204,6 +202,21 @@ def test_beams_run_beside_others_in_pieces_and_on_cached_prefixes(golden, model)
     for heard in alone:
         for sequence, tokens in heard.tokens.items():
             assert link.tokens[sequence] == tokens
+
+
+def test_beams_and_samples_over_a_pool_of_int8(golden, model):
+    """Forks read their scales where they read their numbers, whoever wrote them."""
+    executor, planner = host(model, kv_dtype=torch.int8), scheduler(prefill=8)
+    first, again = search(10, text(40, 1), 2), search(20, [*text(40, 1), 7, 9], 2)
+    serve(executor, [first], planner, overlap=True)
+    link = serve(executor, [again, ordinary(910, 3)], planner, overlap=True)
+    assert link.started[20] == 40
+    alone = serve(host(model, kv_dtype=torch.int8), [ordinary(910, 3)])
+    for sequence, tokens in alone.tokens.items():
+        assert link.tokens[sequence] == tokens
+        assert link.logprobs[sequence] == pytest.approx(alone.logprobs[sequence], abs=5e-3)
+    for (_, total), (_, score) in zip(link.results(again), expected(golden, again), strict=True):
+        assert total / NEW_TOKENS == pytest.approx(score, abs=0.02)
 
 
 def test_two_ranks_search_as_one_does(golden):

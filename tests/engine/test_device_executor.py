@@ -16,9 +16,9 @@ from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import BeamParams, Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.assemble import run_worst_steps, worst_step
 from tokenpod.engine.device_executor import DeviceExecutor
 from tokenpod.engine.device_sampler import DeviceSampler, Tiles
+from tokenpod.engine.first_steps import run_worst_steps, worst_step
 from tokenpod.engine.graphs import ladder
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.integers import Counts, fill, pad, views

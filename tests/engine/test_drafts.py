@@ -8,6 +8,9 @@ token is allowed where the two candidates' scores are as close as the kernels' t
 
 from __future__ import annotations
 
+import random
+from functools import partial
+
 import msgspec
 import pytest
 import ranks
@@ -23,6 +26,7 @@ from demo_engine import (
     SAMPLED,
     TOLERANCE,
     VOCABULARY,
+    WATERMARKED,
     Recorder,
     load,
     many_requests,
@@ -37,6 +41,7 @@ from ranks import Job
 
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 
 MOST = 3
 
@@ -84,6 +89,85 @@ def test_tokens_are_the_same_bit_by_bit_with_and_without_drafts(
     assert tried > 50
     assert got.drafted == tuple(sum(got.drafts.values()))
     assert (accepted > 0) == (kind != "wrong")
+
+
+class Worse:
+    """A draft model: the served one, but that its logits are off by something."""
+
+    def __init__(self, model, off):
+        self._model = model
+        noise = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
+        self._noise = noise * off
+
+    def forward(self, batch, kv):
+        return self._model.forward(batch, kv)
+
+    def logits(self, hidden, step):
+        return self._model.logits(hidden, step) + self._noise
+
+
+@pytest.mark.parametrize(
+    ("off", "overlap", "preempt", "least", "most"),
+    [(0.0, False, 0.0, 0.7, 1.0), (1.0, True, 0.05, 0.2, 0.9)],
+    ids=["the same model", "another"],
+)
+def test_a_draft_model_changes_nothing_but_the_number_of_steps(
+    exact, undrafted, off, overlap, preempt, least, most
+):
+    link = Recorder(drafted(requests()), drafted(routed()))
+    got, _ = serve(
+        exact,
+        link,
+        rows=12,
+        prefill=16,
+        overlap=overlap,
+        preempt=preempt,
+        drafting=partial(Drafting, ModelDrafts(), MOST),
+        draft=Worse(exact, off),
+    )
+    assert got.tokens == undrafted.tokens
+    assert got.logprobs == undrafted.logprobs
+    assert got.tops == undrafted.tops
+    tried, accepted = got.drafted
+    assert tried > 50
+    assert least <= accepted / tried <= most
+
+
+@pytest.mark.parametrize("sampling", KINDS, ids=["greedy", "sampled", "cut", "penalised", "marked"])
+def test_a_draft_model_that_is_the_served_one_draws_what_that_draws(exact, sampling):
+    """Drafts have the noise of the tokens, so that all are right, but for what a penalty knows."""
+    asked = drafted([Request([1], [900, 40, 77], sampling, StoppingParams(41), logprobs=True)])
+    guesses = partial(Drafting, ModelDrafts(), MOST)
+    shape = {"rows": 2, "prefill": 8, "overlap": False, "slots": 64}
+    link, _ = serve(exact, Recorder(asked), drafting=guesses, draft=exact, **shape)
+    tried, accepted = link.drafted
+    assert tried >= 30
+    if sampling in (PENALISED, WATERMARKED):
+        assert 0 < accepted <= tried
+    else:
+        assert accepted == tried
+
+
+def test_keys_and_values_of_a_draft_model_are_those_of_a_prompt_found_in_the_cache(exact):
+    """Another's prompt is the prefix: if the draft model lacked its keys, drafts would be wrong."""
+    chance = random.Random(7)
+    prompt = [chance.randrange(3, VOCABULARY) for _ in range(40)]
+
+    class After(Recorder):
+        """Asks a second time once the first is answered."""
+
+        def receive(self, seconds):
+            if self.finished == {1} and not self.inbox and 2 not in self.started:
+                self.inbox += drafted([Request([2], [*prompt, 9], SAMPLED, StoppingParams(13))])
+            return super().receive(seconds)
+
+    link = After(drafted([Request([1], prompt, SAMPLED, StoppingParams(13))]))
+    link.requests[2] = None
+    guesses = partial(Drafting, ModelDrafts(), MOST)
+    serve(exact, link, rows=2, prefill=64, overlap=False, slots=128, drafting=guesses, draft=exact)
+    assert link.cached > 30
+    tried, accepted = link.drafted
+    assert tried == accepted > 10
 
 
 def outputs(exact, sampling, stopping, known=None, most=4, **more):

@@ -86,6 +86,13 @@ def test_a_cpu_is_refused_in_one_line():
         assemble(SimpleNamespace(), options, positions=64, device=CPU)
 
 
+def test_scales_for_each_token_are_refused_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    options = EngineOptions("/model", None, "cuda", 1, 8, 64, kv_cache_dtype="int8")
+    with pytest.raises(EngineError, match="int8: that is for CPUs, and this is a GPU"):
+        assemble(SimpleNamespace(), options, positions=64, device=torch.device("cuda"))
+
+
 def test_a_gpu_too_old_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     options = EngineOptions("/model", None, "cuda", 1, 8, 64, kv_cache_dtype="fp8_e4m3")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenpod.kernels import cpu, reference
-from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions
+from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.cpu import compiled
+from tokenpod.kernels.reference.rotary import quantise_each
 
 SLOTS = 700
 
@@ -35,19 +38,35 @@ def batch(request, row, step_over):
     return step_over([row(*spec) for spec in STEPS[request.param]], SLOTS)
 
 
-def agree(batch, window, heads, kv_heads, head_dim, draw, dtype=torch.float32, options=NO_OPTIONS):
+def agree(
+    batch,
+    window,
+    heads,
+    kv_heads,
+    head_dim,
+    draw,
+    dtype=torch.float32,
+    options=NO_OPTIONS,
+    eight_bits=False,
+):
     q = draw(batch.tokens, heads, head_dim, dtype=dtype)
     keys = draw(SLOTS, kv_heads, head_dim, dtype=dtype)
     values = draw(SLOTS, kv_heads, head_dim, dtype=dtype)
     used = batch.row_table[batch.row_table >= 0].long()
     unused = torch.ones(SLOTS, dtype=torch.bool).index_fill_(0, used, False)
-    keys[unused] = values[unused] = float("nan")
+    scales = None
+    if eight_bits:
+        (keys, key_scale), (values, value_scale) = quantise_each(keys), quantise_each(values)
+        scales = KVScales(key_scale, value_scale)
+        key_scale[unused] = value_scale[unused] = float("nan")
+    else:
+        keys[unused] = values[unused] = float("nan")
     expected = reference.attention(
-        q, keys, values, reference.plan_attention(batch, window), options
+        q, keys, values, reference.plan_attention(batch, window), options, scales
     )
     implementations = [cpu] if dtype == torch.float16 else [cpu, compiled.OPERATIONS]
     for ops in implementations:
-        got = ops.attention(q, keys, values, ops.plan_attention(batch, window), options)
+        got = ops.attention(q, keys, values, ops.plan_attention(batch, window), options, scales)
         assert got.shape == (batch.tokens, heads * head_dim)
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[dtype])
@@ -73,6 +92,19 @@ def test_half_precision(batch, window, dtype, draw):
     agree(batch, window, 4, 2, 32, draw, dtype)
 
 
+@pytest.mark.sampled(5, "slow")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_pool_of_int8(batch, window, dtype, draw):
+    agree(batch, window, 6, 2, 32, draw, dtype, eight_bits=True)
+
+
+def test_options_over_a_pool_of_int8(row, step_over, draw):
+    batch = step_over([row(*spec) for spec in STEPS["mixed"]], SLOTS)
+    options = AttentionOptions(0.7, 1.5, draw(4).abs(), draw(4))
+    agree(batch, 7, 4, 2, 16, draw, options=options, eight_bits=True)
+
+
 def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
     """As they come from the rotation of queries and keys together."""
     batch = step_over([row(*spec) for spec in STEPS["mixed"]], SLOTS)
@@ -83,6 +115,12 @@ def test_queries_that_are_a_slice_of_more_heads(row, step_over, draw):
     torch.testing.assert_close(
         sliced, cpu.attention(both[:, :4].contiguous(), keys, values, plan), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_scores_are_made_for_some_queries_of_a_row_at_a_time(batch, window, draw, monkeypatch):
+    monkeypatch.setattr(sys.modules[cpu.attention.__module__], "SCORES_AT_ONCE", 4 * 60)
+    agree(batch, window, 4, 2, 16, draw, options=AttentionOptions(softcap=2.0))
 
 
 @pytest.mark.sampled(7, "slow")

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from latents import SHAPES, draw_latents, truth
+from live_tensors import LiveTensors
 
-from tokenpod.kernels import cpu, reference
+from tokenpod.kernels import cpu, latent, reference
 from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.pointwise_ops import RowNorm
 
@@ -53,6 +54,27 @@ def test_half_precision(row, step_over):
     assert got.dtype == torch.bfloat16
     expected = truth(latents, batch, shape, SCALE)
     assert (got.double() - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_long_rows_take_no_more_memory_than_is_said(name, row, step_over, monkeypatch):
+    """Whatever their heads and their context; what is left over is the queries' and results'."""
+    monkeypatch.setitem(latent.EXPANDED_AT_ONCE, "cpu", 400)
+    ops, shape, heads, item = OPERATIONS[name].OPERATIONS, SHAPES["narrow-values"], 6, 4
+    for context in (60, 350):
+        batch = step_over([row(20, (context,))], SLOTS)
+        latents = draw_latents(batch, SLOTS, heads, shape, torch.float32)
+        plan = ops.plan_latent(batch, shape)
+        assert plan.expanded
+        with LiveTensors() as live:
+            got = ops.attend_latent(latents.q, latents.pool, latents.up, shape, plan, SCALE)
+        torch.testing.assert_close(
+            got.double(), truth(latents, batch, shape, SCALE), rtol=1e-4, atol=1e-5
+        )
+        said = latent.expansion_of(heads, shape).numbers(context, "cpu") * item
+        assert live.most_bytes > said / 2
+        if name != "reference":  # that has all scores of a row in memory, too
+            assert live.most_bytes < said + 8 * latents.q.nbytes
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -9,6 +9,7 @@ from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.cpu import compiled
 from tokenpod.kernels.cpu.product import filled_rows
 from tokenpod.kernels.pointwise_ops import Activation, HeadNorm, RowNorm
+from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.kernels.registry import operations_for
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -188,6 +189,57 @@ def test_rotation_and_the_write_to_the_pool(slots, normed, dtype, draw):
     for outcome in outcomes[1:]:
         for expected, got in zip(outcomes[0], outcome, strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+def int8_pool(kv_heads=2, head_dim=16):
+    return KVPool(
+        slots=11,
+        layouts=[alike(kv_heads, head_dim)],
+        dtype=torch.int8,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_write_to_a_pool_of_int8(normed, dtype, draw):
+    """What a plain pool would hold, to the nearest 127th of each head's largest number."""
+    qkv, slots = draw(3, 10 * 16, dtype=dtype), torch.tensor([9, 2, 6])
+    qkv[1] *= 1000
+    qkv[2, 8 * 16 : 9 * 16] = 0  # a value
+    norm = HeadNorm(draw(16, dtype=dtype), draw(16, dtype=dtype), 1e-6) if normed else None
+    frequencies = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
+    for ops in (reference, *cpu_operations(dtype)):
+        plain = [torch.zeros(12, 2, 16, dtype=dtype) for _ in range(2)]
+        rotation = ops.rotate(torch.arange(3) * 1000, frequencies, 1.3, dtype)
+        q = ops.store_key_value(qkv.clone(), rotation, norm, *plain, slots)
+        pool = int8_pool()
+        pools, scales = (pool.keys[0], pool.values[0]), pool.scales[0]
+        got = ops.store_key_value(qkv.clone(), rotation, norm, *pools, slots, scales)
+        assert torch.equal(got, q)
+        for numbers, scale, held in zip(pools, scales, plain, strict=True):
+            wide = held[slots].float()
+            torch.testing.assert_close(scale[slots], wide.abs().amax(-1) / 127)
+            error = (numbers[slots] * scale[slots][..., None] - wide).abs()
+            assert (error <= scale[slots][..., None] * 0.501).all()
+            untouched = [slot for slot in range(12) if slot not in slots]
+            assert not numbers[untouched].any()
+            assert not scale[untouched].any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_shows_in_a_pool_of_int8(bad, draw):
+    qkv = draw(2, 4 * 16)
+    qkv[0, 3 * 16 + 5] = bad  # of a value
+    rotation = reference.rotate(torch.arange(2), torch.zeros(8), 1.0, torch.float32)
+    for ops in (reference, *cpu_operations(torch.float32)):
+        pool = int8_pool(kv_heads=1)
+        numbers, scales = pool.values[0], pool.scales[0]
+        slots = torch.tensor([1, 2])
+        ops.store_key_value(qkv.clone(), rotation, None, pool.keys[0], numbers, slots, scales)
+        read = numbers[1:3] * scales.values[1:3][..., None]
+        assert read.isfinite().flatten(1).any(1).tolist() == [False, True]
+        assert scales.keys[1:3].isfinite().all()
 
 
 def test_rotation_turns_pairs_half_a_head_apart():

@@ -40,3 +40,19 @@ def test_values_that_are_part_of_keys_are_stored_and_copied_once():
     assert pool.values[0][:, 0, 3].tolist() == [13, 3, 23, 33, 33, 53]
     size = KVPool.bytes_per_slot(layouts=[layout] * 3, dtype=torch.bfloat16)
     assert size == 3 * 6 * 2
+
+
+def test_a_pool_of_int8_copies_scales_with_its_numbers():
+    layout = KVLayout(2, 6, 4)
+    pool = KVPool(slots=5, layouts=[layout], dtype=torch.int8, device=torch.device("cpu"))
+    scales = pool.scales[0]
+    assert [tuple(scale.shape) for scale in scales] == [(6, 2)] * 2
+    scales.keys[:] = torch.arange(6.0)[:, None]
+    pool.values[0][:] = torch.arange(6)[:, None, None]
+    pool.copy(torch.tensor([0, 1]), torch.tensor([1, 0]))
+    assert scales.keys[:, 1].tolist() == [1, 0, 2, 3, 4, 5]
+    assert pool.values[0][:, 1, 3].tolist() == [1, 0, 2, 3, 4, 5]
+    size = KVPool.bytes_per_slot(layouts=[layout] * 3, dtype=torch.int8)
+    assert size == 3 * (2 * (6 + 4) + 2 * 2 * 4)
+    pool.take_pages()
+    assert not scales.keys.any()

@@ -65,6 +65,8 @@ def test_a_rank_of_several_holds_what_its_share_is(golden: Callable):
             )
         assert portion.numbers == sum(tensor.numel() for tensor in tensors.values())
         assert portion.kv_numbers == sum(kv.numbers for kv in shard.config(config).kv_layouts)
+        assert portion.kv_widest == max(x.numbers for x in shard.config(config).kv_layouts)
+        assert portion.kv_scales == sum(2 * kv.heads for kv in shard.config(config).kv_layouts)
 
 
 def divides_badly(config: ModelSpec, world: int) -> bool:
@@ -101,7 +103,7 @@ def test_a_model_of_another_family_is_sized_as_it_is_loaded(
     folder = golden(name).folder
     model, footprint = load_folder(folder), footprint_of(folder)
     assert footprint.parameters == model.parameters_count
-    assert footprint.slot_bytes(1, 4) == sum(x.numbers for x in model.config.kv_layouts) * 4
+    assert footprint.slot_bytes(1, "float32") == sum(x.numbers for x in model.config.kv_layouts) * 4
     assert list(footprint.portions) == [1]
 
 

@@ -6,11 +6,16 @@ import msgspec
 import pytest
 import ranks
 import torch
+from live_tensors import LiveTensors
 
+from tokenpod.core.capacity import EXPANDED_AT_ONCE
 from tokenpod.core.messages import EngineOptions
+from tokenpod.core.plan import NewRow, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
-from tokenpod.engine.assemble import EngineError, assemble
+from tokenpod.engine.assemble import EngineError, assemble, make_pool
+from tokenpod.engine.first_steps import worst_step
+from tokenpod.engine.host_executor import HostExecutor
 
 #: Rows and chunks are few, so that sequences wait, prompts are cut up and steps are mixed.
 OPTIONS = EngineOptions(
@@ -52,9 +57,38 @@ def test_on_a_cpu(preempt, golden):
     check(ranks.answer(reference.folder, asked, OPTIONS, preempt=preempt), reference, asked)
 
 
-def test_a_cache_of_8_bits_is_refused(golden, load_folder, monkeypatch):
-    monkeypatch.setattr("tokenpod.engine.assemble.eight_bits_problem", lambda gpu: None)
+def test_the_largest_step_at_the_start_is_that_of_a_long_context(golden, load_folder, monkeypatch):
+    """No piece of a long prompt takes more memory than what was run before any request."""
+    monkeypatch.setitem(EXPANDED_AT_ONCE, "cpu", 600)
+    model, rows, prompt, positions = load_folder(golden("kimi-k2-stacked").folder), 3, 16, 200
+    pool = make_pool(model, 300, torch.device("cpu"))
+    executor = HostExecutor(model, pool, rows=rows, vocab_size=model.config.vocab_size)
+
+    def most_bytes(step):
+        with LiveTensors() as live:
+            executor.launch(step).wait()
+        executor.release(range(rows))
+        return live.most_bytes
+
+    def worst(context):
+        return worst_step(rows, prompt, positions, scattered=False, context=context)
+
+    tokens = list(range(90))
+    asked = Request([0], tokens * 2, SamplingParams(), StoppingParams(max_new_tokens=1))
+    late = [
+        PlanRow(0, at, range(at, at + 16), tokens[:16], new=NewRow(asked, 0), prefix=range(at))
+        for at in (40, 100, 180)
+    ]
+    needed = [most_bytes(plan_of(0, [row])) for row in late]
+    assert worst(positions).r_start.tolist() == [0, 0, positions - prompt]
+    assert max(needed) <= most_bytes(worst(positions))
+    assert max(needed) > most_bytes(worst(0))
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "int8"])
+def test_a_cache_of_8_bits_is_refused(kv_cache_dtype, golden, load_folder, monkeypatch):
+    monkeypatch.setattr("tokenpod.engine.assemble.eight_bits_problem", lambda name, gpu: None)
     model = load_folder(golden("deepseek-v3").folder)
-    options = msgspec.structs.replace(OPTIONS, kv_cache_dtype="fp8_e4m3")
+    options = msgspec.structs.replace(OPTIONS, kv_cache_dtype=kv_cache_dtype)
     with pytest.raises(EngineError, match="DeepseekV3ForCausalLM has latent rows"):
         assemble(model, options, positions=80, device=torch.device("cpu"))

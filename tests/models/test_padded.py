@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 
+import msgspec
 import pytest
 import torch
 from golden_kinds import PADDED_KINDS, VOCABULARY
@@ -12,7 +13,9 @@ from interpreted import DEVICE
 from small_engines import POSITIONS, PREFILL, ROWS, Client, Engine, load, requests_of
 from transformers.models.mamba2 import modeling_mamba2
 
+from tokenpod.core.capacity import capacity
 from tokenpod.core.errors import EngineError
+from tokenpod.core.own_state import OwnState
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine import assemble as assembling
@@ -25,7 +28,7 @@ from tokenpod.engine.room import room_for
 from tokenpod.kernels.triton import OPERATIONS
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
-from tokenpod.models.facts import OwnState
+from tokenpod.models.footprint import footprint_of
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.padded import Abilities, Together
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -164,10 +167,42 @@ def test_memory_decides_how_many_rows_there_are(engine_of):
         room_for(engine.model, options, POSITIONS, little, torch.float32, None)
 
 
+@pytest.mark.sampled(3, "slow")
+@pytest.mark.parametrize("name", PADDED_KINDS, indirect=True)
+def test_it_is_sized_as_it_is_loaded(name, golden, engine_of):
+    """By `tokenpod size`: the state that is seen without numbers, and rows and slots from it."""
+    engine, config = engine_of(name), golden(name).folder
+    footprint = footprint_of(config, max_total_tokens=POSITIONS)
+    assert footprint.parameters == engine.model.parameters_count
+    own = footprint.states[4]
+    assert own == engine.model.config.own_state
+    options = msgspec.structs.replace(engine.options, max_total_tokens=POSITIONS)
+    for free in (20 * own.row_bytes + 600 * own.slot_bytes, 1 << 30):
+        room = room_for(engine.model, options, POSITIONS, FreeMemory(free, ""), torch.float32, None)
+        less = capacity(footprint, options, memory=0, ranks=1)
+        memory = free + less.weights + less.reserved - less.reserve.get("states", 0)
+        found = capacity(footprint, options, memory=memory, ranks=1)
+        assert (found.rows, found.slots) == (room.rows, room.slots)
+    assert found.fits
+    few = capacity(footprint, options, memory=memory - free + 3 * own.row_bytes, ranks=1)
+    assert few.rows < 1 or not own.row_bytes
+    assert not few.fits
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen3-5", marks=pytest.mark.slow), "mamba2"], indirect=True
+)
+def test_a_state_in_half_precision_is_sized_as_it_is_loaded(name, golden):
+    folder = golden(name, dtype=torch.bfloat16).folder
+    footprint = footprint_of(folder, max_total_tokens=POSITIONS)
+    assert footprint.dtype == "bfloat16"
+    assert footprint.states[2] == load(folder).config.own_state
+
+
 @pytest.mark.parametrize(("checkpoint", "name"), [("mamba2", "Mamba2"), ("apertus", "Apertus")])
 def test_keys_and_values_of_8_bits_are_refused(golden, monkeypatch, checkpoint, name):
     """As on a GPU that can read them."""
-    monkeypatch.setattr(assembling, "eight_bits_problem", lambda gpu: None)
+    monkeypatch.setattr(assembling, "eight_bits_problem", lambda name, gpu: None)
     said = f"kv_cache_dtype is fp8_e4m3: {name}ForCausalLM is computed by transformers; its keys"
     with pytest.raises(EngineError, match=said):
         Engine(golden(checkpoint).folder, kv_cache_dtype="fp8_e4m3")

@@ -14,10 +14,10 @@ from small_engines import Engine, requests_of
 from transformers.models.apertus import modeling_apertus
 from walks import walk
 
+from tokenpod.core.own_state import OwnState
 from tokenpod.kernels import reference
 from tokenpod.models import load as loading
 from tokenpod.models.errors import ModelError
-from tokenpod.models.facts import OwnState
 from tokenpod.models.fields import read_fields
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import Shard

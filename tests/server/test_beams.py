@@ -13,6 +13,8 @@ from harness import ServerProcess, violations
 from public_api import SHORT, ask, finished_of, once, refused, stream, tokens_of
 
 import tokenpod.models.demo
+from tokenpod.core.requests import EarlyStop
+from tokenpod.service.dialects.tokenpod_v1.beams import beam_of
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -26,21 +28,21 @@ def api(server: ServerProcess) -> Any:
 
 
 def test_results_come_at_the_end_and_the_best_first(api: Any) -> None:
-    events = stream(api, ask(sampling=BEAM, output={"logprobs": True}))
+    events = stream(api, ask(sampling=BEAM, output={"return_logprobs": True}))
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds == ["started", "tokens", "finished", "tokens", "finished", "completed"]
     assert not events[0].started.HasField("seed")
     best, second = finished_of(events)
-    assert (best.index, second.index) == (0, 1)
+    assert (best.sample_index, second.sample_index) == (0, 1)
     assert best.score >= second.score
     for finished in (best, second):
-        (tokens,) = tokens_of(events, finished.index)
+        (tokens,) = tokens_of(events, finished.sample_index)
         assert len(tokens.token_ids) == finished.generated_token_count == 8
         assert tokens.text == finished.text
         assert finished.cumulative_logprob == pytest.approx(sum(tokens.logprobs), abs=1e-4)
         assert finished.score == pytest.approx(finished.cumulative_logprob / 8**0.4)
     assert tokens_of(events, 0)[0].token_ids != tokens_of(events, 1)[0].token_ids
-    answer = once(api, ask(sampling=BEAM, output={"logprobs": True}))
+    answer = once(api, ask(sampling=BEAM, output={"return_logprobs": True}))
     assert [r.text for r in answer.results] == [best.text, second.text]
     # Now the prompt was cached, and is not computed in the same way.
     assert [r.score for r in answer.results] == pytest.approx([best.score, second.score], abs=1e-4)
@@ -88,7 +90,7 @@ NOT_YET: dict[str, dict[str, Any]] = {
         "constraint": {"regex": "a+"},
         "stopping": {"max_new_tokens": 4},
     },
-    "output.ranks": {"sampling": BEAM, "output": {"ranks": True}},
+    "output.return_ranks": {"sampling": BEAM, "output": {"return_ranks": True}},
 }
 
 
@@ -114,7 +116,22 @@ def test_a_width_above_the_limit_is_refused_and_names_both(api: Any) -> None:
 def test_a_request_that_draws_nothing_may_say_so(api: Any) -> None:
     sampling = BEAM | {"do_sample": False, "temperature": 0}
     answer = once(api, ask(sampling=sampling, stopping=SHORT))
-    assert [each.index for each in answer.results] == [0, 1]
+    assert [each.sample_index for each in answer.results] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        (pb.EARLY_STOPPING_UNSPECIFIED, EarlyStop.FALSE),
+        (pb.EARLY_STOPPING_HEURISTIC, EarlyStop.FALSE),
+        (pb.EARLY_STOPPING_ALWAYS, EarlyStop.TRUE),
+        (pb.EARLY_STOPPING_NEVER, EarlyStop.NEVER),
+    ],
+)
+def test_a_search_ends_as_the_client_says(value: pb.EarlyStopping, meant: EarlyStop) -> None:
+    found = beam_of(ask(**beam(early_stopping=value)))
+    assert found is not None
+    assert found.early_stopping is meant
 
 
 def test_features_have_the_fields_of_a_search(api: Any) -> None:

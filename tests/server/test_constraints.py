@@ -82,7 +82,7 @@ def test_the_text_conforms(api: Any, kind: str, sampled: bool) -> None:
     constraint, check = CASES[kind]
     sampling = RANDOM | {"seed": 3} if sampled else {}
     finished = constrained(api, constraint, sampling=sampling, new=300)
-    if finished.reason == pb.FINISH_REASON_EOS_TOKEN:
+    if finished.finish_reason == pb.FINISH_REASON_EOS_TOKEN:
         assert finished.constraint_satisfied
         assert check(finished.text) is not False
     else:
@@ -96,7 +96,7 @@ def test_several_samples_with_a_seed_are_the_same_again(api: Any) -> None:
         "stopping": {"max_new_tokens": 200},
     }
     first, again = (
-        {f.index: f.text for f in finished_of(stream(api, ask(**fields)))} for _ in range(2)
+        {f.sample_index: f.text for f in finished_of(stream(api, ask(**fields)))} for _ in range(2)
     )
     assert first == again
     assert first[0] != first[1]
@@ -112,7 +112,7 @@ def test_any_object_is_one(api: Any) -> None:
 
 def test_an_end_within_the_text_does_not_conform(api: Any) -> None:
     finished = constrained(api, {"regex": "[ab]{50}"}, new=5)
-    assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert finished.finish_reason == pb.FINISH_REASON_LENGTH
     assert finished.HasField("constraint_satisfied")
     assert not finished.constraint_satisfied
 
@@ -122,7 +122,7 @@ def test_a_stop_sequence_that_cuts_the_text_says_nothing_of_it(api: Any) -> None
     finished = finished_of(stream(api, ask(constraint={"regex": "[123]{20}"}, stopping=stopping)))[
         0
     ]
-    if finished.reason == pb.FINISH_REASON_STOP_SEQUENCE:
+    if finished.finish_reason == pb.FINISH_REASON_STOP_SEQUENCE:
         assert not finished.HasField("constraint_satisfied")
 
 

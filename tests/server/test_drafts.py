@@ -73,15 +73,19 @@ def ids_of(events: list[Any]) -> list[int]:
     "fields",
     [
         {},
-        {"sampling": {"temperature": 0.3, "seed": 5}, "output": {"logprobs": True}},
-        {"output": {"top_n_tokens": 2, "ranks": True, "text_offsets": True}},
+        {"sampling": {"temperature": 0.3, "seed": 5}, "output": {"return_logprobs": True}},
+        {"output": {"top_n_tokens": 2, "return_ranks": True, "return_text_offsets": True}},
     ],
     ids=["greedy", "sampled", "told more"],
 )
 def test_a_stream_has_the_same_tokens_with_drafts(api: Any, fields: dict[str, Any]) -> None:
     drafted, plain = both(api, **fields)
     one, other = (finished_of(events)[0] for events in (drafted, plain))
-    assert (one.text, one.reason, one.generated_token_count) == (other.text, other.reason, 120)
+    assert (one.text, one.finish_reason, one.generated_token_count) == (
+        other.text,
+        other.finish_reason,
+        120,
+    )
     for name in ("logprobs", "top_tokens", "ranks", "text_offsets"):
         few, many = ([getattr(t, name) for t in tokens_of(e)] for e in (drafted, plain))
         assert sum(map(len, few)) == sum(map(len, many))
@@ -95,7 +99,7 @@ def test_what_was_accepted_behind_a_stop_sequence_counts_nowhere(api: Any) -> No
     stopping = LONG | {"stop_sequences": ["(self"], "min_new_tokens": 60}
     drafted, plain = both(api, stopping=stopping)
     one, other = (finished_of(events)[0] for events in (drafted, plain))
-    assert one.reason == other.reason == pb.FINISH_REASON_STOP_SEQUENCE
+    assert one.finish_reason == other.finish_reason == pb.FINISH_REASON_STOP_SEQUENCE
     assert (one.text, one.generated_token_count) == (other.text, other.generated_token_count)
     usage = drafted[-1].completed.usage
     assert usage.accepted_token_count < usage.generated_token_count == len(ids_of(drafted))
@@ -191,3 +195,27 @@ async def test_batches_of_a_router_are_joined_and_filtered_between_drafts(
     assert ids[2] == alone
     assert ids[1] == alone[: len(ids[1])]
     await client.close()
+
+
+# -- a draft model -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def modelled() -> Iterator[ServerProcess]:
+    """The served model drafts for itself: every draft of a text without penalties is right."""
+    with serve("--speculate", str(MOST), "--draft-model", "demo", "--dtype", "float32") as server:
+        yield server
+
+
+def test_a_draft_model_finds_what_a_text_has_not_repeated(modelled: ServerProcess) -> None:
+    api = GenerationServiceStub(modelled.channel())
+    model = api.GetModel(service.GetModelRequest(), timeout=30).model
+    assert (model.limits.max_draft_tokens, model.draft_method) == (MOST, "draft_model")
+    assert modelled.stub().Info(v3.InfoRequest(), timeout=30).speculate == MOST
+    drawn = {"temperature": 0.8, "seed": 3}
+    drafted, _ = both(api, text="def read(path):", sampling=drawn)
+    usage = drafted[-1].completed.usage
+    # Whether it pays is learned from what steps take: it is tried in any case.
+    assert usage.drafted_token_count >= usage.accepted_token_count > 0
+    load = api.GetLoad(service.GetLoadRequest(), timeout=30)
+    assert load.drafted_token_count == usage.drafted_token_count

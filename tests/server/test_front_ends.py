@@ -256,7 +256,7 @@ def test_the_names_and_the_load_of_calls_are_the_pods(clients: list[Client]) -> 
             list(api.Generate(request, timeout=60))
         assert taken.value.code() is grpc.StatusCode.ALREADY_EXISTS
         load = api.GetLoad(service.GetLoadRequest(), timeout=60)
-        assert load.request_count == load.running_count == 1
+        assert load.request_count == load.running_sequence_count == 1
         assert load.prompt_token_count > 0
     running.cancel()
 

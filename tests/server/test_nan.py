@@ -132,7 +132,7 @@ def test_in_the_public_api_the_other_samples_end_first(poisoned: ServerProcess) 
         pytest.fail("no seed had one sample fail and the other not")
     (survivor,) = finished
     runs = [e.tokens for e in events if e.WhichOneof("event") == "tokens"]
-    told = [t for run in runs if run.index == survivor.index for t in run.token_ids]
+    told = [t for run in runs if run.sample_index == survivor.sample_index for t in run.token_ids]
     assert len(told) == survivor.generated_token_count == 12
     assert POISON not in told[:-1]
     assert not [e for e in events if e.WhichOneof("event") == "completed"]

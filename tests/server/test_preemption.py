@@ -25,7 +25,7 @@ def asked(number: int, stops: list[str]) -> Any:
 
 def told(api: Any, number: int, stops: list[str]) -> tuple[str, int]:
     (result,) = once(api, asked(number, stops)).results
-    return result.text, result.reason
+    return result.text, result.finish_reason
 
 
 def test_preempted_streams_say_the_same_and_end_at_the_same_stops() -> None:

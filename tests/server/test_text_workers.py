@@ -314,7 +314,7 @@ def test_a_call_of_a_tool_is_streamed_and_ends_the_turn(server: ServerProcess) -
     (call,) = finished.message.tool_calls
     assert (call.id, call.name) == (pieces[0].id, "f")
     assert call.arguments == "".join(piece.arguments for piece in pieces)
-    assert finished.reason == v1.FINISH_REASON_TOOL_CALLS
+    assert finished.finish_reason == v1.FINISH_REASON_TOOL_CALLS
     assert (finished.text, list(finished.message.content)) == ("", [])
     # Without tools it is text: the call, and once it is there the end.
     request.chat.ClearField("tools")
@@ -328,7 +328,7 @@ def test_a_call_of_a_tool_is_streamed_and_ends_the_turn(server: ServerProcess) -
     (plain,) = api.GenerateOnce(
         service.GenerateOnceRequest(request=request), timeout=SECONDS
     ).results
-    assert (plain.text, plain.reason) == (CALL, v1.FINISH_REASON_EOS_TOKEN)
+    assert (plain.text, plain.finish_reason) == (CALL, v1.FINISH_REASON_EOS_TOKEN)
 
 
 def test_reasoning_that_the_template_opens_comes_as_its_own(server: ServerProcess) -> None:

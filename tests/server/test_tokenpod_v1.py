@@ -35,7 +35,7 @@ def test_a_stream_is_started_tokens_finished_completed(api: Any) -> None:
     started, finished, usage = events[0].started, events[-2].finished, events[-1].completed.usage
     assert (started.request_id, started.model, started.max_new_tokens) == ("one", "demo", 12)
     assert finished.text == "".join(tokens.text for tokens in tokens_of(events))
-    assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert finished.finish_reason == pb.FINISH_REASON_LENGTH
     assert not finished.HasField("message"), "the prompt was no chat"
     assert usage.prompt_token_count == started.prompt_token_count
     assert usage.generated_token_count == finished.generated_token_count == 12
@@ -59,7 +59,9 @@ EQUAL: dict[str, dict[str, Any]] = {
             **{"include_stop_sequence": True, "min_new_tokens": 2},
         }
     },
-    "logprobs": {"output": {"logprobs": True, "top_n_tokens": 3, "prompt_logprobs": True}},
+    "logprobs": {
+        "output": {"return_logprobs": True, "top_n_tokens": 3, "return_prompt_logprobs": True}
+    },
     "token ids": {"token_ids": {"ids": [5, 17, 301, 44]}},
     "truncated": {"text": PROMPT * 8, "truncate": 9},
 }
@@ -70,26 +72,25 @@ def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, 
     fields = {"text": PROMPT, "stopping": SHORT} | EQUAL[kind]
     if "token_ids" in fields:
         del fields["text"]
-    ours, theirs = (
-        stream(api, pb.GenerateRequest(**fields)),
-        generate(stub, v3.GenerateRequest(**fields)),
-    )
-    finished = sorted(finished_of(ours), key=lambda each: each.index)
+    ours = stream(api, pb.GenerateRequest(**fields))
+    output = {name.removeprefix("return_"): x for name, x in fields.get("output", {}).items()}
+    theirs = generate(stub, v3.GenerateRequest(**fields | {"output": output}))
+    finished = sorted(finished_of(ours), key=lambda each: each.sample_index)
     assert len(finished) == len(theirs.samples)
     for mine, other in zip(finished, theirs.samples, strict=True):
-        runs = tokens_of(ours, mine.index)
+        runs = tokens_of(ours, mine.sample_index)
         assert [t for run in runs for t in run.token_ids] == other.token_ids
         assert mine.text == other.text == "".join(run.text for run in runs)
-        assert pb.FinishReason.Name(mine.reason).removeprefix("FINISH_REASON_") in v3.Finish.Name(
-            other.finished.reason
-        )
+        assert pb.FinishReason.Name(mine.finish_reason).removeprefix(
+            "FINISH_REASON_"
+        ) in v3.Finish.Name(other.finished.reason)
         assert mine.stop_sequence == other.finished.stop_sequence
         logprobs = [x for run in runs for x in run.logprobs]
         assert logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        tops = [list(top.ids) for run in runs for top in run.top_tokens]
+        tops = [list(top.token_ids) for run in runs for top in run.top_tokens]
         assert tops == [list(top.ids) for top in other.tops]
     mine, other = ours[0].started.prompt_tokens, theirs.started.prompt
-    assert list(mine.ids) == list(other.ids)
+    assert list(mine.token_ids) == list(other.ids)
     assert list(mine.texts) == list(other.texts)
     assert list(mine.logprobs) == pytest.approx(list(other.logprobs)[1:], abs=1e-4)
     assert all(math.isfinite(each) for each in mine.logprobs)
@@ -98,15 +99,15 @@ def test_the_same_request_gives_the_same_in_both_protocols(api: Any, stub: Any, 
 def test_a_whole_answer_is_what_the_stream_adds_up_to(api: Any) -> None:
     request = ask(
         sampling={"n": 2, "temperature": 1.0, "seed": 9},
-        output={"logprobs": True, "text_offsets": True, "top_n_tokens": 2},
+        output={"return_logprobs": True, "return_text_offsets": True, "top_n_tokens": 2},
     )
     events, answer = stream(api, request), once(api, request)
     assert answer.started.seed == events[0].started.seed == 9
     assert answer.usage.generated_token_count == 16
     for each in finished_of(events):
-        runs, result = tokens_of(events, each.index), answer.results[each.index]
+        runs, result = tokens_of(events, each.sample_index), answer.results[each.sample_index]
         assert result.text == each.text
-        assert result.reason == each.reason
+        assert result.finish_reason == each.finish_reason
         assert result.tokens.WhichOneof("delta") is None
         for name in ("token_ids", "special", "text_offsets"):
             joined = [x for run in runs for x in getattr(run, name)]
@@ -155,7 +156,9 @@ def test_offsets_say_where_each_tokens_text_begins(api: Any) -> None:
     ids = list(api.Tokenize(service.TokenizeRequest(text="é", return_token_ids=True)).token_ids)
     bias = dict.fromkeys(ids[1:], 100.0)
     request = ask(
-        sampling={"logit_bias": bias}, output={"text_offsets": True}, stopping={"max_new_tokens": 9}
+        sampling={"logit_bias": bias},
+        output={"return_text_offsets": True},
+        stopping={"max_new_tokens": 9},
     )
     events = stream(api, request)
     offsets = [at for run in tokens_of(events) for at in run.text_offsets]
@@ -164,7 +167,7 @@ def test_offsets_say_where_each_tokens_text_begins(api: Any) -> None:
     assert offsets == sorted(offsets)
     assert offsets[0] == 0
     assert offsets[-1] <= len(text)
-    plain = stream(api, ask(output={"text_offsets": True}))
+    plain = stream(api, ask(output={"return_text_offsets": True}))
     said, written = finished_of(plain)[0].text, 0
     for run in tokens_of(plain):
         assert list(run.text_offsets) == [written]
@@ -173,11 +176,11 @@ def test_offsets_say_where_each_tokens_text_begins(api: Any) -> None:
 
 
 def test_the_final_text_can_be_left_out(api: Any) -> None:
-    events = stream(api, ask(output={"final_text": False}))
+    events = stream(api, ask(output={"return_final_text": False}))
     assert "".join(run.text for run in tokens_of(events))
     assert finished_of(events)[0].text == ""
     chat = pb.GenerateRequest(
-        chat=said(("user", "x")), stopping=SHORT, output={"final_text": False}
+        chat=said(("user", "x")), stopping=SHORT, output={"return_final_text": False}
     )
     assert not once(api, chat).results[0].HasField("message")
 
@@ -204,7 +207,7 @@ def test_spaces_are_put_around_special_tokens_that_are_shown(api: Any) -> None:
 
 
 def test_a_tokens_rank_is_its_place_among_all(api: Any) -> None:
-    output = {"ranks": True, "top_n_tokens": 5}
+    output = {"return_ranks": True, "top_n_tokens": 5}
     sampling = {"temperature": 3.0, "seed": 5, "n": 2}
     answer = once(api, ask(sampling=sampling, output=output))
     ranks = []
@@ -212,37 +215,40 @@ def test_a_tokens_rank_is_its_place_among_all(api: Any) -> None:
         tokens = result.tokens
         assert len(tokens.ranks) == len(tokens.token_ids) == 8
         for token, rank, top in zip(tokens.token_ids, tokens.ranks, tokens.top_tokens, strict=True):
-            assert (rank <= len(top.ids)) == (token in top.ids)
-            assert token not in top.ids or list(top.ids).index(token) == rank - 1
+            assert (rank <= len(top.token_ids)) == (token in top.token_ids)
+            best = list(top.token_ids)
+            assert token not in best or best.index(token) == rank - 1
         ranks += tokens.ranks
     assert max(ranks) > 5
-    greedy = stream(api, ask(output={"ranks": True}))
+    greedy = stream(api, ask(output={"return_ranks": True}))
     assert [rank for run in tokens_of(greedy) for rank in run.ranks] == [1] * 8
 
 
 def test_the_likeliest_tokens_at_each_position_of_a_prompt_are_told(api: Any) -> None:
     """They are those that the model would have generated there."""
-    (result,) = once(api, ask(output={"top_n_tokens": 2, "logprobs": True})).results
+    (result,) = once(api, ask(output={"top_n_tokens": 2, "return_logprobs": True})).results
     generated = result.tokens
-    first = stream(api, ask(stopping={"max_new_tokens": 1}, output={"prompt_logprobs": True}))[0]
-    before = list(first.started.prompt_tokens.ids)
+    first = stream(
+        api, ask(stopping={"max_new_tokens": 1}, output={"return_prompt_logprobs": True})
+    )[0]
+    before = list(first.started.prompt_tokens.token_ids)
     ids = {"ids": [*before, *generated.token_ids]}
     asked = pb.GenerateRequest(
         token_ids=ids,
         stopping={"max_new_tokens": 1},
-        output={"prompt_top_n_tokens": 2, "ranks": True, "final_text": False},
+        output={"prompt_top_n_tokens": 2, "return_ranks": True, "return_final_text": False},
     )
     for told in (
         once(api, asked).started.prompt_tokens,
         stream(api, asked)[0].started.prompt_tokens,
     ):
-        assert list(told.ids) == ids["ids"]
-        assert len(told.texts) == len(told.ids)
+        assert list(told.token_ids) == ids["ids"]
+        assert len(told.texts) == len(told.token_ids)
         assert not told.logprobs, "not asked for"
-        assert len(told.ranks) == len(told.top_tokens) == len(told.ids) - 1, "none of the first"
+        assert len(told.ranks) == len(told.top_tokens) == len(told.token_ids) - 1
         for position, top in enumerate(generated.top_tokens, len(before) - 1):
             scored = told.top_tokens[position]
-            assert list(scored.ids) == list(top.ids)[:2]
+            assert list(scored.token_ids) == list(top.token_ids)[:2]
             assert list(scored.logprobs) == pytest.approx(list(top.logprobs)[:2], abs=1e-3)
             assert len(scored.texts) == 2
             assert told.ranks[position] == 1, "it was generated greedily"
@@ -260,17 +266,17 @@ def test_a_long_prompts_top_tokens_are_told_in_pieces(api: Any) -> None:
         )
 
     told = once(api, request(1900, 5)).started.prompt_tokens
-    assert [len(top.ids) for top in told.top_tokens] == [5] * 1899
+    assert [len(top.token_ids) for top in told.top_tokens] == [5] * 1899
 
 
 def test_only_allowed_tokens_are_drawn(api: Any) -> None:
     allowed = [44, 300, 5, 17]
-    greedy = ask(sampling={"allowed_token_ids": allowed}, output={"logprobs": True})
+    greedy = ask(sampling={"allowed_token_ids": allowed}, output={"return_logprobs": True})
     (result,) = once(api, greedy).results
     assert {*result.tokens.token_ids} <= {*allowed}
     drawn = ask(sampling={"allowed_token_ids": allowed, "temperature": 50.0, "seed": 3})
     assert {*once(api, drawn).results[0].tokens.token_ids} == {*allowed}
-    alone = ask(sampling={"allowed_token_ids": [7]}, output={"logprobs": True})
+    alone = ask(sampling={"allowed_token_ids": [7]}, output={"return_logprobs": True})
     (result,) = once(api, alone).results
     assert list(result.tokens.token_ids) == [7] * 8
     assert list(result.tokens.logprobs) == [0.0] * 8
@@ -327,8 +333,8 @@ def test_an_end_becomes_likelier(api: Any) -> None:
         return int(once(api, asked).results[0].generated_token_count)
 
     assert length() == 60
-    assert 3 < length(eos_boost={"after_token_count": 2, "factor": 100.0}) < 7
-    assert 21 < length(eos_boost={"after_token_count": 20, "factor": 100.0}) < 25
+    assert 3 < length(eos_boost={"start_token_count": 2, "factor": 100.0}) < 7
+    assert 21 < length(eos_boost={"start_token_count": 20, "factor": 100.0}) < 25
 
 
 def test_a_salt_keeps_prefixes_apart(api: Any) -> None:
@@ -346,7 +352,7 @@ def test_a_time_limit_is_a_duration_and_is_told(api: Any) -> None:
     stopping = {"time_limit": {"nanos": 300_000_000}, "ignore_eos": True, "max_new_tokens": 1900}
     events = stream(api, ask(stopping=stopping))
     started = events[0].started if events[0].HasField("started") else None
-    assert finished_of(events)[0].reason == pb.FINISH_REASON_TIME_LIMIT
+    assert finished_of(events)[0].finish_reason == pb.FINISH_REASON_TIME_LIMIT
     assert started is not None
     assert started.time_limit.nanos == 300_000_000
 

@@ -162,15 +162,15 @@ def test_the_model_tells_its_limits_and_they_are_the_ones_in_force(api: Any) -> 
     assert "sampling.top_k" in model.features
     over = {
         "output.top_n_tokens": {"output": {"top_n_tokens": limits.max_top_n_tokens + 1}},
-        "sampling.n": {"sampling": {"n": limits.max_sample_count + 1}},
+        "sampling.n": {"sampling": {"n": limits.max_samples + 1}},
         "stopping.stop_sequences": {
-            "stopping": {"stop_sequences": ["x"] * (limits.max_stop_sequence_count + 1)}
+            "stopping": {"stop_sequences": ["x"] * (limits.max_stop_sequences + 1)}
         },
         "stopping.stop_sequences[0]": {
             "stopping": {"stop_sequences": ["x" * (limits.max_stop_sequence_bytes + 1)]}
         },
         "stopping.stop_token_ids": {
-            "stopping": {"stop_token_ids": [1] * (limits.max_logit_bias_count + 1)}
+            "stopping": {"stop_token_ids": [1] * (limits.max_logit_biases + 1)}
         },
         "prompt": {"text": "", "token_ids": {"ids": [5] * (limits.max_input_tokens + 1)}},
     }
@@ -178,7 +178,7 @@ def test_the_model_tells_its_limits_and_they_are_the_ones_in_force(api: Any) -> 
         assert field in violations(
             refused(grpc.StatusCode.INVALID_ARGUMENT, stream, api, ask(**fields))
         )
-    request = pb.GenerateRequest(token_ids={"ids": [5] * 2040}, output={"final_text": False})
+    request = pb.GenerateRequest(token_ids={"ids": [5] * 2040}, output={"return_final_text": False})
     assert once(api, request).started.max_new_tokens == limits.max_total_tokens - 2040
 
 
@@ -202,7 +202,7 @@ def test_the_load_counts_what_runs_and_what_has_been_asked(api: Any, long_call: 
     request = service.GetLoadRequest()
     before = api.GetLoad(request)
     assert before.request_count >= 1
-    assert before.running_count >= 1
+    assert before.running_sequence_count >= 1
     assert before.used_token_count > 0
     assert before.total_token_count == 131_072
     assert before.start_time.seconds > 1_700_000_000
@@ -220,7 +220,7 @@ def test_requests_are_counted_by_how_they_ended(api: Any, long_call: Any) -> Non
             load.stopped_request_count,
             load.length_request_count,
             load.aborted_request_count,
-            load.ignored_request_count,
+            load.oversized_request_count,
         )
 
     before = counts()

@@ -201,7 +201,7 @@ def test_an_abort_ends_a_call_by_its_name(
     assert 0 < last.complete.completion_tokens < 1900
     load = GenerationServiceStub(server.channel())
     asked = public.GetLoadRequest()
-    wait_for(lambda: load.GetLoad(asked, **CALL).running_count == 0)
+    wait_for(lambda: load.GetLoad(asked, **CALL).running_sequence_count == 0)
     _, (again,) = run(engine, ask(prompt, "mine"))
     assert again.finish_reason == "length", "the name is free"
 

@@ -98,7 +98,7 @@ def test_a_pod_that_follows_answers_what_its_rows_say_and_names_the_leader_else(
         follower.check("/generate.v3.TextGenerationService/Info")
     follower.follow(ready, model_id="m", leader_address="pod-0:50051")  # type: ignore[arg-type]
     answered = {"Health", "Info", "ServiceDiscovery", "Tokens", "ServerReflectionInfo"}
-    answered |= {"Tokenize", "Detokenize", "GetModel", "ModelInfo"}
+    answered |= {"Tokenize", "Detokenize", "GetModel", "ListAdapters", "ModelInfo"}
     answered |= {"HealthCheck", "GetModelInfo", "GetServerInfo", "GetTokenizer"}
     answered |= {"Check", "Watch", "List"}
     for row in TABLE:

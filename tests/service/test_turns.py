@@ -129,7 +129,7 @@ async def test_a_familys_turn_is_told_apart_and_goes_back(family: str) -> None:
     assert list(message.tool_calls) == calls
     assert [(call.name, call.arguments) for call in calls] == list(case.calls)
     expected = pb.FINISH_REASON_TOOL_CALLS if calls else pb.FINISH_REASON_EOS_TOKEN
-    assert finished.reason == expected
+    assert finished.finish_reason == expected
     usage = events[-1].completed.usage
     if reasoning:
         thought, mark = map(
@@ -160,7 +160,7 @@ async def test_a_whole_answer_is_what_the_stream_adds_up_to() -> None:
     result = (await Turns(case.template).answered(asking(), case.written, stream=False)).results[0]
     assert (result.text, result.reasoning) == (case.text, case.reasoning)
     assert [(c.name, c.arguments) for c in result.message.tool_calls] == list(case.calls)
-    assert result.reason == pb.FINISH_REASON_TOOL_CALLS
+    assert result.finish_reason == pb.FINISH_REASON_TOOL_CALLS
     assert result.tokens.WhichOneof("delta") is None
     assert len(result.tokens.token_ids) == result.generated_token_count
 
@@ -199,7 +199,7 @@ async def test_one_call_alone_ends_the_turn() -> None:
     (finished,) = [event.finished for event in events if event.HasField("finished")]
     (call,) = finished.message.tool_calls
     assert call.arguments == PARIS
-    assert finished.reason == pb.FINISH_REASON_TOOL_CALLS
+    assert finished.finish_reason == pb.FINISH_REASON_TOOL_CALLS
     assert added_up(events)[2] == [call]
     assert ROME not in str(events)
 
@@ -208,7 +208,7 @@ async def test_what_is_cut_off_says_so() -> None:
     written = '<tool_call>\n{"name": "get_weather", "arguments": {"city'
     events = await Turns(QWEN).answered(asking(), written, ends=False)
     (finished,) = [event.finished for event in events if event.HasField("finished")]
-    assert finished.reason == pb.FINISH_REASON_LENGTH
+    assert finished.finish_reason == pb.FINISH_REASON_LENGTH
     assert finished.message.tool_calls[0].arguments == '{"city'
     # And can be sent back: the model sees what it wrote.
     again = asking()

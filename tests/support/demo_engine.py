@@ -16,6 +16,7 @@ from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
+from tokenpod.engine.draft import Draft
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_sampler import HostSampler, counters, tempered
 from tokenpod.engine.loop import EngineLoop
@@ -65,7 +66,7 @@ class Recorder:
         self.scored: dict[int, list[float]] = {}
         self.started: list[int] = []
         self.finished: set[int] = set()
-        self.preemptions = self.steps = 0
+        self.preemptions = self.steps = self.cached = 0
         #: Drafted tokens and accepted ones: of all, and by sequence.
         self.drafted = (0, 0)
         self.drafts: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(2, int))
@@ -86,6 +87,7 @@ class Recorder:
         assert not message.failures
         self.preemptions = message.load.preemptions
         self.steps = message.step
+        self.cached = message.load.cached_tokens
         self.drafted = (message.load.drafted_tokens, message.load.accepted_tokens)
         for draft in message.drafted:
             self.drafts[draft.sequence_id] += (draft.drafted, draft.accepted)
@@ -109,13 +111,24 @@ class Recorder:
 
 
 def serve(
-    model, link, *, rows, prefill, overlap, preempt=0.0, slots=SLOTS, drafting=None, admission=Exact
+    model,
+    link,
+    *,
+    rows,
+    prefill,
+    overlap,
+    preempt=0.0,
+    slots=SLOTS,
+    drafting=None,
+    admission=Exact,
+    draft=None,
 ):
     """Answer a recorder's requests; before each turn every sequence is preempted by chance.
 
-    The admission policy may preempt more.
+    The admission policy may preempt more. `draft`: a draft model of the same shape.
     """
-    executor = HostExecutor(model, pool(slots), rows=rows, vocab_size=VOCABULARY)
+    own = draft and Draft(draft, pool(slots), VOCABULARY, VOCABULARY, most=8)
+    executor = HostExecutor(model, pool(slots), rows=rows, vocab_size=VOCABULARY, draft=own)
     limits = Limits(slots - 16, rows - 1, POSITIONS, prefill)
     scheduler = Scheduler(limits, drafting=drafting, admission=admission)
     loop = EngineLoop(link, scheduler, executor, overlap=overlap)

@@ -39,20 +39,35 @@ class Golden:
 
 
 def make_golden(
-    name: str, folder: Path, *, dtype: torch.dtype = torch.float32, **more: Any
+    name: str,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    spread: float = SPREAD,
+    disguised: bool = True,
+    **more: Any,
 ) -> Golden:
-    """Save the checkpoint of a kind, with `more` settings, into `folder`."""
+    """Save the checkpoint of a kind, with `more` settings, into `folder`.
+
+    Args:
+        name: the kind's.
+        folder: for it alone.
+        dtype: of its weights.
+        spread: of the numbers of matrices; wider models need a smaller one.
+        disguised: False: a kind in disguise stays what transformers knows, with the same numbers.
+        more: settings.
+    """
     kind = {**KINDS, **TIER_KINDS, **PADDED_KINDS}[name]
     config = _config(kind, more)
     model_class = getattr(transformers, _class_name(kind))
     torch.manual_seed(7)
     model = model_class(config).eval()
-    randomise(model)
+    randomise(model, spread)
     model.to(dtype).save_pretrained(folder)
     if getattr(config, "attn_logit_softcapping", None):
         # Chosen by itself in newer versions: sdpa has no soft cap.
         model.config._attn_implementation = "eager"
-    if kind.disguise is not None:
+    if disguised and kind.disguise is not None:
         _disguise(kind, folder)
     if kind.patch is not None:
         kind.patch(model)
@@ -78,14 +93,14 @@ def _config(kind: Kind, more: dict[str, Any]) -> Any:
     return config_class(**{**BASES.get(kind.model, SMALL), **kind.settings, **more})
 
 
-def randomise(model: nn.Module) -> None:
+def randomise(model: nn.Module, matrices: float = SPREAD) -> None:
     """All parameters and saved buffers: zeros and ones would hide what is left out."""
     parameters = dict(model.named_parameters())
     for name, tensor in {**dict(model.named_buffers()), **parameters}.items():
         if name not in model.state_dict() or not tensor.is_floating_point():
             continue
         scales = tensor.ndim == 1 and name.endswith("weight")
-        spread = SPREAD if tensor.ndim > 1 else 0.2
+        spread = matrices if tensor.ndim > 1 else 0.2
         nn.init.normal_(tensor, mean=float(scales), std=spread)
 
 

@@ -30,7 +30,7 @@ def once(api: Any, request: pb.GenerateRequest, **call: Any) -> service.Generate
 
 def tokens_of(events: list[Any], index: int = 0) -> list[Any]:
     found = [e.tokens for e in events if e.WhichOneof("event") == "tokens"]
-    return [tokens for tokens in found if tokens.index == index]
+    return [tokens for tokens in found if tokens.sample_index == index]
 
 
 def finished_of(events: list[Any]) -> list[Any]:

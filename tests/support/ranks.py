@@ -69,7 +69,7 @@ class Job(msgspec.Struct):
     options: EngineOptions
     #: With the executor of GPUs, its kernels interpreted.
     interpreted: bool = False
-    #: Folders of models whose weights are to be of 8 bits.
+    #: Folders of models whose weights are to be of 8 bits, and their keys and values.
     quantised: list[str] = []
     #: Of the weights; None: the checkpoint's.
     dtype: str | None = None
@@ -230,8 +230,12 @@ def _drafting(job: Job) -> Callable[[KV], Drafting]:
 
 def options_for(job: Job, folder: str) -> EngineOptions:
     """What the engine of one of the job's models is told."""
-    quantize = "int8" if folder in job.quantised else None
-    return msgspec.structs.replace(job.options, quantize=quantize)
+    return eight_bits(job.options) if folder in job.quantised else job.options
+
+
+def eight_bits(options: EngineOptions) -> EngineOptions:
+    """For weights, and keys and values, of 8 bits."""
+    return msgspec.structs.replace(options, quantize="int8", kv_cache_dtype="int8")
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:

@@ -49,6 +49,8 @@ class Guesses:
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
 
+    watched = True
+
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         return [self._chance.randint(1, 2) for _ in range(self._chance.randint(0, most))]
 

@@ -27,7 +27,8 @@ from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
 from stepping import ROOM, VOCABULARY, Row
 
-from tokenpod.core.plan import GIVEN, UNSAMPLED, NewRow, plan_of
+from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, NewRow, plan_of
+from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Executor, Words
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.join import join_group
@@ -105,6 +106,25 @@ def overlapped_drafts(scene: Scene) -> list[Row]:
     return rows
 
 
+def found_drafts(scene: Scene) -> list[Row]:
+    """Drafts that the executor finds, of some rows, and more of one than of another.
+
+    Its draft model differs a little from the served one, so most of them are right.
+    """
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    found = 0
+
+    def drafts(row: int, outputs: list[int]) -> list[int]:
+        nonlocal found
+        found += 1
+        return [LAST] * [2, 0, 3, 1][(row + found) % 4]
+
+    stepping.go_on(scene.executor, rows, drafts)
+    assert found < sum(map(len, (row.outputs for row in rows))) - len(rows), "some were right"
+    return rows
+
+
 def given(scene: Scene) -> list[Row]:
     """Some of each prompt's embeddings are given, in pieces: a row's only token, first and last."""
     rows = scene.rows()
@@ -152,7 +172,10 @@ def adapter(scene: Scene) -> list[Row]:
 
 
 def masks(scene: Scene) -> list[Row]:
-    """Two rows are told what to say, one of them twice too late, the other once behind drafts."""
+    """Two rows are told what to say, one of them twice too late, the other once behind drafts.
+
+    Behind the last of these there is no mask.
+    """
     rows = scene.rows()
     stepping.begin(scene.executor, rows)
     done_at = {}
@@ -167,7 +190,7 @@ def masks(scene: Scene) -> list[Row]:
         planned.sort(key=lambda pair: len(pair[1].slots) > 1)
         launched = scene.executor.launch(plan_of(turn, [row for _, row in planned]))
         given = {
-            at: np.stack([only(token) for token in forced(row, planned_row.samples)])
+            at: np.stack([only(token) for token in forced(row, min(planned_row.samples, 2))])
             for at, (row, planned_row) in enumerate(planned)
             if planned_row.masked and not (turn in (1, 3) and row.row == 0)
         }
@@ -178,7 +201,7 @@ def masks(scene: Scene) -> list[Row]:
         tokens = [UNSAMPLED if token == -1 else token for token in result.tokens]
         stepping.take(planned, replace(result, tokens=tokens))
         done_at |= {row.row: turn for row, _ in planned if not row.left}
-    assert done_at == {0: 6, 1: 4, 2: 2}
+    assert done_at == {0: 6, 1: 4, 2: 3}
     return rows
 
 
@@ -206,7 +229,7 @@ ADAPTED = 1
 
 SCENES = {
     scene.__name__: scene
-    for scene in (plain, drafts, overlapped_drafts, given, copies, adapter, masks)
+    for scene in (plain, drafts, overlapped_drafts, found_drafts, given, copies, adapter, masks)
 }
 
 
@@ -256,7 +279,31 @@ def save_model(folder: Path) -> Path:
     )
     torch.manual_seed(2)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    save_draft(folder)
     return folder
+
+
+def draft_folder(folder: Path) -> Path:
+    """Where the draft model lies."""
+    return folder / "draft"
+
+
+def save_draft(folder: Path) -> None:
+    """The served model with other weights in its layer, heads of another shape, and fewer tokens.
+
+    Its layer adds little to the stream, so it says mostly what the served one would say without.
+    """
+    import transformers
+
+    config = transformers.LlamaConfig.from_pretrained(folder)
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
+    config.vocab_size = VOCABULARY - 2
+    served = load_file(folder / "model.safetensors")
+    small = transformers.LlamaForCausalLM(config)
+    names = {name: t for name, t in served.items() if t.shape == small.state_dict()[name].shape}
+    ends = {n: served[n][:-2] for n in ("model.embed_tokens.weight", "lm_head.weight")}
+    small.load_state_dict({**names, **ends}, strict=False)
+    small.save_pretrained(draft_folder(folder))
 
 
 def table_of(folder: Path) -> torch.Tensor:
@@ -281,6 +328,13 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
     with ExitStack() as patches:
         chosen = operations(kind, device)
         patches.enter_context(patch.object(loading, "operations_for", lambda d, t: chosen))
+        small = load_model(
+            draft_folder(folder),
+            dtype=None,
+            device=device,
+            progress=lambda done, total: None,
+            max_total_tokens=ROOM,
+        )
         patches.enter_context(patch.object(loading, "Decoder", Adapters().decoder))
         model = load_model(
             folder,
@@ -291,15 +345,14 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
             group=group,
             max_total_tokens=ROOM,
         )
-    config = model.config
-    pool = KVPool(
-        slots=SLOTS,
-        layouts=config.kv_layouts,
-        dtype=model.dtype,
-        device=device,
+    pool, own = (
+        KVPool(slots=SLOTS, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
+        for each in (model, small)
     )
+    found = small if kind in ("cpu", "fast", "device") else Uncaptured(small)
+    draft = Draft(found, own, small.config.vocab_size, VOCABULARY, most=3)  # type: ignore[arg-type]
     if not on_device:
-        return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group)
+        return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group, draft=draft)
     from tokenpod.engine import device_sampler
     from tokenpod.engine.device_executor import DeviceExecutor
     from tokenpod.engine.device_sampler import Tiles
@@ -319,6 +372,7 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
         device=device,
         drafts=DRAFTS,
         adapters=True,
+        draft=draft,
     )
     if kind == "device":
         executor.capture()

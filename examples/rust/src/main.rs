@@ -33,7 +33,7 @@ async fn generate(address: String, prompt: String) -> Result<(), Box<dyn std::er
                 }
             }
             Some(Event::Finished(finished)) => {
-                let reason = FinishReason::try_from(finished.reason)?.as_str_name();
+                let reason = FinishReason::try_from(finished.finish_reason)?.as_str_name();
                 println!("\n[{} tokens; {reason}]", finished.generated_token_count);
             }
             // Also events of kinds that are yet to come.

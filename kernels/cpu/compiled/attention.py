@@ -1,7 +1,8 @@
 """Attention of rows that process one token, over their KV runs, in one loop for all of them.
 
 Softmax goes block by block of positions (Milakov and Gimelshein 2018): keys and values are read
-once, in the order in which they lie, all heads of a position together.
+once, in the order in which they lie, all heads of a position together. Numbers of a pool of int8
+are widened in registers; their scales meet the scores, and the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScale
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.cpu.attention import (
     Extend,
+    Pools,
     are_fast,
     attend_extends,
     attend_rows,
@@ -34,7 +36,7 @@ from tokenpod.kernels.cpu.compiled.loops import (
     loop,
     take,
 )
-from tokenpod.kernels.cpu.rotary import refuse_scales
+from tokenpod.kernels.cpu.rotary import refuse_other_scales
 
 #: Positions whose scores are made before their values are read.
 BLOCK = 64
@@ -81,14 +83,15 @@ def attention(
     options: AttentionOptions = NO_OPTIONS,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """See `ops.Attention`; no scales yet.
+    """See `ops.Attention`; scales of int8 alone.
 
     Raises:
-        NotImplementedError: there are scales.
+        NotImplementedError: there are others.
     """
-    refuse_scales(scales)
+    refuse_other_scales(keys, scales)
+    pools = Pools(keys, values, scales, q.dtype)
     if not are_fast(options):
-        return attend_rows(q, keys, values, plan.batch, plan.window, options)
+        return attend_rows(q, pools, plan.batch, plan.window, options)
     _, heads, head_dim = q.shape
     slots, kv_heads, _ = keys.shape
     out = torch.empty_like(q)
@@ -105,17 +108,18 @@ def attention(
             *(queries.data_ptr(), keys.data_ptr(), values.data_ptr(), sums.data_ptr()),
             *(plan.runs.data_ptr(), plan.b_first.data_ptr()),
             *(rows, slots, kv_heads, parts, len(plan.runs)),
+            *(scale.data_ptr() for scale in scales or ()),
         )
         if sums is not out:
             out[:rows] = sums
-    attend_extends(plan.extends, q, keys, values, out, options.scale)
+    attend_extends(plan.extends, q, pools, out, options.scale)
     return out.flatten(1)
 
 
 @functools.cache
 def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loop:
     """The loop for query heads in groups of `group`: constants, so that sums stay in registers."""
-    scale, kind = _F(factor) * LOG2_E, KINDS[dtype]
+    scale, kind, scaled = _F(factor) * LOG2_E, KINDS[dtype], dtype == torch.int8
 
     def body(address):
         a = arguments(address)
@@ -126,6 +130,8 @@ def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loo
         out = floats(a[FIRST + 3], (rows, kv_heads, group, head_dim))
         runs = integers(a[FIRST + 4], (a[FIRST + 10], 2))
         b_first = integers(a[FIRST + 5], (rows + 1,))
+        key_scales = floats(a[FIRST + 11], (slots, kv_heads))
+        value_scales = floats(a[FIRST + 12], (slots, kv_heads))
         heads = kv_heads * group
         scores = np.empty((heads, BLOCK), np.float32)
         highest = np.empty(heads, np.float32)
@@ -144,12 +150,34 @@ def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loo
             for run in range(b_first[row], b_first[row + 1]):
                 for start in range(runs[run, 0], runs[run, 1], BLOCK):
                     count = min(BLOCK, runs[run, 1] - start)
-                    for j in range(count):
+                    fours = count // 4 * 4
+                    for j in range(0, fours, 4):
+                        at = start + j
+                        for k in range(first_head, end_head):
+                            for g in range(group):
+                                h = k * group + g
+                                s0, s1, s2, s3 = _F(0), _F(0), _F(0), _F(0)
+                                for d in range(head_dim):
+                                    x = queries[row, k, g, d]
+                                    s0 += x * wide(keys[at, k, d])
+                                    s1 += x * wide(keys[at + 1, k, d])
+                                    s2 += x * wide(keys[at + 2, k, d])
+                                    s3 += x * wide(keys[at + 3, k, d])
+                                if scaled:
+                                    s0 *= key_scales[at, k]
+                                    s1 *= key_scales[at + 1, k]
+                                    s2 *= key_scales[at + 2, k]
+                                    s3 *= key_scales[at + 3, k]
+                                scores[h, j], scores[h, j + 1] = s0 * scale, s1 * scale
+                                scores[h, j + 2], scores[h, j + 3] = s2 * scale, s3 * scale
+                    for j in range(fours, count):
                         for k in range(first_head, end_head):
                             for g in range(group):
                                 score = _F(0)
                                 for d in range(head_dim):
                                     score += queries[row, k, g, d] * wide(keys[start + j, k, d])
+                                if scaled:
+                                    score *= key_scales[start + j, k]
                                 scores[k * group + g, j] = score * scale
                     for k in range(first_head, end_head):
                         for g in range(group):
@@ -165,9 +193,11 @@ def _decode(group: int, head_dim: int, factor: float, dtype: torch.dtype) -> Loo
                                 scores[h, j] = weight
                                 added += weight
                             total[h] = total[h] * fade + added
+                            if scaled:
+                                for j in range(count):
+                                    scores[h, j] *= value_scales[start + j, k]
                             for d in range(head_dim):
                                 out[row, k, g, d] *= fade
-                    fours = count // 4 * 4
                     for j in range(0, fours, 4):
                         at = start + j
                         for k in range(first_head, end_head):

@@ -1,4 +1,4 @@
-"""Numbers of float32 and bfloat16 in loops, which compute in float32 either way.
+"""Numbers of float32 and bfloat16 in loops, which compute in float32 either way, and of int8.
 
 numba has no bfloat16: such a number is its bits, the upper half of a float32's.
 """
@@ -16,7 +16,11 @@ from numba.extending import overload
 from tokenpod.kernels.cpu.compiled.loops import inlined, pointer
 
 #: What loops call the numbers of tensors.
-KINDS: dict[torch.dtype, Any] = {torch.float32: numba.float32, torch.bfloat16: numba.uint16}
+KINDS: dict[torch.dtype, Any] = {
+    torch.float32: numba.float32,
+    torch.bfloat16: numba.uint16,
+    torch.int8: numba.int8,
+}
 
 
 @inlined()
@@ -26,7 +30,7 @@ def tensor(address, shape, kind):
 
 
 def wide(x):
-    """A number of either kind as float32."""
+    """A number of any kind as float32."""
 
 
 def narrow(x, kind):
@@ -37,6 +41,8 @@ def narrow(x, kind):
 def _wide(x):
     if x == types.uint16:
         return lambda x: np.int32(np.int32(x) << np.int32(16)).view(np.float32)
+    if x == types.int8:
+        return lambda x: np.float32(x)
     return lambda x: x
 
 

@@ -15,17 +15,20 @@ from tokenpod.kernels.cpu.compiled.loops import (
     Loop,
     arguments,
     bits,
+    floats,
+    inlined,
     integers,
     loop,
     real,
     take,
 )
 from tokenpod.kernels.cpu.compiled.pointwise import norm_factor
-from tokenpod.kernels.cpu.rotary import refuse_scales
+from tokenpod.kernels.cpu.rotary import refuse_other_scales
 from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.reference.rotary import Rotation
+from tokenpod.kernels.reference.rotary import LEAST_LARGEST, Rotation
 
 _F = np.float32
+_LEAST, _ONE_PART = _F(LEAST_LARGEST), _F(1 / 127)
 
 
 def store_key_value(
@@ -38,7 +41,7 @@ def store_key_value(
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     """See `ops.StoreKeyValue`."""
-    refuse_scales(scales)
+    refuse_other_scales(keys, scales)
     slots, kv_heads, head_dim = keys.shape
     tokens = len(qkv)
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -47,18 +50,38 @@ def store_key_value(
     if norm is not None:
         weight_dtype = norm.query_weight.dtype
         weights = (norm.query_weight.data_ptr(), norm.key_weight.data_ptr(), bits(norm.epsilon))
-    _store(qkv.dtype, rotation.cos.dtype, weight_dtype)(
+    _store(qkv.dtype, rotation.cos.dtype, weight_dtype, scales is not None)(
         tokens,
         *(qkv.data_ptr(), q.data_ptr(), keys.data_ptr(), values.data_ptr(), t_slot.data_ptr()),
         *(rotation.cos.data_ptr(), rotation.sin.data_ptr(), *weights),
         *(tokens, heads, kv_heads, head_dim, slots),
+        *(scale.data_ptr() for scale in scales or ()),
     )
     return q
 
 
+@inlined()
+def quantise(source, numbers, scales, slot, head):
+    """Write a head's numbers to a pool of int8; see `reference.rotary.quantise_each`."""
+    largest, nothing = _F(0), _F(0)
+    for d in range(len(source)):
+        x = wide(source[d])
+        largest = max(largest, abs(x))
+        nothing += x * _F(0)  # NaN if a number is not finite, which a comparison may not show
+    inverse = _F(127) / largest if largest > _LEAST else _F(0)
+    for d in range(len(source)):
+        x = np.rint(wide(source[d]) * inverse)
+        x = x if x > _F(-127) else _F(-127)
+        numbers[slot, head, d] = np.int8(x if x < _F(127) else _F(127))
+    scales[slot, head] = largest * _ONE_PART + nothing
+
+
 @functools.cache
-def _store(dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype) -> Loop:
-    """The loop for heads of `dtype`."""
+def _store(
+    dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dtype, scaled: bool
+) -> Loop:
+    """The loop for heads of `dtype`; `scaled`: into a pool of int8."""
+    pool_kind = KINDS[torch.int8 if scaled else dtype]
     kind, angle_kind, weight_kind = KINDS[dtype], KINDS[angle_dtype], KINDS[weight_dtype]
     rounds = weight_dtype == dtype
 
@@ -70,17 +93,20 @@ def _store(dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dty
         half = head_dim // 2
         qkv = tensor(a[FIRST], (tokens, heads + 2 * kv_heads, head_dim), kind)
         q = tensor(a[FIRST + 1], (tokens, heads, head_dim), kind)
-        keys = tensor(a[FIRST + 2], (slots, kv_heads, head_dim), kind)
-        values = tensor(a[FIRST + 3], (slots, kv_heads, head_dim), kind)
+        keys = tensor(a[FIRST + 2], (slots, kv_heads, head_dim), pool_kind)
+        values = tensor(a[FIRST + 3], (slots, kv_heads, head_dim), pool_kind)
+        key_scales = floats(a[FIRST + 15], (slots, kv_heads))
+        value_scales = floats(a[FIRST + 16], (slots, kv_heads))
         t_slot = integers(a[FIRST + 4], (tokens,))
         cos = tensor(a[FIRST + 5], (tokens, half), angle_kind)
         sin = tensor(a[FIRST + 6], (tokens, half), angle_kind)
+        turned = np.empty((kv_heads, head_dim), kind)
         token = take(a)
         while token < a[END]:
             slot = t_slot[token]
             for h in range(heads + kv_heads):
                 source = qkv[token, h]
-                target = q[token, h] if h < heads else keys[slot, h - heads]
+                target = q[token, h] if h < heads else turned[h - heads]
                 if normed:
                     at = a[FIRST + 7] if h < heads else a[FIRST + 8]
                     weight = tensor(at, (head_dim,), weight_kind)
@@ -99,8 +125,14 @@ def _store(dtype: torch.dtype, angle_dtype: torch.dtype, weight_dtype: torch.dty
                     target[d] = narrow(first * c - second * s, kind)
                     target[d + half] = narrow(second * c + first * s, kind)
             for h in range(kv_heads):
-                for d in range(head_dim):
-                    values[slot, h, d] = qkv[token, heads + kv_heads + h, d]
+                key, value = turned[h], qkv[token, heads + kv_heads + h]
+                if scaled:
+                    quantise(key, keys, key_scales, slot, h)
+                    quantise(value, values, value_scales, slot, h)
+                else:
+                    for d in range(head_dim):
+                        keys[slot, h, d] = key[d]
+                        values[slot, h, d] = value[d]
             token = take(a)
 
     return loop(body)

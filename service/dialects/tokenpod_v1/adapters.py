@@ -10,7 +10,7 @@ from tokenpod.service.dialects.tokenpod_v1.model import adapter_of
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.rpc.interceptors import Context
 from tokenpod.service.rpc.methods import SMALL, Access, Gate, Method, method_of
-from tokenpod.service.serving.adapter_admin import AdapterAdmin
+from tokenpod.service.serving.adapter_admin import AdapterAdmin, page_of
 from tokenpod.service.serving.backend import Backend
 from tokenpod_client.protos.tokenpod.v1 import adapter_service_pb2 as pb
 
@@ -35,7 +35,8 @@ async def list_adapters(
     backend: Backend, request: pb.ListAdaptersRequest, context: Context
 ) -> pb.ListAdaptersResponse:
     """Some of the adapters that there are."""
-    page, last = _admin(backend).page(request.page_size, _place(request.page_token))
+    adapters = backend.generate.serving.adapters
+    page, last = page_of(adapters, request.page_size, _place(request.page_token))
     return pb.ListAdaptersResponse(
         adapters=[adapter_of(each) for each in page],
         next_page_token=base64.urlsafe_b64encode(last.encode()).decode(),
@@ -54,15 +55,13 @@ def _place(token: str) -> str:
         raise InvalidArgument("page_token", "is none that this server gave") from None
 
 
-def _row(name: str, serve: Any) -> Method:
+def _row(name: str, serve: Any, **row: Any) -> Method:
     service = pb.DESCRIPTOR.services_by_name["AdapterService"]
-    return method_of(
-        service, name, SMALL, serve=serve, strict=True, access=Access.ADAPTERS, gate=Gate.READY
-    )
+    return method_of(service, name, SMALL, serve=serve, strict=True, gate=Gate.READY, **row)
 
 
 METHODS = (
-    _row("LoadAdapter", load_adapter),
-    _row("UnloadAdapter", unload_adapter),
-    _row("ListAdapters", list_adapters),
+    _row("LoadAdapter", load_adapter, access=Access.ADAPTERS),
+    _row("UnloadAdapter", unload_adapter, access=Access.ADAPTERS),
+    _row("ListAdapters", list_adapters, on_followers=True),
 )

@@ -9,9 +9,10 @@ from tokenpod.service.rpc.errors import InvalidArgument, Unimplemented
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 
 _EARLY_STOP = {
-    pb.BEAM_END_UNSPECIFIED: EarlyStop.FALSE,
-    pb.BEAM_END_FIRST: EarlyStop.TRUE,
-    pb.BEAM_END_NEVER: EarlyStop.NEVER,
+    pb.EARLY_STOPPING_UNSPECIFIED: EarlyStop.FALSE,
+    pb.EARLY_STOPPING_HEURISTIC: EarlyStop.FALSE,
+    pb.EARLY_STOPPING_ALWAYS: EarlyStop.TRUE,
+    pb.EARLY_STOPPING_NEVER: EarlyStop.NEVER,
 }
 #: Fields that draw, by what would contradict a search.
 _RANDOM = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "n", "best_of")
@@ -20,7 +21,7 @@ _BESIDE = ("beam", "do_sample", "temperature")
 #: Fields that a search could have, and has not yet; so are all others of `sampling`.
 _NOT_BUILT = {
     "stopping": ("stop_sequences", "eos_boost"),
-    "output": ("top_n_tokens", "ranks"),
+    "output": ("top_n_tokens", "return_ranks"),
 }
 
 
@@ -36,7 +37,7 @@ def beam_of(request: pb.GenerateRequest) -> BeamParams | None:
     _check_beside(request)
     beam = request.sampling.beam
     if (end := beam.early_stopping) not in _EARLY_STOP:
-        problem = f"is {end}; must be a value of BeamEnd, 0 to {max(_EARLY_STOP)}"
+        problem = f"is {end}; must be a value of EarlyStopping, 0 to {max(_EARLY_STOP)}"
         raise InvalidArgument("sampling.beam.early_stopping", problem)
     return BeamParams(
         width=beam.width,

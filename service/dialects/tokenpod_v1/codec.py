@@ -125,9 +125,15 @@ def skips_special(request: Any) -> bool:
 
 
 def _output(options: generation_pb2.OutputOptions, *, stream: bool) -> Output:
-    told = options.prompt_logprobs or options.prompt_top_n_tokens
+    prompt = options.return_prompt_logprobs or options.prompt_top_n_tokens
     return Output(
-        **given(options, Output) | {"stream": stream, "prompt_ranks": options.ranks and bool(told)}
+        **given(options, Output) | {"stream": stream},
+        logprobs=options.return_logprobs,
+        ranks=options.return_ranks,
+        prompt_logprobs=options.return_prompt_logprobs,
+        prompt_ranks=options.return_ranks and bool(prompt),
+        text_offsets=options.return_text_offsets,
+        final_text=unless_unset(options, "return_final_text"),
     )
 
 
@@ -174,7 +180,7 @@ def _eos_boost(stopping: generation_pb2.StoppingOptions) -> dict[str, Any]:
         raise InvalidArgument("stopping.eos_boost.factor", problem)
     if stopping.ignore_eos:
         raise InvalidArgument("stopping.eos_boost", "is of no use: stopping.ignore_eos is true")
-    return {"eos_boost_after": boost.after_token_count, "eos_boost_factor": boost.factor}
+    return {"eos_boost_after": boost.start_token_count, "eos_boost_factor": boost.factor}
 
 
 def _labels(labels: Mapping[str, str]) -> dict[str, str]:

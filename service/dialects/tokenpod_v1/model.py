@@ -15,9 +15,6 @@ from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
-#: How tokens are drafted.
-_NGRAMS = "ngram"
-
 
 def model_of(serving: Serving) -> model_pb2.Model:
     """The model, and every limit as it is in force."""
@@ -44,10 +41,9 @@ def model_of(serving: Serving) -> model_pb2.Model:
         rope_scaling=ready.rope,
         parameter_count=ready.parameters,
         adapter_count=len(adapters.loaded),
-        max_adapter_count=adapters.slots,
-        adapters=[adapter_of(each) for each in adapters.loaded],
+        max_adapters=adapters.slots,
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
-        draft_method=_NGRAMS if ready.speculate else "",
+        draft_method=ready.draft_method,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -64,8 +60,8 @@ def adapter_of(facts: AdapterFacts) -> adapter_pb2.Adapter:
         name=facts.name,
         kind=adapter_pb2.ADAPTER_KIND_LORA,
         digest=f"sha256:{facts.digest}",
-        rank=facts.rank,
-        byte_count=facts.nbytes,
+        lora_rank=facts.rank,
+        size_bytes=facts.nbytes,
     )
 
 
@@ -80,8 +76,8 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
     return pb.GetLoadResponse(
         start_time=since,
         request_count=admission.counters.requests,
-        running_count=load.running,
-        waiting_count=load.waiting,
+        running_sequence_count=load.running,
+        waiting_sequence_count=load.waiting,
         waiting_token_count=load.waiting_tokens,
         used_token_count=max(slots - free, 0),
         evictable_token_count=load.evictable_slots,
@@ -89,13 +85,13 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         prompt_token_count=load.prompt_tokens,
         cached_token_count=load.cached_tokens,
         evicted_token_count=load.evicted_tokens,
-        swapped_count=load.swapped,
+        swapped_sequence_count=load.swapped,
         preemption_count=load.preemptions,
         swapped_token_count=load.swapped_tokens,
         stopped_request_count=ended.stopped,
         length_request_count=ended.length,
         aborted_request_count=ended.aborted,
-        ignored_request_count=ended.ignored,
+        oversized_request_count=ended.ignored,
         drafted_token_count=load.drafted_tokens,
         accepted_token_count=load.accepted_tokens,
     )
@@ -113,13 +109,13 @@ def _limits(serving: Serving) -> model_pb2.Limits:
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
         max_batch_total_tokens=limits.slots,
-        max_sample_count=min(limits.max_samples, limits.rows),
-        max_stop_sequence_count=limits.max_stop_sequences,
+        max_samples=min(limits.max_samples, limits.rows),
+        max_stop_sequences=limits.max_stop_sequences,
         max_stop_sequence_bytes=limits.max_stop_sequence_bytes,
         max_top_n_tokens=min(limits.max_top_n_tokens, limits.vocab_size),
-        max_logit_bias_count=limits.max_logit_bias,
-        max_chat_message_count=validate.MOST_CHAT_MESSAGES,
-        max_tokenize_token_count=validate.MOST_RETURNED_IDS,
+        max_logit_biases=limits.max_logit_bias,
+        max_chat_messages=validate.MOST_CHAT_MESSAGES,
+        max_tokenize_tokens=validate.MOST_RETURNED_IDS,
         max_message_bytes=settings.max_message_bytes,
         max_concurrent_requests=settings.resolved_concurrent_requests,
         max_queue_tokens=settings.resolved_queue_tokens(limits.slots),

@@ -58,7 +58,7 @@ class EventWriter(SampleWriter):
         output = self.call.output
         if started is None or not output.scores_prompt:
             return
-        self._prompt = message = pb.PromptTokens(ids=prompt)
+        self._prompt = message = pb.PromptTokens(token_ids=prompt)
         if output.prompt_logprobs:
             message.logprobs.extend(started.prompt_logprobs or ())
         details, top_n = started.prompt_details, output.prompt_top_n_tokens
@@ -72,7 +72,7 @@ class EventWriter(SampleWriter):
                 continue
             for at in range(first, min(first + step, len(prompt) - 1)):
                 ids, logprobs = details.tops(at)
-                message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self.texts(ids))
+                message.top_tokens.add(token_ids=ids, logprobs=logprobs, texts=self.texts(ids))
 
     def whole(self) -> service_pb.GenerateOnceResponse:
         """The answer, once every sample has ended."""
@@ -125,7 +125,7 @@ class EventWriter(SampleWriter):
             message.prompt_tokens.CopyFrom(self._prompt)
 
     def _tell_tokens(self, message: pb.Tokens, delta: Delta, index: int, *, text: bool) -> None:
-        message.index = index
+        message.sample_index = index
         message.token_ids.extend(delta.token_ids)
         message.special.extend(self.special(delta.token_ids))
         if self.call.output.logprobs:
@@ -136,17 +136,17 @@ class EventWriter(SampleWriter):
             message.ranks.extend(delta.ranks())
         if self.call.output.top_n_tokens:
             for ids, logprobs in delta.tops():
-                message.top_tokens.add(ids=ids, logprobs=logprobs, texts=self.texts(ids))
+                message.top_tokens.add(token_ids=ids, logprobs=logprobs, texts=self.texts(ids))
         if text:
             _tell_text(message, delta)
 
     def _tell_end(self, message: pb.Finished, sample: Sample, index: int) -> None:
         ending, request = sample.ending, self.generation.request
         assert ending is not None
-        message.index = index
-        message.reason = _FINISH[ending.reason]
+        message.sample_index = index
+        message.finish_reason = _FINISH[ending.reason]
         if ending.reason is FinishCode.EOS and sample.turn is not None and sample.turn.calls_begun:
-            message.reason = pb.FINISH_REASON_TOOL_CALLS
+            message.finish_reason = pb.FINISH_REASON_TOOL_CALLS
         message.generated_token_count = sample.generated
         if self.call.output.final_text:
             self._tell_whole(message, sample)
@@ -182,9 +182,11 @@ class EventWriter(SampleWriter):
         if started is None or not sample.first_token_at:
             return
         timings = message.timings
-        timings.queue.CopyFrom(_duration(max(started.began_at - arrived, 0)))
-        timings.prefill.CopyFrom(_duration(max(sample.first_token_at - started.began_at, 0)))
-        timings.decode.CopyFrom(_duration(sample.last_token_at - sample.first_token_at))
+        timings.queue_duration.CopyFrom(_duration(max(started.began_at - arrived, 0)))
+        timings.prefill_duration.CopyFrom(
+            _duration(max(sample.first_token_at - started.began_at, 0))
+        )
+        timings.decode_duration.CopyFrom(_duration(sample.last_token_at - sample.first_token_at))
 
     def _usage(self) -> pb.Usage:
         return pb.Usage(

@@ -329,7 +329,7 @@ def sample_under_masks() -> None:
 
 def offer_drafts() -> None:
     two = torch.zeros(2, dtype=torch.int64)
-    offers.offer(draw(4, 5000), two, two, two, two)
+    offers.offer(draw(4, 5000), two, two, two, two, two)
 
 
 FAMILIES: dict[str, Callable[[], None]] = {

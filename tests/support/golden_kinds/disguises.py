@@ -114,8 +114,9 @@ class _Sloped(nn.Module):
             product(hidden_states).view(batch, length, 4, -1).transpose(1, 2)
             for product in (inner.q_proj, inner.k_proj, inner.v_proj)
         )
-        distances = torch.arange(length)[:, None] - torch.arange(length)
-        slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625])[:, None, None]
+        at = torch.arange(length, device=q.device)
+        distances = at[:, None] - at
+        slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625], device=q.device)[:, None, None]
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 - slopes * distances
-        seen = scores.masked_fill(distances < 0, float("-inf")).softmax(-1) @ v
+        seen = scores.masked_fill(distances < 0, float("-inf")).softmax(-1).to(v.dtype) @ v
         return inner.o_proj(seen.transpose(1, 2).flatten(2)), None

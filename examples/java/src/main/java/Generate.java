@@ -43,7 +43,7 @@ public final class Generate {
         case FINISHED ->
             System.out.printf(
                 "%n[%d tokens; %s]%n",
-                event.getFinished().getGeneratedTokenCount(), event.getFinished().getReason());
+                event.getFinished().getGeneratedTokenCount(), event.getFinished().getFinishReason());
         default -> {} // Also events of kinds that are yet to come.
       }
     }

@@ -1,0 +1,152 @@
+"""Steps that are run before any request: the largest that may come, and a first one."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from tokenpod.core.plan import LAST, NewRow, PlanRow, StepPlan, plan_of
+from tokenpod.core.requests import Request, StoppingParams
+from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
+from tokenpod.engine.executor import Executor, Launched
+
+
+def run_worst_steps(
+    executor: Executor,
+    rows: int,
+    prompt: int,
+    positions: int,
+    drafts: tuple[int, int] = (0, 0),
+    adapter: int = 0,
+    context: int = 0,
+    *,
+    unknown: bool = False,
+) -> None:
+    """Two of them under way at a time, as in serving.
+
+    The largest first, then smaller ones: the allocator learns to cut up what it has. See
+    `worst_step` for the arguments.
+    """
+    under_way: deque[Launched] = deque()
+    for tokens in (prompt, prompt, prompt * 3 // 4, prompt // 2, prompt // 4, prompt // 8):
+        executor.release(range(rows))
+        scattered = tokens == prompt // 2
+        plan = worst_step(
+            rows,
+            max(tokens, 1),
+            positions,
+            scattered=scattered,
+            drafts=drafts,
+            adapter=adapter,
+            context=context,
+            unknown=unknown,
+        )
+        under_way.append(executor.launch(plan))
+        if len(under_way) > 1:
+            under_way.popleft().wait()
+    under_way.pop().wait()
+    executor.release(range(rows))
+
+
+def warm_up(executor: Executor, tokens: list[int]) -> None:
+    """Run a prompt and two decode steps, so that no first request pays for first calls.
+
+    The keys and values of as many tokens as `tokens` lie in the first slots afterwards.
+    """
+    slots = range(len(tokens))
+    n = max(len(tokens) - 2, 1)
+    prompt = PlanRow(0, 0, slots[:n], tokens[:n], new=_new_row(tokens))
+    executor.launch(plan_of(0, [prompt])).wait()
+    for at in range(n, len(tokens)):
+        decode = PlanRow(0, at, slots[at : at + 1], output=at - n + 1)
+        executor.launch(plan_of(0, [decode])).wait()
+    executor.release([0])
+
+
+def worst_step(
+    rows: int,
+    prompt: int,
+    positions: int,
+    *,
+    scattered: bool,
+    drafts: tuple[int, int] = (0, 0),
+    adapter: int = 0,
+    context: int = 0,
+    unknown: bool = False,
+) -> StepPlan:
+    """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
+
+    Args:
+        rows: sequences that can be live at once.
+        prompt: most prompt tokens of a step.
+        positions: longest sequence, in tokens.
+        scattered: no two slots of a row are adjacent.
+        adapter: the slot of all rows' adapter; 0: they have none.
+        drafts: how many there are of all rows, and of one row at most.
+        context: tokens that the longest row comes to at least, most of them from the cache: where
+            what attention takes grows with them.
+        unknown: the executor finds the drafts.
+    """
+    lengths = [1] * rows
+    guessed = [0] * rows
+    left, each = drafts
+    for row in range(rows if each else 0):
+        guessed[row] = min(each, left)
+        lengths[row] += guessed[row]
+        left -= guessed[row]
+    for row in range(rows - 1, -1, -1):
+        if guessed[row]:
+            break
+        lengths[row] = max(min(prompt, positions - 1), 1)
+        prompt -= lengths[row]
+        if prompt <= 0:
+            break
+    slots = range(sum(lengths))
+    if scattered:
+        slots = slots[::-1]
+    steps, at = [], 0
+    for row, length in enumerate(lengths):
+        tokens, samples = [0] * length, 1 + guessed[row]
+        if unknown and guessed[row]:
+            tokens[1:] = [LAST] * guessed[row]
+        following = tokens if length > samples else []
+        cached = max(context - length, 0) if row == rows - 1 else 0
+        # Whatever lies there: the step's slots, over and over.
+        prefix = np.arange(cached) % len(slots)
+        own, new = slots[at : at + length], _new_row([0] * cached + tokens)
+        steps.append(
+            PlanRow(
+                row,
+                cached,
+                own,
+                tokens,
+                samples,
+                following=following,
+                new=new,
+                prefix=prefix,
+                adapter=adapter,
+            )
+        )
+        at += length
+    return plan_of(0, sorted(steps, key=lambda row: len(row.slots) > 1))
+
+
+def _new_row(prompt: list[int]) -> NewRow:
+    """A row that asks its sampler for everything."""
+    sampling = SamplingParams(
+        do_sample=True, temperature=0.9, top_k=10, top_p=0.9, seed=1, top_of_processed=True
+    )
+    stopping = StoppingParams(max_new_tokens=1)
+    asked = Request(
+        [0],
+        prompt,
+        sampling,
+        stopping,
+        logprobs=True,
+        top_n_tokens=2,
+        prompt_logprobs=True,
+        prompt_top_n_tokens=MOST_TOP_TOKENS,
+        prompt_ranks=True,
+    )
+    return NewRow(asked, stream=0)

@@ -46,8 +46,8 @@ from tokenpod.kernels.triton import (
     steps,
 )
 from tokenpod.kernels.triton.quantised import products as quantised_products
+from tokenpod.kernels.triton.quantised import stored_products, widen
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
-from tokenpod.kernels.triton.quantised import widen
 from tokenpod.kernels.triton.tiles import Kind, measured
 from tokenpod.kernels.weight import StackedWeight
 from tokenpod.models import mxfp4
@@ -87,7 +87,7 @@ def compile_launches(capability: tuple[int, int]) -> None:
         print(self.fn.__name__, flush=True)
 
     JITFunction.run = run
-    for module in (launch, product, experts, quantised_products):
+    for module in (launch, product, experts, quantised_products, stored_products):
         module.capability = lambda device: capability
     attention.INTERPRETED = attention.Device(processors=132, capability=capability)
     attention_extend._can_describe = lambda pool: (

@@ -27,6 +27,7 @@ from tokenpod.kernels.triton.expert_tiles import (
     table_for,
 )
 from tokenpod.kernels.triton.expert_token import add_for_one
+from tokenpod.kernels.triton.expert_token_stored import add_stored_for_one
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import rms_norm
 
@@ -65,6 +66,12 @@ def prepare_experts(
         into = residual if into is None else into
         if dense and len(residual) == 1:
             add_for_one(residual, into, weights, norm, activation, routing, TOKEN_TILE)
+        elif (
+            len(residual) == 1
+            and isinstance(gate_up, WalkedStack)
+            and isinstance(down, WalkedStack)
+        ):
+            add_stored_for_one(residual, into, weights, gate_up, down, norm, activation, routing)
         else:
             add_for_many(residual, into, weights, stacks, norm, activation, routing, table)
 

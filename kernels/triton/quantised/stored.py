@@ -11,7 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tokenpod.kernels.triton.quantised.widening import JOINED, PLUS, TIMES, in_pairs, split
+from tokenpod.kernels.triton.quantised.widening import (
+    JOINED,
+    PLUS,
+    TIMES,
+    factor_of,
+    in_pairs,
+    split,
+)
 
 
 @triton.jit
@@ -140,26 +147,6 @@ def row_scales(scale, at, PER_GROUP: tl.constexpr):
 
 
 @triton.jit
-def widened(packed, plane, s, z, table, KIND: tl.constexpr):
-    """What numbers of one plane of bytes stand for, float32; s and z as stored, of each."""
-    low, high = split(packed, table, KIND, tl.float32, False)
-    w = high if plane else low
-    if KIND == "int4":
-        w -= 8.0
-    return (w - z) * _factor(s, KIND)
-
-
-@triton.jit
-def _factor(s, KIND: tl.constexpr):
-    """Scales as stored -> float32."""
-    if KIND == "mxfp4":
-        factor = (s.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    else:
-        factor = s.to(tl.float32)
-    return factor
-
-
-@triton.jit
 def _scales(scale, zero, at, plane, columns, PER_GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
     """As stored, of the group that a run of inputs is in; inputs beyond the last have any."""
     if PER_GROUP > 0:
@@ -243,7 +230,7 @@ def _add(
 ):
     """Sums plus a tile of the weight, as `split` left it, times inputs."""
     FAST: tl.constexpr = ASSEMBLY and tl.bfloat16 == DTYPE
-    factor = _factor(s, KIND)
+    factor = factor_of(s, KIND)
     if GROUPED and (KIND == "int4" or KIND == "int8"):
         offset = z.to(tl.float32) + (JOINED if FAST and KIND == "int4" else 0.0)
         if KIND == "int4":

@@ -16,9 +16,10 @@ from tokenpod.kernels.triton.launch import await_inputs, capability, launch_opti
 from tokenpod.kernels.triton.pointwise import gated_unit
 from tokenpod.kernels.triton.product import PARTIALS_BLOCK
 from tokenpod.kernels.triton.product_kernels import add_partials
-from tokenpod.kernels.triton.quantised.stored import row_scales, walk_stored, widened
+from tokenpod.kernels.triton.quantised.stored import row_scales, walk_stored
 from tokenpod.kernels.triton.quantised.tiles import StoredTile
 from tokenpod.kernels.triton.quantised.walked import Walked
+from tokenpod.kernels.triton.quantised.widening import widened
 
 #: The matrix unit's smallest side.
 LEAST_ROWS = 16
@@ -242,5 +243,5 @@ def _widen_stored(
         z = 0.0
         if zero is not None:
             z = tl.load(zero + at_scale + i // group, mask=inside, other=0).to(tl.float32)
-        made = widened(packed, plane, s, z, table, KIND)
+        made = widened(packed, plane, s, z, table, KIND, False)
         tl.store(out + row * k + i, made.to(out.dtype.element_ty), mask=inside)

@@ -129,3 +129,24 @@ def _split_pairs(packed, KIND: tl.constexpr):
             pack=4,
         )
     return low, high
+
+
+@triton.jit
+def widened(packed, plane, s, z, table, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """What numbers of one plane of bytes stand for, float32; s and z as stored, of each."""
+    JOIN: tl.constexpr = ASSEMBLY and (KIND == "int4" or KIND == "mxfp4")
+    low, high = split(packed, table, KIND, tl.bfloat16 if JOIN else tl.float32, JOIN)
+    w = (high if plane else low).to(tl.float32)
+    if KIND == "int4":
+        w -= 8.0 + (JOINED if JOIN else 0.0)
+    return (w - z) * factor_of(s, KIND)
+
+
+@triton.jit
+def factor_of(s, KIND: tl.constexpr):
+    """Scales as stored -> float32."""
+    if KIND == "mxfp4":
+        factor = (s.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        factor = s.to(tl.float32)
+    return factor

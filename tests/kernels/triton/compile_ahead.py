@@ -35,6 +35,7 @@ from tokenpod.kernels.triton import (
     OPERATIONS,
     adapters,
     attention_extend,
+    expert_token_stored,
     experts,
     launch,
     offers,
@@ -87,7 +88,8 @@ def compile_launches(capability: tuple[int, int]) -> None:
         print(self.fn.__name__, flush=True)
 
     JITFunction.run = run
-    for module in (launch, product, experts, quantised_products, stored_products):
+    choosing = (launch, product, experts, expert_token_stored, quantised_products, stored_products)
+    for module in choosing:
         module.capability = lambda device: capability
     attention.INTERPRETED = attention.Device(processors=132, capability=capability)
     attention_extend._can_describe = lambda pool: (

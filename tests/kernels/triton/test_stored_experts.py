@@ -124,15 +124,18 @@ def error_of(residual, weights, norm, routing, activation=Activation.SILU):
     return ((got.float() - exact).norm() / exact.norm()).item()
 
 
-#: Two roundings to bfloat16 of what is multiplied, and inputs that go to the other neighbour.
-BOUND = 2 * torch.finfo(BF16).eps
+#: Roundings to bfloat16 of what is multiplied; and inputs of 8 bits that go to the other neighbour,
+#: a sixteenth of e4m3, which so few outputs don't hide.
+BOUND = 3 * torch.finfo(BF16).eps
+FP8_BOUND = 7 * torch.finfo(BF16).eps
 
 
 @pytest.mark.sampled(3, "gpu")
 @pytest.mark.parametrize("tokens", [1, 19])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_format(tokens, name, draw, device):
-    assert error_of(*case(name, draw, device, tokens), Routing(2, True)) < BOUND
+    bound = FP8_BOUND if "fp8" in name else BOUND
+    assert error_of(*case(name, draw, device, tokens), Routing(2, True)) < bound
 
 
 @pytest.mark.sampled(3, "gpu")

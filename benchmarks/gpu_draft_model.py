@@ -1,12 +1,14 @@
 """What a draft model brings on one GPU, its own time included, at an acceptance that is set.
 
-    python -P benchmarks/gpu_draft_model.py [--draft 150m] [--right 0.75] [--speculate 8]
+    python -P benchmarks/gpu_draft_model.py [--draft 150m|1b|eagle3] [--right 0.75] [--speculate 8]
 
 The served model is that of gpu_drafts.py, an 8B Llama shape that says t + 1 after token t. The
 draft model has random weights of a small shape and the same head, but that after a set share of all
 tokens, drawn at random, it says something else: so each draft is right by chance, independently of
 the others. Everything that a draft model costs is there: its forward pass beside each step, its
-small steps, its head, its draws. The aim is 2.0 at batch 1 and three tokens of four.
+small steps, its head, its draws. The aim is 2.0 at batch 1 and three tokens of four. `eagle3` is a
+head of the published sizes for the served model, with random weights; what it says is overruled
+behind its last product, which costs one launch more.
 
 Each case runs on two engines by turns, one of which has no draft model; ratios are of the medians
 of tokens per second from the first token on. `small step`, `forward` and `drawing` are medians of
@@ -35,10 +37,16 @@ from tokenpod.core.messages import EngineOptions
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.draft import DraftModel
 from tokenpod.engine.executor import Launched, Masks, StepResult
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
+from tokenpod.kernels.batch import ForwardBatch
+from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.registry import operations_for
 from tokenpod.models.decoder import Decoder
+from tokenpod.models.eagle import EagleHead, EagleSpec
+from tokenpod.models.eagle import weights_of as eagle_weights
 from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
@@ -74,6 +82,16 @@ DRAFTS = {
         "intermediate_size": 8192,
     },
 }
+#: That of the head published for Llama 3.1 8B.
+_EAGLE = _LLAMA | {
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+}
+_EAGLE_GUESSES = 32_000
 CASES = {
     "greedy 1": batch(1, SamplingParams()),
     "sampled 1": batch(1, SAMPLED),
@@ -120,7 +138,7 @@ class _Timed:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draft", choices=DRAFTS, default="150m")
+    parser.add_argument("--draft", choices=[*DRAFTS, "eagle3"], default="150m")
     parser.add_argument("--right", type=float, default=0.75)
     parser.add_argument("--speculate", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -142,8 +160,11 @@ def engines(options: argparse.Namespace) -> tuple[Assembled, Assembled]:
     device = torch.device("cuda")
     shapes = json.loads((Path(__file__).parent / "shapes.json").read_text())
     served = counting(shapes["llama-3.1-8b"], device, wrong=0.0)
-    draft = counting(DRAFTS[options.draft], device, wrong=1 - options.right)
-    print(f"draft model: {draft.parameters_count / 1e6:.0f}M", file=sys.stderr, flush=True)
+    draft: DraftModel
+    if options.draft == "eagle3":
+        draft = told_head(served, device, wrong=1 - options.right)
+    else:
+        draft = counting(DRAFTS[options.draft], device, wrong=1 - options.right)
     asked = EngineOptions(
         model_folder="",
         dtype="bfloat16",
@@ -164,10 +185,47 @@ def counting(shape: dict[str, Any], device: torch.device, *, wrong: float) -> De
 
     def count(weights: dict[str, Any]) -> None:
         weights["head"] = weights["embedding"].roll(1, 0) / 64
-        chance = torch.rand(shape["vocab_size"], generator=torch.Generator().manual_seed(3))
-        weights["head"][(chance < wrong).to(device)] = 0
+        weights["head"][chosen(wrong).to(device)] = 0
 
     return random_model(family_of(shape), config_of(shape), device, change=count)
+
+
+def chosen(share: float) -> torch.Tensor:
+    """[vocabulary] bool: this share of all tokens, at random."""
+    chance = torch.rand(_LLAMA["vocab_size"], generator=torch.Generator().manual_seed(3))
+    return chance < share
+
+
+class Told(EagleHead):
+    """A head whose guess is token t + 1 behind token t, or some other one."""
+
+    wrong: torch.Tensor
+
+    def forward(
+        self, t_token: torch.Tensor, t_before: torch.Tensor, batch: ForwardBatch, pool: KVPool
+    ) -> torch.Tensor:
+        self._next = t_token + 1
+        return super().forward(t_token, t_before, batch, pool)
+
+    def logits(self, stream: torch.Tensor) -> torch.Tensor:
+        logits = super().logits(stream)
+        return logits.scatter_(1, self._next[:, None], self.wrong[self._next][:, None])
+
+
+def told_head(served: Decoder, device: torch.device, wrong: float) -> Told:
+    """A head of random weights that is wrong behind this share of all tokens."""
+    spec = EagleSpec(config_of(_EAGLE), _EAGLE_GUESSES, served.config.hidden_size)
+    torch.manual_seed(1)
+    weights: dict[str, Any] = {
+        weight.name: torch.empty(weight.shape, device=device, dtype=torch.bfloat16).normal_(0, 0.02)
+        for weight in eagle_weights(spec, "")
+    }
+    guesses = torch.randperm(spec.vocab_size)[:_EAGLE_GUESSES].sort().values
+    ops = operations_for(device, torch.bfloat16)
+    head = Told(spec, weights, ops, served, guesses)
+    scores = torch.where(chosen(wrong), -torch.inf, 1e4)
+    head.wrong = scores.to(device, torch.bfloat16)
+    return head
 
 
 def measure(

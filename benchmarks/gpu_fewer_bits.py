@@ -37,7 +37,10 @@ from tokenpod.kernels.expert_ops import ExpertWeights, Routing
 from tokenpod.kernels.formats.grouped import GroupedWeight, packed_pairs
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.reference.experts import mixture
-from tokenpod.kernels.triton.experts import prepare_experts
+from tokenpod.kernels.triton.expert_stacks import Stacks
+from tokenpod.kernels.triton.expert_stacks import stack_of as stack_of_kernels
+from tokenpod.kernels.triton.expert_tiles import STORED_TILES
+from tokenpod.kernels.triton.experts import add_for_many, prepare_experts
 from tokenpod.kernels.triton.pointwise import rms_norm
 from tokenpod.kernels.triton.quantised.tiles import AddTile, StoredTile, Tile, Tiles
 from tokenpod.kernels.weight import StackedWeight
@@ -156,8 +159,13 @@ def error_of(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.float() - expected).norm() / expected.norm()).item()
 
 
-def experts(case: Case, tokens: int, timing: bool) -> tuple[float, float, float]:
-    """Seconds of a block, the bytes of experts that it reads, and its error; 0 if not timed."""
+def experts(
+    case: Case, tokens: int, timing: bool, grouped: bool = False
+) -> tuple[float, float, float]:
+    """Seconds of a block, the bytes of experts that it reads, and its error; 0 if not timed.
+
+    `grouped`: one token, too, by the kernel of many.
+    """
     layer = case.layer
     assert layer is not None
     torch.manual_seed(1)
@@ -171,6 +179,17 @@ def experts(case: Case, tokens: int, timing: bool) -> tuple[float, float, float]
     norm = RowNorm(torch.ones(hidden, device="cuda", dtype=torch.bfloat16), 1e-6)
     size = (weights.gate_up.nbytes + weights.down.nbytes) / count
     block = prepare_experts(weights, norm, layer.activation, routing)
+    if grouped:
+        stacks = Stacks(
+            *(stack_of_kernels(x, torch.bfloat16, (9, 0)) for x in (weights.gate_up, weights.down))
+        )
+
+        def block(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
+            assert into is not None
+            add_for_many(
+                residual, into, weights, stacks, norm, layer.activation, routing, STORED_TILES
+            )
+
     inputs = [
         torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
         for _ in range(24 if tokens == 1 else 2)
@@ -245,7 +264,9 @@ def run_once(case: Case) -> str | None:
             weights = None if case.layer else weights_of(case)[:1]
             for tokens in TOKENS:
                 if weights is None:
-                    experts(case, tokens, timing=False)
+                    experts(case, tokens, False)
+                    if tokens == 1 and case.kind != "bf16":
+                        experts(case, tokens, False, True)
                     continue
                 for tile in (None, *variants(case, tokens)):
                     product(case, weights, tokens, tile, None)
@@ -256,7 +277,7 @@ def run_once(case: Case) -> str | None:
 
 def report(name: str, kind: str, tokens: int, taken: float, size: float, bf16: float) -> None:
     print(
-        f"{name:14s} {kind:11s} {tokens:3d} tokens {taken * 1e6:8.1f} us {bf16 / taken:5.2f} x "
+        f"{name:14s} {kind:19s} {tokens:3d} tokens {taken * 1e6:8.1f} us {bf16 / taken:5.2f} x "
         f"{size / READ_RATE / taken:4.0%}",
         flush=True,
     )
@@ -271,10 +292,12 @@ def time_case(case: Case, bf16: dict[tuple[str, int], float], best: list[dict[st
     weights, exact = None if case.layer else weights_of(case), Exact()
     for tokens in TOKENS:
         if weights is None:
-            taken, size, error = experts(case, tokens, timing=True)
-            bf16.setdefault((case.name, tokens), taken)
-            report(case.name, case.kind, tokens, taken, size, bf16[case.name, tokens])
-            check(f"{case.name} {case.kind}", error)
+            for grouped in (False, True) if tokens == 1 and case.kind != "bf16" else (False,):
+                taken, size, error = experts(case, tokens, True, grouped)
+                bf16.setdefault((case.name, tokens), taken)
+                name = case.kind + (" as many" if grouped else "")
+                report(case.name, name, tokens, taken, size, bf16[case.name, tokens])
+                check(f"{case.name} {name}", error)
             continue
         fastest: tuple[float, Tile | None] = (float("inf"), None)
         for tile in (None, *variants(case, tokens)):

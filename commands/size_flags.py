@@ -43,6 +43,7 @@ _SETTINGS = (
     "memory_fraction",
     "speculate",
     "draft_model",
+    "host_kv_bytes",
     "max_adapters",
     "max_adapter_rank",
 )

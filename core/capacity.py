@@ -20,6 +20,11 @@ from tokenpod.core.own_state import OwnState
 GIB = 1 << 30
 MIB = 1 << 20
 
+#: Tokens that are kept together in the host's memory.
+BLOCK = 64
+#: Pieces of a GPU's memory through which copies to the host's and from it go, and their bytes.
+STAGING_PIECES, STAGING_BYTES = 5, 64 * MIB
+
 #: Bytes of a number.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 
@@ -65,6 +70,17 @@ def choose_slots(
     if wanted is not None:
         return wanted if wanted <= fits else None
     return max(min(fits, most_useful), 1)
+
+
+def host_slots(asked: int, ranks: int, slot_bytes: int) -> int:
+    """Tokens that host memory holds, in whole blocks.
+
+    Args:
+        asked: bytes for all ranks of a machine together.
+        ranks: of that machine.
+        slot_bytes: memory of one slot in all layers of one rank.
+    """
+    return asked // ranks // slot_bytes // BLOCK * BLOCK
 
 
 class Expansion(msgspec.Struct, frozen=True):
@@ -332,8 +348,12 @@ def _reserve(
         )
     if options.device == "cpu":
         return {"processes": _CPU_PROCESSES, "largest step": step, **adapters}
+    copies = {}
+    if options.host_kv_bytes:
+        copies["copies to the host"] = STAGING_PIECES * STAGING_BYTES
     return {
         **adapters,
+        **copies,
         "CUDA context": _CUDA_CONTEXT,
         "largest step": step,
         "gaps between tensors": step // GAPS,

@@ -34,7 +34,8 @@ Floats = npt.NDArray[np.float32]
 
 #: In place of a token: the one that the row sampled last; in place of a draft: none is known yet.
 LAST = -1
-#: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings.
+#: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings,
+#: those of the plan before those that adapters have.
 GIVEN = -2
 
 #: In place of a sampled token: none was, since a draft before it was wrong or its mask was late.
@@ -61,6 +62,11 @@ class Counts(NamedTuple):
     width: int = 0
     #: Adapters that are put into slots.
     puts: int = 0
+    #: Tokens whose embeddings an adapter has, and slots of tokens whose keys and values one has.
+    soft: int = 0
+    ready: int = 0
+    #: 1 or none: copies that it relies on.
+    awaited: int = 0
 
     @property
     def words(self) -> int:
@@ -76,7 +82,10 @@ class Counts(NamedTuple):
             + self.adapters
             + self.masked
             + self.given * self.width
+            + 2 * (self.puts + self.soft)
+            + 3 * self.ready
             + 2 * self.puts
+            + self.awaited
         )
 
 
@@ -183,8 +192,13 @@ class StepPlan:
         self.n_flags = column(new)
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
-        #: Keys and values to be copied before anything else, all at once, from slot to slot.
+        #: Keys and values to be copied before anything else, from slot to slot. Those behind the
+        #: pool's last one are in the host's memory. First all go out that do, then all come in that
+        #: do, which may take longer than the step.
         self.copy_from = self.copy_to = _NOTHING
+        #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be
+        #: there before anything of this step is read or copied (0: it is this step).
+        self.awaited = _NOTHING
         #: Adapters to be put into slots before anything else: slots, from 1, and adapters' numbers.
         self.put_slot = self.put_adapter = _NOTHING
         #: Empty if no row has one: the slot of each row's adapter, from 1; 0: none.
@@ -193,12 +207,20 @@ class StepPlan:
         self.r_masked = _NOTHING
         #: [given, width] what stands in for rows of the embedding's table.
         self.given: Floats = _NO_VECTORS
+        #: What follows them: numbers of adapters, and which of each one's virtual tokens.
+        self.soft_adapter = self.soft_index = _NOTHING
+        #: Slots that get the keys and values of adapters' virtual tokens before anything else.
+        self.ready_slot = self.ready_adapter = self.ready_index = _NOTHING
         if any(fewer):
-            copies, adapters, masked, given, width, puts = fewer
+            copies, adapters, masked, given, width, puts, soft, ready, awaited = fewer
             self.copy_from, self.copy_to = column(copies), column(copies)
             self.r_adapter, self.r_masked = column(adapters), column(masked)
             self.given = column(given * width).view(np.float32).reshape(given, width)
             self.put_slot, self.put_adapter = column(puts), column(puts)
+            self.soft_adapter, self.soft_index = column(soft), column(soft)
+            self.ready_slot, self.ready_adapter = column(ready), column(ready)
+            self.ready_index = column(ready)
+            self.awaited = column(awaited)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
@@ -230,6 +252,11 @@ class StepPlan:
     def tokens(self) -> int:
         """T."""
         return len(self.t_token)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether some tokens have an embedding in place of an id."""
+        return len(self.given) + len(self.soft_index) > 0
 
     @property
     def singles(self) -> int:
@@ -269,10 +296,12 @@ def plan_of(
     freed: Sequence[int] = (),
     copies: Sequence[tuple[int, int]] = (),
     puts: Sequence[tuple[int, int]] = (),
+    awaited: Sequence[int] = (),
 ) -> StepPlan:
     """A plan of these rows; those with a single token come first.
 
-    `copies`: slots from and to; `puts`: slots of adapters, and their numbers.
+    `copies`: slots from and to; `puts`: slots of adapters, and their numbers; `awaited`: see
+    `StepPlan`.
     """
     fresh = [(row, row.new) for row in rows if row.new is not None]
     given = [row.given for row in rows if row.given is not None]
@@ -289,6 +318,7 @@ def plan_of(
         given=sum(map(len, given)),
         width=given[0].shape[1] if given else 0,
         puts=len(puts),
+        awaited=len(awaited),
     )
     plan = StepPlan.empty(step, counts, [new for _, new in fresh])
     plan.r_row[:] = [row.row for row in rows]
@@ -309,6 +339,7 @@ def plan_of(
     plan.copy_to[:] = [slot for _, slot in copies]
     plan.put_slot[:] = [slot for slot, _ in puts]
     plan.put_adapter[:] = [adapter for _, adapter in puts]
+    plan.awaited[:] = awaited
     if counts.adapters:
         plan.r_adapter[:] = [row.adapter for row in rows]
     if counts.masked:

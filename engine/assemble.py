@@ -10,10 +10,11 @@ from tokenpod.core.capability import eight_bits_problem
 from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts, widened
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
-from tokenpod.engine.draft import Draft, draft_of
+from tokenpod.engine.draft import Draft, DraftModel, draft_of
 from tokenpod.engine.executor import Executor
-from tokenpod.engine.first_steps import run_worst_steps, warm_up
+from tokenpod.engine.first_steps import run_worst_steps, warm_copies, warm_up
 from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.host_room import make_host_pool
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
     POOL_TYPES,
@@ -28,7 +29,6 @@ from tokenpod.engine.memory import (
     map_ahead,
 )
 from tokenpod.engine.room import Room, room_for
-from tokenpod.engine.step_executor import no_adapters
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -51,6 +51,8 @@ class Assembled:
     overlap: bool
     #: None: the model takes none.
     adapters: AdapterStore | None = None
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
     @property
     def slots(self) -> int:
@@ -65,7 +67,7 @@ def assemble(
     positions: int,
     device: torch.device,
     group: Group | None = None,
-    draft: LoadedModel | None = None,
+    draft: DraftModel | None = None,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -98,11 +100,14 @@ def _on_host(
     positions: int,
     device: torch.device,
     group: Group | None,
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
+    host = make_host_pool(model, options, dtype, device, group, draft)
     free = free_memory(device).shared(ranks)
+    if host is not None:
+        free = free.less(host.rows.nbytes, "--host-kv-bytes takes")
     if free.limited:
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
     room = room_for(model, options, positions, free, dtype, group, draft)
@@ -113,17 +118,27 @@ def _on_host(
         pool.take_pages()
         if drafts is not None:
             drafts.pool.take_pages()
+        if host is not None:
+            host.take_pages()
     executor = HostExecutor(
         model,
         pool,
         rows=options.max_batch_size + 1,
         vocab_size=model.config.vocab_size,
         group=group,
-        put_adapter=model.adapters.put if model.adapters else no_adapters,
+        adapters=model.adapters,
         draft=drafts,
+        host=host,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=False,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
@@ -152,7 +167,7 @@ def _on_device(
     positions: int,
     device: torch.device,
     group: Group | None,
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
@@ -169,6 +184,8 @@ def _on_device(
     rows = options.max_batch_size + 1
     prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
     drafts = most_drafts(options)
+    adapted = model.adapters is not None and model.adapters.slots > 0
+    host = make_host_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, rows + prompt + drafts, device)
     executor = DeviceExecutor(
         model,
@@ -184,15 +201,16 @@ def _on_device(
         max_positions=positions,
         max_tokens=rows + prompt + drafts,
         device=device,
-        adapters=model.adapters is not None,
-        put_adapter=model.adapters.put if model.adapters else no_adapters,
+        adapted=adapted,
+        adapters=model.adapters,
         drafts=drafts,
         draft=_draft(draft, model, options, rows + prompt + drafts, device),
+        host=host,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
-    adapter = int(model.adapters is not None)
+    adapter = int(adapted)
     context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
     run_worst_steps(
@@ -234,7 +252,16 @@ def _on_device(
     )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
+    if host is not None:
+        warm_copies(executor, pool.sink, host.slots)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=True,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _measured_scales(
@@ -269,7 +296,7 @@ def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) 
 
 
 def _draft(
-    draft: LoadedModel | None,
+    draft: DraftModel | None,
     model: LoadedModel,
     options: EngineOptions,
     slots: int,
@@ -282,7 +309,7 @@ def _draft(
 
 
 def make_pool(
-    model: LoadedModel,
+    model: LoadedModel | DraftModel,
     slots: int,
     device: torch.device,
     dtype: torch.dtype | None = None,

@@ -14,20 +14,23 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import LAST, StepPlan
+from tokenpod.engine.device_copies import DeviceCopies
 from tokenpod.engine.device_drafts import Proposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.draft import BothTiles, Draft
 from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
+from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Unknown, unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
-from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
+from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
 
@@ -48,7 +51,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
-        adapters: whether steps in which rows have adapters are captured too.
+        adapted: whether steps in which rows have adapters are captured too.
+        host: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -62,9 +66,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_tokens: int,
         device: torch.device,
         drafts: int = 0,
-        adapters: bool = False,
-        put_adapter: PutAdapter = no_adapters,
+        adapted: bool = False,
+        adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
+        host: HostPool | None = None,
     ) -> None:
         # The last row is padding's.
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
@@ -75,7 +80,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
-            put_adapter=put_adapter,
+            copies=DeviceCopies(pools_of(pool, draft), host, device),
+            adapters=adapters,
             draft=draft,
         )
         self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
@@ -84,7 +90,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._found: tuple[torch.Tensor, torch.Tensor] | None = None
         self._unknown: Unknown | None = None
         if draft is not None:
-            self._tiles = BothTiles(self._tiles, draft.model.prepare_capture(rows))
+            self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
             self._proposals = Proposals(
                 draft,
                 sampler,
@@ -93,7 +99,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 last_token=self._last_token,
                 upload=self._upload,
             )
-        self._drafts, self._adapters = drafts, adapters
+        self._drafts, self._adapted = drafts, adapted
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
         words = Counts(max_tokens, rows, rows, most, drafts, adapters=True).words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
@@ -111,13 +117,14 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._pool = pool
         if self._draft is not None and of_draft is not None:
             self._draft.pool = of_draft
+        self._copies.use(pools_of(pool, self._draft))
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
-        for adapted in (False, True)[: 1 + self._adapters]:
+        for adapted in (False, True)[: 1 + self._adapted]:
             mixed = _adapted(mixed_counts(self._rows, most, self._tiles.count), adapted)
             decode = _adapted(decode_counts(self._rows), adapted)
             # Each draft is a token of the step.
@@ -209,7 +216,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
         graphs = self._graphs.get(len(plan.r_adapter) > 0)
-        if graphs is None or len(plan.scored_token) or len(plan.given):
+        if graphs is None or len(plan.scored_token) or plan.embeds:
             return None
         mixed, decode, drafted = graphs
         if plan.rows == plan.tokens and plan.r_samples.all():
@@ -247,9 +254,11 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _computed(self, batch: ForwardBatch, integers: Integers) -> torch.Tensor:
         """A captured step: logits, and the tokens of rows that are greedy."""
-        hidden = self._model.forward(batch, self._pool)
-        if self._draft is not None:
-            self._draft.follow(self._of_draft(batch, integers))
+        if self._draft is None:
+            hidden = self._model.forward(batch, self._pool)
+        else:
+            own = self._of_draft(batch, integers)
+            hidden = self._draft.compute(self._model, batch, self._pool, own)
         logits = self._model.logits(hidden, batch)
         firsts = logits[: len(integers.sample_row)]
         tokens = self._sampler.begin(firsts, integers.sample_row, integers.sample_position)

@@ -10,9 +10,10 @@ the other: prefixes, copies and preemption need to know nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +22,13 @@ from torch.nn.functional import pad
 
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
-from tokenpod.engine.executor import CapturableModel
+from tokenpod.engine.eagle_draft import EagleDraft
+from tokenpod.engine.executor import CapturableModel, Model
 from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, RaggedRows
-from tokenpod.kernels.pool import KVPool
+from tokenpod.kernels.pool import KVLayout, KVPool
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.eagle import EagleHead, is_eagle, load_eagle
 from tokenpod.models.errors import ModelError
 from tokenpod.models.facts import LoadedModel, ModelFacts
 from tokenpod.models.load import load_model, read_config
@@ -33,9 +37,72 @@ from tokenpod.models.load import load_model, read_config
 _PADDING = 1024
 
 
+class Draft(Protocol):
+    """What finds drafts: a model or a head, and its keys and values."""
+
+    #: With as many slots as the served model's.
+    pool: KVPool
+    #: Drafts of one row in a step.
+    most: int
+
+    def compute(
+        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+    ) -> torch.Tensor:
+        """Run a step of the served model, [T, hidden], and follow it.
+
+        `own`: the same step, with tiles of its own if it is captured.
+        """
+        ...
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """[n, vocabulary] what may follow the tokens of a small step, one token for each row."""
+        ...
+
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """See `CapturableModel`."""
+        ...
+
+    def tile_rows(self, rows: RaggedRows) -> RaggedRows:
+        """A step's rows as its own tiles are to have them."""
+        ...
+
+
+class DraftModel(Protocol):
+    """What is asked of a draft model when its pool is made: see `LoadedModel`."""
+
+    @property
+    def pool_class(self) -> type[KVPool]:
+        """Of the pool that it runs with."""
+        ...
+
+    @property
+    def config(self) -> DraftFacts:
+        """What is known of it."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        ...
+
+
+class DraftFacts(Protocol):
+    """See `ModelFacts`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
+        """What each layer's pool has for a token."""
+        ...
+
+
 @dataclass(slots=True)
-class Draft:
-    """A draft model and its keys and values.
+class SmallModel:
+    """A draft model of a family of ours; see `Draft`.
 
     Args:
         model: whole on every rank.
@@ -51,12 +118,24 @@ class Draft:
     wanted: int
     most: int
 
-    def follow(self, batch: ForwardBatch) -> None:
-        """Write keys and values of a step's tokens."""
-        self.model.forward(self._own(batch), self.pool)
+    def compute(
+        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+    ) -> torch.Tensor:
+        """See `Draft.compute`."""
+        hidden = served.forward(batch, pool)
+        self.model.forward(self._own(own), self.pool)
+        return hidden
+
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """See `CapturableModel`."""
+        return self.model.prepare_capture(rows)
+
+    def tile_rows(self, rows: RaggedRows) -> RaggedRows:
+        """See `Draft.tile_rows`."""
+        return rows
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """[n, wanted] what may follow the tokens of a small step, one token for each row."""
+        """See `Draft.logits`."""
         batch = self._own(batch)
         found = self.model.logits(self.model.forward(batch, self.pool), batch)[:, : self.wanted]
         if found.shape[1] == self.wanted:
@@ -73,8 +152,8 @@ class Draft:
 
 def load_draft(
     options: EngineOptions, served: LoadedModel, positions: int, device: torch.device
-) -> LoadedModel | None:
-    """The draft model that the options name, in the served model's dtype; None: they name none.
+) -> DraftModel | None:
+    """The draft model or head that the options name, in the served model's dtype; None: none.
 
     `positions`: tokens of the longest sequence. Raises EngineError with one line for what can't
     draft for the served model.
@@ -83,6 +162,8 @@ def load_draft(
         return None
     folder = Path(options.draft_folder)
     try:
+        if is_eagle(folder):
+            return _eagle(options, served, positions, device)
         facts = read_config(folder)
         problem = _problem(facts, served, positions)
         if problem is None:
@@ -97,6 +178,23 @@ def load_draft(
     except ModelError as error:
         problem = str(error)
     raise EngineError(f"draft_model is {folder}: {problem}")
+
+
+def _eagle(
+    options: EngineOptions, served: LoadedModel, positions: int, device: torch.device
+) -> EagleHead:
+    if not isinstance(served, Decoder):
+        raise ModelError(
+            f"a head reads the served model's layers, and {served.config.architecture} is computed"
+            f" by {served.config.runs_on}"
+        )
+    return load_eagle(
+        Path(options.draft_folder or ""),
+        served,
+        positions=positions,
+        device=device,
+        require_manifest=options.require_manifest,
+    )
 
 
 def _problem(facts: ModelFacts, served: LoadedModel, positions: int) -> str | None:
@@ -115,9 +213,12 @@ def _problem(facts: ModelFacts, served: LoadedModel, positions: int) -> str | No
     return None
 
 
-def draft_of(model: LoadedModel, served: LoadedModel, pool: KVPool, most: int) -> Draft:
-    """What an executor drafts with."""
-    return Draft(model, pool, model.config.vocab_size, served.config.vocab_size, most)
+def draft_of(model: DraftModel, served: LoadedModel, pool: KVPool, most: int) -> Draft:
+    """What an executor drafts with: a model that `load_draft` has loaded."""
+    if isinstance(model, EagleHead):
+        return EagleDraft(model, pool, most)
+    assert isinstance(model, Decoder)
+    return SmallModel(model, pool, model.config.vocab_size, served.config.vocab_size, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +227,8 @@ class BothTiles:
 
     served: StepTiles
     draft: StepTiles
+    #: The step's rows as those of the draft model are to have them.
+    own_rows: Callable[[RaggedRows], RaggedRows]
 
     def count(self, tokens: int) -> int:
         """See `StepTiles`."""
@@ -134,7 +237,8 @@ class BothTiles:
     def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
         """See `StepTiles`."""
         at = self._cut(len(into))
-        return self.served.fill(rows, into[:at]) and self.draft.fill(rows, into[at:])
+        own = self.own_rows(rows)
+        return self.served.fill(rows, into[:at]) and self.draft.fill(own, into[at:])
 
     def by_window(self, numbers: torch.Tensor) -> Mapping[int | None, torch.Tensor]:
         """See `StepTiles`: the served model's."""

@@ -64,6 +64,8 @@ class StepResult:
     sample_ns: int = 0
     #: As many as tokens, from 1, 0 where nobody asked; or none.
     ranks: list[int] = field(default_factory=list)
+    #: The last step whose copies from the host's memory are there; None: all are.
+    arrived: int | None = None
 
 
 def new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:

@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from tokenpod.core.capacity import BLOCK
 from tokenpod.core.plan import LAST, NewRow, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
@@ -47,6 +48,17 @@ def run_worst_steps(
             under_way.popleft().wait()
     under_way.pop().wait()
     executor.release(range(rows))
+
+
+def warm_copies(executor: Executor, sink: int, host_slots: int) -> None:
+    """Copy some tokens to the host's memory and back; `sink`: the slot behind the pool's last."""
+    n = min(host_slots, sink, BLOCK)
+    there = range(sink + 1, sink + 1 + n)
+    for number, ends in enumerate(((range(n), there), (there, range(n))), 1):
+        row = PlanRow(0, 0, [sink], [0], new=_new_row([0]))
+        plan = plan_of(number, [row], copies=[*zip(*ends, strict=True)], awaited=[0])
+        executor.launch(plan).wait()
+        executor.release([0])
 
 
 def warm_up(executor: Executor, tokens: list[int]) -> None:

@@ -11,6 +11,7 @@ from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Masks, Model
+from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
@@ -24,9 +25,10 @@ from tokenpod.engine.rounds import (
     unmasked_rounds,
 )
 from tokenpod.engine.sampler import LeaderTokens, Samples
-from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
+from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
 from tokenpod.kernels.batch import ForwardBatch, Run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 
 _CPU = torch.device("cpu")
@@ -39,6 +41,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     Args:
         vocab_size: width of the logits.
         group: the ranks that the model is divided among, if it is.
+        host: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         rows: int,
         vocab_size: int,
         group: Group | None = None,
-        put_adapter: PutAdapter = no_adapters,
+        adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
+        host: HostPool | None = None,
     ) -> None:
         sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
         no_table = torch.zeros((0, 0), dtype=torch.int32)
@@ -61,7 +65,8 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
-            put_adapter=put_adapter,
+            copies=HostCopies(pools_of(pool, draft), host),
+            adapters=adapters,
             draft=draft,
         )
         #: How many positions `_runs` has of each row.

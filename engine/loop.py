@@ -198,10 +198,18 @@ class EngineLoop:
             if not sequence.dead:
                 # A prompt that was preempted half-way is scored again from its beginning.
                 start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
+                # Virtual tokens are not the client's: what follows them is told to nobody.
+                start -= sequence.request.virtual_tokens
+                scores, start = scores.behind(-start), max(start, 0)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
         settled = self.scheduler.settle(
-            flying.step, result.tokens, self.clock(), tops, result.drafting_ns
+            flying.step,
+            result.tokens,
+            self.clock(),
+            tops,
+            drafting_ns=result.drafting_ns,
+            arrived=result.arrived,
         )
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
@@ -173,6 +174,8 @@ class Flight:
     #: Drafts that come with the results: the plan gets them then.
     unknown: Unknown | None = None
     _posted: Posted | None = None
+    #: Of its executor.
+    copies: HostCopies | None = None
     #: How many masks came, by rows of the plan that have too few.
     _there: dict[int, int] = field(default_factory=dict)
 
@@ -198,7 +201,9 @@ class Flight:
         if self.unknown is not None:
             tokens = self.unknown.tokens
             self.plan.t_token[tokens] = self._mailbox.received_drafts(len(tokens))
-        return row_after_row(self.plan, result, self._there)
+        result = row_after_row(self.plan, result, self._there)
+        arrived = self.copies.arrived() if self.copies else None
+        return result if arrived is None else replace(result, arrived=arrived)
 
 
 class _Mark:

@@ -10,6 +10,7 @@ from tokenpod.core.capacity import choose_slots
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_state import OwnState
+from tokenpod.engine.draft import DraftModel
 from tokenpod.engine.memory import FreeMemory, size
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -34,7 +35,7 @@ def room_for(
     free: FreeMemory,
     dtype: torch.dtype,
     group: Group | None,
-    draft: LoadedModel | None = None,
+    draft: DraftModel | None = None,
 ) -> Room:
     """What fits into `free`, on every rank. Raises EngineError if too little does.
 

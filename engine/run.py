@@ -24,17 +24,20 @@ from tokenpod.engine.device_check import check_attention, check_device
 from tokenpod.engine.draft import load_draft
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
+from tokenpod.engine.host_room import check_host_memory
 from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
+from tokenpod.models.eagle import is_eagle
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.scheduler.drafting import Drafting, DraftSource, ModelDrafts
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.ngrams import NGrams
 from tokenpod.scheduler.policies import ADMISSIONS, batching
+from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
 
@@ -66,6 +69,7 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
             max_waiting_tokens=options.max_waiting_tokens,
         ),
         drafting=drafting(options),
+        preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
     )
     adapters = Adapters(
         store,
@@ -94,7 +98,9 @@ def _method(options: EngineOptions) -> str:
     """What finds drafts; empty: nothing does."""
     if not options.speculate:
         return ""
-    return "ngram" if options.draft_folder is None else "draft_model"
+    if options.draft_folder is None:
+        return "ngram"
+    return "eagle3" if is_eagle(Path(options.draft_folder)) else "draft_model"
 
 
 def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:
@@ -121,6 +127,7 @@ def load(
     device = torch.device(options.device)
     override = json.loads(options.config_override) if options.config_override else None
     check_device(device)
+    check_host_memory(options)
     if device.type == "cuda":
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
@@ -179,6 +186,8 @@ def load(
         scores_prompts=own is None or own.scores_prompts,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
+        host_slots=assembled.host_slots,
+        host_least=options.host_kv_least_tokens,
         # Where steps are captured, only those with drafts have room for several samples of a row.
         forced=MOST_AHEAD if device.type == "cpu" else options.speculate,
     )
@@ -205,6 +214,7 @@ def load(
         runs_on=config.runs_on,
         adapters=adapters,
         quantization=model.quantization,
+        host_slots=assembled.host_slots,
     )
     return assembled, ready, limits
 

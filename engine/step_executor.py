@@ -12,9 +12,9 @@ found, which kernels draw, and in what is captured.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ import torch
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
 from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Model, new_rows, scored_rows
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
@@ -41,13 +42,21 @@ from tokenpod.kernels.pool import KVPool
 #: would be gigabytes.
 _SCORED_AT_ONCE = 128
 
-#: (slot from 1, adapter's number)
-PutAdapter = Callable[[int, int], None]
 
+class PlannedAdapters(Protocol):
+    """Adapters by their numbers, as plans speak of them. All happens in the device's queue."""
 
-def no_adapters(slot: int, adapter: int) -> None:
-    """Of executors whose plans put no adapters."""
-    raise AssertionError(f"adapter {adapter} for slot {slot} of a model without slots")
+    def put(self, slot: int, number: int) -> None:
+        """Put an adapter into a slot, from 1."""
+        ...
+
+    def embeddings(self, numbers: Ints, indices: Ints) -> torch.Tensor:
+        """[n, width] on the host: embeddings of virtual tokens, in the model's dtype."""
+        ...
+
+    def fill(self, pool: KVPool, slots: Ints, numbers: Ints, indices: Ints) -> None:
+        """Write the keys and values of virtual tokens to slots [n]."""
+        ...
 
 
 S = TypeVar("S", bound=Sampler | LeaderTokens)
@@ -63,7 +72,8 @@ class StepExecutor(ABC, Generic[S]):
         rows: sequences that can be live at once.
         device: where the model is.
         row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
-        put_adapter: puts an adapter into a slot, in the order of the device's queue.
+        copies: makes the copies that plans ask for.
+        adapters: those that plans may name; None: they name none.
         draft: finds drafts that plans leave open; None: plans leave none open.
     """
 
@@ -76,10 +86,12 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
-        put_adapter: PutAdapter = no_adapters,
+        copies: HostCopies,
+        adapters: PlannedAdapters | None = None,
         draft: Draft | None = None,
     ) -> None:
-        self._put_adapter = put_adapter
+        self._copies = copies
+        self._adapters = adapters
         self._draft = draft
         self._model = model
         self._pool = pool
@@ -103,12 +115,9 @@ class StepExecutor(ABC, Generic[S]):
                 self._unsampled.sample({})
                 self._unsampled = None
             self.release(plan.freed.tolist())
-            if len(plan.copy_from):
-                source, target = self._upload(plan.copy_from), self._upload(plan.copy_to)
-                for pool in [self._pool] if self._draft is None else [self._pool, self._draft.pool]:
-                    pool.copy(source, target)
-            for slot, adapter in zip(plan.put_slot, plan.put_adapter, strict=True):
-                self._put_adapter(int(slot), int(adapter))
+            if len(plan.copy_from) or len(plan.awaited):
+                self._copies.begin(plan)
+            self._place_adapters(plan)
             self._take_rows(plan)
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
@@ -118,7 +127,9 @@ class StepExecutor(ABC, Generic[S]):
                 assert self._draft is not None, "a plan leaves drafts open without a draft model"
                 self._propose(plan, mailbox, unknown, self._draft)
                 mailbox.drafted()
-            return self._run(plan, mailbox)
+            flight = self._run(plan, mailbox)
+            flight.copies = self._copies
+            return flight
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""
@@ -166,6 +177,16 @@ class StepExecutor(ABC, Generic[S]):
 
     # -- a step --------------------------------------------------------------------------------
 
+    def _place_adapters(self, plan: StepPlan) -> None:
+        """Put adapters into slots, and their ready keys and values into the pool."""
+        if not len(plan.put_slot) + len(plan.ready_slot):
+            return
+        assert self._adapters is not None, "a plan names adapters of a model without any"
+        for slot, adapter in zip(plan.put_slot, plan.put_adapter, strict=True):
+            self._adapters.put(int(slot), int(adapter))
+        if len(plan.ready_slot):
+            self._adapters.fill(self._pool, plan.ready_slot, plan.ready_adapter, plan.ready_index)
+
     def _take_rows(self, plan: StepPlan) -> None:
         self._sampler.take_rows(plan)
         for row, new in zip(plan.n_row.tolist(), plan.asks, strict=False):  # followers have none
@@ -187,11 +208,12 @@ class StepExecutor(ABC, Generic[S]):
         integers = views(self._integers(mailbox, counts.words), counts)
         self._enter_drafts(integers)
         batch = self._batch(integers, self._ragged(host, plan))
-        if len(plan.given):
+        if plan.embeds:
             batch = replace(batch, given=self._given(plan))
-        hidden = self._model.forward(batch, self._pool)
-        if self._draft is not None:
-            self._draft.follow(batch)
+        if self._draft is None:
+            hidden = self._model.forward(batch, self._pool)
+        else:
+            hidden = self._draft.compute(self._model, batch, self._pool, batch)
         scored = {
             at: self._score_prompt(following, hidden, batch, at)
             for at, following in scored_rows(plan)
@@ -236,8 +258,13 @@ class StepExecutor(ABC, Generic[S]):
 
     def _given(self, plan: StepPlan) -> GivenEmbeddings:
         index = given_tokens(plan)
-        rows = torch.from_numpy(plan.given[GIVEN - plan.t_token[index]])
-        return GivenEmbeddings(self._upload(index), self._upload(rows.to(self._model.dtype)))
+        rows = torch.from_numpy(plan.given).to(self._model.dtype)
+        if len(plan.soft_index):
+            assert self._adapters is not None, "a plan names adapters of a model without any"
+            soft = self._adapters.embeddings(plan.soft_adapter, plan.soft_index)
+            rows = torch.cat((rows, soft)) if len(rows) else soft
+        rows = rows[torch.from_numpy(GIVEN - plan.t_token[index])]
+        return GivenEmbeddings(self._upload(index), self._upload(rows))
 
     def _score_prompt(
         self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, row: int

@@ -62,7 +62,8 @@ class Decoder:
         self._table, self._dtype, self.device = table, table.dtype, table.device
         #: None: products are never adapted.
         self.adapters = adapters
-        products = Products(ops, weights, delta if adapters is None else adapters.delta)
+        adapted = adapters is not None and adapters.slots > 0
+        products = Products(ops, weights, adapters.delta if adapted and adapters else delta)
         self._rotations, numbers = _rotations(config, table.device)
         self._layers = [
             make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)
@@ -169,9 +170,11 @@ def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch]
 
     def embed(batch: ForwardBatch) -> torch.Tensor:
         x = ops.embed(table, batch.t_token)
+        if scale != 1.0 and not spec.scales_given:
+            x *= scale
         if batch.given is not None:
             x.index_copy_(0, batch.given.t_index, batch.given.rows)
-        if scale != 1.0:
+        if scale != 1.0 and spec.scales_given:
             x *= scale
         if project is not None:
             x = project(x, batch)

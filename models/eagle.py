@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tokenpod.kernels.attention_ops import AttentionPlan, Heads, StepTiles
+from tokenpod.kernels.attention_ops import Heads, StepTiles
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVLayout, KVPool
@@ -148,6 +148,13 @@ def load_eagle(
 ) -> EagleHead:
     """The head in a folder, in the served model's type. Raises ModelError."""
     spec = read_eagle(folder, positions)
+    if len(served.config.layers) < _FUSED:
+        raise ModelError(f"it reads {_FUSED} layers, and the served model has fewer")
+    if spec.vocab_size != served.config.vocab_size:
+        raise ModelError(
+            f"its vocabulary has {spec.vocab_size} tokens, and that of the served model"
+            f" {served.config.vocab_size}"
+        )
     if spec.served_width != served.config.hidden_size:
         raise ModelError(
             f"it reads {spec.served_width} features, and the served model's stream has"
@@ -277,8 +284,8 @@ class EagleHead:
         Returns [T, hidden] streams.
         """
         angles = self._ops.rotate(batch.t_position, self._frequencies, self._scale, self._dtype)
-        plans: dict[int | None, AttentionPlan] = {None: self._ops.plan_attention(batch, None)}
-        step = Step(batch, pool, plans=plans, rotations=[angles])
+        plan = self._ops.plan_attention(batch, None)
+        step = Step(batch, pool, plans={None: plan}, rotations=[angles])
         if self._table is None:
             embedded = self._served.embed_tokens(t_token)
         else:

@@ -165,6 +165,8 @@ class Drafting:
         """
         table = self._kv.table
         may = table.drafts[places] > 0
+        if not self._source.watched:  # masks behind drafts need to know these
+            may &= table.masked[places] == 0
         few = self._costs is None or len(places) <= MOST_ROWS
         self._watching = self._costs is not None and few and self._source.watched
         if not (few and may.any()):

@@ -147,11 +147,13 @@ class Outcomes:
 
     def _start(self, sequence: Sequence, settled: Settled) -> None:
         """The first token of a sequence has come."""
-        settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
+        # Virtual tokens are not the client's.
+        cached = max(sequence.cached - sequence.request.virtual_tokens, 0)
+        settled.started.append(Started(sequence.id, cached, sequence.began_at))
         if not sequence.stream:
             # Samples share their prompt: it counts once.
             self._counts.prompt_tokens += len(sequence.request.prompt)
-            self._counts.cached_tokens += sequence.cached
+            self._counts.cached_tokens += cached
             if sequence.node is not None:
                 self._kv.tree.use(sequence.node)
 

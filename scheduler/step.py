@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from tokenpod.core.plan import GIVEN, LAST, Counts, NewRow, StepPlan
-from tokenpod.scheduler.given import Vectors, vectors_of
+from tokenpod.scheduler.given import VIRTUAL, Vectors, vectors_of
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
@@ -90,6 +90,12 @@ class _Piece:
         """The token after each of `tokens`, as far as the prompt goes."""
         following = self.sequence.inputs[self.start + 1 : self.start + 1 + len(self.slots)]
         return np.maximum(following, 0)  # a given embedding has no id, and so no probability
+
+    @property
+    def virtual(self) -> int:
+        """How many of `tokens` are virtual, of an adapter that has their embeddings."""
+        end = min(self.start + len(self.slots), self.sequence.request.virtual_tokens)
+        return max(end - self.start, 0)
 
     @property
     def given(self) -> list[Vectors]:
@@ -185,6 +191,11 @@ class StepBuilder:
             sequence.computed += 1
             sequence.launched += 1
 
+    def fetch(self, sequence: Sequence) -> None:
+        """Have what the host's memory has of a sequence copied."""
+        sequence.began_at = sequence.began_at or self._now
+        self._kv.fetch(sequence)
+
     @property
     def empty(self) -> bool:
         """Whether nothing has been added."""
@@ -196,6 +207,7 @@ class StepBuilder:
         fresh: list[Sequence],
         freed: list[int],
         puts: list[tuple[int, int]] | None = None,
+        ready: list[tuple[int, int, int]] | None = None,
     ) -> Step:
         """Make the plan.
 
@@ -204,6 +216,7 @@ class StepBuilder:
             fresh: sequences that got a row since the last step.
             freed: rows that were given back since then.
             puts: slots of adapters, and what is to be put there first.
+            ready: KV slots, and whose adapter's virtual token gets its keys and values there.
         """
         ones = [piece for piece in self._pieces if len(piece.slots) == 1]
         longer = [piece for piece in self._pieces if len(piece.slots) > 1]
@@ -219,6 +232,7 @@ class StepBuilder:
         scored = self._scored(ones, longer, order)
         given = self._given(ones, longer, order)
         prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
+        source, target, awaited = self._kv.copies()
         counts = Counts(
             rows=len(places),
             tokens=len(order) + sum(len(piece.slots) for piece in longer),
@@ -231,6 +245,10 @@ class StepBuilder:
             given=sum(map(len, given)),
             width=given[0].shape[1] if given else 0,
             puts=len(puts or ()),
+            soft=sum(piece.virtual for piece in self._pieces),
+            ready=len(ready or ()),
+            copies=len(source),
+            awaited=len(awaited),
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -241,11 +259,16 @@ class StepBuilder:
             np.concatenate([*scored.values()], out=plan.scored_token)
         if given:
             np.concatenate(given, out=plan.given)
-            plan.t_token[plan.t_token <= GIVEN] = GIVEN - np.arange(counts.given)
+        if plan.embeds:
+            self._number_embeddings(plan, sequences)
         if counts.adapters:
             plan.r_adapter[:] = [sequence.adapter_slot for sequence in sequences]
         if puts:
             plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
+        if ready:
+            columns = zip(*ready, strict=True)
+            plan.ready_slot[:], plan.ready_adapter[:], plan.ready_index[:] = columns
+        plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
         if counts.masked:
             plan.r_masked[:] = self._kv.table.masked[places] & (plan.r_samples > 0)
         if freed:
@@ -296,6 +319,17 @@ class StepBuilder:
             np.concatenate([piece.tokens for piece in longer], out=plan.t_token[singles:])
             parts = [piece.slots for piece in longer]
             np.concatenate(parts, out=plan.t_slot[singles:], casting="same_kind")
+
+    @staticmethod
+    def _number_embeddings(plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Let tokens without an id name rows of the step's table; the tree's ids stay here."""
+        tokens = plan.t_token
+        virtual, given = np.flatnonzero(tokens <= VIRTUAL), len(plan.given)
+        adapters = np.array([sequence.request.adapter for sequence in sequences], np.int32)
+        plan.soft_adapter[:] = adapters.repeat(plan.r_tokens)[virtual]
+        plan.soft_index[:] = VIRTUAL - tokens[virtual]
+        tokens[(tokens <= GIVEN) & (tokens > VIRTUAL)] = GIVEN - np.arange(given)
+        tokens[virtual] = GIVEN - given - np.arange(len(virtual))
 
     def _scored(self, ones: list[_Piece], longer: list[_Piece], order: Ints) -> dict[int, Tokens]:
         """By row, ascending: the tokens after those whose log probabilities are asked for."""

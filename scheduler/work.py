@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tokenpod.core.capacity import BLOCK
 from tokenpod.core.outputs import Advanced, Drafted, Failure, FinishCode, Started
 
 
@@ -31,6 +32,12 @@ class Limits:
     #: Adapters that running sequences can have at once, and those that have been read.
     adapter_slots: int = 0
     adapters: frozenset[int] = frozenset()
+    #: Tokens whose keys and values the host's memory holds; fewer than `host_least` in one place
+    #: are computed again rather than copied.
+    host_slots: int = 0
+    host_least: int = 1
+    #: Tokens that are kept together there.
+    host_block: int = BLOCK
     #: Tokens that their masks force, of one row in a step besides its next one, at most.
     forced: int = 0
 

@@ -204,19 +204,23 @@ class Masks:
 
         Returns by row: [masks, words], one and one more for each draft that the one before allows.
         """
+        found: dict[int, Words] = {}
         texts: dict[int, tuple[ConstrainedText, Sequence[int]]] = {}
         for row, (sequence_id, output, drafts) in wanted.items():
             text = self._texts.get(sequence_id)
             # A row whose last token was not sampled is planned one too far.
-            if text is not None and output == text.taken:
+            if text is None or output != text.taken:
+                continue
+            if text.masks and not drafts and not text.masks[0].over:
+                found[row] = text.masks[0].words[None]
+            else:
                 texts[row] = text, drafts
-        self._wait({text: partial(text.knows, drafts) for text, drafts in texts.values()}, until)
-        found = {
-            row: np.stack(masks)
-            for row, (text, drafts) in texts.items()
-            if not text.over and (masks := text.masks_of(drafts))
-        }
-        late = len(texts) - len(found)
+        if texts:
+            self._wait({text: partial(text.knows, some) for text, some in texts.values()}, until)
+        for row, (text, drafts) in texts.items():
+            if not text.over and (masks := text.masks_of(drafts)):
+                found[row] = np.stack(masks)
+        late = len(texts.keys() - found.keys())
         self._late += late
         self._needed += late
         return found

@@ -60,6 +60,9 @@ def lone_options(
         max_waiting_tokens=settings.resolved_max_waiting_tokens,
         speculate=settings.speculate,
         draft_folder=None if draft is None else str(draft),
+        host_kv_bytes=settings.host_kv_bytes,
+        host_kv_least_tokens=settings.host_kv_least_tokens,
+        preemption=settings.preemption,
     )
 
 

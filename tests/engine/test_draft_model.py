@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 
+import eagle_heads
 import msgspec
 import pytest
 import torch
 from demo_engine import CPU, DEMO, load
 
+from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
 from tokenpod.core.plan import LAST
 from tokenpod.engine.assemble import assemble
@@ -17,6 +19,8 @@ from tokenpod.engine.draft import load_draft
 from tokenpod.engine.first_steps import run_worst_steps, worst_step
 from tokenpod.engine.memory import FreeMemory
 from tokenpod.engine.room import room_for
+from tokenpod.kernels.pool import KVPool
+from tokenpod.models.footprint import footprint_of
 
 OPTIONS = EngineOptions(
     model_folder=str(DEMO),
@@ -60,12 +64,34 @@ def altered(folder, **fields):
 )
 def test_what_cannot_draft_is_refused_in_one_line(tmp_path, served, fields, problem):
     options = altered(tmp_path / "draft", **fields)
-    with pytest.raises(Exception, match=problem) as refused:
+    with pytest.raises(EngineError, match=problem) as refused:
         load_draft(options, served, 200, CPU)
-    assert type(refused.value).__name__ == "EngineError"
     text = str(refused.value)
     assert text.startswith(f"draft_model is {options.draft_folder}: ")
     assert "\n" not in text
+
+
+def test_a_head_is_loaded_sized_and_assembled_as_a_draft_model_is(tmp_path, served):
+    folder = eagle_heads.save(tmp_path / "head")
+    options = msgspec.structs.replace(OPTIONS, draft_folder=str(folder))
+    head = load_draft(options, served, 64, CPU)
+    made = assemble(served, options, positions=64, device=CPU, draft=head)
+    assert made.executor._draft.pool.slots == made.slots + PROBE_TOKENS
+    size = footprint_of(folder)
+    assert size.weight_bytes(1, 4) == head.weight_bytes
+    own, both = (
+        room_for(served, options, 64, FreeMemory(1 << 30, ""), torch.float32, None, each).slots
+        for each in (None, head)
+    )
+    assert own == both == 64, "as many as were asked for"
+    assert size.slot_bytes(1, "float32") == KVPool.bytes_per_slot(
+        layouts=head.config.kv_layouts, dtype=torch.float32
+    )
+    broken = msgspec.structs.replace(
+        options, draft_folder=str(eagle_heads.save(tmp_path / "other", vocab_size=5000))
+    )
+    with pytest.raises(EngineError, match=r"draft_model is .*other: its vocabulary has 5000 tok"):
+        load_draft(broken, served, 64, CPU)
 
 
 def test_its_keys_and_values_count_when_slots_are_chosen(served):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import constrained
 import msgspec
@@ -15,6 +16,7 @@ from guessing import drafting
 
 from tokenpod.core.constraints import Choice, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
+from tokenpod.scheduler.drafting import Drafting, ModelDrafts
 
 #: Literal texts of bytes that seldom stand together leave a single token at many places.
 STAMP = Regex(r"\d-0[1-9]T00:00Z(~\^`){1,2}Q#Q;")
@@ -160,3 +162,13 @@ def test_drafts_under_masks_change_nothing_either(
     assert client.load.drafted_tokens > 50
     assert (client.load.accepted_tokens > 30) == (kind != "wrong")
     check(client, plain)
+
+
+def test_a_draft_model_drafts_nothing_for_constrained_rows():
+    """Its guesses are not known in time for their masks; the executor here has none to ask."""
+    guesses = partial(Drafting, ModelDrafts(), 3)
+    asked = [msgspec.structs.replace(ask(1, STAMP), drafts=3)]
+    client = serve(load(None), Client(asked), drafting=guesses)
+    assert client.finishes[1] is FinishCode.EOS
+    assert client.load.drafted_tokens == 0
+    assert client.jumped > 0

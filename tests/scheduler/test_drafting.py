@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from scheduler_driver import request
 
+from tokenpod.core.constraints import Regex
 from tokenpod.core.plan import LAST, UNSAMPLED
 from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -173,6 +174,22 @@ def test_a_request_that_wants_no_drafts_has_none():
             most[sequence.id] = max(most[sequence.id], samples)
         scheduler.settle(step, drawn(step.plan), 0)
     assert most == {1: 1, 2: 3}
+
+
+@pytest.mark.parametrize(("small", "expected"), [(None, {1: 3, 2: 3}), (0.1, {1: 1, 2: 3})])
+def test_a_constrained_row_has_no_drafts_that_are_not_known_yet(small, expected):
+    limits = Limits(slots=200, max_rows=2, max_positions=100, prefill_tokens=64)
+    source = Source(1.0, small=small)
+    scheduler = Scheduler(limits, drafting=lambda kv: Drafting(source, MOST, kv))
+    scheduler.submit(request(1, [1, 2], max_new_tokens=9, drafts=2, constraint=Regex("a+")))
+    scheduler.submit(request(2, [1, 2], max_new_tokens=9, drafts=2))
+    scheduler.masked(1)
+    most = {1: 0, 2: 0}
+    while (step := scheduler.plan(0)) is not None:
+        for sequence, samples in zip(step.sequences, step.plan.r_samples.tolist(), strict=True):
+            most[sequence.id] = max(most[sequence.id], samples)
+        scheduler.settle(step, drawn(step.plan), 0)
+    assert most == expected
 
 
 def test_nothing_is_drafted_while_memory_is_promised_to_others():

@@ -44,6 +44,7 @@ from tokenpod.kernels.triton import (
     product,
     quantised,
     rotary,
+    slots,
     steps,
 )
 from tokenpod.kernels.triton.quantised import products as quantised_products
@@ -311,6 +312,9 @@ def others() -> None:
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
+    moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)
+    moved.gather(one, rows)
+    moved.scatter(rows, one)
     buffers = peers.SymmetricBuffers.at([0, 0], 0, peers.BLOCK, CPU)
     buffers.add(draw(peers.BLOCK), draw(peers.BLOCK))
     buffers.tell(torch.zeros(3, dtype=torch.int64))

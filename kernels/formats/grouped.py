@@ -1,7 +1,7 @@
 """The format of 8 bits in groups, and of 4 bits that stand for numbers of a table.
 
-No kernel reads it: each product multiplies with a copy of the weight as floats, made anew. It holds
-what checkpoints bring and no other format does.
+It holds what checkpoints bring and no other format does. On a CPU each product multiplies with a
+copy of the weight as floats, made anew.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GroupedWeight(QuantisedWeight):
         if group is not None and part.start % group:
             return self._narrowed(group, gcd(group, part.start)).inputs(part)
         kept, index = torch.unique(self.index[part.start : part.stop], return_inverse=True)
-        codes = self._unpacked[:, part.start : part.stop]
+        codes = self.unpacked[:, part.start : part.stop]
         return replace(
             self,
             codes=codes.contiguous() if self.table is None else packed_pairs(codes),
@@ -116,7 +116,7 @@ class GroupedWeight(QuantisedWeight):
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """[out, in] as `dtype`."""
-        index, codes = self.index.long(), self._unpacked
+        index, codes = self.index.long(), self.unpacked
         scale = floats_of(self.scale)[:, index]
         if self.table is not None:
             return (self.table[codes.int()] * scale).to(dtype)
@@ -135,7 +135,7 @@ class GroupedWeight(QuantisedWeight):
         return replace(self, scale=repeated(self.scale), index=index, zero=zero)
 
     @property
-    def _unpacked(self) -> torch.Tensor:
+    def unpacked(self) -> torch.Tensor:
         """Codes [out, in] uint8."""
         if self.table is None:
             return self.codes

@@ -1,6 +1,7 @@
 """The operations as Triton kernels, for NVIDIA GPUs of compute capability 8.0 and up."""
 
 from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
@@ -40,7 +41,12 @@ OPERATIONS = Operations(
     prepare_experts=prepare_experts,
     plan_adapters=plan_adapters,
     adapt=adapt,
-    quantised={Int8Weight: PRODUCTS, Fp8Weight: PRODUCTS, Int4Weight: PRODUCTS},
+    quantised={
+        Int8Weight: PRODUCTS,
+        Fp8Weight: PRODUCTS,
+        Int4Weight: PRODUCTS,
+        GroupedWeight: PRODUCTS,
+    },
     prepare_sum_linear=prepare_sum_linear,
     prepare_capture=prepare_capture,
 )

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from tokenpod.kernels.triton.launch import await_inputs
 from tokenpod.kernels.triton.pointwise import gated_unit
+from tokenpod.kernels.triton.quantised.stored import row_scales, walk_stored
 
 #: Outputs of the sum that one program makes.
 SUM_BLOCK = 1024
@@ -28,7 +29,11 @@ def most_blocks(assignments: int, experts: int, block_t: int) -> int:
 @triton.jit(do_not_specialize=["assignments", "blocks"])
 def product(
     x,
+    x_scale,
     weight,
+    scale,
+    zero,
+    table,
     bias,
     y,
     order,
@@ -38,6 +43,16 @@ def product(
     experts,
     n,
     k,
+    row_bytes,
+    columns,
+    scale_rows,
+    their_columns,
+    KIND: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    PLANES: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    PER_THEIR: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
     PER_TOKEN: tl.constexpr,
     EXPERTS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -53,7 +68,8 @@ def product(
 
     Gated: x [T, k], weight [E, 2n, k], gates first, y [T · K, n]. Else x [T · K, k], weight
     [E, n, k], y [T · K, n]. The weight is the left factor: its rows are many. The bias, if there is
-    one, has the weight's rows.
+    one, has the weight's rows. Of KIND "dense" the weight is numbers; else bytes, rows below each
+    other, which `walk_stored` reads in runs of BLOCK_K inputs: the arguments between are its own.
     """
     GATED: tl.constexpr = ACTIVATION != "none"
     block, row_block = _swizzled(tl.program_id(0), blocks, tl.cdiv(n, BLOCK_N), GROUP)
@@ -67,20 +83,64 @@ def product(
         assignment = tl.load(order + position, mask=is_own, other=0)
         source = assignment // PER_TOKEN if GATED else position
         at_x = x + source.to(tl.int64) * k
-        of_expert = weight + expert.to(tl.int64) * n * k * (2 if GATED else 1)
-        at_w = of_expert + own * k
-        at_up = of_expert + (own + n) * k
-        sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-        up_sums = tl.zeros((BLOCK_N, BLOCK_T) if GATED else (1, 1), tl.float32)
-        for start_k in tl.range(0, k, BLOCK_K, num_stages=STAGES):
-            i = start_k + tl.arange(0, BLOCK_K)
-            w = load_tile(at_w[:, None] + i[None, :], i[None, :] < k, EVEN)
-            is_x = is_own[None, :] & ((i[:, None] < k) | EVEN)
-            v = tl.load(at_x[None, :] + i[:, None], mask=is_x, other=0.0)
-            sums = tl.dot(w, v, sums, input_precision="ieee")
+        of_expert = expert.to(tl.int64) * n * (2 if GATED else 1)
+        if KIND == "dense":
+            at_w = weight + (of_expert + own) * k
+            at_up = weight + (of_expert + own + n) * k
+            sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+            up_sums = tl.zeros((BLOCK_N, BLOCK_T) if GATED else (1, 1), tl.float32)
+            for start_k in tl.range(0, k, BLOCK_K, num_stages=STAGES):
+                i = start_k + tl.arange(0, BLOCK_K)
+                w = load_tile(at_w[:, None] + i[None, :], i[None, :] < k, EVEN)
+                is_x = is_own[None, :] & ((i[:, None] < k) | EVEN)
+                v = tl.load(at_x[None, :] + i[:, None], mask=is_x, other=0.0)
+                sums = tl.dot(w, v, sums, input_precision="ieee")
+                if GATED:
+                    up = load_tile(at_up[:, None] + i[None, :], i[None, :] < k, EVEN)
+                    up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
+        else:
+            s_at = (of_expert + own) // scale_rows * columns
+            up_at = (of_expert + own + n) // scale_rows * columns
+            sums, up_sums = walk_stored(
+                at_x,
+                is_own,
+                weight + (of_expert + own) * row_bytes,
+                weight + (of_expert + own + n) * row_bytes,
+                x_scale + source * their_columns,
+                scale,
+                zero,
+                table,
+                s_at,
+                up_at,
+                0,
+                tl.cdiv(k, PLANES * BLOCK_K),
+                k,
+                columns,
+                their_columns,
+                KIND,
+                ROUNDED,
+                GATED,
+                x.dtype.element_ty,
+                PLANES,
+                BLOCK_K,
+                PER_GROUP,
+                PER_THEIR,
+                False,
+                EVEN,
+                ASSEMBLY,
+                STAGES,
+                1,
+                BLOCK_N,
+                BLOCK_T,
+            )
+            sums = sums.to(tl.float32) * row_scales(scale, s_at, PER_GROUP)
             if GATED:
-                up = load_tile(at_up[:, None] + i[None, :], i[None, :] < k, EVEN)
-                up_sums = tl.dot(up, v, up_sums, input_precision="ieee")
+                up_sums = up_sums.to(tl.float32) * row_scales(scale, up_at, PER_GROUP)
+            if ROUNDED and PER_THEIR == 0:
+                theirs = tl.load(x_scale + source, mask=is_own, other=0.0)[None, :]
+                sums *= theirs
+                if GATED:
+                    up_sums *= theirs
         if bias is not None:
             of_bias = bias + expert.to(tl.int64) * n * (2 if GATED else 1) + own
             sums += tl.load(of_bias).to(tl.float32)[:, None]

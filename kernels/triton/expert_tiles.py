@@ -66,10 +66,32 @@ SMALL_TILES: Table = (
 WIDE_TILES: Table = ((ANY, Tile(16, ProductTile(64, 32, 4, 2), ProductTile(64, 32, 4, 2))),)
 
 
-def table_for(number_bytes: int, capability: tuple[int, int] | None) -> Table:
-    """The tiles for numbers of so many bytes; capability None where kernels are interpreted."""
+#: Of weights in fewer bits, whose tiles are widened in registers: `block_k` is inputs of a byte
+#: each, of which a format may take fewer at a time.
+STORED_TILES: Table = (
+    # Less than a token for an expert: there are hardly programs enough.
+    (0.5, Tile(16, ProductTile(64, 128, 4, 5), ProductTile(64, 128, 4, 5))),
+    (8, Tile(16, ProductTile(128, 128, 4, 4), ProductTile(64, 128, 4, 5))),
+    (24, Tile(32, ProductTile(128, 128, 4, 4), ProductTile(64, 128, 4, 4))),
+    (48, Tile(64, ProductTile(128, 128, 4, 3), ProductTile(128, 128, 4, 3))),
+    (ANY, Tile(128, ProductTile(128, 128, 8, 3), ProductTile(128, 128, 8, 3))),
+)
+
+
+def table_for(
+    number_bytes: int, capability: tuple[int, int] | None, *, dense: bool = True
+) -> Table:
+    """The tiles for numbers of so many bytes; capability None where kernels are interpreted.
+
+    Args:
+        number_bytes: of the model's numbers.
+        capability: of the GPU.
+        dense: whether weights are such numbers, too.
+    """
     if number_bytes == 4:
         return WIDE_TILES
+    if not dense:
+        return STORED_TILES
     return TILES if capability is None or HOPPER <= capability < (12, 0) else SMALL_TILES
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing, Stack
+from tokenpod.kernels.expert_ops import AddExperts, ExpertWeights, Routing
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
 from tokenpod.kernels.triton.expert_products import (
     SUM_BLOCK,
@@ -18,6 +18,7 @@ from tokenpod.kernels.triton.expert_products import (
     weighted_sum,
 )
 from tokenpod.kernels.triton.expert_routing import Assignments, Biases, assign
+from tokenpod.kernels.triton.expert_stacks import Stacks, WalkedStack, stack_of, stored_arguments
 from tokenpod.kernels.triton.expert_tiles import (
     TOKEN_TILE,
     ProductTile,
@@ -26,6 +27,7 @@ from tokenpod.kernels.triton.expert_tiles import (
     table_for,
 )
 from tokenpod.kernels.triton.expert_token import add_for_one
+from tokenpod.kernels.triton.expert_token_stored import add_stored_for_one
 from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import rms_norm
 
@@ -41,59 +43,74 @@ def prepare_experts(
     tiles: Table | None = None,
 ) -> AddExperts:
     """See `ops.PrepareExperts`; `tiles` None means those of expert_tiles."""
-    router = weights.router
-    weights = weights._replace(
-        gate_up=_dense(weights.gate_up, router.dtype), down=_dense(weights.down, router.dtype)
-    )
     for name, weight in weights._asdict().items():
-        if weight is not None and not weight.is_contiguous():
+        if isinstance(weight, torch.Tensor) and not weight.is_contiguous():
             raise ValueError(f"the experts' {name} {list(weight.shape)} is not contiguous")
-    table = tiles or table_for(router.element_size(), capability(router.device))
+    router = weights.router
+    generation = capability(router.device)
+    stacks = Stacks(
+        stack_of(weights.gate_up, router.dtype, generation),
+        stack_of(weights.down, router.dtype, generation),
+    )
+    gate_up, down = stacks
+    dense = isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+    # What was repacked must not live on beside it.
+    nothing = router.new_empty((0, 0, 0))
+    weights = weights._replace(
+        gate_up=gate_up if isinstance(gate_up, torch.Tensor) else nothing,
+        down=down if isinstance(down, torch.Tensor) else nothing,
+    )
+    table = tiles or table_for(router.element_size(), generation, dense=dense)
 
     def add_experts(residual: torch.Tensor, into: torch.Tensor | None = None) -> None:
         into = residual if into is None else into
-        if len(residual) == 1:
+        if dense and len(residual) == 1:
             add_for_one(residual, into, weights, norm, activation, routing, TOKEN_TILE)
+        elif (
+            len(residual) == 1
+            and isinstance(gate_up, WalkedStack)
+            and isinstance(down, WalkedStack)
+        ):
+            add_stored_for_one(residual, into, weights, gate_up, down, norm, activation, routing)
         else:
-            add_for_many(residual, into, weights, norm, activation, routing, table)
+            add_for_many(residual, into, weights, stacks, norm, activation, routing, table)
 
     return add_experts
-
-
-def _dense(weights: Stack, dtype: torch.dtype) -> torch.Tensor:
-    return weights if isinstance(weights, torch.Tensor) else weights.dequantised(dtype)
 
 
 def add_for_many(
     residual: torch.Tensor,
     into: torch.Tensor,
     weights: ExpertWeights,
+    stacks: Stacks,
     norm: RowNorm | None,
     activation: Activation,
     routing: Routing,
     tiles: Table,
 ) -> None:
-    """Into [T, hidden] += the block's output for `residual`, on the matrix unit."""
-    assert isinstance(weights.gate_up, torch.Tensor)
-    assert isinstance(weights.down, torch.Tensor)
+    """Into [T, hidden] += the block's output for `residual`, on the matrix unit.
+
+    Of `weights` all but the products' own are read, which are `stacks`.
+    """
     x = residual if norm is None else rms_norm(residual, norm.weight, norm.epsilon)
     biases = Biases(weights.router_bias, weights.correction)
     assignments = assign(x, weights.router, routing, biases)
     count = assignments.order.numel()
-    experts, hidden, width = weights.down.shape
+    hidden, experts = x.shape[1], len(weights.router)
+    width = stacks.width
     tile = choose_tile(tiles, count, experts)
     inner = torch.empty((count, width), dtype=x.dtype, device=x.device)
     bias = weights.gate_up_bias
-    multiply(x, weights.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation, bias)
+    multiply(x, stacks.gate_up, inner, assignments, tile.block_t, tile.gate_up, activation, bias)
     outer = torch.empty((count, hidden), dtype=x.dtype, device=x.device)
     bias = weights.down_bias
-    multiply(inner, weights.down, outer, assignments, tile.block_t, tile.down, None, bias)
+    multiply(inner, stacks.down, outer, assignments, tile.block_t, tile.down, None, bias)
     _add_sum(outer, assignments.scale, into)
 
 
 def multiply(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | WalkedStack,
     y: torch.Tensor,
     assignments: Assignments,
     block_t: int,
@@ -106,6 +123,7 @@ def multiply(
     Args:
         x: [T, in] with an activation, else [T · K, in], for K experts a token.
         weight: [experts, outputs, in]; with an activation the gates first, then what they gate.
+            Inputs are rounded first if its format says so.
         y: [T · K, outputs], or half as many with an activation; overwritten.
         assignments: which expert computes which rows.
         block_t: rows of a program, for which `assignments` were sorted.
@@ -115,11 +133,16 @@ def multiply(
     """
     count, n = y.shape
     experts, _, k = weight.shape
+    launch = stored_arguments(x, weight, tile.block_k)
     block_n = tile.block_n if activation is None else tile.block_n // 2
     blocks = most_blocks(count, experts, block_t)
     product[(blocks * triton.cdiv(n, block_n),)](
-        x,
-        weight,
+        launch.x,
+        launch.x_scale,
+        launch.weight,
+        launch.scale,
+        launch.zero,
+        launch.table,
         bias,
         y,
         assignments.order,
@@ -129,13 +152,23 @@ def multiply(
         experts,
         n,
         k,
+        launch.row_bytes,
+        launch.columns,
+        launch.scale_rows,
+        launch.their_columns,
+        KIND=launch.kind,
+        ROUNDED=launch.rounded,
+        PLANES=launch.planes,
+        PER_GROUP=launch.per_group,
+        PER_THEIR=launch.per_their,
+        ASSEMBLY=capability(x.device) is not None,
         PER_TOKEN=assignments.scale.shape[1],
         EXPERTS=triton.next_power_of_2(experts),
         ACTIVATION="none" if activation is None else activation.value,
-        EVEN=k % tile.block_k == 0,
+        EVEN=k % (launch.planes * launch.width) == 0,
         BLOCK_T=block_t,
         BLOCK_N=block_n,
-        BLOCK_K=tile.block_k,
+        BLOCK_K=launch.width,
         STAGES=tile.stages,
         GROUP=GROUP,
         num_warps=tile.warps,

@@ -6,17 +6,20 @@ import torch
 
 from tokenpod.kernels.ops import AddLinear, FormatProducts, Linear
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
-from tokenpod.kernels.triton.quantised.products import Around, Format, prepare_product
+from tokenpod.kernels.triton.quantised.around import Around
+from tokenpod.kernels.triton.quantised.products import AnyFormat, prepare_product
 from tokenpod.kernels.triton.quantised.tiles import Tiles
 
 
-def prepare_linear(weight: Format, bias: torch.Tensor | None, tiles: Tiles | None = None) -> Linear:
+def prepare_linear(
+    weight: AnyFormat, bias: torch.Tensor | None, tiles: Tiles | None = None
+) -> Linear:
     """See `ops.PrepareLinear`; `tiles` None means those measured."""
     return _linear(weight, bias, Around(), tiles)
 
 
 def prepare_norm_linear(
-    weight: Format,
+    weight: AnyFormat,
     bias: torch.Tensor | None,
     norm: RowNorm,
     activation: Activation | None,
@@ -27,7 +30,7 @@ def prepare_norm_linear(
 
 
 def prepare_add_linear(
-    weight: Format, bias: torch.Tensor | None, tiles: Tiles | None = None
+    weight: AnyFormat, bias: torch.Tensor | None, tiles: Tiles | None = None
 ) -> AddLinear:
     """See `ops.PrepareAddLinear`."""
     product = prepare_product(weight, bias, Around(add=True), tiles)
@@ -41,7 +44,7 @@ def prepare_add_linear(
 
 
 def _linear(
-    weight: Format, bias: torch.Tensor | None, around: Around, tiles: Tiles | None
+    weight: AnyFormat, bias: torch.Tensor | None, around: Around, tiles: Tiles | None
 ) -> Linear:
     product = prepare_product(weight, bias, around, tiles)
     n = weight.shape[0] // 2 if around.gated else weight.shape[0]

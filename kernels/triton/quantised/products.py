@@ -11,8 +11,6 @@ What a token gets depends on which by rounding alone: where the format rounds in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ import triton
 from torch.nn import functional
 
 from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.formats.int4 import Int4Weight, block_of
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.pointwise_ops import Activation, RowNorm
@@ -27,10 +26,14 @@ from tokenpod.kernels.triton.launch import capability, launch_options
 from tokenpod.kernels.triton.pointwise import act_mul, rms_norm
 from tokenpod.kernels.triton.product import BULK_BYTES, PARTIALS_BLOCK
 from tokenpod.kernels.triton.product_kernels import add_partials
+from tokenpod.kernels.triton.quantised.around import Around, Product, start_from
+from tokenpod.kernels.triton.quantised.grouped import prepare_grouped
 from tokenpod.kernels.triton.quantised.matrix import multiply_rounded
 from tokenpod.kernels.triton.quantised.multiply_add import multiply_add_bytes, multiply_add_words
-from tokenpod.kernels.triton.quantised.rounding import Rounded, round_inputs
-from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, Tiles, measured
+from tokenpod.kernels.triton.quantised.rounding import Rounded, arrange_inputs, round_inputs
+from tokenpod.kernels.triton.quantised.stored_products import multiply_stored
+from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, StoredTile, Tiles, measured
+from tokenpod.kernels.triton.quantised.walked import Walked, walked
 from tokenpod.kernels.triton.quantised.widen import widen_bytes, widen_words
 
 #: The matrix unit's smallest side.
@@ -43,36 +46,23 @@ SCALED_CAPABILITY = (9, 0)
 MOST_IN_REGISTERS = 1 << 15
 
 Format = Int8Weight | Fp8Weight | Int4Weight
-
-
-@dataclass(frozen=True, slots=True)
-class Around:
-    """What a product does next to itself."""
-
-    norm: RowNorm | None = None
-    activation: Activation | None = None
-    add: bool = False
-
-    @property
-    def gated(self) -> bool:
-        """Whether the weight has gates."""
-        return self.activation is not None
-
-
-#: (x [T, in], y [T, out], delta [T, outputs of the weight] or None), y written or added to.
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+AnyFormat = Format | GroupedWeight
 
 
 def prepare_product(
-    weight: Format, bias: torch.Tensor | None, around: Around, tiles: Tiles | None = None
+    weight: AnyFormat, bias: torch.Tensor | None, around: Around, tiles: Tiles | None = None
 ) -> Product:
     """The product with a weight: x after its norm, gated or added to y, as `around` says."""
+    if isinstance(weight, GroupedWeight):
+        made = prepare_grouped(weight, bias, around, tiles)
+        return _composed(weight, bias, around) if made is None else made
     known = kind_of(weight)
     chosen = tiles or measured(capability(_device(weight)))
     plain = _composed(weight, bias, around)
     if known is None:
         return plain
     (n, k), kind = weight.shape, known
+    stored = _stored(weight)
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
         tile = None if x.itemsize > 2 else chosen.choose(kind, n, k, len(x))
@@ -80,14 +70,22 @@ def prepare_product(
             _multiply_add(x, weight, bias, y, delta, around, tile)
         elif isinstance(tile, MatrixTile) and _can_round(weight):
             rounded = _rounded(x, weight, around.norm)
-            if delta is not None and not around.add:
-                made = delta.clone()
-                multiply(rounded, weight, bias, made, None, True, tile)
-                y.copy_(made if around.activation is None else act_mul(made, around.activation))
-                return
-            if delta is not None:
-                y += delta
-            multiply(rounded, weight, bias, y, around.activation, around.add, tile)
+            start_from(
+                delta,
+                y,
+                around,
+                lambda out, gate, add: multiply(rounded, weight, bias, out, gate, add, tile),
+            )
+        elif isinstance(tile, StoredTile) and stored is not None:
+            arranged = _arranged(x, weight, around.norm)
+            start_from(
+                delta,
+                y,
+                around,
+                lambda out, gate, add: multiply_stored(
+                    arranged, stored, bias, out, gate, add, tile
+                ),
+            )
         else:
             plain(x, y, delta)
 
@@ -137,7 +135,26 @@ def _rounded(x: torch.Tensor, weight: Format, norm: RowNorm | None) -> Rounded:
     return round_inputs(x, weight.rounding, norm=norm)
 
 
-def _composed(weight: Format, bias: torch.Tensor | None, around: Around) -> Product:
+def _stored(weight: Format) -> Walked | None:
+    """The same bytes as tiles that are widened; None where inputs are rounded, or none fit."""
+    if not isinstance(weight, Int4Weight):
+        return walked(weight) if weight.rounding is None else None
+    # Words of a block of inputs are two planes, if inputs are in the order of the nibbles.
+    block = block_of(weight.group)
+    zero = None if weight.zero is None else (weight.zero.to(torch.int16) - 8).to(torch.int8)
+    packed = weight.packed.view(torch.int8)
+    inputs = 2 * packed.shape[1]
+    return Walked("int4", packed, weight.scale, zero, None, inputs, block // 2, weight.group)
+
+
+def _arranged(x: torch.Tensor, weight: Format, norm: RowNorm | None) -> torch.Tensor:
+    """Inputs after their norm, as `_stored` wants them."""
+    if isinstance(weight, Int4Weight):
+        return arrange_inputs(x, norm, block_of(weight.group) // 8, weight.order)
+    return x if norm is None else rms_norm(x, norm.weight, norm.epsilon)
+
+
+def _composed(weight: AnyFormat, bias: torch.Tensor | None, around: Around) -> Product:
     """One operation after the other."""
 
     def product(x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor | None) -> None:
@@ -155,7 +172,7 @@ def _composed(weight: Format, bias: torch.Tensor | None, around: Around) -> Prod
 
 
 def _many(
-    x: torch.Tensor, weight: Format, bias: torch.Tensor | None, delta: torch.Tensor | None
+    x: torch.Tensor, weight: AnyFormat, bias: torch.Tensor | None, delta: torch.Tensor | None
 ) -> torch.Tensor:
     """X · weightᵀ + bias + delta by the library, for as many tokens as there may be."""
     if isinstance(weight, Fp8Weight) and _library_scales(weight, x):

@@ -56,16 +56,39 @@ def round_inputs(
             summed block by block.
         order: [in] int64, which input each one is to be; before `run`.
     """
+    kind = "digits" if rounding is None else rounding.number.value
+    return _arranged(x, rounding, kind, norm, run, order)
+
+
+def arrange_inputs(
+    x: torch.Tensor, norm: RowNorm | None, run: int, order: torch.Tensor | None
+) -> torch.Tensor:
+    """X [T, in] after its norm, in the order of nibbles, as `round_inputs` has them, as it is."""
+    return _arranged(x, None, "plain", norm, run, order).numbers
+
+
+def _arranged(
+    x: torch.Tensor,
+    rounding: Rounding | None,
+    kind: str,
+    norm: RowNorm | None,
+    run: int | None,
+    order: torch.Tensor | None,
+) -> Rounded:
     tokens, k = x.shape
     block = 8 * run if run else (rounding.group if rounding and rounding.group else None)
     groups = -(-k // block) if block else 1
     width = groups * block if run and block else k
-    digits = rounding is None
-    kind = torch.int8 if rounding is None else rounding.number.dtype
-    numbers = torch.empty((2 * tokens if digits else tokens, width), dtype=kind, device=x.device)
+    digits = kind == "digits"
+    dtype = x.dtype if kind == "plain" else torch.int8
+    if rounding is not None:
+        dtype = rounding.number.dtype
+    numbers = torch.empty((2 * tokens if digits else tokens, width), dtype=dtype, device=x.device)
     grouped = rounding is not None and rounding.group is not None
     scale = torch.empty((tokens, groups if grouped else 1), dtype=torch.float32, device=x.device)
-    sums = torch.empty((tokens, groups), dtype=torch.float32, device=x.device) if run else None
+    sums = None
+    if run and digits:
+        sums = torch.empty((tokens, groups), dtype=torch.float32, device=x.device)
     in_group = triton.next_power_of_2(k if block is None else block)
     _round_inputs[(tokens,)](
         x,
@@ -82,7 +105,7 @@ def round_inputs(
         0.0 if norm is None else norm.epsilon,
         groups,
         k if block is None else block,
-        KIND="digits" if rounding is None else rounding.number.value,
+        KIND=kind,
         GROUPED=grouped,
         RUN=run or 0,
         GROUPS=triton.next_power_of_2(groups),
@@ -141,6 +164,45 @@ def _round_inputs(
         if factor.dtype == loaded.dtype:
             v = v.to(loaded.dtype).to(tl.float32)
         v = (v * factor.to(tl.float32)).to(loaded.dtype).to(tl.float32)
+    at = numbers + token * width + to
+    if KIND == "plain":
+        tl.store(at, v.to(numbers.dtype.element_ty), mask=inside)
+    else:
+        _store_rounded(
+            v,
+            at,
+            scale,
+            sums,
+            static,
+            inside,
+            token,
+            tokens,
+            group,
+            groups,
+            width,
+            KIND,
+            GROUPED,
+            RUN,
+        )
+
+
+@triton.jit
+def _store_rounded(
+    v,
+    at,
+    scale,
+    sums,
+    static,
+    inside,
+    token,
+    tokens,
+    group,
+    groups,
+    width,
+    KIND: tl.constexpr,
+    GROUPED: tl.constexpr,
+    RUN: tl.constexpr,
+):
     MOST: tl.constexpr = (
         DIGITS_MOST if KIND == "digits" else (FP8_MOST if KIND == "fp8" else INT8_MOST)
     )
@@ -156,7 +218,6 @@ def _round_inputs(
         step = tl.load(static) + lost
     q = v * tl.where(step > 0, 1.0 / step, 1.0)[:, None]
     q = tl.minimum(tl.maximum(q, -MOST), MOST)
-    at = numbers + token * width + to
     if KIND == "fp8":
         tl.store(at, q.to(tl.float8e4nv), mask=inside)
     else:

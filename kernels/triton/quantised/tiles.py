@@ -43,7 +43,26 @@ class MatrixTile:
     panel: int = 8
 
 
-Tile = AddTile | MatrixTile
+@dataclass(frozen=True, slots=True)
+class StoredTile:
+    """How one program of `stored_products` works, which widens the weight in registers."""
+
+    block_n: int
+    #: Inputs of a byte each that are read at a time, at most; of 4 bits the format's own.
+    block_k: int
+    #: Tokens, at most.
+    block_t: int = 64
+    warps: int = 4
+    stages: int = 4
+    #: Programs that share a row along k; a gated product takes it for 1.
+    splits: int = 1
+    #: Runs of inputs in one turn of the loop.
+    unroll: int = 1
+    #: Whether a group's sums get its scale, not its numbers.
+    in_sums: bool = False
+
+
+Tile = AddTile | MatrixTile | StoredTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +92,10 @@ def measured(capability: tuple[int, int] | None) -> Tiles:
 
 def _ascending(entries: list[dict[str, Any]]) -> list[tuple[int, Tile]]:
     parsed: list[tuple[int, Tile]] = []
+    kind: type[AddTile | MatrixTile | StoredTile]
     for entry in entries:
-        fields = {name: value for name, value in entry.items() if name not in ("tokens", "add")}
-        parsed.append((int(entry["tokens"]), (AddTile if entry["add"] else MatrixTile)(**fields)))
+        named = ("tokens", "add", "stored")
+        fields = {name: value for name, value in entry.items() if name not in named}
+        kind = StoredTile if entry.get("stored") else AddTile if entry["add"] else MatrixTile
+        parsed.append((int(entry["tokens"]), kind(**fields)))
     return sorted(parsed, key=lambda pair: pair[0])

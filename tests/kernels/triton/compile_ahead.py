@@ -26,6 +26,7 @@ from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.kernels.attention_ops import AttentionOptions, KVScales, LatentShape
 from tokenpod.kernels.expert_ops import ExpertWeights, Routing, Score
 from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.grouped import GroupedWeight
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.formats.rounding import Number, Rounding
@@ -34,6 +35,7 @@ from tokenpod.kernels.triton import (
     OPERATIONS,
     adapters,
     attention_extend,
+    expert_token_stored,
     experts,
     launch,
     offers,
@@ -46,9 +48,11 @@ from tokenpod.kernels.triton import (
     steps,
 )
 from tokenpod.kernels.triton.quantised import products as quantised_products
+from tokenpod.kernels.triton.quantised import stored_products, widen
 from tokenpod.kernels.triton.quantised import tiles as quantised_tiles
-from tokenpod.kernels.triton.quantised import widen
 from tokenpod.kernels.triton.tiles import Kind, measured
+from tokenpod.kernels.weight import StackedWeight
+from tokenpod.models import mxfp4
 
 #: The package has a function of this name.
 attention = import_module("tokenpod.kernels.triton.attention")
@@ -85,7 +89,8 @@ def compile_launches(capability: tuple[int, int]) -> None:
         print(self.fn.__name__, flush=True)
 
     JITFunction.run = run
-    for module in (launch, product, experts, quantised_products):
+    choosing = (launch, product, experts, expert_token_stored, quantised_products, stored_products)
+    for module in choosing:
         module.capability = lambda device: capability
     attention.INTERPRETED = attention.Device(processors=132, capability=capability)
     attention_extend._can_describe = lambda pool: (
@@ -180,6 +185,13 @@ def multiply_quantised(every: bool = False) -> None:
         "fp8": Fp8Weight.made_of(dense),
         "fp8-blocks": Fp8Weight(*blocks, 128, 128, Rounding(Number.FP8, 128)),
         "int4": Int4Weight.made_of(dense),
+        "groups8": GroupedWeight.made_of(dense),
+        "codes4": GroupedWeight(
+            torch.zeros((2 * HIDDEN, HIDDEN // 2), dtype=torch.uint8),
+            torch.full((2 * HIDDEN, HIDDEN // 32), 120, dtype=torch.uint8),
+            (torch.arange(HIDDEN) // 32).to(torch.int32),
+            table=mxfp4.VALUES,
+        ),
     }
     table = quantised_tiles.measured(launch.capability(CPU))
     norm, bias = RowNorm(draw(HIDDEN), 1e-6), draw(2 * HIDDEN)
@@ -189,6 +201,13 @@ def multiply_quantised(every: bool = False) -> None:
             x = draw(min(most, 300), HIDDEN)
             quantised.prepare_norm_linear(weight, None, norm, Activation.SILU)(x)
             quantised.prepare_add_linear(weight, bias)(x, draw(len(x), 2 * HIDDEN))
+    tile = quantised_tiles.StoredTile(128, 128, 64, 8, splits=2, in_sums=True)
+    for kind in ("int8", "int4") if every else ():
+        some = quantised_tiles.Tiles({kind: [(64, tile)]}, {})
+        x = draw(64, HIDDEN)
+        quantised.prepare_norm_linear(weights[kind], None, norm, Activation.SILU, some)(x)
+        quantised.prepare_add_linear(weights[kind], bias, some)(x, draw(64, 2 * HIDDEN))
+    quantised.prepare_linear(weights["codes4"], None)(draw(100, HIDDEN))
     widen.widen_words(weights["int4"], BF16)
     widen.widen_bytes(weights["int8"], BF16)
 
@@ -224,6 +243,34 @@ def experts_with_everything() -> None:
     for routing in (groups, Routing(2, False, Score.SPARSEMIXER)):
         add = experts.prepare_experts(weights, None, Activation.SWIGLU_CLAMPED, routing)
         for tokens in (1, 40):
+            add(draw(tokens, HIDDEN))
+
+
+def stored_experts() -> None:
+    """Of every format; experts of few tokens and of many."""
+    rows = torch.ones((8 * 2 * HIDDEN, HIDDEN))
+    index = (torch.arange(HIDDEN) // 32).to(torch.int32)
+    codes = torch.zeros((len(rows), HIDDEN // 2), dtype=torch.uint8)
+    exponents = torch.full((len(rows), HIDDEN // 32), 120, dtype=torch.uint8)
+    e4m3 = rows.to(torch.float8_e4m3fn)
+    blocks = torch.ones((len(rows) // 128, HIDDEN // 128))
+    formats = (
+        Int8Weight.made_of(rows),
+        replace(Int8Weight.made_of(rows), rounding=Rounding(Number.INT8)),
+        Fp8Weight.made_of(rows),
+        Fp8Weight(e4m3, blocks, 128, 128, Rounding(Number.FP8, 128)),
+        Fp8Weight(e4m3, blocks, 128, 128, None),
+        Int4Weight.made_of(rows),
+        GroupedWeight.made_of(rows),
+        GroupedWeight(codes, exponents, index, table=mxfp4.VALUES),
+        GroupedWeight(codes, exponents, index, table=torch.linspace(-1, 1, 16)),
+    )
+    norm = RowNorm(draw(HIDDEN), 1e-6)
+    for rows in formats:
+        stack = StackedWeight(rows, 8)
+        weights = ExpertWeights(draw(8, HIDDEN), stack, stack)
+        add = experts.prepare_experts(weights, norm, Activation.SILU, Routing(2, True))
+        for tokens in (1, 300):
             add(draw(tokens, HIDDEN))
 
 
@@ -306,6 +353,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         sum_over_ranks,
         experts_block,
         experts_with_everything,
+        stored_experts,
         latents,
         adapted,
         others,
@@ -322,6 +370,7 @@ RARER = (
     attend_many_heads,
     multiply_quantised_with_every_tile,
     experts_with_everything,
+    stored_experts,
     sample_under_masks,
 )
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from tokenpod.kernels.formats.fp8 import Fp8Weight
+from tokenpod.kernels.formats.grouped import GroupedWeight, packed_pairs
 from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.formats.rounding import Number, Rounding
@@ -21,13 +22,15 @@ from tokenpod.kernels.triton.quantised import (
 )
 from tokenpod.kernels.triton.quantised.products import kind_of
 from tokenpod.kernels.triton.quantised.rounding import round_inputs
-from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, Tiles
+from tokenpod.kernels.triton.quantised.tiles import AddTile, MatrixTile, StoredTile, Tiles
+from tokenpod.models.mxfp4 import VALUES
 
 BF16 = torch.bfloat16
 FP8, INT8 = Rounding(Number.FP8), Rounding(Number.INT8)
 #: (most tokens that each takes, tile)
 ADD = AddTile(block_n=4, block_k=64, warps=2)
 MATRIX = MatrixTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2, panel=2)
+STORED = StoredTile(block_n=32, block_k=64, block_t=16, warps=2, stages=2)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,30 @@ def shuffled(dense):
     return int4(dense, 64, zeros=True, index=index)
 
 
+def grouped(dense, *, zeros=False, table=None, exponents=False):
+    generator = torch.Generator().manual_seed(4)
+    size, most = (64, 256) if table is None else (32, 16)
+
+    def drawn(*shape, first=0, most=most):
+        numbers = torch.randint(first, most, shape, generator=generator, dtype=torch.uint8)
+        return numbers.to(dense.device)
+
+    n, k = dense.shape
+    index = (torch.arange(k, device=dense.device) // size).to(torch.int32)
+    groups = -(-k // size)
+    scale = drawn(n, groups, first=118, most=124)
+    if not exponents:
+        scale = scale.bfloat16() / 1000
+    codes = drawn(n, k)
+    return GroupedWeight(
+        codes if table is None else packed_pairs(codes),
+        scale,
+        index,
+        drawn(n, groups, first=100, most=140) if zeros else None,
+        None if table is None else table.to(dense.device),
+    )
+
+
 #: By name: of a dense weight [n, k], k a multiple of 64.
 KINDS = {
     "int8": Int8Weight.made_of,
@@ -77,6 +104,10 @@ KINDS = {
     "int4-32": lambda dense: int4(dense, 32),
     "int4-256": lambda dense: int4(dense, 256),
     "int4-shuffled": shuffled,
+    "groups8": GroupedWeight.made_of,
+    "groups8-zeros": lambda dense: grouped(dense, zeros=True),
+    "nf4": lambda dense: grouped(dense, table=torch.linspace(-1, 1, 16)),
+    "mxfp4": lambda dense: grouped(dense, table=VALUES, exponents=True),
 }
 
 
@@ -90,6 +121,8 @@ def exact_product(x, weight):
 
 
 def tiles(weight, *entries):
+    if isinstance(weight, GroupedWeight):
+        return Tiles({kind: list(entries) for kind in ("groups8", "codes4")}, {})
     return Tiles({kind_of(weight): list(entries)}, {})
 
 
@@ -98,10 +131,12 @@ def tiles(weight, *entries):
 BOUND = 2 * torch.finfo(BF16).eps
 
 
-@pytest.mark.sampled(7, "gpu")
+@pytest.mark.sampled(13, "gpu")
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
-    "tile", [ADD, MATRIX, replace(MATRIX, splits=2)], ids=["add", "matrix", "splits"]
+    "tile",
+    [ADD, MATRIX, replace(MATRIX, splits=2), STORED, replace(STORED, splits=2, in_sums=True)],
+    ids=["add", "matrix", "splits", "stored", "stored-in-sums"],
 )
 @pytest.mark.parametrize(("n", "k"), [(48, 192), (50, 320)])
 @pytest.mark.parametrize("tokens", [1, 3, 18])
@@ -127,9 +162,9 @@ def test_products(name, tile, n, k, tokens, draw, device):
     assert error(residual, expected) < 2 * BOUND
 
 
-@pytest.mark.sampled(7, "gpu")
+@pytest.mark.sampled(9, "gpu")
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("tile", [ADD, MATRIX], ids=["add", "matrix"])
+@pytest.mark.parametrize("tile", [ADD, MATRIX, STORED], ids=["add", "matrix", "stored"])
 @pytest.mark.parametrize("activation", [None, Activation.SILU])
 def test_normed_and_gated(name, tile, activation, draw, device):
     n, k, tokens = 64, 192, 3
@@ -151,7 +186,9 @@ def test_normed_and_gated(name, tile, activation, draw, device):
     assert error(product(x, delta), gated(exact + delta.double())) < 4 * BOUND
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4-64", "int4-shuffled"])
+@pytest.mark.parametrize(
+    "name", ["int8", "fp8", "int4-64", "int4-shuffled", "groups8-zeros", "nf4", "mxfp4"]
+)
 def test_many_tokens_take_no_tile(name, draw, device):
     x, weight = draw(9, 192, dtype=BF16).to(device), KINDS[name](draw(32, 192).to(device) / 10)
     got = prepare_linear(weight, None, Tiles({}, {}))(x)

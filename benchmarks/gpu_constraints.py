@@ -8,6 +8,8 @@ Cases, each after the other over one engine:
     plain     64 rows (--rows) of sampled text without constraints
     schemas   the same rows, each under a JSON schema of its own    aim: 0.95 of plain, late <= 1 %
     slow      the same, and one row whose masks take 50 ms          aim: the others as in `schemas`
+    forced    rows whose texts have many forced tokens, without and with jumping ahead: both each
+              row's tokens behind its first in a step, and how many steps that took
     arrivals  32 plain streams (--streams) while 200 requests (--arrivals) come, plain ones and then
               schemas, each of its own                              aim: p99 of their gaps + 10 %
 
@@ -22,27 +24,24 @@ import os
 import statistics
 import sys
 import time
-from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from constrained_rows import Client, Library
 from constraints import vocabulary
 
-from tokenpod.core.constraints import Choice, Constraint, ConstraintLimits, JsonSchema
+from tokenpod.core.constraints import Choice, Constraint, ConstraintLimits, JsonSchema, Regex
 from tokenpod.core.messages import EngineOptions, Vocabulary
-from tokenpod.core.outputs import Load, MaskCounts, StepOutputs
+from tokenpod.core.outputs import MaskCounts
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import Assembled, assemble
-from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.loop import EngineLoop
@@ -67,57 +66,8 @@ LLAMA_8B = {
     "rope_theta": 500_000.0,
     "tie_word_embeddings": False,
 }
-_SLOW_SECONDS = 0.05
-
-
-class SlowMatcher(GuidanceMatcher):
-    """Takes 50 ms for each mask."""
-
-    def copy(self) -> SlowMatcher:
-        return SlowMatcher(self._matcher.deep_copy(), self._vocab)
-
-    def take(self, token: int) -> None:
-        time.sleep(_SLOW_SECONDS)
-        super().take(token)
-
-
-class Library(Guidance):
-    """Choices are slow."""
-
-    def compile(self, constraint: Constraint) -> GuidanceMatcher:
-        made = super().compile(constraint)
-        if isinstance(constraint, Choice):
-            return SlowMatcher(made._matcher, made._vocab)
-        return made
-
-
-@dataclass
-class Client:
-    """The other end of the engine's link: hands requests in, times what comes out."""
-
-    inbox: list[Any] = field(default_factory=list)
-    #: When each sequence's tokens came.
-    times: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    left: set[int] = field(default_factory=set)
-    refused: list[str] = field(default_factory=list)
-    load: Load | None = None
-
-    def receive(self, seconds: float | None) -> list[Any]:
-        if seconds and not self.inbox:
-            time.sleep(min(seconds, 0.001))
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, message: object) -> None:
-        assert isinstance(message, StepOutputs)
-        now, self.load = time.perf_counter(), message.load
-        for sequence, finish in zip(message.sequence_ids, message.finishes, strict=True):
-            self.times[sequence].append(now)
-            if finish:
-                self.left.discard(sequence)
-        for failure in message.failures:
-            self.refused.append(failure.message)
-            self.left.discard(failure.sequence_id)
+#: Every other token or so is the only one that is allowed.
+STAMPS = r"(\d{{4}}-0[1-9]-[0-3]\dT00:00:00Z~q{}#\^;){{200}}"
 
 
 class Bench:
@@ -143,7 +93,9 @@ class Bench:
         masks = Masks(Library, vocab, ConstraintLimits())
         self.loop = EngineLoop(
             self.client,
-            Scheduler(Limits(made.slots, made.room.rows, positions, prefill)),
+            Scheduler(
+                Limits(made.slots, made.room.rows, positions, prefill, forced=asked.speculate)
+            ),
             made.executor,
             overlap=made.overlap,
             masked=MaskedSteps(masks, overlap=made.overlap),
@@ -220,6 +172,21 @@ def rows(bench: Bench, name: str, constraints: list[Constraint | None], new: int
     print(f"{name:9} {rate:9.0f} tok/s  gap {median:7.2f} ms  p99 {p99:7.2f} ms{told}", flush=True)
     bench.end(sequences)
     return rate
+
+
+def forced(bench: Bench) -> None:
+    """Texts with forced tokens, without jumping ahead and with it."""
+    ahead = bench.loop.scheduler.forced
+    most, rates, steps = ahead.most, [], []
+    texts: list[Constraint | None] = [Regex(STAMPS.format(i)) for i in range(bench.asked.rows // 2)]
+    for ahead.most in (0, most):
+        rows(bench, "warm", texts, bench.asked.new // 4)
+        before = bench.client.steps
+        rates.append(rows(bench, "forced", texts, bench.asked.new))
+        steps.append(bench.client.steps - before)
+    print(
+        f"          {rates[1] / rates[0]:.3f} with jumping ahead; steps {steps[0]} and {steps[1]}"
+    )
 
 
 def arrivals(bench: Bench) -> None:
@@ -305,6 +272,7 @@ def assembled(model: LoadedModel, asked: argparse.Namespace, device: torch.devic
         threads=0,
         max_batch_size=max(asked.rows + 8, asked.streams + 32),
         max_batch_prefill_tokens=prefill,
+        speculate=asked.speculate,
     )
     with torch.inference_mode():
         return assemble(model, options, positions=positions, device=device)
@@ -322,6 +290,7 @@ def measure(bench: Bench) -> None:
     mixed = rows(bench, "slow", [*slow, Choice(("a" * 4000,))], asked.new)
     share = mixed / (asked.rows - 1) / (masked / asked.rows)
     print(f"          {share:.3f} of `schemas` a row, beside one of 50 ms a mask")
+    forced(bench)
     arrivals(bench)
     assert not bench.client.refused, bench.client.refused[0]
 
@@ -334,6 +303,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--new", type=int, default=256, help="tokens of each row")
+    parser.add_argument("--speculate", type=int, default=4, help="forced tokens of a row in a step")
     asked = parser.parse_args()
     began = time.perf_counter()
     measure(demo(asked) if asked.cpu else shape_8b(asked))

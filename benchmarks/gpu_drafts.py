@@ -54,6 +54,8 @@ SAMPLED = SamplingParams(do_sample=True, temperature=0.8, seed=1)
 class Counting:
     """A source that is right for a given share of the tokens."""
 
+    watched = True
+
     def __init__(self, right: float) -> None:
         self._right = right
         self._chance = random.Random(1)

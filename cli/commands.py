@@ -147,6 +147,8 @@ async def _adapters(remote: Remote) -> list[adapter_pb2.Adapter]:
 
 
 def _adapter(adapter: adapter_pb2.Adapter) -> str:
+    if adapter.virtual_token_count:
+        return f"{adapter.name} ({adapter.virtual_token_count} virtual tokens)"
     return f"{adapter.name} (rank {adapter.lora_rank})"
 
 

@@ -17,14 +17,13 @@ class Device:
     memory: int
     #: None where it is not known.
     capability: Capability | None = None
-    #: Of its memory, in GB/s, as NVIDIA states it; None where it is not known.
+    #: Of its memory, in GB/s; None where it is not known.
     bandwidth: int | None = None
 
 
 #: Names, GiB, compute capabilities and GB/s. Memory is what CUDA tells programs on Linux, with ECC
-#: where a card is sold with it on. GB/s are of SXM modules where there are several (B200: a DGX's
-#: 64 TB/s by eight), for the A10G the A10's; those of T4, A10G, A100 of 40 GB, RTX 3090 and
-#: RTX 6000 Ada have not been compared with a publication.
+#: where a card is sold with it on. GB/s are of SXM modules where there are several; where each
+#: comes from is in docs/sizing.md.
 _KNOWN = (
     ("t4", 14.56, (7, 5), 320),
     ("l4", 22.03, (8, 9), 300),

@@ -13,7 +13,9 @@ import numpy as np
 from rich.console import Console
 
 from tokenpod.commands.serve import setting_flag
+from tokenpod.core.capacity import host_slots
 from tokenpod.scheduler.policies import ADMISSIONS, batching
+from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.simulation.machines import MACHINES, Machine
 from tokenpod.scheduler.simulation.simulator import Outcome, Simulator
 from tokenpod.scheduler.simulation.skipping import SkippingScheduler
@@ -51,6 +53,9 @@ _SETTINGS = (
     "max_total_tokens",
     "max_input_tokens",
     "prefix_caching",
+    "host_kv_bytes",
+    "host_kv_least_tokens",
+    "preemption",
 )
 _COLUMNS = 120
 _ARRIVAL = np.dtype([("time", np.float64), ("tokens", np.uint32), ("sample", np.uint32)])
@@ -122,6 +127,8 @@ def limits_of(settings: ServerSettings, machine: Machine) -> Limits:
         max_positions=min(settings.max_total_tokens or machine.positions, machine.positions),
         prefill_tokens=settings.resolved_prefill_tokens,
         prefix_caching=settings.prefix_caching,
+        host_slots=host_slots(settings.host_kv_bytes, 1, machine.slot_bytes),
+        host_least=settings.host_kv_least_tokens,
     )
 
 
@@ -137,6 +144,7 @@ def _simulated(
             ratio=settings.resolved_waiting_served_ratio,
             max_waiting_tokens=settings.resolved_max_waiting_tokens,
         ),
+        preemption=PREEMPTIONS[settings.preemption](settings.host_kv_least_tokens),
     )
     whole = settings.most_whole_prompt or limits.max_positions
     return Simulator(
@@ -146,6 +154,7 @@ def _simulated(
         max_new_tokens=most_new,
         max_input_tokens=min(settings.max_input_tokens or whole, whole),
         overlap=machine.overlap,
+        copy_seconds=machine.slot_bytes / machine.copy_rate,
     ).run()
 
 
@@ -187,6 +196,9 @@ def _own_figures(machine: Machine, outcome: Outcome) -> Iterator[tuple[str, str]
     yield "machine", machine.name
     yield "preemptions", f"{outcome.load.preemptions:,}"
     yield "tokens computed again", f"{outcome.wasted_tokens:,}"
+    if outcome.load.host_slots:
+        yield "tokens swapped", f"{outcome.load.swapped_tokens:,}"
+        yield "tokens fetched from the host's memory", f"{outcome.load.fetched_tokens:,}"
     yield "KV cache in use", f"{outcome.mean_use:.1%} on average, {outcome.most_use:.1%} at most"
     yield "steps", f"{outcome.steps:,}"
 

@@ -21,10 +21,12 @@ from tokenpod.core.capacity import (
     capacity,
     dtype_of,
     fewest_ranks,
+    host_slots,
     positions_of,
 )
 from tokenpod.core.messages import EngineOptions
 from tokenpod.service.config import ServerSettings
+from tokenpod.service.pod.model_store import ModelNotFound, draft_folder
 from tokenpod.service.pod.placement import lone_options
 
 #: What tells a model's size; its folder is added, and what else matters. It imports torch, so it is
@@ -50,6 +52,8 @@ class Report:
     #: The least number of shards that fits; None if none does.
     fewest: int | None
     lengths: Sequence[int]
+    #: Pods that share the model.
+    pods: int = 1
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
@@ -63,6 +67,12 @@ class Report:
     @property
     def _slots(self) -> int:
         return self.found.slots or 0 if self.found.fits else 0
+
+    @property
+    def host_slots(self) -> int:
+        """Tokens whose keys and values the hosts' memory holds besides."""
+        each_pod = max(self.found.ranks // self.pods, 1)
+        return host_slots(self.options.host_kv_bytes, each_pod, self.found.slot_bytes)
 
     @property
     def longest(self) -> int:
@@ -128,13 +138,17 @@ def report(
     problem = _problem(device, settings)
     if problem is not None:
         raise SizeError(problem)
-    options = lone_options(settings, folder)
+    try:
+        options = lone_options(settings, folder, draft=draft_folder(settings))
+    except ModelNotFound as error:
+        raise SizeError(str(error)) from None
     model = footprint(
         folder,
         options.quantize,
         head=options.quantize_head,
         max_total_tokens=options.max_total_tokens,
     )
+    draft = footprint(Path(options.draft_folder)) if options.draft_folder else None
     if options.max_adapters and model.portions[1].adapter_numbers is None:
         raise SizeError(
             f"--max-adapters is {options.max_adapters}: {model.architecture} takes none"
@@ -144,7 +158,7 @@ def report(
             f"--max-total-tokens is {options.max_total_tokens}: the model's context has"
             f" {model.max_positions}"
         )
-    fewest = fewest_ranks(model, options, memory=device.memory)
+    fewest = fewest_ranks(model, options, memory=device.memory, draft=draft)
     if num_shard is not None and num_shard not in model.portions:
         possible = ", ".join(map(str, sorted(model.portions)))
         raise SizeError(
@@ -155,9 +169,10 @@ def report(
         model=model,
         options=options,
         device=device,
-        found=capacity(model, options, memory=device.memory, ranks=ranks),
+        found=capacity(model, options, memory=device.memory, ranks=ranks, draft=draft),
         fewest=fewest.ranks if fewest else None,
         lengths=lengths or _usual_lengths(positions_of(model, options)),
+        pods=settings.num_nodes,
     )
 
 
@@ -213,6 +228,7 @@ def as_json(report: Report) -> str:
         "sequences_at_once": found.rows if found.fits else 0,
         "kv_bytes_per_token": found.slot_bytes,
         "kv_slots": found.slots if found.fits else 0,
+        "host_slots": report.host_slots,
         "longest_sequence": report.longest,
         "sequences": [{"tokens": length, "at_once": n} for length, n in report.sequences],
     }
@@ -250,6 +266,9 @@ def _lines(report: Report) -> Iterator[str]:
             cache += f", and {found.rows:,} states of {found.row_bytes / 1024:g} KiB"
         yield f"{'KV cache':<16}{gib(found.kv_bytes):>8}  {cache}"
         yield f"{'left':<16}{gib(found.free - found.kv_bytes):>8}"
+        if report.host_slots:
+            tokens = f"{report.host_slots:,} tokens more, of each pod's host"
+            yield f"{'host memory':<16}{gib(report.options.host_kv_bytes):>8}  {tokens}"
         yield ""
         yield f"{'tokens':>16}{'sequences at once':>20}"
         for length, count in report.sequences:

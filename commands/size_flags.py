@@ -41,6 +41,9 @@ _SETTINGS = (
     "max_batch_prefill_tokens",
     "max_batch_total_tokens",
     "memory_fraction",
+    "speculate",
+    "draft_model",
+    "host_kv_bytes",
     "max_adapters",
     "max_adapter_rank",
 )

@@ -20,6 +20,11 @@ from tokenpod.core.own_state import OwnState
 GIB = 1 << 30
 MIB = 1 << 20
 
+#: Tokens that are kept together in the host's memory.
+BLOCK = 64
+#: Pieces of a GPU's memory through which copies to the host's and from it go, and their bytes.
+STAGING_PIECES, STAGING_BYTES = 5, 64 * MIB
+
 #: Bytes of a number.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
 
@@ -65,6 +70,17 @@ def choose_slots(
     if wanted is not None:
         return wanted if wanted <= fits else None
     return max(min(fits, most_useful), 1)
+
+
+def host_slots(asked: int, ranks: int, slot_bytes: int) -> int:
+    """Tokens that host memory holds, in whole blocks.
+
+    Args:
+        asked: bytes for all ranks of a machine together.
+        ranks: of that machine.
+        slot_bytes: memory of one slot in all layers of one rank.
+    """
+    return asked // ranks // slot_bytes // BLOCK * BLOCK
 
 
 class Expansion(msgspec.Struct, frozen=True):
@@ -205,8 +221,18 @@ def positions_of(model: Footprint, options: EngineOptions) -> int:
     return min(options.max_total_tokens or model.max_positions, model.max_positions)
 
 
-def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: int) -> Capacity:
-    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`."""
+def capacity(
+    model: Footprint,
+    options: EngineOptions,
+    *,
+    memory: int,
+    ranks: int,
+    draft: Footprint | None = None,
+) -> Capacity:
+    """What each of `ranks` devices of `memory` bytes holds, a number in `portions`.
+
+    `draft`: its draft model, of which each device has all.
+    """
     dtype, positions = dtype_of(model, options), positions_of(model, options)
     item_bytes = ITEM_BYTES[dtype]
     reserve = _reserve(model, options, item_bytes, ranks)
@@ -219,6 +245,9 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
         if rows > 0:
             reserve["states"] = own.taken(rows, options.memory_fraction)
     slot_bytes = model.slot_bytes(ranks, kv_dtype)
+    if draft is not None:
+        reserve["draft model"] = draft.weight_bytes(1, item_bytes)
+        slot_bytes += draft.slot_bytes(1, dtype)
     slots = choose_slots(
         slot_bytes=slot_bytes,
         wanted=options.max_batch_total_tokens,
@@ -241,9 +270,14 @@ def capacity(model: Footprint, options: EngineOptions, *, memory: int, ranks: in
     )
 
 
-def fewest_ranks(model: Footprint, options: EngineOptions, *, memory: int) -> Capacity | None:
+def fewest_ranks(
+    model: Footprint, options: EngineOptions, *, memory: int, draft: Footprint | None = None
+) -> Capacity | None:
     """The capacity with the least number of ranks that divide the model and fit; None: none do."""
-    each = (capacity(model, options, memory=memory, ranks=n) for n in sorted(model.portions))
+    each = (
+        capacity(model, options, memory=memory, ranks=n, draft=draft)
+        for n in sorted(model.portions)
+    )
     return next((found for found in each if found.fits), None)
 
 
@@ -314,8 +348,12 @@ def _reserve(
         )
     if options.device == "cpu":
         return {"processes": _CPU_PROCESSES, "largest step": step, **adapters}
+    copies = {}
+    if options.host_kv_bytes:
+        copies["copies to the host"] = STAGING_PIECES * STAGING_BYTES
     return {
         **adapters,
+        **copies,
         "CUDA context": _CUDA_CONTEXT,
         "largest step": step,
         "gaps between tensors": step // GAPS,

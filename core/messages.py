@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.constraints import ConstraintLimits
 from tokenpod.core.message import Message
 from tokenpod.core.outputs import FailureCode, StepOutputs
@@ -135,6 +136,9 @@ class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     #: Bytes of host memory on rank 0.
     nbytes: int
+    kind: AdapterKind = AdapterKind.LORA
+    #: Positions that it takes before a prompt.
+    virtual_tokens: int = 0
 
 
 class AdapterList(Message, frozen=True, array_like=True, tag=True):
@@ -189,8 +193,12 @@ class Ready(Message, frozen=True, array_like=True, tag=True):
     adapters: list[AdapterFacts] = []
     #: What weights of fewer bits are held in; empty: there are none.
     quantization: str = ""
-    #: Tokens that a step may draft for a sequence.
+    #: Tokens that a step may draft for a sequence, and what finds them: "ngram", "draft_model"
+    #: or "eagle3".
     speculate: int = 0
+    draft_method: str = ""
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
 
 class Broken(Message, frozen=True, array_like=True, tag=True):
@@ -253,6 +261,14 @@ class EngineOptions(Message, frozen=True, array_like=True, tag=True):
     placement: Placement | None = None
     #: Make the head's weight in the format `quantize` too.
     quantize_head: bool = False
+    #: Where the model lies that finds drafts; None: n-grams do.
+    draft_folder: str | None = None
+    #: Host memory of this pod, all ranks together, for keys and values that the pool has no room
+    #: for; fewer tokens than `host_kv_least_tokens` are computed again rather than copied.
+    host_kv_bytes: int = 0
+    host_kv_least_tokens: int = 1
+    #: What becomes of a preempted sequence, by name (see scheduler/preemption.py).
+    preemption: str = "auto"
 
 
 ToEngine = (

@@ -171,6 +171,12 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     #: last known token they stood; up to the most that any step had.
     drafted_at: list[int] = []
     accepted_at: list[int] = []
+    #: Tokens since the start whose keys and values came back from the host's memory, after a
+    #: preemption or as a cached prefix.
+    fetched_tokens: int = 0
+    #: Tokens that the host's memory has room for, and those of them that are taken.
+    host_slots: int = 0
+    host_used_slots: int = 0
 
     @property
     def drafted_tokens(self) -> int:

@@ -18,15 +18,24 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.requests import Request
-from tokenpod.core.sampling import MOST_TOP_TOKENS, RowValues, SamplingTable, Words
+from tokenpod.core.sampling import (
+    DRAWS,
+    EDITED,
+    MOST_TOP_TOKENS,
+    TABLE,
+    RowValues,
+    SamplingTable,
+    Words,
+)
 
 Ints = npt.NDArray[np.int32]
 
 Floats = npt.NDArray[np.float32]
 
-#: In place of a token: the one that the row sampled last.
+#: In place of a token: the one that the row sampled last; in place of a draft: none is known yet.
 LAST = -1
-#: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings.
+#: From here downwards, in place of a token: row `GIVEN - token` of the step's given embeddings,
+#: those of the plan before those that adapters have.
 GIVEN = -2
 
 #: In place of a sampled token: none was, since a draft before it was wrong or its mask was late.
@@ -53,6 +62,11 @@ class Counts(NamedTuple):
     width: int = 0
     #: Adapters that are put into slots.
     puts: int = 0
+    #: Tokens whose embeddings an adapter has, and slots of tokens whose keys and values one has.
+    soft: int = 0
+    ready: int = 0
+    #: 1 or none: copies that it relies on.
+    awaited: int = 0
 
     @property
     def words(self) -> int:
@@ -68,7 +82,10 @@ class Counts(NamedTuple):
             + self.adapters
             + self.masked
             + self.given * self.width
+            + 2 * (self.puts + self.soft)
+            + 3 * self.ready
             + 2 * self.puts
+            + self.awaited
         )
 
 
@@ -102,6 +119,12 @@ class NewRow:
         if not stopping.min_new_tokens:
             return []
         return sorted(stopping.stop_token_ids - stopping.eos_token_ids)
+
+    @property
+    def flags(self) -> int:
+        """What it asks of a sampler, of `DRAWS` and `EDITED`."""
+        flags = TABLE.needs(self.request.sampling) & (DRAWS | EDITED)
+        return flags | EDITED if self.ends or self.stops else flags
 
     def words(self, table: SamplingTable) -> Words:
         """[ROW_WORDS] int64: its row of a sampler."""
@@ -155,21 +178,27 @@ class StepPlan:
         #: For how many of its tokens the log probability of the one that follows is asked for;
         #: `scored_token` has those that follow, row after row.
         self.r_scored = column(rows)
-        #: A token's id, `LAST`, or `GIVEN` and below.
+        #: A token's id, `LAST`, or `GIVEN` and below. Drafts that are `LAST` the executor finds; it
+        #: has entered them here by the time that the step's results are there.
         self.t_token = column(tokens)
         #: Where keys and values go.
         self.t_slot = column(tokens)
         self.scored_token = column(scored)
         #: Rows to forget first.
         self.freed = column(freed)
-        #: Rows that sequences take: whether they draw (or are greedy), and how many tokens of their
-        #: prompts were found in the cache, at which slots.
+        #: Rows that sequences take, their `NewRow.flags`, and how many tokens of their prompts were
+        #: found in the cache, at which slots.
         self.n_row = column(new)
-        self.n_draws = column(new)
+        self.n_flags = column(new)
         self.n_prefix = column(new)
         self.prefix_slot = column(prefix)
-        #: Keys and values to be copied before anything else, all at once, from slot to slot.
+        #: Keys and values to be copied before anything else, from slot to slot. Those behind the
+        #: pool's last one are in the host's memory. First all go out that do, then all come in that
+        #: do, which may take longer than the step.
         self.copy_from = self.copy_to = _NOTHING
+        #: Empty, or [1]: what was to come in with the step so many steps ago, and before, must be
+        #: there before anything of this step is read or copied (0: it is this step).
+        self.awaited = _NOTHING
         #: Adapters to be put into slots before anything else: slots, from 1, and adapters' numbers.
         self.put_slot = self.put_adapter = _NOTHING
         #: Empty if no row has one: the slot of each row's adapter, from 1; 0: none.
@@ -178,12 +207,20 @@ class StepPlan:
         self.r_masked = _NOTHING
         #: [given, width] what stands in for rows of the embedding's table.
         self.given: Floats = _NO_VECTORS
+        #: What follows them: numbers of adapters, and which of each one's virtual tokens.
+        self.soft_adapter = self.soft_index = _NOTHING
+        #: Slots that get the keys and values of adapters' virtual tokens before anything else.
+        self.ready_slot = self.ready_adapter = self.ready_index = _NOTHING
         if any(fewer):
-            copies, adapters, masked, given, width, puts = fewer
+            copies, adapters, masked, given, width, puts, soft, ready, awaited = fewer
             self.copy_from, self.copy_to = column(copies), column(copies)
             self.r_adapter, self.r_masked = column(adapters), column(masked)
             self.given = column(given * width).view(np.float32).reshape(given, width)
             self.put_slot, self.put_adapter = column(puts), column(puts)
+            self.soft_adapter, self.soft_index = column(soft), column(soft)
+            self.ready_slot, self.ready_adapter = column(ready), column(ready)
+            self.ready_index = column(ready)
+            self.awaited = column(awaited)
         if at != len(buffer):
             raise ValueError(f"a step's plan of {len(buffer)} words; its columns take {at}")
 
@@ -215,6 +252,11 @@ class StepPlan:
     def tokens(self) -> int:
         """T."""
         return len(self.t_token)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether some tokens have an embedding in place of an id."""
+        return len(self.given) + len(self.soft_index) > 0
 
     @property
     def singles(self) -> int:
@@ -254,10 +296,12 @@ def plan_of(
     freed: Sequence[int] = (),
     copies: Sequence[tuple[int, int]] = (),
     puts: Sequence[tuple[int, int]] = (),
+    awaited: Sequence[int] = (),
 ) -> StepPlan:
     """A plan of these rows; those with a single token come first.
 
-    `copies`: slots from and to; `puts`: slots of adapters, and their numbers.
+    `copies`: slots from and to; `puts`: slots of adapters, and their numbers; `awaited`: see
+    `StepPlan`.
     """
     fresh = [(row, row.new) for row in rows if row.new is not None]
     given = [row.given for row in rows if row.given is not None]
@@ -274,6 +318,7 @@ def plan_of(
         given=sum(map(len, given)),
         width=given[0].shape[1] if given else 0,
         puts=len(puts),
+        awaited=len(awaited),
     )
     plan = StepPlan.empty(step, counts, [new for _, new in fresh])
     plan.r_row[:] = [row.row for row in rows]
@@ -287,13 +332,14 @@ def plan_of(
     plan.scored_token[:] = [token for row in rows for token in row.following]
     plan.freed[:] = freed
     plan.n_row[:] = [row.row for row, _ in fresh]
-    plan.n_draws[:] = [new.request.sampling.do_sample for _, new in fresh]
+    plan.n_flags[:] = [new.flags for _, new in fresh]
     plan.n_prefix[:] = [len(row.prefix) for row, _ in fresh]
     plan.prefix_slot[:] = [slot for row, _ in fresh for slot in row.prefix]
     plan.copy_from[:] = [slot for slot, _ in copies]
     plan.copy_to[:] = [slot for _, slot in copies]
     plan.put_slot[:] = [slot for slot, _ in puts]
     plan.put_adapter[:] = [adapter for _, adapter in puts]
+    plan.awaited[:] = awaited
     if counts.adapters:
         plan.r_adapter[:] = [row.adapter for row in rows]
     if counts.masked:

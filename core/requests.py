@@ -107,6 +107,15 @@ class Request(Message, frozen=True, array_like=True, tag=True):
     #: `top_n_tokens` is what a search needs of each beam, at least `width` and one for each token
     #: that ends the text.
     beam: BeamParams | None = None
+    #: Positions before the prompt that belong to its adapter.
+    virtual_tokens: int = 0
+    #: The adapter has their keys and values; else it has their embeddings.
+    virtual_kv: bool = False
+
+    @property
+    def positions(self) -> int:
+        """Of the prompt, and of the virtual tokens before it."""
+        return self.virtual_tokens + len(self.prompt)
 
     @property
     def reported(self) -> list[int]:

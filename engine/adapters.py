@@ -41,8 +41,8 @@ _HEARD_SECONDS = 5.0
 
 
 def space_of(options: EngineOptions) -> Space | None:
-    """What is to be taken for adapters; None: nothing."""
-    if not options.max_adapters:
+    """What is to be taken for adapters; None: there are none, and none can come."""
+    if not (options.max_adapters or options.adapters or options.adapter_folder):
         return None
     return Space(options.max_adapters, options.max_adapter_rank)
 
@@ -66,7 +66,15 @@ def read_one(store: AdapterStore, number: int, name: str, folder: str) -> Adapte
     """Read this rank's part of an adapter, and know it by its number. Raises ModelError."""
     adapter = store.read(Path(folder))
     store.keep(number, adapter)
-    return AdapterFacts(number, name, adapter.digest, adapter.rank, adapter.nbytes)
+    return AdapterFacts(
+        number,
+        name,
+        adapter.digest,
+        adapter.rank,
+        adapter.nbytes,
+        adapter.kind,
+        adapter.virtual_tokens,
+    )
 
 
 def read_below(

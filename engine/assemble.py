@@ -10,9 +10,11 @@ from tokenpod.core.capability import eight_bits_problem
 from tokenpod.core.capacity import GAPS, LONGEST_EXPANDED, largest_step, most_drafts, widened
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import PROBE_TOKENS, EngineOptions
+from tokenpod.engine.draft import Draft, DraftModel, draft_of
 from tokenpod.engine.executor import Executor
-from tokenpod.engine.first_steps import run_worst_steps, warm_up
+from tokenpod.engine.first_steps import run_worst_steps, warm_copies, warm_up
 from tokenpod.engine.host_executor import HostExecutor
+from tokenpod.engine.host_room import make_host_pool
 from tokenpod.engine.kv_scales import (
     EIGHT_BITS,
     POOL_TYPES,
@@ -27,7 +29,6 @@ from tokenpod.engine.memory import (
     map_ahead,
 )
 from tokenpod.engine.room import Room, room_for
-from tokenpod.engine.step_executor import no_adapters
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -50,6 +51,8 @@ class Assembled:
     overlap: bool
     #: None: the model takes none.
     adapters: AdapterStore | None = None
+    #: Tokens whose keys and values the host's memory holds.
+    host_slots: int = 0
 
     @property
     def slots(self) -> int:
@@ -64,6 +67,7 @@ def assemble(
     positions: int,
     device: torch.device,
     group: Group | None = None,
+    draft: DraftModel | None = None,
 ) -> Assembled:
     """Size and make the pool, warm everything up.
 
@@ -77,6 +81,7 @@ def assemble(
         positions: longest sequence, in tokens.
         device: a CPU or a GPU.
         group: the ranks that share the model, if it is divided.
+        draft: finds drafts, whole on each of them; None: whatever drafts there are, plans have.
 
     Raises:
         EngineError: the pool that was asked for does not fit, on some rank; the device can't read
@@ -85,8 +90,8 @@ def assemble(
     if group is not None:
         group.least(1)  # all have loaded: steps would wait for them without telling why
     if device.type == "cpu":
-        return _on_host(model, options, positions, device, group)
-    return _on_device(model, options, positions, device, group)
+        return _on_host(model, options, positions, device, group, draft)
+    return _on_device(model, options, positions, device, group, draft)
 
 
 def _on_host(
@@ -95,27 +100,45 @@ def _on_host(
     positions: int,
     device: torch.device,
     group: Group | None,
+    draft: DraftModel | None,
 ) -> Assembled:
     dtype = _kv_dtype(model, options, device)
     ranks = group.local_ranks if group else 1
+    host = make_host_pool(model, options, dtype, device, group, draft)
     free = free_memory(device).shared(ranks)
+    if host is not None:
+        free = free.less(host.rows.nbytes, "--host-kv-bytes takes")
     if free.limited:
         free = free.less(_serving_takes(model, options, positions, ranks), "a load takes")
-    room = room_for(model, options, positions, free, dtype, group)
+    room = room_for(model, options, positions, free, dtype, group, draft)
     pool = make_pool(model, room.slots + PROBE_TOKENS, device, dtype)
+    drafts = _draft(draft, model, options, room.slots + PROBE_TOKENS, device)
     if free.limited:
         # Better killed at the start than under load, and nothing grows while serving.
         pool.take_pages()
+        if drafts is not None:
+            drafts.pool.take_pages()
+        if host is not None:
+            host.take_pages()
     executor = HostExecutor(
         model,
         pool,
         rows=options.max_batch_size + 1,
         vocab_size=model.config.vocab_size,
         group=group,
-        put_adapter=model.adapters.put if model.adapters else no_adapters,
+        adapters=model.adapters,
+        draft=drafts,
+        host=host,
     )
     warm_up(executor, [0] * min(options.max_batch_prefill_tokens, room.slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=False, adapters=model.adapters)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=False,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _serving_takes(model: LoadedModel, options: EngineOptions, positions: int, ranks: int) -> int:
@@ -144,6 +167,7 @@ def _on_device(
     positions: int,
     device: torch.device,
     group: Group | None,
+    draft: DraftModel | None,
 ) -> Assembled:
     """The pool takes what the worst step leaves: that step is run first, on a small pool."""
     # Not on a CPU: these bring Triton with them.
@@ -160,6 +184,8 @@ def _on_device(
     rows = options.max_batch_size + 1
     prompt = options.max_batch_prefill_tokens + PROBE_TOKENS
     drafts = most_drafts(options)
+    adapted = model.adapters is not None and model.adapters.slots > 0
+    host = make_host_pool(model, options, dtype, device, group, draft)
     pool = make_pool(model, rows + prompt + drafts, device)
     executor = DeviceExecutor(
         model,
@@ -175,38 +201,67 @@ def _on_device(
         max_positions=positions,
         max_tokens=rows + prompt + drafts,
         device=device,
-        adapters=model.adapters is not None,
-        put_adapter=model.adapters.put if model.adapters else no_adapters,
+        adapted=adapted,
+        adapters=model.adapters,
         drafts=drafts,
+        draft=_draft(draft, model, options, rows + prompt + drafts, device),
+        host=host,
     )
     before = torch.cuda.memory_reserved(device)
     if model.config.own_state is not None:
         rows = 1  # others only decode: their states are counted apart
-    adapter = int(model.adapters is not None)
+    adapter = int(adapted)
     context = min(positions, LONGEST_EXPANDED) if model.config.expansion else 0
     each = min(options.speculate, positions - 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter, context)
+    run_worst_steps(
+        executor,
+        rows,
+        prompt,
+        positions,
+        (drafts, each),
+        adapter,
+        context,
+        unknown=draft is not None,
+    )
     step = torch.cuda.memory_reserved(device) - before
     # Captured steps have memory of their own: less than the worst step's, which torch keeps.
     left = free_memory(device)
     free = FreeMemory(left.bytes - step - step // GAPS, f"{left.source} less the largest step")
-    room = room_for(model, options, positions, free, dtype, group)
+    room = room_for(model, options, positions, free, dtype, group, draft)
     slots = room.slots
     scales = None
     if dtype == EIGHT_BITS:
         scales = model.kv_scales or _measured_scales(model, executor, pool, min(prompt, positions))
     pool = make_pool(model, slots + PROBE_TOKENS, device, dtype, scales)  # the small one goes
-    executor.use(pool)
+    executor.use(pool, make_pool(draft, slots + PROBE_TOKENS, device) if draft else None)
     if model.captures:
         executor.capture()
     # For capturing, torch gave back all that it kept: now it maps that again, and some more.
     rows = max(min(rows, slots // 2), 1)
     drafts = min(drafts, slots - rows - prompt) if slots > rows + prompt else 0
     prompt = max(min(prompt, slots - rows), 1)
-    run_worst_steps(executor, rows, prompt, positions, (drafts, each), adapter, context)
+    run_worst_steps(
+        executor,
+        rows,
+        prompt,
+        positions,
+        (drafts, each),
+        adapter,
+        context,
+        unknown=draft is not None,
+    )
     map_ahead(device, step // GAPS)
     warm_up(executor, [0] * min(prompt, slots, positions, 64))
-    return Assembled(executor, room, dtype, overlap=True, adapters=model.adapters)
+    if host is not None:
+        warm_copies(executor, pool.sink, host.slots)
+    return Assembled(
+        executor,
+        room,
+        dtype,
+        overlap=True,
+        adapters=model.adapters,
+        host_slots=0 if host is None else host.slots,
+    )
 
 
 def _measured_scales(
@@ -240,8 +295,21 @@ def _kv_dtype(model: LoadedModel, options: EngineOptions, device: torch.device) 
     return dtype
 
 
-def make_pool(
+def _draft(
+    draft: DraftModel | None,
     model: LoadedModel,
+    options: EngineOptions,
+    slots: int,
+    device: torch.device,
+) -> Draft | None:
+    """A draft model with a pool of so many slots, if there is one."""
+    if draft is None:
+        return None
+    return draft_of(draft, model, make_pool(draft, slots, device), options.speculate)
+
+
+def make_pool(
+    model: LoadedModel | DraftModel,
     slots: int,
     device: torch.device,
     dtype: torch.dtype | None = None,

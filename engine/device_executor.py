@@ -14,17 +14,23 @@ import numpy as np
 import torch
 
 from tokenpod.core.plan import LAST, StepPlan
+from tokenpod.engine.device_copies import DeviceCopies
+from tokenpod.engine.device_drafts import Proposals
 from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
+from tokenpod.engine.draft import BothTiles, Draft
 from tokenpod.engine.executor import CapturableModel
 from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
+from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import unmasked_rounds
+from tokenpod.engine.rounds import Unknown, unmasked_rounds
 from tokenpod.engine.sampler import LeaderTokens
-from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
+from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
+from tokenpod.kernels.attention_ops import StepTiles
 from tokenpod.kernels.batch import ForwardBatch, PagedRows, RaggedRows, Run, append_slots, cut_runs
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.triton.steps import remember, resolve
 
@@ -45,7 +51,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         device: a GPU. (A CPU will do where kernels are interpreted: tests.)
         drafts: most samples of a step besides each row's first; steps with any have graphs of
             their own, since others would make their logits too.
-        adapters: whether steps in which rows have adapters are captured too.
+        adapted: whether steps in which rows have adapters are captured too.
+        host: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -59,8 +66,10 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         max_tokens: int,
         device: torch.device,
         drafts: int = 0,
-        adapters: bool = False,
-        put_adapter: PutAdapter = no_adapters,
+        adapted: bool = False,
+        adapters: PlannedAdapters | None = None,
+        draft: Draft | None = None,
+        host: HostPool | None = None,
     ) -> None:
         # The last row is padding's.
         table = torch.zeros((rows + 1, max_positions), dtype=torch.int32, device=device)
@@ -71,31 +80,51 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             rows=rows,
             device=device,
             row_table=table,
-            put_adapter=put_adapter,
+            copies=DeviceCopies(pools_of(pool, draft), host, device),
+            adapters=adapters,
+            draft=draft,
         )
-        self._tiles = model.prepare_capture(rows)
-        self._drafts, self._adapters = drafts, adapters
+        self._tiles: StepTiles | BothTiles = model.prepare_capture(rows)
+        self._proposals: Proposals | None = None
+        #: Drafts for the step that is being launched, see `Proposals.find`.
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._unknown: Unknown | None = None
+        if draft is not None:
+            self._tiles = BothTiles(self._tiles, draft.prepare_capture(rows), draft.tile_rows)
+            self._proposals = Proposals(
+                draft,
+                sampler,
+                self._small_batch,
+                row_table=table,
+                last_token=self._last_token,
+                upload=self._upload,
+            )
+        self._drafts, self._adapted = drafts, adapted
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
         words = Counts(max_tokens, rows, rows, most, drafts, adapters=True).words
         self._words = torch.empty(words, dtype=torch.int64, device=device)
-        self._mailboxes = [Mailbox(rows + drafts, words, device) for _ in range(_DEPTH)]
+        found = self._proposals.room if self._proposals else (0, 0)
+        self._mailboxes = [Mailbox(rows + drafts, words, device, found) for _ in range(_DEPTH)]
         self._turn = 0
         self._max_tokens = max_tokens
         #: By whether some row has an adapter: of mixed steps, of those that decode alone, and of
         #: those with drafts.
         self._graphs: dict[bool, tuple[Graphs, Graphs, Graphs | None]] = {}
 
-    def use(self, pool: KVPool) -> None:
+    def use(self, pool: KVPool, of_draft: KVPool | None = None) -> None:
         """Keep keys and values there from now on. No step is under way, no row is taken."""
         assert not self._graphs, "captured steps know the pool that they were captured with"
         self._pool = pool
+        if self._draft is not None and of_draft is not None:
+            self._draft.pool = of_draft
+        self._copies.use(pools_of(pool, self._draft))
 
     def capture(self) -> None:
         """Capture steps of up to 1,024 tokens; before this, and for others, kernels go singly."""
         most = min(self._max_tokens, _MOST_CAPTURED_TOKENS)
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
-        for adapted in (False, True)[: 1 + self._adapters]:
+        for adapted in (False, True)[: 1 + self._adapted]:
             mixed = _adapted(mixed_counts(self._rows, most, self._tiles.count), adapted)
             decode = _adapted(decode_counts(self._rows), adapted)
             # Each draft is a token of the step.
@@ -112,6 +141,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 if self._drafts:
                     third = Graphs(self._forward_mixed, drafted, self._padding, memory)
             self._graphs[adapted] = first, second, third
+        if self._proposals is not None:
+            with torch.inference_mode():
+                self._proposals.capture(memory)
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -119,17 +151,27 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         self._turn += 1
         return self._mailboxes[self._turn % _DEPTH]
 
+    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
+        assert self._proposals is not None
+        self._found = self._proposals.find(plan, mailbox, unknown)
+        self._unknown = unknown
+
+    def _enter_drafts(self, integers: Integers) -> None:
+        if self._found is not None:
+            integers.t_token.index_copy_(0, *self._found)
+
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
         scored: dict[int, PromptScores] = {}
         logits: torch.Tensor | None
         captured = self._captured(plan, mailbox)
         if captured is not None:
-            logits = captured.replay(mailbox.words[: captured.counts.words])
+            logits = captured.replay(mailbox.words[: captured.counts.words], self._enter_drafts)
             integers = captured.integers
         else:
             logits, integers, scored = self._forward(plan, mailbox)
         mailbox.forwarded()
-        flight = Flight(mailbox, plan, scored)
+        flight = Flight(mailbox, plan, scored, unknown=self._unknown)
+        self._found = self._unknown = None
         if logits is None or not plan.r_samples.any():
             flight.send(None)
             return flight
@@ -155,16 +197,26 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             logits,
             len(integers.sample_row),
             drawn,
+            integers.t_token,
             sampler=self._sampler,
             last_token=self._last_token,
             upload=self._upload,
         )
+        if self._draws_together(plan, n):
+            drawing.draw_together()
+            return self._finish(flight, drawing, [])
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
+
+    def _draws_together(self, plan: StepPlan, firsts: int) -> bool:
+        """Whether samples behind all drafts can be drawn at once: a few launches, not some each."""
+        if len(plan.r_masked) or int(plan.r_samples.sum()) - firsts > self._rows:
+            return False
+        return not self._sampler.edits(plan.r_row[plan.r_samples > 1].tolist())
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
         graphs = self._graphs.get(len(plan.r_adapter) > 0)
-        if graphs is None or len(plan.scored_token) or len(plan.given):
+        if graphs is None or len(plan.scored_token) or plan.embeds:
             return None
         mixed, decode, drafted = graphs
         if plan.rows == plan.tokens and plan.r_samples.all():
@@ -187,7 +239,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         rows = RaggedRows(list(range(counts.rows + 1)), *_unknown(counts.rows), counts.rows)
         # Every token's logits are wanted: there is nothing to gather.
         batch = replace(self._batch(integers, rows), logit_index=None)
-        return self._drawn(self._model.forward(batch, self._pool), batch, integers)
+        return self._computed(batch, integers)
 
     def _forward_mixed(self, counts: Counts, integers: Integers) -> torch.Tensor:
         """The captured part of mixed steps.
@@ -198,15 +250,34 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         singles = counts.rows
         rows = RaggedRows([*range(singles + 1), counts.tokens], *_unknown(singles + 1), singles)
         batch = self._batch(integers, rows)
-        return self._drawn(self._model.forward(batch, self._pool), batch, integers)
+        return self._computed(batch, integers)
 
-    def _drawn(self, hidden: torch.Tensor, batch: ForwardBatch, integers: Integers) -> torch.Tensor:
-        """The end of a captured step: logits, and the tokens of rows that are greedy."""
+    def _computed(self, batch: ForwardBatch, integers: Integers) -> torch.Tensor:
+        """A captured step: logits, and the tokens of rows that are greedy."""
+        if self._draft is None:
+            hidden = self._model.forward(batch, self._pool)
+        else:
+            own = self._of_draft(batch, integers)
+            hidden = self._draft.compute(self._model, batch, self._pool, own)
         logits = self._model.logits(hidden, batch)
         firsts = logits[: len(integers.sample_row)]
         tokens = self._sampler.begin(firsts, integers.sample_row, integers.sample_position)
         remember(tokens, integers.sample_row, self._last_token)
         return logits
+
+    def _of_draft(self, batch: ForwardBatch, integers: Integers) -> ForwardBatch:
+        """The step with the draft model's tiles."""
+        if batch.paged is None or batch.paged.tiles is None:
+            return batch
+        assert isinstance(self._tiles, BothTiles)
+        tiles = self._tiles.of_draft(integers.tiles)
+        return replace(batch, paged=replace(batch.paged, tiles=tiles))
+
+    def _small_batch(self, integers: Integers, t_token: torch.Tensor) -> ForwardBatch:
+        n = len(t_token)
+        rows = RaggedRows(list(range(n + 1)), *_unknown(n), n)
+        # Every token's logits are wanted: there is nothing to gather.
+        return replace(self._batch(integers, rows, t_token), logit_index=None)
 
     def _paged(self, integers: Integers) -> PagedRows:
         tiles = self._tiles.by_window(integers.tiles) if len(integers.tiles) else None

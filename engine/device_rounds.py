@@ -10,7 +10,7 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
-from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_of
+from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_at, rounds
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import remember
@@ -25,6 +25,7 @@ class DeviceDrawing(Drawing):
             and then of the others, round after round.
         first_draft: where the logits of the others begin.
         first: the first round's samples.
+        t_token: [T] int64, the step's tokens, drafts among them.
         sampler: of all rows.
         last_token: [rows] int64, where drawn tokens go too.
         upload: to the device.
@@ -36,6 +37,7 @@ class DeviceDrawing(Drawing):
         logits: torch.Tensor,
         first_draft: int,
         first: Samples,
+        t_token: torch.Tensor,
         *,
         sampler: DeviceSampler | LeaderTokens,
         last_token: torch.Tensor,
@@ -50,7 +52,40 @@ class DeviceDrawing(Drawing):
             room.ranks[:n] = first.ranks
         room.top_ids[:n], room.top_logprobs[:n] = first.top_ids, first.top_logprobs
         self._sampler, self._last_token, self._upload = sampler, last_token, upload
-        self._shift = first_draft - n
+        self._shift, self._t_token = first_draft - n, t_token
+
+    def draw_together(self) -> None:
+        """Draw behind all drafts at once, right or wrong: no row's draw may depend on another's.
+
+        What is behind a wrong draft is taken out when the results are read; here only each row's
+        last token that counts matters.
+        """
+        plan, tokens = self.plan, self.drawn.tokens
+        turns = [*rounds(plan)]
+        first, total = len(turns[0].rows), len(tokens)
+        rows = np.concatenate([turn.rows for turn in turns[1:]])
+        places = np.repeat([turn.place for turn in turns[1:]], [len(t.rows) for t in turns[1:]])
+        numbers = np.stack([plan.r_row[rows], plan.r_output[rows] + places])
+        drawing, positions = self._upload(numbers.astype(np.int64))
+        logits = self.logits[first + self._shift : total + self._shift]
+        self._sampler.begin(logits, drawing, positions)
+        drawn = self._sampler.finish(logits, drawing, positions)
+        self._put(drawn, slice(first, total))
+        drafting = turns[1].rows
+        # Of each row with drafts: its samples, and which tokens they are right behind. Where a row
+        # has fewer, none: no token equals that.
+        at = np.zeros((len(turns), len(drafting)), np.int64)
+        behind = np.full((len(turns), len(drafting)), -1)
+        for turn in turns:
+            which = np.searchsorted(drafting, turn.rows[np.isin(turn.rows, drafting)])
+            at[turn.place, which] = turn.at[np.isin(turn.rows, drafting)]
+            if turn.place:
+                behind[turn.place, which] = drafts_at(plan, turn)
+        uploaded = self._upload(np.concatenate([at, behind[1:], plan.r_row[drafting][None]]))
+        own, drafts = tokens[uploaded[: len(turns)]], uploaded[len(turns) : -1]
+        right = (own[:-1] == self._t_token[drafts.clamp(min=0)]) & (drafts >= 0)
+        last = right.to(torch.int64).cumprod(0).sum(0, keepdim=True)
+        remember(own.gather(0, last)[0], uploaded[-1], self._last_token)
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """See `Drawing.draw`."""
@@ -66,12 +101,12 @@ class DeviceDrawing(Drawing):
             if turn.place:
                 numbers[3] += self._shift
             numbers[4] = turn.before if turn.place else -1
-            numbers[5] = drafts_of(plan, turn)
+            numbers[5] = drafts_at(plan, turn)
             rows, positions, at, index, before, drafts = self._upload(numbers)
             bits = None
             if masks is not None:  # where there is none, nothing is allowed
                 bits = self._upload(allowed(masks, turn, self.logits.shape[1]))
-            scores = offer(self.logits, index, self.drawn.tokens, before, drafts)
+            scores = offer(self.logits, index, self.drawn.tokens, before, self._t_token, drafts)
             self._sampler.begin(scores, rows, positions, bits)
             drawn = self._sampler.finish(scores, rows, positions, masks=bits)
             remember(drawn.tokens, rows, self._last_token)

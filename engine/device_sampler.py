@@ -219,6 +219,21 @@ class DeviceSampler(Sampler):
         ranks = self._token_ranks[:n] if launches.ranks else None
         return Samples(self._tokens[:n], self._logprobs[:n], *tops, ranks)
 
+    def propose(
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """[n] drafts for these rows, broadcast: see `HostSampler.propose`.
+
+        Its launches are the same for any rows, so a captured step can hold them. The arguments are
+        those of `sample`; a draft is good until the next one is drawn.
+        """
+        asked = Asked(logits, rows, positions, None)
+        self._draw_greedy(asked, note=False)
+        self._draw_sampled(asked, note=False)
+        drafts = self._tokens[: len(rows)].clamp_(min=0)
+        self._broadcast(drafts)
+        return drafts
+
     # -- launches ------------------------------------------------------------------------------
 
     def _scored(self, asked: Asked) -> tuple[object, ...]:
@@ -233,7 +248,7 @@ class DeviceSampler(Sampler):
         """Of all rows: columns, counts and edits, which a drawn token changes."""
         return self.device_words, self._counts, self._edit_ids, self._edit_values
 
-    def _draw_greedy(self, asked: Asked) -> None:
+    def _draw_greedy(self, asked: Asked, *, note: bool = True) -> None:
         tiles, n = self._tiles, len(asked.rows)
         sums = self._best, self._best_id, self._mass, self._moment, self._group_best
         sampling.prepare[(self._splits, n)](
@@ -251,11 +266,12 @@ class DeviceSampler(Sampler):
             MOST_EDITS=self._most_edits,
             SPLITS=self._most_splits,
             GROUPS=tiles.groups,
+            NOTE=note,
             num_warps=tiles.warps,
             enable_fp_fusion=False,
         )
 
-    def _draw_sampled(self, asked: Asked) -> None:
+    def _draw_sampled(self, asked: Asked, *, note: bool = True) -> None:
         tiles, n = self._tiles, len(asked.rows)
         winners = self._fitness, self._winner, self._winner_score
         sampling.race[(self._splits, n)](
@@ -274,6 +290,7 @@ class DeviceSampler(Sampler):
             SPLITS=self._most_splits,
             BLOCK=tiles.block,
             PIVOTS=tiles.pivots,
+            NOTE=note,
             num_warps=tiles.finish_warps,
             enable_fp_fusion=False,
         )

@@ -58,10 +58,14 @@ class StepResult:
     tops: list[tuple[int, list[int], list[float]]]
     #: By row of the plan: scores of the tokens that follow, on the host.
     scored: dict[int, PromptScores] = field(default_factory=dict)
+    #: From the begin to the logits; of that, what finding drafts took.
     forward_ns: int = 0
+    drafting_ns: int = 0
     sample_ns: int = 0
     #: As many as tokens, from 1, 0 where nobody asked; or none.
     ranks: list[int] = field(default_factory=list)
+    #: The last step whose copies from the host's memory are there; None: all are.
+    arrived: int | None = None
 
 
 def new_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
@@ -81,7 +85,7 @@ def scored_rows(plan: StepPlan) -> Iterator[tuple[int, Ints]]:
 #: Tokens that may be drawn, 32 to a word: bit t % 32 of word t // 32 is token t's.
 Words = npt.NDArray[np.int32]
 
-#: By row of the plan: [samples, words].
+#: By row of the plan: [masks, words], of its first samples; the others are not drawn.
 Masks = Mapping[int, Words]
 
 

@@ -6,7 +6,8 @@ from collections import deque
 
 import numpy as np
 
-from tokenpod.core.plan import NewRow, PlanRow, StepPlan, plan_of
+from tokenpod.core.capacity import BLOCK
+from tokenpod.core.plan import LAST, NewRow, PlanRow, StepPlan, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, SamplingParams
 from tokenpod.engine.executor import Executor, Launched
@@ -20,6 +21,8 @@ def run_worst_steps(
     drafts: tuple[int, int] = (0, 0),
     adapter: int = 0,
     context: int = 0,
+    *,
+    unknown: bool = False,
 ) -> None:
     """Two of them under way at a time, as in serving.
 
@@ -38,12 +41,24 @@ def run_worst_steps(
             drafts=drafts,
             adapter=adapter,
             context=context,
+            unknown=unknown,
         )
         under_way.append(executor.launch(plan))
         if len(under_way) > 1:
             under_way.popleft().wait()
     under_way.pop().wait()
     executor.release(range(rows))
+
+
+def warm_copies(executor: Executor, sink: int, host_slots: int) -> None:
+    """Copy some tokens to the host's memory and back; `sink`: the slot behind the pool's last."""
+    n = min(host_slots, sink, BLOCK)
+    there = range(sink + 1, sink + 1 + n)
+    for number, ends in enumerate(((range(n), there), (there, range(n))), 1):
+        row = PlanRow(0, 0, [sink], [0], new=_new_row([0]))
+        plan = plan_of(number, [row], copies=[*zip(*ends, strict=True)], awaited=[0])
+        executor.launch(plan).wait()
+        executor.release([0])
 
 
 def warm_up(executor: Executor, tokens: list[int]) -> None:
@@ -70,6 +85,7 @@ def worst_step(
     drafts: tuple[int, int] = (0, 0),
     adapter: int = 0,
     context: int = 0,
+    unknown: bool = False,
 ) -> StepPlan:
     """The step that takes most memory: all rows sample, and prompts of `prompt` tokens are scored.
 
@@ -82,6 +98,7 @@ def worst_step(
         drafts: how many there are of all rows, and of one row at most.
         context: tokens that the longest row comes to at least, most of them from the cache: where
             what attention takes grows with them.
+        unknown: the executor finds the drafts.
     """
     lengths = [1] * rows
     guessed = [0] * rows
@@ -103,6 +120,8 @@ def worst_step(
     steps, at = [], 0
     for row, length in enumerate(lengths):
         tokens, samples = [0] * length, 1 + guessed[row]
+        if unknown and guessed[row]:
+            tokens[1:] = [LAST] * guessed[row]
         following = tokens if length > samples else []
         cached = max(context - length, 0) if row == rows - 1 else 0
         # Whatever lies there: the step's slots, over and over.

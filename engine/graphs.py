@@ -46,13 +46,18 @@ class Captured:
     #: Runs it: [counts.samples, vocab] logits, overwritten by the next run.
     run: Callable[[], torch.Tensor]
 
-    def replay(self, words: torch.Tensor) -> torch.Tensor:
+    def replay(
+        self, words: torch.Tensor, enter: Callable[[Integers], None] | None = None
+    ) -> torch.Tensor:
         """Run the step whose integers are in `words`; its logits, until the next replay.
 
         Args:
             words: pinned, laid out for `counts`.
+            enter: changes the integers on the device before it runs.
         """
         self.words.copy_(words, non_blocking=True)
+        if enter is not None:
+            enter(self.integers)
         return self.run()
 
 

@@ -9,15 +9,26 @@ import torch
 
 from tokenpod.core.plan import LAST, StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
+from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Masks, Model
+from tokenpod.engine.host_copies import HostCopies, pools_of
 from tokenpod.engine.host_sampler import HostSampler, host_sampler
 from tokenpod.engine.integers import Counts, Integers
 from tokenpod.engine.mailbox import Flight, HostMailbox, Mailbox
-from tokenpod.engine.rounds import Drawing, Round, allowed, drafts_of, unmasked_rounds
+from tokenpod.engine.rounds import (
+    Drawing,
+    Ints,
+    Round,
+    Unknown,
+    allowed,
+    drafts_of,
+    unmasked_rounds,
+)
 from tokenpod.engine.sampler import LeaderTokens, Samples
-from tokenpod.engine.step_executor import PutAdapter, StepExecutor, no_adapters
-from tokenpod.kernels.batch import append_slots, cut_runs
+from tokenpod.engine.step_executor import PlannedAdapters, StepExecutor
+from tokenpod.kernels.batch import ForwardBatch, Run, append_slots, cut_runs
 from tokenpod.kernels.group import Group
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool
 
 _CPU = torch.device("cpu")
@@ -30,6 +41,7 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
     Args:
         vocab_size: width of the logits.
         group: the ranks that the model is divided among, if it is.
+        host: holds keys and values for later; None: nothing is held.
     """
 
     def __init__(
@@ -40,7 +52,9 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         rows: int,
         vocab_size: int,
         group: Group | None = None,
-        put_adapter: PutAdapter = no_adapters,
+        adapters: PlannedAdapters | None = None,
+        draft: Draft | None = None,
+        host: HostPool | None = None,
     ) -> None:
         sampler = host_sampler(group, rows=rows, vocab_size=vocab_size)
         no_table = torch.zeros((0, 0), dtype=torch.int32)
@@ -51,7 +65,9 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
             rows=rows,
             device=_CPU,
             row_table=no_table,
-            put_adapter=put_adapter,
+            copies=HostCopies(pools_of(pool, draft), host),
+            adapters=adapters,
+            draft=draft,
         )
         #: How many positions `_runs` has of each row.
         self._known = np.zeros(rows, np.int32)
@@ -74,6 +90,48 @@ class HostExecutor(StepExecutor[HostSampler | LeaderTokens]):
         for row, tokens in zip(plan.r_row.tolist(), plan.r_tokens.tolist(), strict=True):
             append_slots(self._runs[row], plan.t_slot[start : start + tokens])
             start += tokens
+
+    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
+        """Find drafts, and put them into the plan."""
+        del mailbox
+        known = self._resolved(plan.t_token[unknown.firsts], plan.r_row[unknown.rows])
+        for place in range(unknown.most):
+            which = unknown.counts > place
+            at, rows = unknown.firsts[which] + place, plan.r_row[unknown.rows[which]]
+            tokens = known if place == 0 else plan.t_token[at]
+            starts = plan.r_start[unknown.rows[which]] + place
+            batch = self._small_step(rows, tokens, starts, plan.t_slot[at])
+            outputs = plan.r_output[unknown.rows[which]] + place
+            logits = draft.logits(batch).float()
+            drafts = self._sampler.propose(logits, rows.tolist(), outputs.tolist())
+            plan.t_token[at + 1] = drafts.numpy()
+
+    def _resolved(self, tokens: Ints, rows: Ints) -> Ints:
+        """[m] tokens, in the place of `LAST` what rows [m] sampled last."""
+        last: Ints = self._last_token[torch.from_numpy(rows.astype(np.int64))].numpy()
+        return np.where(tokens == LAST, last, tokens)
+
+    def _small_step(self, rows: Ints, tokens: Ints, starts: Ints, slots: Ints) -> ForwardBatch:
+        """One token of each row, whose slots have been noted, and perhaps those of more tokens."""
+        runs: list[list[Run]] = [[*self._runs[row]] for row in rows.tolist()]
+        contexts = (starts + 1).tolist()
+        for own, context in zip(runs, contexts, strict=True):
+            cut_runs(own, context)
+        t_token, t_position, t_slot = (
+            torch.from_numpy(column.astype(np.int64)) for column in (tokens, starts, slots)
+        )
+        return ForwardBatch(
+            t_token=t_token,
+            t_position=t_position,
+            t_slot=t_slot,
+            b_start=list(range(len(rows) + 1)),
+            b_context=contexts,
+            b_runs=runs,
+            b_row=rows.tolist(),
+            row_table=self._row_table,
+            single_rows=len(rows),
+            logit_index=torch.arange(len(rows)),
+        )
 
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
         logits, _, scored = self._forward(plan, mailbox)

@@ -157,6 +157,25 @@ class HostSampler(Sampler):
         self._broadcast(tokens)
         return samples
 
+    def propose(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> torch.Tensor:
+        """[n] what a draft model's logits draw for each row, broadcast; no row's history changes.
+
+        With the noise and the columns of `sample`, so that drafts and tokens differ only as far as
+        the models do. Penalties know no draft of the same step: some that they forbid are drawn.
+
+        Args:
+            logits: [n, vocab_size] float32; not changed.
+            rows, positions: as `sample` has them.
+        """
+        columns = self._words[rows].view(self._table.dtype)[:, 0]
+        drafts = argmax(logits)
+        for draw, some in self._groups(rows, columns, positions):
+            scores = self._processed(_some(logits, some.at), some)
+            spent = ~torch.isfinite(scores.amax(1))
+            drafts[some.at] = draw(scores.masked_fill(spent[:, None], 0.0), some)[0]
+        self._broadcast(drafts)
+        return drafts
+
     # -- parts ---------------------------------------------------------------------------------
 
     def _groups(

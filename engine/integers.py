@@ -117,7 +117,7 @@ def fill(into: Integers, plan: StepPlan) -> None:
         into.t_row[:tokens] = np.repeat(plan.r_row, plan.r_tokens)
         offsets = np.repeat(plan.r_start - starts[:-1], plan.r_tokens)
         np.add(offsets, np.arange(tokens), out=into.t_position[:tokens])
-    if len(plan.given):
+    if plan.embeds:
         into.t_token[given_tokens(plan)] = 0
     if len(into.t_adapter):
         adapters = np.repeat(plan.r_adapter, plan.r_tokens) if len(plan.r_adapter) else 0

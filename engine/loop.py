@@ -113,6 +113,8 @@ class EngineLoop:
         # What waits for the step in flight to settle (rows with drafts) can run after that.
         self._stuck = step is None and previous is None
         if step is not None:
+            if self.masked is not None:
+                self.masked.prepare(step)
             self._flying = _InFlight(step, self.executor.launch(step.plan))
         if previous is not None:
             self._settle(previous)
@@ -196,9 +198,19 @@ class EngineLoop:
             if not sequence.dead:
                 # A prompt that was preempted half-way is scored again from its beginning.
                 start, before = int(flying.step.plan.r_start[at]), self._scored.get(sequence.id)
+                # Virtual tokens are not the client's: what follows them is told to nobody.
+                start -= sequence.request.virtual_tokens
+                scores, start = scores.behind(-start), max(start, 0)
                 self._scored[sequence.id] = before.continued(start, scores) if before else scores
         tops = {index: (ids, values) for index, ids, values in result.tops}
-        settled = self.scheduler.settle(flying.step, result.tokens, self.clock(), tops)
+        settled = self.scheduler.settle(
+            flying.step,
+            result.tokens,
+            self.clock(),
+            tops,
+            drafting_ns=result.drafting_ns,
+            arrived=result.arrived,
+        )
         self._settled = flying.step.plan.step
         self._publish(settled, flying.step, result)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,9 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.core.sampling import MOST_TOP_TOKENS
 from tokenpod.engine.executor import Masks, StepResult
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.prompt_scores import PromptScores
-from tokenpod.engine.rounds import Drawing, late_rows, masked_rounds, row_after_row
+from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
 
@@ -36,23 +37,43 @@ class Mailbox:
         samples: most of a step.
         words: most int64 words of integers of a step.
         device: a GPU, or a CPU, for which nothing is pinned and nothing asynchronous.
+        drafts: most of a step that the device finds, and words of the integers for that.
     """
 
-    def __init__(self, samples: int, words: int, device: torch.device) -> None:
+    def __init__(
+        self, samples: int, words: int, device: torch.device, drafts: tuple[int, int] = (0, 0)
+    ) -> None:
         self._on_gpu = device.type == "cuda"
         #: The step's integers: the same memory as torch and as numpy see it.
         self.words = self._pinned(words, dtype=torch.int64)
         self.host_words: npt.NDArray[np.int64] = self.words.numpy()
+        #: The same of what the device finds drafts with.
+        self.draft_words = self._pinned(drafts[1], dtype=torch.int64)
+        self._drafts = self._pinned(drafts[0], dtype=torch.int64)
         self._tokens = self._pinned(samples, dtype=torch.int64)
         self._logprobs = self._pinned(samples, dtype=torch.float32)
         self._ranks = self._pinned(samples, dtype=torch.int64)
         self._top_ids = self._pinned(samples, MOST_TOP_TOKENS, dtype=torch.int64)
         self._top_logprobs = self._pinned(samples, MOST_TOP_TOKENS, dtype=torch.float32)
-        self._began, self._forwarded, self._done = (_Mark(self._on_gpu) for _ in range(3))
+        self._make_marks()
 
     def begin(self) -> None:
         """Mark the begin of the step, before its work is queued."""
+        self._drafting = False
         self._began.record()
+
+    def drafted(self) -> None:
+        """Mark that the step's drafts have been found."""
+        self._drafting = True
+        self._drafted.record()
+
+    def post_drafts(self, tokens: torch.Tensor) -> None:
+        """Queue the copy of drafts [n] int64 that the device has found to the host."""
+        self._drafts[: len(tokens)].copy_(tokens, non_blocking=True)
+
+    def received_drafts(self, n: int) -> npt.NDArray[np.int64]:
+        """[n] the same, once the step's results are there."""
+        return self._drafts[:n].numpy()
 
     def forwarded(self) -> None:
         """Mark the end of the forward pass, before sampling is queued."""
@@ -91,8 +112,16 @@ class Mailbox:
             ranks=ranks.tolist() if ranks is not None else [],
             scored=posted.scored,
             forward_ns=self._began.nanoseconds_to(self._forwarded),
+            drafting_ns=self._began.nanoseconds_to(self._drafted) if self._drafting else 0,
             sample_ns=self._forwarded.nanoseconds_to(self._done),
         )
+
+    def _make_marks(self) -> None:
+        self._began, self._drafted, self._forwarded, self._done = (
+            _Mark(self._on_gpu) for _ in range(4)
+        )
+        #: Whether drafts have been found in this step.
+        self._drafting = False
 
     def _samples(self, n: int) -> Samples:
         tops = self._top_ids[:n], self._top_logprobs[:n]
@@ -118,7 +147,7 @@ class HostMailbox(Mailbox):
         self._on_gpu = False
         self.words = torch.empty(words, dtype=torch.int64)
         self.host_words = self.words.numpy()
-        self._began, self._forwarded, self._done = (_Mark(False) for _ in range(3))
+        self._make_marks()
         self._drawn: Samples | None = None
 
     def send(self, drawn: Samples | None, scored: dict[int, PromptScores]) -> Posted:
@@ -142,9 +171,13 @@ class Flight:
     _scored: dict[int, PromptScores] = field(default_factory=dict)
     #: What draws for rows that wait for masks.
     later: Drawing | None = None
+    #: Drafts that come with the results: the plan gets them then.
+    unknown: Unknown | None = None
     _posted: Posted | None = None
-    #: Rows of the plan whose masks did not come.
-    _late: frozenset[int] = frozenset()
+    #: Of its executor.
+    copies: HostCopies | None = None
+    #: How many masks came, by rows of the plan that have too few.
+    _there: dict[int, int] = field(default_factory=dict)
 
     def send(self, drawn: Samples | None) -> None:
         """Queue the copies of results: all samples, if any row sampled, round after round."""
@@ -158,13 +191,19 @@ class Flight:
         with torch.inference_mode():
             later.draw(masked_rounds(self.plan), masks or {})
             self.send(later.drawn)
-        self._late = late_rows(self.plan, masks)
+        self._there = masks_there(self.plan, masks)
 
     def wait(self) -> StepResult:
         """The result, once the device has it; once, and before the mailbox's next step."""
         self.sample({})
         assert self._posted is not None
-        return row_after_row(self.plan, self._mailbox.receive(self._posted), self._late)
+        result = self._mailbox.receive(self._posted)
+        if self.unknown is not None:
+            tokens = self.unknown.tokens
+            self.plan.t_token[tokens] = self._mailbox.received_drafts(len(tokens))
+        result = row_after_row(self.plan, result, self._there)
+        arrived = self.copies.arrived() if self.copies else None
+        return result if arrived is None else replace(result, arrived=arrived)
 
 
 class _Mark:

@@ -43,6 +43,10 @@ class PromptScores(NamedTuple):
         """All four, changed alike."""
         return PromptScores(*map(change, self))
 
+    def behind(self, n: int) -> PromptScores:
+        """These without the first n; all of them if n is below 0."""
+        return self.map(lambda values: values[n:]) if n > 0 else self
+
     def continued(self, start: int, more: PromptScores) -> PromptScores:
         """These with `more` from position `start` on, in the place of what was there."""
         return joined([self.map(lambda values: values[:start]), more])

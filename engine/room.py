@@ -10,6 +10,7 @@ from tokenpod.core.capacity import choose_slots
 from tokenpod.core.errors import EngineError
 from tokenpod.core.messages import EngineOptions
 from tokenpod.core.own_state import OwnState
+from tokenpod.engine.draft import DraftModel
 from tokenpod.engine.memory import FreeMemory, size
 from tokenpod.kernels.group import Group
 from tokenpod.kernels.pool import KVPool
@@ -34,11 +35,18 @@ def room_for(
     free: FreeMemory,
     dtype: torch.dtype,
     group: Group | None,
+    draft: DraftModel | None = None,
 ) -> Room:
-    """What fits into `free`, on every rank. Raises EngineError if too little does."""
+    """What fits into `free`, on every rank. Raises EngineError if too little does.
+
+    `draft`: has keys and values at the same slots.
+    """
     own, rows = model.config.own_state, options.max_batch_size
     if own is None:
         slot_bytes = KVPool.bytes_per_slot(layouts=model.config.kv_layouts, dtype=dtype)
+        if draft is not None:
+            layouts = draft.config.kv_layouts
+            slot_bytes += KVPool.bytes_per_slot(layouts=layouts, dtype=draft.dtype)
     else:
         rows = _rows(own, options, free)
         slot_bytes = own.slot_bytes

@@ -12,15 +12,16 @@ when the step has been launched already.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenpod.core.plan import UNSAMPLED, StepPlan
+from tokenpod.core.plan import LAST, UNSAMPLED, StepPlan
 from tokenpod.engine.executor import Masks, StepResult, Words
 from tokenpod.engine.sampler import Samples
 
@@ -60,8 +61,58 @@ def rounds(plan: StepPlan) -> Iterator[Round]:
 
 def drafts_of(plan: StepPlan, turn: Round) -> Ints:
     """[m] the drafts that the tokens drawn before this round must equal."""
+    return plan.t_token[drafts_at(plan, turn)]
+
+
+def drafts_at(plan: StepPlan, turn: Round) -> Ints:
+    """[m] which tokens of the step those drafts are."""
     ends = plan.r_tokens.cumsum()[turn.rows]
-    return plan.t_token[ends - plan.r_samples[turn.rows] + turn.place]
+    at: Ints = ends - plan.r_samples[turn.rows] + turn.place
+    return at
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """The rows of a step whose drafts its executor finds with a draft model: m of them.
+
+    What is known of such a row is its last token, or where that was sampled.
+    """
+
+    #: [m] rows of the plan, rising, and how many drafts each has.
+    rows: Ints
+    counts: Ints
+    #: [m] which token of the step each row's first draft follows.
+    firsts: Ints
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> Unknown | None:
+        """None: all drafts are known, if there are any."""
+        drafting = plan.r_samples > 1
+        if not drafting.any():
+            return None
+        ends = plan.r_tokens.cumsum()
+        rows = np.flatnonzero(drafting & (plan.t_token[ends - 1] == LAST))
+        if not len(rows):
+            return None
+        samples = plan.r_samples[rows]
+        assert (plan.r_tokens[rows] == samples).all(), "before its drafts a row has one token"
+        return cls(rows, samples - 1, ends[rows] - samples)
+
+    @property
+    def most(self) -> int:
+        """Drafts of one row."""
+        return int(self.counts.max())
+
+    @property
+    def tokens(self) -> Ints:
+        """[n] which tokens of the step they are, row after row."""
+        return self.firsts.repeat(self.counts) + 1 + self.places
+
+    @property
+    def places(self) -> Ints:
+        """[n] of each, how many drafts of its row are before it."""
+        before = self.counts.cumsum() - self.counts
+        return np.arange(int(self.counts.sum())) - before.repeat(self.counts)
 
 
 def unmasked_rounds(plan: StepPlan) -> list[Round]:
@@ -80,35 +131,38 @@ def allowed(masks: Masks, turn: Round, vocab_size: int) -> Words:
     """[m, words] the masks of a round's samples; where there is none, nothing is allowed."""
     bits = np.zeros((len(turn.rows), mask_words(vocab_size)), np.int32)
     for i, row in enumerate(turn.rows.tolist()):
-        if row in masks:
+        if turn.place < len(masks.get(row, ())):
             bits[i] = masks[row][turn.place]
     return bits
 
 
-def late_rows(plan: StepPlan, masks: Masks | None) -> frozenset[int]:
-    """Rows whose masks did not come, as far as a rank knows: only the leader has masks."""
+def masks_there(plan: StepPlan, masks: Masks | None) -> dict[int, int]:
+    """How many masks came for each row that has too few; only the leader knows: it has them."""
     if masks is None:
-        return frozenset()
-    return frozenset(row for row in np.flatnonzero(plan.r_masked).tolist() if row not in masks)
+        return {}
+    there = {row: len(masks.get(row, ())) for row in np.flatnonzero(plan.r_masked).tolist()}
+    return {row: n for row, n in there.items() if n < plan.r_samples[row]}
 
 
-def row_after_row(plan: StepPlan, drawn: StepResult, late: Collection[int] = ()) -> StepResult:
+def row_after_row(
+    plan: StepPlan, drawn: StepResult, there: Mapping[int, int] = MappingProxyType({})
+) -> StepResult:
     """A result of samples round after round -> row after row, without those that don't count.
 
     Args:
         plan: the step's.
         drawn: as it was drawn.
-        late: rows of the plan whose masks did not come.
+        there: how many masks came, by rows of the plan that have too few.
     """
-    if not late and not (plan.r_samples > 1).any():
+    if not there and not (plan.r_samples > 1).any():
         return drawn
     tokens = list(drawn.tokens)
     for turn in rounds(plan):
         before, drafts = turn.before.tolist(), drafts_of(plan, turn).tolist()
         for i, (row, at) in enumerate(zip(turn.rows.tolist(), turn.at.tolist(), strict=True)):
             # What is no token is no draft, so that nothing after a wrong draft counts.
-            wrong = tokens[before[i]] != drafts[i] if turn.place else row in late
-            if wrong:
+            wrong = turn.place > 0 and tokens[before[i]] != drafts[i]
+            if wrong or turn.place >= there.get(row, turn.place + 1):
                 tokens[at] = UNSAMPLED
     rows = np.concatenate([turn.rows for turn in rounds(plan)])
     order = rows.argsort(kind="stable").tolist()
@@ -139,8 +193,8 @@ class Drawing(ABC):
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """Draw these rounds into `drawn`: nothing behind a wrong draft, or where `masks` forbid."""
 
-    def _put(self, samples: Samples, at: torch.Tensor) -> None:
-        """Enter what was drawn as samples `at`, [m] int64."""
+    def _put(self, samples: Samples, at: torch.Tensor | slice) -> None:
+        """Enter what was drawn as samples `at`, [m] int64 or a stretch of m."""
         tops = samples.top_ids.shape[1]
         self.drawn.tokens[at] = samples.tokens
         self.drawn.logprobs[at] = samples.logprobs

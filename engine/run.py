@@ -19,20 +19,25 @@ from tokenpod.engine.assemble import Assembled, assemble
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
 from tokenpod.engine.constraints.masks import Masks
+from tokenpod.engine.constraints.text import MOST_AHEAD
 from tokenpod.engine.device_check import check_attention, check_device
+from tokenpod.engine.draft import load_draft
 from tokenpod.engine.exchange import Face
 from tokenpod.engine.executor import Executor
+from tokenpod.engine.host_room import check_host_memory
 from tokenpod.engine.join import join_group
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.memory import let_segments_grow
 from tokenpod.engine.shards.member import Member
 from tokenpod.kernels.group import Group
+from tokenpod.models.eagle import is_eagle
 from tokenpod.models.load import load_model, read_config
 from tokenpod.models.shard import WHOLE, Shard
-from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.drafting import Drafting, DraftSource, ModelDrafts
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.ngrams import NGrams
 from tokenpod.scheduler.policies import ADMISSIONS, batching
+from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 from tokenpod.scheduler.step_times import Costs
 
@@ -64,6 +69,7 @@ def run(options: EngineOptions, link: Face, member: Member | None) -> None:
             max_waiting_tokens=options.max_waiting_tokens,
         ),
         drafting=drafting(options),
+        preemption=PREEMPTIONS[options.preemption](options.host_kv_least_tokens),
     )
     adapters = Adapters(
         store,
@@ -84,7 +90,17 @@ def drafting(options: EngineOptions) -> Callable[[KV], Drafting] | None:
     """Makes what decides who has drafts; None: nobody has."""
     if not options.speculate:
         return None
-    return lambda kv: Drafting(NGrams(), options.speculate, kv, Costs())
+    source: DraftSource = NGrams() if options.draft_folder is None else ModelDrafts()
+    return lambda kv: Drafting(source, options.speculate, kv, Costs())
+
+
+def _method(options: EngineOptions) -> str:
+    """What finds drafts; empty: nothing does."""
+    if not options.speculate:
+        return ""
+    if options.draft_folder is None:
+        return "ngram"
+    return "eagle3" if is_eagle(Path(options.draft_folder)) else "draft_model"
 
 
 def follow(member: Member, executor: Executor, adapters: OwnAdapters) -> NoReturn:
@@ -111,6 +127,7 @@ def load(
     device = torch.device(options.device)
     override = json.loads(options.config_override) if options.config_override else None
     check_device(device)
+    check_host_memory(options)
     if device.type == "cuda":
         let_segments_grow()
         torch.cuda.set_device(device.index or 0)
@@ -151,9 +168,12 @@ def load(
             f"speculate is {options.speculate}: {config.architecture} keeps a state for each row,"
             " from which wrong drafts can't be taken back"
         )
-    loaded = time.monotonic()
     positions = min(options.max_total_tokens or config.max_positions, config.max_positions)
-    assembled = assemble(model, options, positions=positions, device=device, group=group)
+    draft = load_draft(options, model, positions, device)
+    loaded = time.monotonic()
+    assembled = assemble(
+        model, options, positions=positions, device=device, group=group, draft=draft
+    )
     own, room = config.own_state, assembled.room
     limits = Limits(
         slots=room.slots,
@@ -166,6 +186,10 @@ def load(
         scores_prompts=own is None or own.scores_prompts,
         adapter_slots=options.max_adapters,
         adapters=frozenset(adapter.number for adapter in adapters),
+        host_slots=assembled.host_slots,
+        host_least=options.host_kv_least_tokens,
+        # Where steps are captured, only those with drafts have room for several samples of a row.
+        forced=MOST_AHEAD if device.type == "cpu" else options.speculate,
     )
     ready = Ready(
         dtype=str(model.dtype).removeprefix("torch."),
@@ -179,6 +203,7 @@ def load(
         slots=room.slots,
         rows=room.rows,
         speculate=options.speculate,
+        draft_method=_method(options),
         parameters=model.parameters_count,
         weight_bytes=model.weight_bytes,
         load_seconds=loaded - began,
@@ -189,6 +214,7 @@ def load(
         runs_on=config.runs_on,
         adapters=adapters,
         quantization=model.quantization,
+        host_slots=assembled.host_slots,
     )
     return assembled, ready, limits
 

@@ -8,7 +8,7 @@ all that the other ranks' next step needs of this one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tokenpod.core.plan import NewRow, StepPlan
-from tokenpod.core.sampling import ROW_WORDS, TABLE, SamplingTable
+from tokenpod.core.sampling import DRAWS, EDITED, ROW_WORDS, TABLE, SamplingTable
 from tokenpod.engine.bad_words import entries_of
 from tokenpod.kernels.group import Group
 
@@ -122,6 +122,10 @@ class Sampler:
         """[rows] of the table's dtype: all rows; a free one is zeros."""
         return self._words.view(self._table.dtype)[:, 0]
 
+    def edits(self, rows: Sequence[int]) -> bool:
+        """Whether some of these rows' scores depend on the tokens that the row has drawn."""
+        return bool((self.columns["flags"][rows] & EDITED).any())
+
     def _broadcast(self, tokens: torch.Tensor) -> None:
         if self._group is not None:
             self._group.broadcast(tokens)
@@ -130,7 +134,8 @@ class Sampler:
 class LeaderTokens:
     """What a follower has in place of a sampler: the tokens that the leader draws.
 
-    It knows which rows draw at random, since a device's leader then broadcasts a second time.
+    It knows which rows draw at random, since a device's leader then broadcasts a second time, and
+    which are edited, since drafts of others are drawn together.
 
     Args:
         rows: how many sequences can be live at once.
@@ -139,24 +144,26 @@ class LeaderTokens:
 
     def __init__(self, group: Group, *, rows: int, device: torch.device) -> None:
         self._group = group
-        self._drawing: set[int] = set()
+        #: `NewRow.flags` of live rows.
+        self._flags: dict[int, int] = {}
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     @property
     def draws(self) -> bool:
         """Whether some live row draws at random."""
-        return bool(self._drawing)
+        return any(flags & DRAWS for flags in self._flags.values())
+
+    def edits(self, rows: Sequence[int]) -> bool:
+        """See `Sampler.edits`."""
+        return any(self._flags[row] & EDITED for row in rows)
 
     def take_rows(self, plan: StepPlan) -> None:
-        """Note which of a plan's new sequences draw at random."""
-        for row, draws in zip(plan.n_row.tolist(), plan.n_draws.tolist(), strict=True):
-            self.clear_row(row)
-            if draws:
-                self._drawing.add(row)
+        """Note what a plan's new sequences ask."""
+        self._flags.update(zip(plan.n_row.tolist(), plan.n_flags.tolist(), strict=True))
 
     def clear_row(self, row: int) -> None:
         """Forget a row."""
-        self._drawing.discard(row)
+        self._flags.pop(row, None)
 
     def sample(
         self, logits: object, rows: Sized, positions: object, masks: object = None
@@ -164,6 +171,11 @@ class LeaderTokens:
         """All tokens of the leader's `HostSampler.sample`; nothing else of them is known."""
         del logits, positions, masks
         return Samples.of_tokens(self._receive(len(rows)))
+
+    def propose(self, logits: object, rows: Sized, positions: object) -> torch.Tensor:
+        """The drafts of the leader's `HostSampler.propose` or `DeviceSampler.propose`."""
+        del logits, positions
+        return self._receive(len(rows))
 
     def begin(
         self, logits: object, rows: Sized, positions: object, masks: object = None

@@ -1,6 +1,7 @@
 """What running a step is on any device; see `executor.Executor` for the contract.
 
-    launch:  free rows, copy slots, give rows -> note slots -> forward -> draw -> send
+    launch:  free rows, copy slots, give rows -> note slots -> find drafts
+             -> forward -> draw -> send
     sample:  draw for rows that waited for masks -> send
     wait:    receive
 
@@ -11,19 +12,21 @@ found, which kernels draw, and in what is captured.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from tokenpod.core.plan import GIVEN, Ints, StepPlan
+from tokenpod.engine.draft import Draft
 from tokenpod.engine.executor import Model, new_rows, scored_rows
+from tokenpod.engine.host_copies import HostCopies
 from tokenpod.engine.integers import Counts, Integers, fill, given_tokens, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores, Wanted, joined, score
-from tokenpod.engine.rounds import Drawing, Round
+from tokenpod.engine.rounds import Drawing, Round, Unknown
 from tokenpod.engine.sampler import LeaderTokens, Sampler
 from tokenpod.kernels.batch import (
     ForwardBatch,
@@ -39,13 +42,21 @@ from tokenpod.kernels.pool import KVPool
 #: would be gigabytes.
 _SCORED_AT_ONCE = 128
 
-#: (slot from 1, adapter's number)
-PutAdapter = Callable[[int, int], None]
 
+class PlannedAdapters(Protocol):
+    """Adapters by their numbers, as plans speak of them. All happens in the device's queue."""
 
-def no_adapters(slot: int, adapter: int) -> None:
-    """Of executors whose plans put no adapters."""
-    raise AssertionError(f"adapter {adapter} for slot {slot} of a model without slots")
+    def put(self, slot: int, number: int) -> None:
+        """Put an adapter into a slot, from 1."""
+        ...
+
+    def embeddings(self, numbers: Ints, indices: Ints) -> torch.Tensor:
+        """[n, width] on the host: embeddings of virtual tokens, in the model's dtype."""
+        ...
+
+    def fill(self, pool: KVPool, slots: Ints, numbers: Ints, indices: Ints) -> None:
+        """Write the keys and values of virtual tokens to slots [n]."""
+        ...
 
 
 S = TypeVar("S", bound=Sampler | LeaderTokens)
@@ -61,7 +72,9 @@ class StepExecutor(ABC, Generic[S]):
         rows: sequences that can be live at once.
         device: where the model is.
         row_table: [rows, max_positions] int32 slots, or of no size where runs are read.
-        put_adapter: puts an adapter into a slot, in the order of the device's queue.
+        copies: makes the copies that plans ask for.
+        adapters: those that plans may name; None: they name none.
+        draft: finds drafts that plans leave open; None: plans leave none open.
     """
 
     def __init__(
@@ -73,9 +86,13 @@ class StepExecutor(ABC, Generic[S]):
         rows: int,
         device: torch.device,
         row_table: torch.Tensor,
-        put_adapter: PutAdapter = no_adapters,
+        copies: HostCopies,
+        adapters: PlannedAdapters | None = None,
+        draft: Draft | None = None,
     ) -> None:
-        self._put_adapter = put_adapter
+        self._copies = copies
+        self._adapters = adapters
+        self._draft = draft
         self._model = model
         self._pool = pool
         self._sampler = sampler
@@ -98,15 +115,21 @@ class StepExecutor(ABC, Generic[S]):
                 self._unsampled.sample({})
                 self._unsampled = None
             self.release(plan.freed.tolist())
-            if len(plan.copy_from):
-                self._pool.copy(self._upload(plan.copy_from), self._upload(plan.copy_to))
-            for slot, adapter in zip(plan.put_slot, plan.put_adapter, strict=True):
-                self._put_adapter(int(slot), int(adapter))
+            if len(plan.copy_from) or len(plan.awaited):
+                self._copies.begin(plan)
+            self._place_adapters(plan)
             self._take_rows(plan)
             mailbox = self._free_mailbox(plan)
             mailbox.begin()
             self._note_slots(plan)
-            return self._run(plan, mailbox)
+            unknown = Unknown.of(plan)
+            if unknown is not None:
+                assert self._draft is not None, "a plan leaves drafts open without a draft model"
+                self._propose(plan, mailbox, unknown, self._draft)
+                mailbox.drafted()
+            flight = self._run(plan, mailbox)
+            flight.copies = self._copies
+            return flight
 
     def release(self, rows: Sequence[int]) -> None:
         """Forget these rows, as a plan's `freed` does."""
@@ -126,6 +149,10 @@ class StepExecutor(ABC, Generic[S]):
         """Note in `_runs` where the step's keys and values go."""
 
     @abstractmethod
+    def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
+        """Find the drafts that a plan leaves open: one small step for each of a row's drafts."""
+
+    @abstractmethod
     def _run(self, plan: StepPlan, mailbox: Mailbox) -> Flight:
         """Forward a step, whose rows and slots are known, and draw what need not wait."""
 
@@ -137,6 +164,9 @@ class StepExecutor(ABC, Generic[S]):
     def _resolve(self, integers: Integers) -> torch.Tensor:
         """[T] tokens: in the place of `plan.LAST` what the row sampled last."""
 
+    def _enter_drafts(self, integers: Integers) -> None:
+        """Put drafts into the step's tokens that the device found and the plan lacks."""
+
     def _paged(self, integers: Integers) -> PagedRows | None:
         """The rows for kernels that gather by pointer."""
         return None
@@ -146,6 +176,16 @@ class StepExecutor(ABC, Generic[S]):
         return torch.as_tensor(values)
 
     # -- a step --------------------------------------------------------------------------------
+
+    def _place_adapters(self, plan: StepPlan) -> None:
+        """Put adapters into slots, and their ready keys and values into the pool."""
+        if not len(plan.put_slot) + len(plan.ready_slot):
+            return
+        assert self._adapters is not None, "a plan names adapters of a model without any"
+        for slot, adapter in zip(plan.put_slot, plan.put_adapter, strict=True):
+            self._adapters.put(int(slot), int(adapter))
+        if len(plan.ready_slot):
+            self._adapters.fill(self._pool, plan.ready_slot, plan.ready_adapter, plan.ready_index)
 
     def _take_rows(self, plan: StepPlan) -> None:
         self._sampler.take_rows(plan)
@@ -166,10 +206,14 @@ class StepExecutor(ABC, Generic[S]):
         host = views(mailbox.host_words, counts)
         self._fill(host, plan)
         integers = views(self._integers(mailbox, counts.words), counts)
+        self._enter_drafts(integers)
         batch = self._batch(integers, self._ragged(host, plan))
-        if len(plan.given):
+        if plan.embeds:
             batch = replace(batch, given=self._given(plan))
-        hidden = self._model.forward(batch, self._pool)
+        if self._draft is None:
+            hidden = self._model.forward(batch, self._pool)
+        else:
+            hidden = self._draft.compute(self._model, batch, self._pool, batch)
         scored = {
             at: self._score_prompt(following, hidden, batch, at)
             for at, following in scored_rows(plan)
@@ -194,9 +238,11 @@ class StepExecutor(ABC, Generic[S]):
             single_rows=plan.singles,
         )
 
-    def _batch(self, integers: Integers, rows: RaggedRows) -> ForwardBatch:
+    def _batch(
+        self, integers: Integers, rows: RaggedRows, t_token: torch.Tensor | None = None
+    ) -> ForwardBatch:
         return ForwardBatch(
-            t_token=self._resolve(integers),
+            t_token=self._resolve(integers) if t_token is None else t_token,
             t_position=integers.t_position,
             t_slot=integers.t_slot,
             b_start=rows.b_start,
@@ -212,8 +258,13 @@ class StepExecutor(ABC, Generic[S]):
 
     def _given(self, plan: StepPlan) -> GivenEmbeddings:
         index = given_tokens(plan)
-        rows = torch.from_numpy(plan.given[GIVEN - plan.t_token[index]])
-        return GivenEmbeddings(self._upload(index), self._upload(rows.to(self._model.dtype)))
+        rows = torch.from_numpy(plan.given).to(self._model.dtype)
+        if len(plan.soft_index):
+            assert self._adapters is not None, "a plan names adapters of a model without any"
+            soft = self._adapters.embeddings(plan.soft_adapter, plan.soft_index)
+            rows = torch.cat((rows, soft)) if len(rows) else soft
+        rows = rows[torch.from_numpy(GIVEN - plan.t_token[index])]
+        return GivenEmbeddings(self._upload(index), self._upload(rows))
 
     def _score_prompt(
         self, tokens: Ints, hidden: torch.Tensor, batch: ForwardBatch, row: int

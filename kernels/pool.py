@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.kv_rounding import store
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,15 @@ class KVPool:
             self.scales = [KVScales(*layer) for layer in zip(*scales, strict=True)]
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self._stored: list[torch.Tensor] = []
+        #: All that is stored: of each layer keys, and values unless they are part of these.
+        self.stored: list[torch.Tensor] = []
         for layout in layouts:
             keys = _zeros((slots + 1, layout.heads, layout.key_dim), dtype, device)
-            self._stored.append(keys)
+            self.stored.append(keys)
             values = keys[..., : layout.value_dim]
             if not layout.shared:
                 values = _zeros((slots + 1, layout.heads, layout.value_dim), dtype, device)
-                self._stored.append(values)
+                self.stored.append(values)
             self.keys.append(keys)
             self.values.append(values)
         if dtype == torch.int8:
@@ -84,13 +86,13 @@ class KVPool:
 
     def take_pages(self) -> None:
         """Have the system give all memory now; on a CPU it comes when it is first written."""
-        for tensor in self._stored:
+        for tensor in self.stored:
             tensor.zero_()
 
     def _slot_scales(self, layout: KVLayout, device: torch.device) -> KVScales:
         shape = (self.slots + 1, layout.heads)
         scales = KVScales(*(_zeros(shape, torch.float32, device) for _ in range(2)))
-        self._stored += scales
+        self.stored += scales
         return scales
 
     def take_row(self, row: int, prompt: int) -> None:
@@ -102,10 +104,25 @@ class KVPool:
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values from slots [n] to others, all at once, in every layer."""
         source, target = source.long(), target.long()
-        for tensor in self._stored:
+        for tensor in self.stored:
             # As integers: numbers of 8 bits can be moved, but not by that name.
             numbers = tensor.view(torch.uint8)
             numbers[target] = numbers[source]
+
+    def write(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Write ready keys and values to slots.
+
+        Args:
+            slots: [n], on any device.
+            numbers: [layers, 2, n, heads, head_dim] keys and values, as attention would have them,
+                on the host; for layouts that store both.
+        """
+        device = self.keys[0].device
+        at, there = slots.long().to(device), numbers.to(device, non_blocking=True)
+        for layer, scales in enumerate(self.scales):
+            pair = (self.keys[layer], self.values[layer])
+            for index, (tensor, own) in enumerate(zip(pair, there[layer], strict=True)):
+                store(own, tensor, at, scales and scales[index])
 
     @staticmethod
     def bytes_per_slot(*, layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:

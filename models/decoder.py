@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -59,10 +59,11 @@ class Decoder:
         self._ops = ops
         table = weights["embedding"]
         assert isinstance(table, torch.Tensor)
-        self._dtype, self._device = table.dtype, table.device
+        self._table, self._dtype, self.device = table, table.dtype, table.device
         #: None: products are never adapted.
         self.adapters = adapters
-        products = Products(ops, weights, delta if adapters is None else adapters.delta)
+        adapted = adapters is not None and adapters.slots > 0
+        products = Products(ops, weights, adapters.delta if adapted and adapters else delta)
         self._rotations, numbers = _rotations(config, table.device)
         self._layers = [
             make_layer(layer, products, i, numbers[i]) for i, layer in enumerate(config.layers)
@@ -82,6 +83,13 @@ class Decoder:
 
         Returns [T, hidden] after the final norm, an inference tensor.
         """
+        return self.forward_tapped(batch, pool, ())[0]
+
+    @torch.inference_mode()
+    def forward_tapped(
+        self, batch: ForwardBatch, pool: KVPool, taps: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The same, and the streams [T, hidden] before these layers, in their order."""
         ops = self._ops
         if self.adapters is not None:
             batch = self.adapters.prepared(batch)
@@ -100,16 +108,23 @@ class Decoder:
             ],
         )
         x = self._embed(batch)
-        for layer in self._layers:
+        streams: dict[int, torch.Tensor] = {}
+        for at, layer in enumerate(self._layers):
+            if at in taps:
+                streams[at] = x.clone()
             x = layer(x, step)
-        return self._norm(x)
+        return self._norm(x), [streams[at] for at in taps]
+
+    def embed_tokens(self, t_token: torch.Tensor) -> torch.Tensor:
+        """[T, width] rows of the embedding's table, of tokens [T] int64; ranks call it together."""
+        return self._ops.embed(self._table, t_token)
 
     def prepare_capture(self, rows: int) -> StepTiles:
         """How captured steps of up to so many rows describe rows with several tokens."""
         assert self._ops.prepare_capture is not None, "these operations are not captured"
         config = self.config
         kv = config.kv
-        shape = Heads(config.heads, kv.heads, kv.key_dim, self._dtype, self._device)
+        shape = Heads(config.heads, kv.heads, kv.key_dim, self._dtype, self.device)
         # Rows of latents are the same to all of a row's tokens: attention needs no row starts.
         seen = set() if config.latent else set(config.windows)
         windows = sorted(seen, key=lambda window: window or 0)
@@ -155,9 +170,11 @@ def _embedding(config: ModelSpec, products: Products) -> Callable[[ForwardBatch]
 
     def embed(batch: ForwardBatch) -> torch.Tensor:
         x = ops.embed(table, batch.t_token)
+        if scale != 1.0 and not spec.scales_given:
+            x *= scale
         if batch.given is not None:
             x.index_copy_(0, batch.given.t_index, batch.given.rows)
-        if scale != 1.0:
+        if scale != 1.0 and spec.scales_given:
             x *= scale
         if project is not None:
             x = project(x, batch)

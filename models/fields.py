@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ T = TypeVar("T")
 
 #: No file of settings of a real model comes near it.
 MAX_JSON_BYTES = 64 << 20
+
+#: Whole numbers of a file may be larger.
+_LARGEST = sys.float_info.max
 
 
 class Fields:
@@ -43,7 +47,7 @@ class Fields:
         if name in self and self.values[name] not in supported:
             choices = ", ".join(map(repr, supported))
             raise ModelError(
-                f"{self.source}: {name} {self.values[name]!r} is not supported "
+                f"{self.source}: {name} {_shown(self.values[name])} is not supported "
                 f"(supported: {choices})"
             )
 
@@ -64,13 +68,15 @@ class Fields:
         """A whole number from 0 to `most`."""
         return 0 if self._value(name, default) == 0 else self.integer(name, default, most=most)
 
-    def real(self, name: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+    def real(self, name: str, default: float | None = None, *, most: float = _LARGEST) -> float:
+        """A positive, finite number, of at most `most`."""
         value = self._value(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._refused(name, value, "a number")
         if not 0 < value < float("inf"):
             raise self._refused(name, value, "a positive, finite number")
+        if value > most:
+            raise self._refused(name, value, f"a number of at most {most:g}")
         return float(value)
 
     def optional_real(self, name: str, default: float | None) -> float | None:
@@ -91,7 +97,7 @@ class Fields:
         if (
             not isinstance(value, list)
             or len(value) != count
-            or not all(type(item) in (int, float) and 0 < item < float("inf") for item in value)
+            or not all(type(item) in (int, float) and 0 < item <= _LARGEST for item in value)
         ):
             raise self._refused(name, value, f"a list of {count} positive, finite numbers")
         return tuple(map(float, value))
@@ -101,7 +107,7 @@ class Fields:
         value = self.text(name, default)
         if value not in choices:
             raise ModelError(
-                f"{self.source}: {name} {value!r} is not supported "
+                f"{self.source}: {name} {_shown(value)} is not supported "
                 f"(supported: {', '.join(choices)})"
             )
         return choices[value]
@@ -161,9 +167,13 @@ class Fields:
         return value
 
     def _refused(self, name: str, value: object, expected: str) -> ModelError:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return ModelError(f"{self.source}: {name} is {shown}; expected {expected}")
+        return ModelError(f"{self.source}: {name} is {_shown(value)}; expected {expected}")
+
+
+def _shown(value: object) -> str:
+    """As it stands in an error."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else shown[:77] + "..."
 
 
 def read_fields(path: Path) -> Fields:

@@ -7,6 +7,7 @@ with torch, which the service and its commands do without: hence the process.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from tokenpod.core.capacity import Footprint, Portion
 from tokenpod.models.adapters.targets import slot_numbers
 from tokenpod.models.checkpoint import Checkpoint
+from tokenpod.models.eagle import is_eagle, read_eagle, weights_of
 from tokenpod.models.load import Layout, ModelError, check_alone, is_native, read_layout, tier_of
 from tokenpod.models.shard import WHOLE, Shard
 from tokenpod.models.tier.errors import NotServed
@@ -61,6 +63,8 @@ def footprint_of(
     `head` the head too. `max_total_tokens`: the longest text that is served, which some models
     computed by transformers must be told.
     """
+    if is_eagle(folder):
+        return _of_head(folder)
     if not is_native(folder):
         return _through_transformers(folder, quantize, max_total_tokens)
     if not any(folder.glob("*.safetensors")):
@@ -69,6 +73,23 @@ def footprint_of(
     with Checkpoint(folder) as checkpoint:
         layout = read_layout(folder, checkpoint, None, quantize, quantize_head=head)
         return _footprint(layout, tensors=True)
+
+
+def _of_head(folder: Path) -> Footprint:
+    """Of an EAGLE-3 head, but for an embedding of its own, which few have."""
+    spec = read_eagle(folder)
+    decoder = spec.decoder
+    numbers = sum(math.prod(weight.shape) for weight in weights_of(spec, ""))
+    return Footprint(
+        architecture=spec.architecture,
+        dtype=str(decoder.dtype).removeprefix("torch.") if decoder.dtype else None,
+        from_tensors=False,
+        hidden_size=decoder.hidden_size,
+        intermediate_size=decoder.widest,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        portions={1: Portion(numbers, sum(kv.numbers for kv in spec.kv_layouts))},
+    )
 
 
 def _through_transformers(

@@ -74,9 +74,7 @@ def make_layer(spec: LayerSpec, products: Products, i: int, rotation: int) -> La
     same = norms.mlp_in is SAME
     shared = make_norm(norms.attention_in, products, f"{i}.attention_in") if same else None
     attention = Branch(
-        _read_attention(
-            spec.attention, products, i, rotation, None if same else norms.attention_in
-        ),
+        read_attention(spec.attention, products, i, rotation, None if same else norms.attention_in),
         _write(
             products,
             f"{i}.output",
@@ -189,9 +187,10 @@ def _read_latent(
     )
 
 
-def _read_attention(
+def read_attention(
     spec: Attention | Latent, products: Products, i: int, rotation: int, norm: Norm | None
 ) -> Read:
+    """What attention of layer `i` reads: heads' results [T, H * D], of a product of the stream."""
     if isinstance(spec, Latent):
         return _read_latent(spec, products, i, rotation, norm)
     ops = products.ops
@@ -222,6 +221,16 @@ def _options(spec: Attention, products: Products, i: int) -> AttentionOptions:
         alibi_slopes=slopes,
         sinks=products.tensor(f"{i}.sinks") if spec.sinks else None,
     )
+
+
+def mlp_branch(spec: Mlp, products: Products, i: int, norm: Norm | None) -> Branch:
+    """A feed-forward block whose result is added to the stream as it is."""
+    return Branch(_read_mlp(spec, products, i, norm), plain_write(products, f"{i}.down"))
+
+
+def plain_write(products: Products, name: str) -> Write:
+    """The product `name`, added to the stream."""
+    return _write(products, name, None, "", 1.0)
 
 
 def _read_mlp(spec: Mlp, products: Products, i: int, norm: Norm | None) -> Read:

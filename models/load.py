@@ -14,6 +14,7 @@ from tokenpod.kernels.parallel import parallel
 from tokenpod.kernels.registry import operations_for
 from tokenpod.models.adapters.store import Space, store_of
 from tokenpod.models.adapters.targets import slot_numbers, targets_of
+from tokenpod.models.adapters.virtual import VirtualBase
 from tokenpod.models.checkpoint import Checkpoint, check
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.errors import ModelError
@@ -252,7 +253,9 @@ def load_model(
     ops = operations_for(device, dtype)
     store = None
     if adapters is not None:
-        store = store_of(targets_of(family, spec), weights, tensors, adapters, shard, ops)
+        positions = min(max_total_tokens or spec.max_positions, spec.max_positions)
+        virtual = VirtualBase(spec, shard, dtype, positions)
+        store = store_of(targets_of(family, spec), weights, tensors, adapters, virtual, ops)
     return Decoder(
         shard.config(spec),
         tensors,

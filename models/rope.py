@@ -20,6 +20,8 @@ from tokenpod.models.fields import Fields
 from tokenpod.models.layer_spec import Alibi, Rope
 
 DEFAULT_THETA = 10_000.0
+#: What parameters of yarn come to, at most: 32 turns and 1 are usual.
+_MOST_TURNS, _MOST_SCALE = 1e6, 1e3
 
 
 def head_order(positions: Rope | Alibi | None, head_dim: int) -> tuple[int, ...] | None:
@@ -78,7 +80,7 @@ def rope_of(
     scaling = rope_parameters(config, layer_type)
     theta = scaling.real("rope_theta", config.real(theta_name, theta))
     factor = scaling.real("partial_rotary_factor", config.real("partial_rotary_factor", factor))
-    rotated = int(head_dim * factor)
+    rotated = int(head_dim * min(factor, 2.0))
     if head_dim % 2:
         raise ModelError(f"{config.source}: head_dim is {head_dim}; rotation needs an even number")
     if rotated % 2 or not 0 < rotated <= head_dim:
@@ -133,6 +135,8 @@ def rope_parameters(config: Fields, layer_type: str | None = None) -> Fields:
 
 
 def _rope(inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rope:
+    if not (inverse_frequencies.isfinite().all() and math.isfinite(scale)):
+        raise ModelError("config.json: rope's parameters make frequencies that are no numbers")
     return Rope(tuple(inverse_frequencies.tolist()), scale)
 
 
@@ -174,13 +178,15 @@ def _yarn(plain: torch.Tensor, theta: float, scaling: Fields, max_positions: int
     dims = 2 * len(plain)
     trained = scaling.integer("original_max_position_embeddings", max_positions)
     factor = scaling.real("factor", max_positions / trained)
+    if theta <= 1:
+        raise ModelError(f"{scaling.source}: rope_theta is {theta:g}; yarn needs more than 1")
 
     def dimension(turns: float) -> float:
         """The (fractional) dimension that turns so often in the trained length."""
         return dims * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = dimension(scaling.real("beta_fast", 32.0))
-    last = dimension(scaling.real("beta_slow", 1.0))
+    first = dimension(scaling.real("beta_fast", 32.0, most=_MOST_TURNS))
+    last = dimension(scaling.real("beta_slow", 1.0, most=_MOST_TURNS))
     if scaling.flag("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dims - 1)
@@ -197,7 +203,8 @@ def _yarn_scale(scaling: Fields, factor: float) -> float:
 
     temperature = functools.partial(_temperature, factor)
     if "mscale" in scaling and "mscale_all_dim" in scaling:
-        return temperature(scaling.real("mscale")) / temperature(scaling.real("mscale_all_dim"))
+        of_all = scaling.real("mscale_all_dim", most=_MOST_SCALE)
+        return temperature(scaling.real("mscale", most=_MOST_SCALE)) / temperature(of_all)
     return temperature(1.0)
 
 
@@ -206,7 +213,7 @@ def yarn_temperature(config: Fields) -> float:
     scaling = rope_parameters(config)
     if scaling.values.get("mscale_all_dim") in (None, 0) or "factor" not in scaling:
         return 1.0
-    return _temperature(scaling.real("factor"), scaling.real("mscale_all_dim"))
+    return _temperature(scaling.real("factor"), scaling.real("mscale_all_dim", most=_MOST_SCALE))
 
 
 def _temperature(factor: float, weight: float) -> float:

@@ -13,6 +13,9 @@ from tokenpod.kernels.pool import KVLayout
 from tokenpod.models.errors import ModelError
 from tokenpod.models.layer_spec import Experts, Latent, LayerSpec, Mlp, Norm, Rope
 
+#: Of all layers: each has tensors of its own. Kimi K2 has 23,040.
+MOST_EXPERTS = 1 << 15
+
 
 @dataclass(frozen=True, slots=True)
 class Positions:
@@ -27,6 +30,8 @@ class Embedding:
     """From tokens to the stream: rows · scale, projected, plus positions, normed."""
 
     scale: float = 1.0
+    #: Whether what is given in place of rows is scaled too.
+    scales_given: bool = True
     #: Features of a row where they are not the stream's: a product without bias leads there.
     width: int | None = None
     positions: Positions | None = None
@@ -73,7 +78,13 @@ class ModelSpec:
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        """Raise ModelError if layers need pools of different shapes."""
+        """Raise ModelError if layers need pools of different shapes, or have too many experts."""
+        experts = sum(x.mlp.count for x in self.layers if isinstance(x.mlp, Experts))
+        if experts > MOST_EXPERTS:
+            raise ModelError(
+                f"{len(self.layers):,} layers have {experts:,} experts; at most {MOST_EXPERTS:,}"
+                " are supported"
+            )
         shapes = {layer.attention.kv for layer in self.layers}
         if len(shapes) != 1:
             raise ModelError(f"layers have key/value heads of {len(shapes)} shapes; 1 is supported")

@@ -5,7 +5,8 @@
                         another needs the slot, and this one was idle longest
 
 Adapters have numbers that are never used again, so a new version of one is another adapter: what
-runs keeps the version that it began with.
+runs keeps the version that it began with. Adapters of virtual tokens need no slot: what they add
+lies in the KV cache.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from tokenpod.core.requests import Request
+from tokenpod.scheduler.radix import Slots
 from tokenpod.scheduler.sequence import Sequence
+
+
+def needs_slot(request: Request) -> bool:
+    """Whether a request's adapter changes products of each step."""
+    return request.adapter > 0 and not request.virtual_tokens
 
 
 class AdapterSlots:
@@ -35,6 +43,11 @@ class AdapterSlots:
         self._running: Counter[int] = Counter()
         #: The slot of each adapter that is in one, the longest unused first.
         self._slots: OrderedDict[int, int] = OrderedDict()
+        #: Admitted sequences that have an adapter.
+        self._holders: set[int] = set()
+        #: KV slots that get ready-made keys and values with the next step: the adapter's number,
+        #: and which of its virtual tokens. Each counts as a user.
+        self._ready: dict[int, tuple[int, int]] = {}
         self._free = list(range(total, 0, -1))
         self._puts: list[tuple[int, int]] = []
         self._dropped: list[int] = []
@@ -81,24 +94,33 @@ class AdapterSlots:
 
     @property
     def in_use(self) -> set[int]:
-        """Adapters of admitted sequences; at most `total` of them, new ones included, fit."""
+        """Adapters of admitted sequences."""
         return set(self._running)
+
+    @property
+    def in_used_slots(self) -> set[int]:
+        """Those that have a slot; at most `total` of them, new ones included, fit."""
+        return self._running.keys() & self._slots.keys()
 
     def give(self, sequence: Sequence) -> None:
         """Give an admitted sequence the slot of its adapter, which is put there if need be."""
         if not (adapter := sequence.request.adapter):
             return
+        self._running[adapter] += 1
+        self._holders.add(sequence.id)
+        if not needs_slot(sequence.request):
+            return
         if adapter not in self._slots:
             self._slots[adapter] = self._empty()
             self._puts.append((self._slots[adapter], adapter))
         self._slots.move_to_end(adapter)
-        self._running[adapter] += 1
         sequence.adapter_slot = self._slots[adapter]
 
     def give_back(self, sequence: Sequence) -> None:
         """A sequence runs no more, if it did."""
-        if not sequence.adapter_slot:
+        if sequence.id not in self._holders:
             return
+        self._holders.remove(sequence.id)
         sequence.adapter_slot = 0
         adapter = sequence.request.adapter
         self._running[adapter] -= 1
@@ -111,12 +133,28 @@ class AdapterSlots:
         puts, self._puts = dict(self._puts), []
         return list(puts.items())
 
+    def fill(self, adapter: int, slots: Slots, first: int) -> None:
+        """KV slots get an adapter's virtual tokens from number `first` on, with the next step."""
+        for index, slot in enumerate(slots.tolist(), first):
+            if slot in self._ready:  # what had it is gone, before any step
+                self._users[self._ready[slot][0]] -= 1
+            self._ready[slot] = adapter, index
+        self._users[adapter] += len(slots)
+
+    def take_ready(self) -> list[tuple[int, int, int]]:
+        """Slots, adapters and indices to be filled before the next step, since the last call."""
+        ready, self._ready = self._ready, {}
+        for adapter, used in Counter(adapter for adapter, _ in ready.values()).items():
+            self._users[adapter] -= used
+            self._drop_unused(adapter)
+        return [(slot, *token) for slot, token in ready.items()]
+
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless each slot is free or has one adapter, used as counted."""
         taken = [*self._slots.values(), *self._free]
         assert sorted(taken) == list(range(1, self.total + 1)), taken
         there = list(sequences)
-        running = Counter(s.request.adapter for s in there if s.adapter_slot)
+        running = Counter(s.request.adapter for s in there if s.id in self._holders)
         assert running == self._running, (running, self._running)
         for sequence in there:
             own = sequence.adapter_slot

@@ -19,10 +19,13 @@ from itertools import compress
 
 import numpy as np
 
+from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.scheduler.admission import Admission, Ledger
 from tokenpod.scheduler.batching import Batching
 from tokenpod.scheduler.beams import Beams, Group
 from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.forced import Forced
+from tokenpod.scheduler.host_kv import HostKV
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
@@ -37,7 +40,9 @@ class Batcher:
         admission: decides which sequence is preempted.
         batching: decides what a step holds.
         requeue: takes samples that were admitted and have to begin anew.
+        forced: which tokens are forced.
         drafting: decides who has drafts; None: nobody.
+        swaps: whether what a preempted sequence has computed goes to the host's memory.
     """
 
     def __init__(
@@ -47,7 +52,10 @@ class Batcher:
         admission: Admission,
         batching: Batching,
         requeue: Callable[[list[Sequence]], None],
+        forced: Forced,
         drafting: Drafting | None = None,
+        *,
+        swaps: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> None:
         #: Times that a decoding sequence had to pause for want of a slot.
         self.stalls = 0
@@ -58,7 +66,9 @@ class Batcher:
         self._admission = admission
         self._batching = batching
         self._requeue = requeue
+        self._forced = forced
         self._drafting = drafting
+        self._swaps = swaps
         self._prefilling: deque[Sequence] = deque()
         #: Samples whose prompt is in the tree but for its last token; before all of `_prefilling`.
         self._ready: deque[Sequence] = deque()
@@ -85,7 +95,7 @@ class Batcher:
     @property
     def has_prompts(self) -> bool:
         """Whether prompt tokens are to be computed."""
-        return bool(self._ready or self._prefilling)
+        return bool(self._ready) or any(not s.hosted.flying for s in self._prefilling)
 
     @property
     def prefilling(self) -> list[Sequence]:
@@ -94,7 +104,7 @@ class Batcher:
 
     def holds_only(self, places: Ints) -> bool:
         """Whether the sequences at these places decode, and there are no others."""
-        if self._leaving or self._vacating or self._siblings or self.has_prompts:
+        if self._leaving or self._vacating or self._siblings or self._ready or self._prefilling:
             return False
         sequences, decoding = self._next_to_decode()
         return len(sequences) == len(self._decoding) == len(places) and set(
@@ -104,6 +114,8 @@ class Batcher:
     def start(self, samples: list[Sequence]) -> None:
         """See `queue.Planner`."""
         first, *siblings = samples
+        if self._kv.host is not None:
+            self._kv.host.came_back(first)
         self._prefilling.append(first)
         if siblings:
             self._siblings[first.id] = siblings
@@ -153,15 +165,21 @@ class Batcher:
         if len(sequences) > slots:
             self.stalls += max(len(sequences) - slots, 0)
             sequences, places = sequences[:slots], places[:slots]
-        if self._drafting and not self._beams.running and self._to_come <= slots:
-            split = self._drafting.split(sequences, places)
-            sequences, places = split.sequences, split.places
-            for sequence, drafts in split.drafts:
-                step.draft(sequence, drafts)
-                slots -= 1 + len(drafts)
+        if self._may_run_ahead(slots):
+            sequences, places, taken = self._forced.add_to(step, sequences, places)
+            slots -= taken
+            if self._drafting:
+                split = self._drafting.split(sequences, places, room=MOST_DRAFTS - taken)
+                sequences, places = split.sequences, split.places
+                for sequence, drafts in split.drafts:
+                    step.draft(sequence, drafts)
+                    slots -= 1 + len(drafts)
         if sequences:
             step.decode(sequences, places)
-        self._compute(step, portion.prompt_tokens, slots - len(sequences))
+        slots -= len(sequences)
+        if self._kv.host is not None:
+            slots = self._fetch(step, slots, self._kv.host)
+        self._compute(step, portion.prompt_tokens, slots)
 
     def inputs_proven(self, sequence: Sequence) -> None:
         """The first output after a sequence's needed positions has settled: publish these.
@@ -244,14 +262,18 @@ class Batcher:
             return sequences, places
         return [*compress(sequences, going_on.tolist())], places[going_on]
 
+    def _may_run_ahead(self, slots: int) -> bool:
+        """Whether sequences may have drafts, and so slots sooner than admission has counted.
+
+        Others may not have ended by then. So all must be able to have theirs up to their bounds,
+        in whatever order. (Nor are there drafts beside beams, which are counted otherwise.)
+        """
+        wanted = self._drafting or self._forced.known
+        return bool(wanted) and not self._beams.running and self._to_come <= slots
+
     @property
     def _to_come(self) -> int:
-        """Slots that all of these sequences may still take, up to their bounds.
-
-        Drafts let one take its slots sooner than admission has counted, before others have ended.
-        So nothing is drafted unless all can have theirs, in whatever order. (Nor beside beams,
-        which are counted otherwise.)
-        """
+        """Slots that all of these sequences may still take, up to their bounds."""
         started = [*self._decoding.values(), *self._ready, *self._prefilling]
         places = np.array([sequence.place for sequence in started], np.int64)
         table = self._kv.table
@@ -263,18 +285,47 @@ class Batcher:
     def _compute(self, step: StepBuilder, prompt_tokens: int, slots: int) -> None:
         """Add pieces of prompts, in the order of admission."""
         budget = min(prompt_tokens, slots)
-        while budget > 0 and (line := self._ready or self._prefilling):
-            sequence = line[0]
+        for sequence in [*self._ready, *self._prefilling] if budget > 0 else []:
+            if sequence.hosted.late:
+                continue
+            if budget <= 0:
+                break
             n = min(sequence.to_compute, budget)
             step.prompt(sequence, n)
             budget -= n
             if not sequence.prefilling:
-                line.popleft()
+                line = self._ready if self._ready else self._prefilling
+                line.remove(sequence)
                 if sequence.group is not None:
                     self._beams.add(sequence.group)
                     continue
                 self._decoding[sequence.id] = sequence
                 self._lockstep = None
+
+    def _fetch(self, step: StepBuilder, slots: int, host: HostKV) -> int:
+        """Begin copies from the host's memory, in the order of admission; the slots that are left.
+
+        For whom there are too few slots, it is computed, piece by piece. One slot is left: nothing
+        may run but what waits for copies.
+        """
+        for sequence in self._prefilling:
+            n = sequence.hosted.to_fetch
+            if n >= slots:
+                host.withdraw(sequence)
+            elif n:
+                self._rows.renew(sequence)
+                step.fetch(sequence)
+                slots -= n
+        return slots
+
+    def lacks_room(self, slots: int) -> bool:
+        """Whether somebody has to give way for the next token of all, with so many slots."""
+        return self._wanted(decode=True) > slots
+
+    def _wanted(self, *, decode: bool) -> int:
+        """Slots for the next token of all that decode, if they do, and for one of a prompt."""
+        decoding = len(self._next_to_decode()[0]) + self._beams.wanted
+        return decoding * decode + self.has_prompts
 
     def _make_room(self, slots: int, *, decode: bool) -> int:
         """Preempt until every row has a slot, or the admission policy names no victims.
@@ -284,9 +335,7 @@ class Batcher:
         """
         coming = 0
         while running := [*self._decoding.values(), *self._ready, *self._prefilling]:
-            wanted = (len(self._next_to_decode()[0]) + self._beams.wanted) * decode
-            wanted += self.has_prompts
-            if wanted <= slots + coming:
+            if self._wanted(decode=decode) <= slots + coming:
                 break
             victims = self._admission.victims(running)
             if not victims:
@@ -314,10 +363,14 @@ class Batcher:
 
     def _vacate(self, sequence: Sequence) -> None:
         """Free row and slots of a preempted sequence, and queue it again."""
+        siblings = self._take_siblings(sequence)
+        # One whose samples wait for its prompt has no output to lose yet.
+        if self._kv.host is not None and not siblings and self._swaps(sequence):
+            self._kv.swap_out(sequence)
         self._kv.release(sequence)
         self._rows.give_back(sequence)
         sequence.restart()
-        self._requeue([sequence, *self._take_siblings(sequence)])
+        self._requeue([sequence, *siblings])
 
     def _take_siblings(self, first: Sequence) -> list[Sequence]:
         """Take out those that wait for the prompt of `first`."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenpod.core.capacity import MOST_DRAFTS
-from tokenpod.core.plan import UNSAMPLED
+from tokenpod.core.plan import LAST, UNSAMPLED
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.odds import Floats, Odds
 from tokenpod.scheduler.sequence import Sequence
@@ -39,16 +39,40 @@ _CHOICE_HOLDS = 8
 _TRIALS = 4
 #: Guesses that are watched before any is drafted.
 _WATCHED_FIRST = 8
+#: A source that can't be watched, and was found not to pay, is tried again after so many choices.
+_TRIED_AGAIN = 256
 
 
 class DraftSource(Protocol):
     """Guesses what follows."""
 
+    @property
+    def watched(self) -> bool:
+        """Whether guesses can be had, and compared with what comes, without drafting them."""
+        ...
+
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Up to `most` tokens that may follow those of a sequence, all of which are known."""
+        """Up to `most` tokens that may follow those of a sequence, all of which are known.
+
+        `plan.LAST` stands for a token that the executor finds.
+        """
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence is over."""
+
+
+class ModelDrafts:
+    """A source whose guesses the executor makes, with a draft model."""
+
+    watched = False
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """See `DraftSource`."""
+        del sequence
+        return [LAST] * most
+
+    def forget(self, sequence: Sequence) -> None:
+        """See `DraftSource`."""
 
 
 @dataclass(slots=True)
@@ -114,25 +138,37 @@ class Drafting:
         #: Whether steps are launched before the one before has settled.
         self._overlaps = False
         self._watching = False
-        self._odds = Odds()
+        self._odds = Odds(hopeful=not source.watched)
+        #: Choices since something was drafted.
+        self._idle = 0
         self._choice: _Choice | None = None
         #: Steps with drafts since there was one without.
         self._streak = 0
         #: By sequence id: a guess that is compared with what comes, and how much of it was right.
         self._watched: dict[int, tuple[list[int], int]] = {}
 
-    def split(self, sequences: list[Sequence], places: Ints, *, wait: bool = True) -> Split:
+    def split(
+        self,
+        sequences: list[Sequence],
+        places: Ints,
+        *,
+        wait: bool = True,
+        room: int = MOST_DRAFTS,
+    ) -> Split:
         """Who of these decodes in the next step, with which drafts.
 
         Args:
             sequences: could decode; none of them has drafts in flight.
             places: [n] int64, theirs.
             wait: whether some may be in none of the parts; else none has a step in flight.
+            room: drafts of all of them, at most.
         """
         table = self._kv.table
         may = table.drafts[places] > 0
+        if not self._source.watched:  # masks behind drafts need to know these
+            may &= table.masked[places] == 0
         few = self._costs is None or len(places) <= MOST_ROWS
-        self._watching = self._costs is not None and few
+        self._watching = self._costs is not None and few and self._source.watched
         if not (few and may.any()):
             return Split(sequences, places)
         flying = table.in_flight[places] > 0
@@ -143,12 +179,12 @@ class Drafting:
         plain = ~choice.draws
         split = Split([], places)
         ready = choice.draws & ~flying
-        room = np.minimum(table.bound[places] - table.computed[places] - 1, table.drafts[places])
-        left = MOST_DRAFTS
+        each = np.minimum(table.bound[places] - table.computed[places] - 1, table.drafts[places])
+        left = max(room, 0)
         if wait and self._flying:
             ready[:] = False
         for at in np.flatnonzero(ready).tolist():
-            n = min(choice.most, int(room[at]), left)
+            n = min(choice.most, int(each[at]), left)
             tokens = self._source.propose(sequences[at], n) if n > 0 else []
             self._watched.pop(sequences[at].id, None)
             if tokens:
@@ -161,20 +197,26 @@ class Drafting:
         split.sequences = [sequences[at] for at in np.flatnonzero(plain).tolist()]
         return split
 
-    def land(self, step: Step, tokens: Listing[int], took: int) -> dict[int, Landed]:
+    def land(
+        self, step: Step, tokens: Listing[int], took: int, drafting_ns: int = 0
+    ) -> dict[int, Landed]:
         """A step has settled: take back what wrong drafts have computed.
 
         Args:
             step: none of its sequences has been given its tokens yet.
             tokens: see `Scheduler.settle`.
             took: nanoseconds.
+            drafting_ns: of these, what the executor has taken to find drafts.
 
         Returns, by id, the sequences that had drafts and are not over.
         """
         found: dict[int, Landed] = {}
         if self._costs is not None and not step.prompt_tokens:
-            drafts = bool(step.drafting)
-            self._costs.note(step.plan.tokens, took, drafts=drafts, gap=step.gap)
+            drafts = bool((step.plan.r_samples > 1).any())
+            self._costs.note(step.plan.tokens, took - drafting_ns, drafts=drafts, gap=step.gap)
+            if drafting_ns:
+                most = max(int(step.plan.r_samples[row]) for row, _ in step.drafting) - 1
+                self._costs.note_small(len(step.drafting), drafting_ns // most)
         for row, first in step.drafting:
             self._flying -= 1
             sequence = step.sequences[row]
@@ -237,14 +279,17 @@ class Drafting:
         if self._costs is None:
             return may, self._most
         best, chosen = self._costs.plain(len(places)) * _MARGIN, (np.zeros_like(may), 0)
-        if best == 0 or self._odds.cases < _WATCHED_FIRST:
+        if best == 0 or (self._source.watched and self._odds.cases < _WATCHED_FIRST):
             return chosen
+        if not self._source.watched and self._idle >= _TRIED_AGAIN:
+            self._odds, self._idle = Odds(hopeful=True), 0
         odds = self._odds.of(places)
         for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):
             if most <= self._most:
                 rate, draws = self._rate(len(places), may, odds, most)
                 if rate > best:
                     best, chosen = rate, (draws, most)
+        self._idle = 0 if chosen[1] else self._idle + 1
         return chosen
 
     def _rate(
@@ -262,10 +307,11 @@ class Drafting:
             return 0.0, draws
         tokens, more = n + float(cost[draws].sum()), float(gain[draws].sum())
         others = n - drafting
+        took = self._costs.of(tokens) + most * self._costs.small(drafting)
         if not self._overlaps:
-            return (n + more) / self._costs.of(tokens), draws
+            return (n + more) / took, draws
         if not others:
-            return (n + more) / (self._costs.of(tokens) + self._costs.gap), draws
+            return (n + more) / (took + self._costs.gap), draws
         # While the rows with drafts wait for their step, the others are in another one.
-        twice = self._costs.of(tokens) + self._costs.of(others, drafts=False)
+        twice = took + self._costs.of(others, drafts=False)
         return (drafting + more + 2 * others) / twice, draws

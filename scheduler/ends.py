@@ -19,6 +19,9 @@ def failures(sequence: Sequence, code: FailureCode, problem: str) -> list[Failur
 
 def finish(events: Settled, sequence_id: int, code: FinishCode) -> None:
     """Note an end without a token."""
+    # It may be told with a step's tokens: see `Settled.samples`.
+    events.samples.append(-1)
+    events.logprobs[len(events.sequence_ids)] = 0.0
     events.sequence_ids.append(sequence_id)
     events.token_ids.append(-1)
     events.finishes.append(code)

@@ -100,7 +100,9 @@ class Forecast:
         """See `Ledger`."""
         table, at = self._table, places_of(sequences)
         zeros = np.zeros(len(at), np.int64)
-        self._many(sequences, table.computed[at] - table.shared[at], zeros, zeros + 1 + _SLACK)
+        ends = zeros + 1 + _SLACK
+        ends[[sequence.hosted.flying for sequence in sequences]] = FOREVER
+        self._many(sequences, table.computed[at] - table.shared[at], zeros, ends)
 
     def reserved(self, sequence: Sequence) -> None:
         """See `Ledger`: it may stay for ever."""
@@ -120,7 +122,7 @@ class Forecast:
         """
         last = 0
         for sequence in sequences:
-            last = self._behind_all(sequence, 1)
+            last = self._behind_all(sequence, 1, late=first.hosted.late)
         prompt = first.needed - first.shared
         self._add(-prompt, 0, self._ends_at[first.id])
         self._add(prompt, 0, last)
@@ -160,8 +162,11 @@ class Forecast:
                 self._lock(node, end)
         self._columns.append(np.array((alone, [0] * len(alone), until), np.int64))
 
-    def _behind_all(self, sequence: Sequence, need: int) -> int:
-        """Add one with `need` tokens to compute; the step by which it has ended."""
+    def _behind_all(self, sequence: Sequence, need: int, *, late: bool = False) -> int:
+        """Add one with `need` tokens to compute; the step by which it has ended.
+
+        `late`: what it waits for may come at any time, as do copies from the host's memory.
+        """
         self._prompt_tokens += need
         # A sibling waits until the prompt is settled, and rounds up to whole steps once more.
         delay = -(-self._prompt_tokens // self._quantum) + 3
@@ -169,7 +174,7 @@ class Forecast:
         growth = sequence.bound - len(sequence.inputs)
         steps = growth if sequence.group is None else _STEPS_OF_BEAMS * growth + 1
         end = delay + steps + _SLACK
-        if sequence.constrained:
+        if sequence.constrained or late or sequence.hosted.late:
             need, growth, end = need + growth, 0, FOREVER
         self._add(sequence.private + need, growth, end)
         self._ends_at[sequence.id] = end

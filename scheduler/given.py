@@ -1,7 +1,9 @@
-"""Prompt positions whose embeddings are given: what stands for them in the prefix tree, and rows.
+"""Positions without a token id: what stands for them in the prefix tree, and their vectors.
 
-A position without a token id gets one that no token has, from `GIVEN` downwards, the same for equal
-vectors: so the tree finds a prefix again only where the vectors are the same.
+Such a position gets an id that no token has. Given embeddings have ids from `GIVEN` downwards, the
+same for equal vectors: so the tree finds a prefix again only where the vectors are the same. The
+virtual tokens of an adapter come before a prompt, and have ids from `VIRTUAL` downwards, by their
+index; whose they are, the salt of their root says, which has the adapter's digest.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ Vectors = npt.NDArray[np.float32]
 #: computed once more.
 _MOST_VECTORS = 1 << 16
 
-#: Ids of int32. When they begin anew, what had the first one has long been evicted.
-_MOST_IDS = (1 << 31) - 2
+#: When ids begin anew, what had the first one has long been evicted.
+_MOST_IDS = 1 << 30
+
+#: The id of an adapter's first virtual token.
+VIRTUAL = GIVEN - _MOST_IDS
 
 
 class VectorIds:
@@ -34,10 +39,14 @@ class VectorIds:
         self._given = 0
 
     def prompt_of(self, request: Request) -> Tokens:
-        """The prompt's tokens, and ids of vectors in the place of those that have one."""
-        prompt = np.asarray(request.prompt, dtype=np.int32)
+        """Virtual tokens, then the prompt's, with ids of vectors in the place of those given."""
+        virtual = request.virtual_tokens
+        prompt = np.empty(request.positions, np.int32)
+        prompt[:virtual] = VIRTUAL - np.arange(virtual)
+        prompt[virtual:] = request.prompt
         for given in request.given:
-            for at, vector in enumerate(_vectors(given.numbers, given.width), given.start):
+            start = virtual + given.start
+            for at, vector in enumerate(_vectors(given.numbers, given.width), start):
                 prompt[at] = self._id_of(vector.tobytes())
         return prompt
 
@@ -58,9 +67,10 @@ def vectors_of(request: Request, start: int, end: int) -> list[Vectors]:
     found = []
     for given in sorted(request.given, key=lambda given: given.start):
         rows = _vectors(given.numbers, given.width)
-        first, last = max(start, given.start), min(end, given.start + len(rows))
+        own = request.virtual_tokens + given.start
+        first, last = max(start, own), min(end, own + len(rows))
         if first < last:
-            found.append(rows[first - given.start : last - given.start])
+            found.append(rows[first - own : last - own])
     return found
 
 

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from tokenpod.scheduler.host_kv import HostKV
 from tokenpod.scheduler.radix import Node, RadixTree, Slots
-from tokenpod.scheduler.sequence import Sequence
+from tokenpod.scheduler.sequence import Owner, Sequence
 from tokenpod.scheduler.slots import Extent, SlotAllocator
 from tokenpod.scheduler.table import Ints, Table
 from tokenpod.scheduler.tails import Tails
@@ -38,15 +39,26 @@ class KV:
         caching: keep what has been computed for later requests; if False, only the samples of one
             request share its prompt.
         by_uses: evict what few requests have used, and not what was used longest ago.
+        host: what the host's memory holds; None: nothing.
     """
 
-    def __init__(self, slots: int, *, caching: bool = True, by_uses: bool = False) -> None:
+    def __init__(
+        self,
+        slots: int,
+        *,
+        caching: bool = True,
+        by_uses: bool = False,
+        host: HostKV | None = None,
+    ) -> None:
         self.total = slots
         #: Columns of the sequences that keys and values belong to.
         self.table = Table()
         self._caching = caching
         self.tree = RadixTree(by_uses=by_uses)
         self._allocator = SlotAllocator(slots)
+        self.host = host
+        if host is not None:
+            self.tree.spill = host.spill
 
     @property
     def free(self) -> int:
@@ -66,16 +78,54 @@ class KV:
         """
         request, usable = sequence.request, sequence.inputs[:-1]
         if not self._caching or (request.prompt_logprobs and sequence.scored):
-            usable = usable[:0]
+            usable = usable[: request.virtual_tokens * request.virtual_kv]
         node, length = self.tree.match(usable, request.salt)
         self.tree.lock(node)
         self._begin_after(sequence, node, length)
+        if self.host is not None and sequence.owner is not Owner.PROBE:
+            self.host.begin(sequence)
+
+    def place_virtual(self, sequence: Sequence) -> Slots:
+        """Put virtual tokens whose keys and values are ready into the tree, as far as need be.
+
+        The sequence, which has begun, goes on behind them.
+
+        Returns [n] the slots of the last n of them, int64: whoever runs the next step fills them.
+        """
+        request, node = sequence.request, sequence.node
+        virtual = request.virtual_tokens * request.virtual_kv
+        if sequence.shared >= virtual:
+            return _NO_SLOTS
+        assert node is not None
+        tokens = sequence.inputs[:virtual]
+        # Another one may have put them there since this one has begun.
+        found, known = self.tree.match(tokens, request.salt)
+        self.tree.lock(found)
+        slots = self._take_slots(virtual - known, known)
+        end = self.tree.append(found, tokens[known:], slots)
+        self.tree.lock(end)
+        self.tree.unlock(found)
+        self.tree.unlock(node)
+        self._begin_after(sequence, end, virtual)
+        return slots
+
+    def _take_slots(self, n: int, position: int) -> Slots:
+        """[n] slots that belong to no extent, int64."""
+        if not n:
+            return _NO_SLOTS
+        self._make_space(n, 0)
+        extents = self._allocator.allocate(n, position=position, room=0)
+        slots = _slots_from(extents, position, n)
+        for extent in extents:
+            self._allocator.drop(extent)
+        return slots
 
     def known(self, sequence: Sequence) -> int:
-        """Needed tokens that are computed, or in the tree if the sequence has not begun."""
+        """Needed tokens that are computed, or if the sequence has not begun, need not be."""
         if sequence.node is not None:
-            return sequence.computed
-        return self.tree.known(sequence.inputs[:-1], sequence.request.salt)
+            return sequence.computed + sequence.hosted.to_fetch
+        cached = self.tree.known(sequence.inputs[:-1], sequence.request.salt)
+        return cached if self.host is None else self.host.known(sequence, cached)
 
     def follow(self, sibling: Sequence, first: Sequence) -> None:
         """Begin a sample with the prompt of the first one, which has just been published."""
@@ -88,14 +138,42 @@ class KV:
 
     def withdraw(self, sequence: Sequence) -> None:
         """Undo `begin`."""
+        if self.host is not None:
+            self.host.withdraw(sequence)
         self._unlock(sequence)
         sequence.shared = sequence.computed = 0
 
+    def fetch(self, sequence: Sequence) -> None:
+        """Have what the host's memory has of a sequence copied. Raises OutOfSlots."""
+        assert self.host is not None
+        n = sequence.hosted.to_fetch
+        self.host.fetch(sequence, self.extend(sequence, n))
+        sequence.computed += n
+
+    def copies(self) -> tuple[Slots, Slots, list[int]]:
+        """What the next plan says of copies: see `HostKV.take`."""
+        return (_NO_SLOTS, _NO_SLOTS, []) if self.host is None else self.host.take()
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Keep what a sequence has computed in the host's memory; False: there is no room.
+
+        `release` comes next.
+        """
+        if self.host is None or sequence.node is None:
+            return False
+        n = min(sequence.computed, sequence.length)
+        slots = [self.tree.slots(sequence.node)[:n]]
+        if n > sequence.shared:
+            slots.append(_slots_from(sequence.extents, sequence.shared, n - sequence.shared))
+        return self.host.swap_out(sequence, np.concatenate(slots))
+
     def prefix_slots(self, sequence: Sequence) -> Slots:
-        """[shared] the slots of the cached prefix, int64, of a sequence that begins."""
-        node = sequence.node
+        """[n] the slots of the cached prefix and of what is copied behind it, int64, at first."""
+        node, copied = sequence.node, sequence.hosted.end - sequence.shared
         assert node is not None
         slots = _NO_SLOTS if node.parent is None else self.tree.slots(node)
+        if copied > 0:
+            slots = np.append(slots, _slots_from(sequence.extents, sequence.shared, copied))
         if sequence.tails is None:
             return slots
         return np.concatenate((slots, sequence.tails.before_step(sequence)))
@@ -217,6 +295,8 @@ class KV:
         """Take all slots of a sequence: what it computed goes to the tree, the rest is free."""
         if sequence.node is None:
             return
+        if self.host is not None:
+            self.host.withdraw(sequence)
         if sequence.tails is not None:
             self._leave_tails(sequence, sequence.tails)
             return
@@ -258,6 +338,8 @@ class KV:
         assert self.free + tree + private == self.total, (self.free, tree, private, self.total)
         locked = sum(len(node.tokens) for node in self.tree.nodes() if node.locks)
         assert locked == self.tree.locked_tokens, (locked, self.tree.locked_tokens)
+        if self.host is not None:
+            self.host.check(sequences)
 
     @staticmethod
     def _begin_after(sequence: Sequence, node: Node, length: int) -> None:
@@ -299,6 +381,14 @@ class KV:
         """Free at least `n` slots of the tree, or all that no sequence uses."""
         for slots in self.tree.evict(n):
             self._free(slots)
+
+    def flush(self) -> None:
+        """Forget all cached prefixes that no sequence uses."""
+        spill, self.tree.spill = self.tree.spill, None
+        self.evict(self.tree.tokens)
+        self.tree.spill = spill
+        if self.host is not None:
+            self.host.tier.clear()
 
     def _free(self, slots: Slots) -> None:
         if not len(slots):

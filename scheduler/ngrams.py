@@ -27,6 +27,8 @@ _Keys = npt.NDArray[np.int64]
 class NGrams:
     """A source of drafts (see `drafting.DraftSource`): the latest match of the last tokens."""
 
+    watched = True
+
     def __init__(self) -> None:
         self._indexes: dict[int, _Index] = {}
 

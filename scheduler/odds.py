@@ -12,17 +12,24 @@ Floats = npt.NDArray[np.float64]
 #: A share is that of the last 32 to 64 cases; and so many cases are taken from all rows together.
 _WINDOW = 64
 _PRIOR = 4.0
+#: (yes, cases) of guesses that there are always, and that are hoped to be good.
+_CERTAIN, _HOPED = (16.0, 16.0), (12.0, 16.0)
 
 
 class Odds:
-    """How often there are guesses, and how often they are right: by place in the table."""
+    """How often there are guesses, and how often they are right: by place in the table.
 
-    def __init__(self) -> None:
+    `hopeful`: guesses of which nothing is known are taken to be good ones.
+    """
+
+    def __init__(self, *, hopeful: bool = False) -> None:
         #: [3 shares, (yes, cases), places]: a step has guesses; the first is right; one behind a
         #: right one is.
         self._counts = np.zeros((3, 2, 64))
         #: The same of all rows together.
         self._all = np.array([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]])
+        if hopeful:
+            self._all[:] = [_CERTAIN, _HOPED, _HOPED]
 
     @property
     def cases(self) -> float:

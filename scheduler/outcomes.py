@@ -82,8 +82,10 @@ class Outcomes:
                 if self._drafting and sequence.id not in drafted:
                     self._drafting.watch(sequence, token)
                 self.take(sequence, token, at, now, settled)
-            elif sequence.constrained and not sequence.dead:
-                self._postpone(sequence)
+            elif sequence.constrained and not sequence.dead and at in step.rows_of_firsts:
+                row = step.rows_of_firsts[at]
+                # Drafts that may be wrong have been taken back.
+                self._postpone(sequence, 1 + (row in step.forced) * step.drafts_of(row))
 
     def counted(self, draft: Landed) -> Drafted:
         """Count a row's drafts, and tell of them."""
@@ -115,12 +117,12 @@ class Outcomes:
         if finish:
             self._end(sequence, END_STATES[finish])
 
-    def _postpone(self, sequence: Sequence) -> None:
-        """The mask of a row was late: its last position is computed again once it is there."""
-        self._kv.take_back(sequence, 1)
-        sequence.launched -= 1
+    def _postpone(self, sequence: Sequence, n: int) -> None:
+        """The mask of a row was late: its last `n` positions are computed again once it comes."""
+        self._kv.take_back(sequence, n)
+        sequence.launched -= n
         if sequence.owner is Owner.ROUTER:
-            self._routed.unsampled(sequence)
+            self._routed.unsampled(sequence, n)
         self._constrained.pause(sequence)
 
     def _take_tops(
@@ -145,11 +147,13 @@ class Outcomes:
 
     def _start(self, sequence: Sequence, settled: Settled) -> None:
         """The first token of a sequence has come."""
-        settled.started.append(Started(sequence.id, sequence.cached, sequence.began_at))
+        # Virtual tokens are not the client's.
+        cached = max(sequence.cached - sequence.request.virtual_tokens, 0)
+        settled.started.append(Started(sequence.id, cached, sequence.began_at))
         if not sequence.stream:
             # Samples share their prompt: it counts once.
             self._counts.prompt_tokens += len(sequence.request.prompt)
-            self._counts.cached_tokens += sequence.cached
+            self._counts.cached_tokens += cached
             if sequence.node is not None:
                 self._kv.tree.use(sequence.node)
 

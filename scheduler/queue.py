@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Protocol
 
-from tokenpod.scheduler.adapter_slots import AdapterSlots
+from tokenpod.scheduler.adapter_slots import AdapterSlots, needs_slot
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.batching import Joining
 from tokenpod.scheduler.kv import KV
@@ -23,6 +23,10 @@ from tokenpod.scheduler.sequence import Owner, Sequence
 
 #: (-priority, arrival, stream of the first sample, samples): sorts in the order of service.
 _Entry = tuple[int, int, int, list[Sequence]]
+
+
+#: Less than any -priority: requests that stand before all others.
+_FIRST = -(1 << 40)
 
 
 def _place(entry: _Entry) -> tuple[int, int]:
@@ -51,6 +55,7 @@ class Queue:
         joining: asks the batching policy, given the tokens that each of the batcher's waiting
             requests needs computed, in the queue's order.
         adapters: their slots.
+        swapped_first: what is swapped to the host's memory joins before all that waits.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class Queue:
         ledger: Callable[[], Ledger],
         joining: Callable[[Iterator[int]], Joining],
         adapters: AdapterSlots,
+        *,
+        swapped_first: bool = False,
     ) -> None:
         #: Tokens that waiting requests need computed.
         self.tokens = 0
@@ -70,7 +77,9 @@ class Queue:
         self._ledger = ledger
         self._joining = joining
         self._adapters = adapters
+        self._swapped_first = swapped_first
         self._arrivals = 0
+        self._swapped = 0
         self._waiting: list[_Entry] = []
         #: How many of the batcher's at the head fitted when the next entry did not, and nothing has
         #: been freed since; None: that is to be looked at.
@@ -78,6 +87,11 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def swapped(self) -> int:
+        """Entries of which the host's memory has what they had computed."""
+        return self._swapped
 
     @property
     def may_admit(self) -> bool:
@@ -103,16 +117,17 @@ class Queue:
     def add_again(self, samples: list[Sequence]) -> None:
         """Add samples that were admitted and have to begin anew, in their old place."""
         first = samples[0]
-        entry = (-first.request.priority, first.arrival, first.stream, samples)
+        entry = (*self._place_of(first), first.stream, samples)
         insort(self._waiting, entry)
         self.tokens += first.needed
+        self._swapped += first.hosted.swapped > 0
         if self._waiting[0] is entry or (self._fitted and self._waiting[-1] is not entry):
             self._fitted = None
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a sequence; False if it does not wait here."""
         # Every sequence that ends is looked for, and few wait: the order says where it would be.
-        place = (-sequence.request.priority, sequence.arrival)
+        place = self._place_of(sequence)
         at = bisect_left(self._waiting, place, key=_place)
         while at < len(self._waiting) and _place(self._waiting[at]) == place:
             samples = self._waiting[at][-1]
@@ -121,6 +136,7 @@ class Queue:
                 if not samples:
                     del self._waiting[at]
                     self.tokens -= sequence.needed
+                    self._swapped -= sequence.hosted.swapped > 0
                 self._fitted = None
                 return True
             at += 1
@@ -152,12 +168,28 @@ class Queue:
         for _, _, _, samples in self._waiting[:fitting]:
             first, *siblings = samples
             self.tokens -= first.needed
+            self._swapped -= first.hosted.swapped > 0
             for sequence in samples:
                 self._adapters.give(sequence)
+            self._fill_virtual(first)
             self._rows.give(first)
             self._rows.promise(len(siblings))
             self._planners[first.owner].start(samples)
         del self._waiting[:fitting]
+
+    def _fill_virtual(self, sequence: Sequence) -> None:
+        """Let a sequence begin behind the keys and values that its adapter has ready.
+
+        Its ledger has counted them as tokens that must be there before it grows.
+        """
+        slots = self._kv.place_virtual(sequence)
+        if len(slots):
+            first = sequence.request.virtual_tokens - len(slots)
+            self._adapters.fill(sequence.request.adapter, slots, first)
+
+    def _place_of(self, sequence: Sequence) -> tuple[int, int]:
+        first = self._swapped_first and sequence.hosted.swapped > 0
+        return _FIRST if first else -sequence.request.priority, sequence.arrival
 
     def _of_batcher(self) -> Iterator[_Entry]:
         return (entry for entry in self._waiting if entry[-1][0].owner is Owner.BATCHER)
@@ -179,7 +211,7 @@ class Queue:
     def _begin_fitting(self, limit: int) -> int:
         """Begin the first entries of the queue, as many as fit, at most `limit`; how many."""
         ledger, rows = self._ledger(), self._rows.free
-        adapters, is_full = self._adapters.in_use, False
+        adapters, is_full = self._adapters.in_used_slots, False
         #: The ledger's mark after each of them.
         marks: list[int] = []
 
@@ -190,9 +222,9 @@ class Queue:
         while True:
             for _, _, _, samples in self._waiting[fitting : min(2 * fitting or 1, limit)]:
                 rows -= len(samples)
-                adapters.add(samples[0].request.adapter)
-                # Each has a slot while it runs; 0 is none.
-                is_full = rows < 0 or len(adapters - {0}) > self._adapters.total
+                if needs_slot(samples[0].request):
+                    adapters.add(samples[0].request.adapter)
+                is_full = rows < 0 or len(adapters) > self._adapters.total
                 if is_full:
                     break
                 self._kv.begin(samples[0])

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+from tokenpod.scheduler.block_keys import Key, root_key
 
 if TYPE_CHECKING:
     from tokenpod.scheduler.blocks import BlockLog
@@ -45,6 +47,7 @@ class Node:
     __slots__ = (
         "children",
         "kept_until",
+        "keys",
         "listed",
         "locks",
         "parent",
@@ -74,6 +77,8 @@ class Node:
         #: that ledger notes of it.
         self.seen_by = 0
         self.kept_until = 0
+        #: What `spill` notes of it: keys of blocks that end in it, and perhaps of some before it.
+        self.keys: list[Key] = []
 
 
 class RadixTree:
@@ -100,6 +105,8 @@ class RadixTree:
         self._clock = 0
         #: Hears of what is added and removed; None: nobody asks.
         self.log: BlockLog | None = None
+        #: Is told of a leaf whose tokens are evicted but for the first so many, before they are.
+        self.spill: Callable[[Node, int], None] | None = None
 
     @property
     def evictable(self) -> int:
@@ -128,6 +135,7 @@ class RadixTree:
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = Node(_NO_TOKENS, _NO_SLOTS, None)
+            node.keys = [root_key(salt)]
         return node
 
     def known(self, tokens: Tokens, salt: str = "") -> int:
@@ -219,6 +227,8 @@ class RadixTree:
                 self._clock = max(self._clock, rank)
             if self.log is not None:
                 self.log.cut(leaf, keep)
+            if self.spill is not None:
+                self.spill(leaf, keep)
             freed.append(leaf.slots[keep:])
             n -= len(leaf.tokens) - keep
             self.tokens -= len(leaf.tokens) - keep

@@ -28,7 +28,7 @@ def never_fits(request: Request, limits: Limits) -> str:
             "log probabilities of the prompt are asked for: an encoder reads it, and gives its "
             "tokens none"
         )
-    length = len(request.prompt) + new_tokens
+    length = request.positions + new_tokens
     if length > limits.max_positions:
         return f"prompt and new tokens are {length}; at most {limits.max_positions} are possible"
     # Each sample but the first computes the last prompt token again.
@@ -37,7 +37,7 @@ def never_fits(request: Request, limits: Limits) -> str:
         return f"the request needs {need} tokens of KV cache; there are {limits.slots}"
     if samples > limits.max_rows:
         return f"the request has {samples} samples; {limits.max_rows} sequences run at once"
-    if request.adapter and not limits.adapter_slots:
+    if request.adapter and not request.virtual_tokens and not limits.adapter_slots:
         return f"adapter {request.adapter} is asked for, and there are no slots for adapters"
     if request.beam is not None and (problem := _no_search(request, request.beam, limits)):
         return problem
@@ -100,4 +100,4 @@ def too_much(op: Advance, waiting_tokens: int, limits: Limits) -> Failure | None
 
 def _bound(request: Request) -> int:
     """Slots that a request's first sample may come to need."""
-    return len(request.prompt) + request.stopping.max_new_tokens - 1
+    return request.positions + request.stopping.max_new_tokens - 1

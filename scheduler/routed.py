@@ -5,7 +5,7 @@ that join them, which get what is left of the step's prompt budget, shared with 
 `Advance` of new prompts alone takes as many steps as they need. Sequences that still wait for a row
 have no part in it. Where the sequences of several overlap, these run one after the other.
 
-    members of an Advance:  no row yet, or no budget left --------------> named in its answer
+    members of an Advance:  no row yet, copies under way, no budget ----> named in its answer
                             with a row: owed tokens --planned, settled--> nothing owed
 
 A router's sequences have their whole bound reserved and are never preempted.
@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tokenpod.core.capacity import MOST_DRAFTS
 from tokenpod.core.messages import Advance
 from tokenpod.core.outputs import Advanced
 from tokenpod.scheduler.admission import Ledger
 from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.forced import Forced
+from tokenpod.scheduler.rows import Rows
 from tokenpod.scheduler.sequence import Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 
@@ -56,10 +59,14 @@ class Routed:
     """Plans the sequences of Prefill and Decode.
 
     Args:
+        rows: of the executor.
+        forced: which tokens are forced.
         drafting: decides who has drafts; None: nobody.
     """
 
-    def __init__(self, drafting: Drafting | None = None) -> None:
+    def __init__(self, rows: Rows, forced: Forced, drafting: Drafting | None = None) -> None:
+        self._rows = rows
+        self._forced = forced
         self._drafting = drafting
         self.ops: list[_Op] = []
         #: Slots that sequences with a row may still take, up to their bounds.
@@ -124,9 +131,9 @@ class Routed:
         """Whether a step that is asked for names a sequence: only then can its end be told."""
         return any(sequence.id in op.members for op in self.ops)
 
-    def unsampled(self, sequence: Sequence) -> None:
-        """A sequence of the step that settles got no token: its mask was late."""
-        self.taken_back(sequence, 1)
+    def unsampled(self, sequence: Sequence, n: int) -> None:
+        """A sequence of the step that settles got none of its `n` tokens: its mask was late."""
+        self.taken_back(sequence, n)
         for op in self.ops:
             if sequence.id in op.open:
                 op.waiting.append(sequence.id)
@@ -159,6 +166,7 @@ class Routed:
         if op.begun and op.single:
             return 0
         if not op.begun:
+            self._fetch(op, step)
             self._begin(op)
         decoding: list[Sequence] = []
         planned: dict[int, Sequence] = {}
@@ -181,7 +189,9 @@ class Routed:
         if decoding:
             self._decode(decoding, step)
         self.reserved -= budget - left
-        op.begun = bool(planned) or op.begun or not op.waits
+        # Nothing but what waits for copies: these take milliseconds.
+        copied = any(sequence.hosted.late for sequence in op.members.values())
+        op.begun = bool(planned) or op.begun or not (op.waits or copied)
         if op.single and op.begun:
             self._end_after(op, planned)
         return budget - left
@@ -189,8 +199,10 @@ class Routed:
     def _decode(self, decoding: list[Sequence], step: StepBuilder) -> None:
         """Add the next token of these, and drafts within their bounds, which are reserved."""
         places = np.array([sequence.place for sequence in decoding], np.int64)
+        decoding, places, taken = self._forced.add_to(step, decoding, places)
+        self.reserved -= taken
         if self._drafting is not None:
-            split = self._drafting.split(decoding, places, wait=False)
+            split = self._drafting.split(decoding, places, wait=False, room=MOST_DRAFTS - taken)
             decoding, places = split.sequences, split.places
             for sequence, drafts in split.drafts:
                 step.draft(sequence, drafts)
@@ -199,12 +211,20 @@ class Routed:
             step.decode(decoding, places)
             self.reserved -= len(decoding)
 
+    def _fetch(self, op: _Op, step: StepBuilder) -> None:
+        """Have copied what the host's memory has of members with a row."""
+        for sequence in op.members.values():
+            if sequence.hosted.to_fetch and sequence.id in self._admitted and not sequence.dead:
+                self.reserved -= sequence.hosted.to_fetch
+                self._rows.renew(sequence)
+                step.fetch(sequence)
+
     def _begin(self, op: _Op) -> None:
         """Find the members that can have a part in a step; repeated until there is one."""
         ready = {
             i: sequence
             for i, sequence in op.members.items()
-            if i in self._admitted and not sequence.paused
+            if i in self._admitted and not (sequence.paused or sequence.hosted.late)
         }
         op.waiting = [i for i in op.members if i not in ready]
         op.owed = {i: _promised(sequence, op.chunks.get(i, 0)) for i, sequence in ready.items()}

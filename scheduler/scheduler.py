@@ -25,14 +25,17 @@ from tokenpod.scheduler.beams import Group
 from tokenpod.scheduler.blocks import BlockLog
 from tokenpod.scheduler.constrained import Constrained
 from tokenpod.scheduler.counts import Counts
-from tokenpod.scheduler.drafting import Drafting
+from tokenpod.scheduler.drafting import Drafting, Landed
 from tokenpod.scheduler.ends import finish
 from tokenpod.scheduler.exact import Exact
+from tokenpod.scheduler.forced import Forced
 from tokenpod.scheduler.given import VectorIds
+from tokenpod.scheduler.host_kv import HostKV
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.lateness import Lateness
 from tokenpod.scheduler.outcomes import Outcomes
 from tokenpod.scheduler.pace import Pace
+from tokenpod.scheduler.preemption import Always, Preemption
 from tokenpod.scheduler.probe import Probes
 from tokenpod.scheduler.queue import Planner, Queue
 from tokenpod.scheduler.refusals import malformed, never_fits, too_much
@@ -42,6 +45,8 @@ from tokenpod.scheduler.sequence import END_STATES, EndState, Owner, Sequence
 from tokenpod.scheduler.step import Step, StepBuilder
 from tokenpod.scheduler.table import Table
 from tokenpod.scheduler.work import Limits, Settled
+
+_RECOMPUTE = Always(swap=False)
 
 __all__ = ["Limits", "Scheduler", "Settled", "Step"]
 
@@ -55,6 +60,7 @@ class Scheduler:
             prompt tokens that every step with prompts is sure to compute.
         batching: makes the batching policy from the limits.
         drafting: makes what decides who has drafts; None: nobody has.
+        preemption: decides who is swapped to the host's memory.
     """
 
     #: What takes the tokens of steps.
@@ -67,15 +73,29 @@ class Scheduler:
         admission: Callable[[Table, Limits, int], Admission] = Exact,
         batching: Callable[[Limits], Batching] = Mixed,
         drafting: Callable[[KV], Drafting] | None = None,
+        preemption: Preemption = _RECOMPUTE,
     ) -> None:
         self.limits = limits
         caching = limits.prefix_caching and limits.sharing
         by_uses = limits.prefix_eviction == "lfu"
-        self.kv = KV(limits.slots + PROBE_TOKENS, caching=caching, by_uses=by_uses)
+        slots = limits.slots + PROBE_TOKENS
+        host = None
+        if limits.host_slots:
+            # The slot behind the pool's last one takes padding.
+            host = HostKV(
+                limits.host_slots,
+                first=slots + 1,
+                caching=caching,
+                least=limits.host_least,
+                block=limits.host_block,
+            )
+        self.kv = KV(slots, caching=caching, by_uses=by_uses, host=host)
         self._batching = batching(limits)
         self._admission = admission(self.kv.table, limits, self._batching.quantum)
         self._rows = Rows(limits.max_rows)
         self.adapters = AdapterSlots(limits.adapter_slots, limits.adapters)
+        #: Tokens that constraints force.
+        self.forced = Forced(self._rows, limits.forced)
         self._drafting = drafting(self.kv) if drafting else None
         self._batcher = Batcher(
             self.kv,
@@ -83,9 +103,11 @@ class Scheduler:
             self._admission,
             self._batching,
             self._requeue,
+            self.forced,
             self._drafting,
+            swaps=lambda sequence: preemption.swaps(sequence, self._alive(sequence.request)),
         )
-        self._routed = Routed(self._drafting)
+        self._routed = Routed(self._rows, self.forced, self._drafting)
         self._probes = Probes(self.kv, self._rows)
         planners: dict[Owner, Planner] = {
             Owner.BATCHER: self._batcher,
@@ -98,6 +120,7 @@ class Scheduler:
             ledger=self._ledger,
             joining=lambda waiting: self._batching.joining(self._batcher.running, waiting),
             adapters=self.adapters,
+            swapped_first=preemption.swapped_first,
         )
         #: Every sequence that exists, by id.
         self._sequences: dict[int, Sequence] = {}
@@ -151,10 +174,7 @@ class Scheduler:
         if failure is not None:
             return failure
         # A router's request of an adapter that has gone is the base model's, as of any other name.
-        known = [
-            r if self.adapters.knows(r.adapter) else msgspec.structs.replace(r, adapter=0)
-            for r in op.start
-        ]
+        known = [r if self.adapters.knows(r.adapter) else _of_base(r) for r in op.start]
         fresh = [sequence for r in known for sequence in self._make(r, Owner.ROUTER)]
         for sequence in fresh:
             self._enqueue([sequence])
@@ -205,9 +225,19 @@ class Scheduler:
         """The next step, or None if nothing can run."""
         self._late.drop(now, self._events)
         self._end_constrained()
-        self._queue.admit()
+        # Nothing comes back in a step in which something has to go.
+        if not self._queue.swapped or not self._batcher.lacks_room(self._slots_for_batcher):
+            self._queue.admit()
         builder = StepBuilder(self.kv, now)
+        host = self.kv.host
+        if host is not None:
+            host.step = self._steps + 1
         self._plan(builder)
+        if builder.empty and host is not None and host.flying:
+            # There is nothing else to compute: the step waits for the copies.
+            self._land(host, self._steps + 1)
+            self._plan(builder)
+            assert host.issued or not builder.empty, "copies to slots that may have gone"
         if builder.empty:
             self._rested = self._rested or not self._under_way
             return None
@@ -218,7 +248,11 @@ class Scheduler:
         self._rested = False
         rows = self._rows
         return builder.finish(
-            self._steps, rows.take_fresh(), rows.take_freed(), self.adapters.take_puts()
+            self._steps,
+            rows.take_fresh(),
+            rows.take_freed(),
+            self.adapters.take_puts(),
+            self.adapters.take_ready(),
         )
 
     def settle(
@@ -227,6 +261,8 @@ class Scheduler:
         tokens: Listing[int],
         now: int,
         tops: Mapping[int, Top] = MappingProxyType({}),
+        drafting_ns: int = 0,
+        arrived: int | None = None,
     ) -> Settled:
         """Take a step's outcome.
 
@@ -236,6 +272,8 @@ class Scheduler:
                 `plan.UNSAMPLED`: none was drawn, after a wrong draft or for want of a mask.
             now: in nanoseconds.
             tops: by index into `tokens`: the most likely ones, of rows that are beams.
+            drafting_ns: what the executor has taken to find drafts.
+            arrived: the last step whose copies from the host's memory are there; None: all are.
         """
         settled = Settled()
         if self.kv.table.constrained:
@@ -248,7 +286,9 @@ class Scheduler:
         self._under_way -= 1
         self.kv.table.in_flight[step.places] -= 1
         left = [sequence for sequence in step.sequences if sequence.ended_as is not None]
-        drafted = self._drafting.land(step, tokens, took) if self._drafting else {}
+        drafted: dict[int, Landed] = {}
+        if self._drafting:
+            drafted = self._drafting.land(step, tokens, took, drafting_ns)
         for draft in drafted.values():
             self._routed.taken_back(draft.sequence, draft.wrong)
         self._outcomes.take_each(step, tokens, tops, drafted, now, settled)
@@ -257,6 +297,8 @@ class Scheduler:
             if not sequence.in_flight:
                 self._free(sequence)
         self._batcher.settled()
+        if self.kv.host is not None:
+            self._land(self.kv.host, step.plan.step if arrived is None else arrived)
         settled.advanced += self._routed.settle(step)
         return settled
 
@@ -286,9 +328,9 @@ class Scheduler:
 
     def load(self) -> Load:
         """The counts that go to the service with every step."""
-        return Load(
+        load = Load(
             running=self._batcher.running + len(self._routed.sequences),
-            waiting=len(self._queue) + len(self._constrained.held),
+            waiting=len(self._queue) - self._queue.swapped + len(self._constrained.held),
             waiting_tokens=self._queue.tokens + self._constrained.held_tokens,
             slots=self.limits.slots,
             free_slots=max(self.kv.free - PROBE_TOKENS, 0),
@@ -298,10 +340,13 @@ class Scheduler:
             cached_tokens=self._counts.cached_tokens,
             evicted_tokens=self.kv.tree.evicted,
             adapters=len(self.adapters.in_use),
+            swapped=self._queue.swapped,
             ended=self._counts.ended,
             drafted_at=[*self._counts.drafted],
             accepted_at=[*self._counts.accepted],
         )
+        host = self.kv.host
+        return load if host is None else msgspec.structs.replace(load, **host.counts)
 
     def watch_cache(self, *, wanted: bool) -> None:
         """Note what changes in the prefix cache from now on, and all that it holds; or stop."""
@@ -315,7 +360,7 @@ class Scheduler:
 
     def flush_cache(self) -> None:
         """Forget every cached prefix that no sequence uses."""
-        self.kv.evict(self.kv.tree.tokens)
+        self.kv.flush()
 
     def check(self) -> None:
         """Raise AssertionError unless every slot and row is in exactly one place."""
@@ -334,9 +379,22 @@ class Scheduler:
         """
         batcher, budget = self._batcher, self.limits.prefill_tokens
         self._routed.plan(builder, budget - budget // 2 if batcher.has_prompts else budget)
-        slots = self.kv.available - self._routed.reserved - self._probes.reserved
-        batcher.plan(builder, budget - builder.prompt_tokens, slots)
+        batcher.plan(builder, budget - builder.prompt_tokens, self._slots_for_batcher)
         self._probes.plan(builder)
+
+    @property
+    def _slots_for_batcher(self) -> int:
+        return self.kv.available - self._routed.reserved - self._probes.reserved
+
+    def _land(self, host: HostKV, step: int) -> None:
+        """Copies of steps up to this one have arrived, or are waited for."""
+        landed = host.land(step)
+        for sequence in landed:
+            if sequence.dead and not sequence.in_flight:
+                self._free(sequence)
+        if landed:
+            self._batcher.settled()
+            self._queue.freed()
 
     def _ledger(self) -> Ledger:
         """A ledger with everything that has been admitted."""
@@ -400,23 +458,25 @@ class Scheduler:
 
     def _end_one(self, sequence: Sequence, state: EndState) -> None:
         sequence.ended_as = state
-        if sequence.owner is not Owner.PROBE and not self._runs_on(sequence.request):
+        if sequence.owner is not Owner.PROBE and not self._alive(sequence.request):
             self._counts.ends[state] += 1
         if not (self._constrained.forget(sequence) or self._queue.remove(sequence)):
             self._batcher.remove(sequence)
         if not sequence.in_flight:
             self._free(sequence)
 
-    def _runs_on(self, request: Request) -> bool:
-        """Whether a sample of a request has not ended."""
+    def _alive(self, request: Request) -> int:
+        """Samples of a request that have not ended."""
         samples = map(self._sequences.get, request.sequence_ids)
-        return any(sample is not None and not sample.dead for sample in samples)
+        return sum(sample is not None and not sample.dead for sample in samples)
 
     def _free(self, sequence: Sequence) -> None:
         self._admission.ended(sequence)
         if self._drafting:
             self._drafting.forget(sequence)
         self.kv.release(sequence)
+        if self.kv.host is not None:
+            self.kv.host.came_back(sequence)
         self._rows.give_back(sequence)
         for planner in (self._batcher, self._routed, self._probes):
             planner.released(sequence)
@@ -425,3 +485,8 @@ class Scheduler:
         del self._sequences[sequence.id]
         self.adapters.leave(sequence)
         sequence.leave()
+
+
+def _of_base(request: Request) -> Request:
+    """The same of the base model."""
+    return msgspec.structs.replace(request, adapter=0, virtual_tokens=0, virtual_kv=False)

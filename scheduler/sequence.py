@@ -10,6 +10,7 @@ import numpy as np
 
 from tokenpod.core.outputs import FinishCode
 from tokenpod.core.requests import Request
+from tokenpod.scheduler.host_tier import Hosted
 from tokenpod.scheduler.radix import Node, Tokens
 from tokenpod.scheduler.slots import Extent
 from tokenpod.scheduler.table import Table
@@ -108,11 +109,8 @@ class Sequence:
         self.inputs = prompt
         table.needed[self.place] = self.needed
         table.bound[self.place] = self.bound
-        # Drafts would need a mask each; and beams follow one another's tokens.
-        drafted = request.constraint is None and request.beam is None
-        # Under a constraint each token waits for its mask, which follows from the one before.
-        free = drafted and request.constraint is None
-        table.drafts[self.place] = request.drafts if free else 0
+        # Beams follow one another's tokens.
+        table.drafts[self.place] = request.drafts if request.beam is None else 0
         #: An output has been sampled after all of `inputs` had been computed.
         self.proven = False
         #: Its place in the queue within its priority.
@@ -133,6 +131,8 @@ class Sequence:
         self.node: Node | None = None
         #: Private slots, by position.
         self.extents: list[Extent] = []
+        #: What of it lies in the host's memory.
+        self.hosted = Hosted()
         #: Of a beam: what it has in place of `extents`, together with the others of its search.
         self.tails: Tails | None = None
         #: Of a beam: its search.
@@ -172,8 +172,8 @@ class Sequence:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt)
+        """Positions of the prompt, those of virtual tokens before it included."""
+        return self.request.positions
 
     @property
     def needed(self) -> int:
@@ -183,12 +183,12 @@ class Sequence:
     @property
     def bound(self) -> int:
         """Positions that will be computed at most: the last token's keys are never written."""
-        return len(self.request.prompt) + self.request.stopping.max_new_tokens - 1
+        return self.request.positions + self.request.stopping.max_new_tokens - 1
 
     @property
     def length(self) -> int:
         """Tokens known to exist: prompt and settled outputs."""
-        return len(self.request.prompt) + len(self.outputs)
+        return self.request.positions + len(self.outputs)
 
     @property
     def to_compute(self) -> int:

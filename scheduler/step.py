@@ -9,7 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from tokenpod.core.plan import GIVEN, LAST, Counts, NewRow, StepPlan
-from tokenpod.scheduler.given import Vectors, vectors_of
+from tokenpod.scheduler.given import VIRTUAL, Vectors, vectors_of
 from tokenpod.scheduler.kv import KV
 from tokenpod.scheduler.radix import Slots, Tokens
 from tokenpod.scheduler.sequence import Sequence
@@ -32,6 +32,8 @@ class Step:
     planned_at: int
     #: Nanoseconds since the step before had settled; None: it had not, or there was nothing to do.
     gap: int | None = None
+    #: Rows of the plan whose drafts are forced, and so right.
+    forced: frozenset[int] = frozenset()
 
     @cached_property
     def sampled(self) -> list[Sequence]:
@@ -41,12 +43,25 @@ class Step:
 
     @cached_property
     def drafting(self) -> list[tuple[int, int]]:
-        """Rows with drafts: the row of the plan, and which sample is its first."""
+        """Rows whose drafts may be wrong: the row of the plan, and which sample is its first."""
         rows = np.flatnonzero(self.plan.r_samples > 1)
         if not len(rows):
             return []
         firsts = self.plan.r_samples.cumsum() - self.plan.r_samples
-        return [*zip(rows.tolist(), firsts[rows].tolist(), strict=True)]
+        found = zip(rows.tolist(), firsts[rows].tolist(), strict=True)
+        return [(row, first) for row, first in found if row not in self.forced]
+
+    def drafts_of(self, row: int) -> int:
+        """How many drafts a row of the plan has."""
+        return max(int(self.plan.r_samples[row]) - 1, 0)
+
+    @cached_property
+    def rows_of_firsts(self) -> dict[int, int]:
+        """By the first sample of each row that is sampled, the row of the plan."""
+        samples = self.plan.r_samples
+        rows = np.flatnonzero(samples)
+        firsts = (samples.cumsum() - samples)[rows]
+        return dict(zip(firsts.tolist(), rows.tolist(), strict=True))
 
 
 @dataclass(slots=True)
@@ -57,6 +72,8 @@ class _Piece:
     start: int
     slots: Slots
     drafts: list[int] = field(default_factory=list)
+    #: The drafts are sure to be right.
+    forced: bool = False
 
     @property
     def tokens(self) -> Tokens:
@@ -73,6 +90,12 @@ class _Piece:
         """The token after each of `tokens`, as far as the prompt goes."""
         following = self.sequence.inputs[self.start + 1 : self.start + 1 + len(self.slots)]
         return np.maximum(following, 0)  # a given embedding has no id, and so no probability
+
+    @property
+    def virtual(self) -> int:
+        """How many of `tokens` are virtual, of an adapter that has their embeddings."""
+        end = min(self.start + len(self.slots), self.sequence.request.virtual_tokens)
+        return max(end - self.start, 0)
 
     @property
     def given(self) -> list[Vectors]:
@@ -144,17 +167,19 @@ class StepBuilder:
         self._pieces.append(_Piece(sequence, start, slots))
         self.prompt_tokens += n
 
-    def draft(self, sequence: Sequence, drafts: list[int]) -> None:
+    def draft(self, sequence: Sequence, drafts: list[int], *, forced: bool = False) -> None:
         """Add the next token of a sequence that decodes, and what may follow it.
 
-        It has no step in flight, and is in no other one before this has settled.
+        It has no step in flight, and is in no other one before this has settled; or with `forced`,
+        nothing else can follow it.
         """
         start, n = sequence.computed, 1 + len(drafts)
         slots = self._kv.extend(sequence, n)
         sequence.computed = start + n
         sequence.launched += n
-        self._kv.table.drafted[sequence.place] = len(drafts)
-        self._pieces.append(_Piece(sequence, start, slots, drafts))
+        if not forced:
+            self._kv.table.drafted[sequence.place] = len(drafts)
+        self._pieces.append(_Piece(sequence, start, slots, drafts, forced))
 
     def extend_beams(self, sequences: list[Sequence]) -> None:
         """Add the last output of each beam of a search. Raises OutOfSlots."""
@@ -165,6 +190,11 @@ class StepBuilder:
             self._pieces.append(_Output(sequence, sequence.computed, slots[at : at + 1]))
             sequence.computed += 1
             sequence.launched += 1
+
+    def fetch(self, sequence: Sequence) -> None:
+        """Have what the host's memory has of a sequence copied."""
+        sequence.began_at = sequence.began_at or self._now
+        self._kv.fetch(sequence)
 
     @property
     def empty(self) -> bool:
@@ -177,6 +207,7 @@ class StepBuilder:
         fresh: list[Sequence],
         freed: list[int],
         puts: list[tuple[int, int]] | None = None,
+        ready: list[tuple[int, int, int]] | None = None,
     ) -> Step:
         """Make the plan.
 
@@ -185,6 +216,7 @@ class StepBuilder:
             fresh: sequences that got a row since the last step.
             freed: rows that were given back since then.
             puts: slots of adapters, and what is to be put there first.
+            ready: KV slots, and whose adapter's virtual token gets its keys and values there.
         """
         ones = [piece for piece in self._pieces if len(piece.slots) == 1]
         longer = [piece for piece in self._pieces if len(piece.slots) > 1]
@@ -200,6 +232,7 @@ class StepBuilder:
         scored = self._scored(ones, longer, order)
         given = self._given(ones, longer, order)
         prefixes = [self._kv.prefix_slots(sequence) for sequence in fresh]
+        source, target, awaited = self._kv.copies()
         counts = Counts(
             rows=len(places),
             tokens=len(order) + sum(len(piece.slots) for piece in longer),
@@ -212,6 +245,10 @@ class StepBuilder:
             given=sum(map(len, given)),
             width=given[0].shape[1] if given else 0,
             puts=len(puts or ()),
+            soft=sum(piece.virtual for piece in self._pieces),
+            ready=len(ready or ()),
+            copies=len(source),
+            awaited=len(awaited),
         )
         asks = [NewRow(s.request, s.stream, tuple(s.outputs)) for s in fresh]
         plan = StepPlan.empty(number, counts, asks)
@@ -222,22 +259,29 @@ class StepBuilder:
             np.concatenate([*scored.values()], out=plan.scored_token)
         if given:
             np.concatenate(given, out=plan.given)
-            plan.t_token[plan.t_token <= GIVEN] = GIVEN - np.arange(counts.given)
+        if plan.embeds:
+            self._number_embeddings(plan, sequences)
         if counts.adapters:
             plan.r_adapter[:] = [sequence.adapter_slot for sequence in sequences]
         if puts:
             plan.put_slot[:], plan.put_adapter[:] = zip(*puts, strict=True)
+        if ready:
+            columns = zip(*ready, strict=True)
+            plan.ready_slot[:], plan.ready_adapter[:], plan.ready_index[:] = columns
+        plan.copy_from[:], plan.copy_to[:], plan.awaited[:] = source, target, awaited
         if counts.masked:
-            plan.r_masked[:] = self._kv.table.masked[places] & plan.r_samples
+            plan.r_masked[:] = self._kv.table.masked[places] & (plan.r_samples > 0)
         if freed:
             plan.freed[:] = freed
         if fresh:
             plan.n_row[:] = [sequence.row for sequence in fresh]
-            plan.n_draws[:] = [sequence.request.sampling.do_sample for sequence in fresh]
+            plan.n_flags[:] = [new.flags for new in asks]
             plan.n_prefix[:] = [*map(len, prefixes)]
             np.concatenate(prefixes, out=plan.prefix_slot, casting="same_kind")
         self._kv.table.in_flight[places] += 1
-        return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap)
+        first = len(places) - len(longer)
+        forced = frozenset(first + at for at, piece in enumerate(longer) if piece.forced)
+        return Step(plan, sequences, places, self.prompt_tokens, self._now, self.gap, forced)
 
     def _adapted(self, sequences: list[Sequence]) -> bool:
         return self._kv.table.adapted > 0 and any(s.adapter_slot for s in sequences)
@@ -253,9 +297,9 @@ class StepBuilder:
         # `launched` counts this step's tokens already.
         plan.r_output[:] = table.launched[places] - 1
         if longer:  # others have no drafts
-            drafted = table.drafted[places]
-            plan.r_samples += drafted.astype(np.int32)
-            plan.r_output -= drafted.astype(np.int32)
+            drafted = np.array([len(piece.drafts) for piece in longer], np.int32)
+            plan.r_samples[-len(longer) :] += drafted
+            plan.r_output[-len(longer) :] -= drafted
         plan.r_scored[:] = 0
 
     def _fill_tokens(
@@ -275,6 +319,17 @@ class StepBuilder:
             np.concatenate([piece.tokens for piece in longer], out=plan.t_token[singles:])
             parts = [piece.slots for piece in longer]
             np.concatenate(parts, out=plan.t_slot[singles:], casting="same_kind")
+
+    @staticmethod
+    def _number_embeddings(plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Let tokens without an id name rows of the step's table; the tree's ids stay here."""
+        tokens = plan.t_token
+        virtual, given = np.flatnonzero(tokens <= VIRTUAL), len(plan.given)
+        adapters = np.array([sequence.request.adapter for sequence in sequences], np.int32)
+        plan.soft_adapter[:] = adapters.repeat(plan.r_tokens)[virtual]
+        plan.soft_index[:] = VIRTUAL - tokens[virtual]
+        tokens[(tokens <= GIVEN) & (tokens > VIRTUAL)] = GIVEN - np.arange(given)
+        tokens[virtual] = GIVEN - given - np.arange(len(virtual))
 
     def _scored(self, ones: list[_Piece], longer: list[_Piece], order: Ints) -> dict[int, Tokens]:
         """By row, ascending: the tokens after those whose log probabilities are asked for."""

@@ -69,19 +69,30 @@ class Costs:
         #: Nanoseconds between two steps that don't overlap.
         self.gap = 0.0
         self._with, self._without = StepTimes(), StepTimes()
+        #: Of a draft model's small steps.
+        self._small = StepTimes()
 
     def note(self, tokens: int, nanoseconds: int, *, drafts: bool, gap: int | None) -> None:
         """A step without prompts has settled.
 
         Args:
             tokens: of all rows.
-            nanoseconds: since it was planned, or the one before it settled.
+            nanoseconds: since it was planned, or the one before it settled, less what finding
+                drafts took.
             drafts: whether it had any.
             gap: see `Step.gap`.
         """
         (self._with if drafts else self._without).note(tokens, nanoseconds)
         if gap is not None:
             self.gap += (min(gap, 2 * self.gap + 100_000) - self.gap) / 8
+
+    def note_small(self, rows: int, nanoseconds: int) -> None:
+        """A draft model has taken so long to find one token of each of so many rows."""
+        self._small.note(rows, nanoseconds)
+
+    def small(self, rows: float) -> float:
+        """Nanoseconds of such a step; 0: unknown, or there is no draft model."""
+        return self._small.of(rows) or 0.0
 
     def of(self, tokens: float, *, drafts: bool = True) -> float:
         """Nanoseconds of a step; 0: unknown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tokenpod.core.capacity import BLOCK
 from tokenpod.core.outputs import Advanced, Drafted, Failure, FinishCode, Started
 
 
@@ -31,6 +32,14 @@ class Limits:
     #: Adapters that running sequences can have at once, and those that have been read.
     adapter_slots: int = 0
     adapters: frozenset[int] = frozenset()
+    #: Tokens whose keys and values the host's memory holds; fewer than `host_least` in one place
+    #: are computed again rather than copied.
+    host_slots: int = 0
+    host_least: int = 1
+    #: Tokens that are kept together there.
+    host_block: int = BLOCK
+    #: Tokens that their masks force, of one row in a step besides its next one, at most.
+    forced: int = 0
 
 
 @dataclass(slots=True)
@@ -40,11 +49,12 @@ class Settled:
     sequence_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finishes: list[FinishCode] = field(default_factory=list)
-    #: By index into these: of tokens that were not sampled in this step, but chosen in a search.
+    #: By index into these: of tokens that were chosen in a search and not sampled in this step, and
+    #: of ends without a token.
     logprobs: dict[int, float] = field(default_factory=dict)
     started: list[Started] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     advanced: list[Advanced] = field(default_factory=list)
-    #: Parallel to the first three, of a step: which of its samples each token is.
+    #: Parallel to the first three: which of the step's samples each token is; -1: none of them.
     samples: list[int] = field(default_factory=list)
     drafted: list[Drafted] = field(default_factory=list)

@@ -41,6 +41,10 @@ _ORDERED = [
 ]
 
 
+#: The admissions under which memory may run out.
+_PREEMPTING = ("optimistic", "past_future")
+
+
 def flag(name: str) -> str:
     """`max_best_of` as it is written on the command line."""
     return f"--{name.replace('_', '-')}"
@@ -74,8 +78,10 @@ def contradictions(settings: ServerSettings) -> Iterator[str]:
     yield from _model_faults(settings)
     yield from _order_faults(settings)
     yield from _memory_faults(settings)
+    yield from _preemption_faults(settings)
     yield from _adapter_faults(settings)
     yield from _batching_faults(settings)
+    yield from _draft_faults(settings)
     yield from _network_faults(settings)
     yield from _shard_faults(settings)
     yield from _security_faults(settings)
@@ -117,14 +123,22 @@ def _memory_faults(s: ServerSettings) -> Iterator[str]:
         )
 
 
+def _preemption_faults(s: ServerSettings) -> Iterator[str]:
+    if s.preemption == "auto":
+        return
+    if s.admission not in _PREEMPTING:
+        allowed = " or ".join(_PREEMPTING)
+        yield f"--preemption is {s.preemption}: it needs --admission {allowed}, not {s.admission}"
+    elif s.preemption != "recompute" and not s.host_kv_bytes:
+        yield f"--preemption is {s.preemption}: it needs --host-kv-bytes"
+
+
 def _adapter_faults(s: ServerSettings) -> Iterator[str]:
     try:
         named = named_adapters(s.lora_adapters)
     except ValueError as error:
         yield f"--lora-adapters is {(s.lora_adapters or '')[:80]}: {error}"
         return
-    if named and s.max_adapters == 0:
-        yield "--max-adapters is 0: --lora-adapters names some"
     if len(named) > s.max_loaded_adapters:
         yield (
             f"--lora-adapters names {len(named)}: at most --max-loaded-adapters, which is"
@@ -136,7 +150,7 @@ def _adapter_faults(s: ServerSettings) -> Iterator[str]:
         return
     if s.adapter_folder is None:
         yield f"--adapter-token-file is {s.adapter_token_file}: --adapter-folder is needed with it"
-    if not s.resolved_adapters:
+    if s.max_adapters is None and not named:
         yield f"--adapter-token-file is {s.adapter_token_file}: --max-adapters is needed with it"
 
 
@@ -151,6 +165,11 @@ def _batching_faults(s: ServerSettings) -> Iterator[str]:
             f"--max-input-tokens is {s.max_input_tokens}: with --batching alternate it must be at"
             f" most --max-batch-prefill-tokens, which is {whole}"
         )
+
+
+def _draft_faults(s: ServerSettings) -> Iterator[str]:
+    if s.draft_model is not None and not s.speculate:
+        yield f"--draft-model is {s.draft_model}: --speculate is needed with it"
 
 
 def _network_faults(s: ServerSettings) -> Iterator[str]:

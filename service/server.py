@@ -35,7 +35,7 @@ from tokenpod.service.pod.control_stream import DrainRequests
 from tokenpod.service.pod.counters import PodCounters
 from tokenpod.service.pod.engine_process import ENGINE_COMMAND
 from tokenpod.service.pod.front_ends import FrontEndConfig, FrontEndLost, FrontEnds
-from tokenpod.service.pod.model_store import ModelNotFound, model_folder
+from tokenpod.service.pod.model_store import ModelNotFound, draft_folder, model_folder
 from tokenpod.service.pod.placement import engine_options
 from tokenpod.service.pod.progress import LoadingBar
 from tokenpod.service.pod.ranks import Ranks
@@ -70,6 +70,7 @@ from tokenpod.service.serving.serving import check_limits, request_limits
 from tokenpod.service.serving.shard import ShardService
 from tokenpod.service.telemetry.logs import configure_logging, print_error
 from tokenpod.service.telemetry.recorder import Telemetry
+from tokenpod.service.text.draft_vocabulary import check_draft
 from tokenpod.service.text.encoder import Encoder
 from tokenpod.service.text.tokenizer import TokenizerError
 
@@ -80,13 +81,15 @@ log = logging.getLogger("tokenpod")
 class Server:
     """A pod's first front end; `engine_command` is what runs the engine.
 
-    `adapters`: names and folders of those that are loaded with the model.
+    `adapters`: names and folders of those that are loaded with the model; `draft`: its draft
+    model's folder.
     """
 
     settings: ServerSettings
     model_folder: Path
     engine_command: Sequence[str] = ENGINE_COMMAND
     adapters: Sequence[tuple[str, str]] = ()
+    draft: Path | None = None
 
     async def run(self) -> int:
         """Serve until a signal; the process's exit status. Raises StartError."""
@@ -228,7 +231,9 @@ class Server:
         drains = DrainRequests(leads=settings.leads)
         life.callback(drains.close)
         ranks = await Ranks.start(
-            engine_options(settings, self.model_folder, state.listener.address, self.adapters),
+            engine_options(
+                settings, self.model_folder, state.listener.address, self.adapters, self.draft
+            ),
             bar.update,
             self.engine_command,
             links=state.counters.count,
@@ -277,6 +282,8 @@ class Server:
         try:
             async with asyncio.timeout(state.startup.left):
                 encoder = await Encoder.start(self.model_folder, self.settings, life)
+                if self.draft is not None:
+                    await asyncio.to_thread(check_draft, encoder.tokenizer, self.draft)
                 ready = await ranks.ready()
                 encoder.tokenizer.check(ready.vocab_size)
                 check_limits(self.settings, ready)
@@ -361,7 +368,8 @@ def run(settings: ServerSettings, engine_command: Sequence[str] = ENGINE_COMMAND
     configure_logging(level=settings.log_level, json_output=settings.json_output)
     try:
         folder, adapters = model_folder(settings), adapter_folders(settings.lora_adapters)
-        return uvloop.run(Server(settings, folder, engine_command, adapters).run())
+        draft = draft_folder(settings)
+        return uvloop.run(Server(settings, folder, engine_command, adapters, draft).run())
     except (StartError, ModelNotFound) as error:
         print_error(str(error), json_output=settings.json_output)
         return 1

@@ -99,9 +99,10 @@ class Settings(BaseSettings):
     """Make the head's weight in that format too. A head that is the embedding is then held twice,
     and read in fewer bits."""
     lora_adapters: str | None = _model(min_length=1)
-    """LoRA adapters that are loaded with the model, as `NAME=PATH,NAME=PATH@REVISION`: folders in
-    PEFT's layout, or names that are looked up in the local Hugging Face cache. A place without a
-    name is its own. TGI's variable LORA_ADAPTERS means the same."""
+    """Adapters that are loaded with the model (LoRA, prompt tuning, P-tuning or prefix tuning), as
+    `NAME=PATH,NAME=PATH@REVISION`: folders in PEFT's layout, or names that are looked up in the
+    local Hugging Face cache. A place without a name is its own. TGI's variable LORA_ADAPTERS means
+    the same."""
     adapter_folder: Path | None = _model()
     """Folder below which AdapterService may load adapters; each pod of a group has its own."""
     max_loaded_adapters: int = _memory(128, ge=1, le=4096)
@@ -109,10 +110,10 @@ class Settings(BaseSettings):
     max_adapters: int | None = _memory(
         derived="as many as lora-adapters names, 32 at most", ge=0, le=1024
     )
-    """Adapters that running sequences can have at once; others wait in the host's memory. Their
-    memory is taken at the start."""
+    """LoRA adapters that running sequences can have at once; others wait in the host's memory.
+    Their memory is taken at the start. Adapters of virtual tokens need none: 0 is fine for them."""
     max_adapter_rank: int = _memory(64, ge=1, le=512)
-    """Largest rank of an adapter. Each of max-adapters takes memory for it."""
+    """Largest rank of a LoRA adapter. Each of max-adapters takes memory for it."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory("auto")
     """Type of the KV cache. auto: dtype's. fp8_e4m3: 8 bits and one scale per head, on a GPU of
     compute capability 8.9 or more; twice the tokens of bfloat16, a little less exact. int8: 8 bits
@@ -220,7 +221,7 @@ class Settings(BaseSettings):
     """Which waiting requests may run. exact: those that can never run out of memory; reserve: as
     TGI, the sum of prompts and most new tokens fits; optimistic: as vLLM, the prompt fits now;
     past_future: as LightLLM, it fits if outputs are as long as lately. Under the last two the
-    request that came last makes room if memory runs out, and is computed again."""
+    request that came last makes room if memory runs out (preemption)."""
     batching: Literal["mixed", "alternate"] = _memory("mixed")
     """What a step holds. mixed: a token of every running request and pieces of prompts; alternate:
     as TGI, whole prompts by themselves while running requests pause, or tokens."""
@@ -234,9 +235,24 @@ class Settings(BaseSettings):
     prefix_eviction: Literal["lru", "lfu"] = _memory("lru")
     """Which of them make room for others. lru: those that were used longest ago; lfu: those that
     few requests have used."""
+    host_kv_bytes: int = _memory(0, ge=0)
+    """Memory of this pod's host, all ranks together, for keys and values that the KV cache has no
+    room for: prefixes that it forgets, and requests that made room for others. 0: none."""
+    host_kv_least_tokens: int = _memory(256, ge=1)
+    """Fewer tokens than this are computed again, and not copied from the host's memory: where
+    copying takes as long as computing."""
+    preemption: Literal["auto", "vllm", "recompute", "swap"] = _memory("auto")
+    """What becomes of a request that makes room, with host-kv-bytes. swap: its keys and values go
+    to the host's memory, and come back; recompute: they are computed again; auto: they are swapped
+    from host-kv-least-tokens on; vllm: as vLLM 0.5, they are swapped if several samples may still
+    run, and nobody joins before they are back. Whatever finds no room there is computed again."""
     speculate: int = _memory(0, ge=0, le=32)
-    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams): it
-    keeps those that it would have generated. Tokens stay the same. 0: none."""
+    """Tokens that a step may draft for a sequence, from what its text has repeated (n-grams) or by
+    draft-model: it keeps those that it would have generated. Tokens stay the same. 0: none."""
+    draft_model: str | None = _memory(None)
+    """A small model or an EAGLE-3 head that drafts instead of n-grams: a folder, or a name that is
+    in the local Hugging Face cache. A model's vocabulary must be the served one's; each rank has
+    all of it."""
     router_lease: float = _operation(30.0, ge=1, le=86_400)
     """Seconds after which a router's batch that no call names is released; not counted while a
     Prefill runs."""

@@ -129,7 +129,7 @@ def test_every_setting_can_be_given_as_a_variable(monkeypatch, tmp_path):
     odd |= {"num_nodes": "13", "master_port": "14", "shard_port": "15"}
     odd |= {"max_input_tokens": "17", "max_total_tokens": "18", "max_batch_total_tokens": "19"}
     odd |= {"max_batch_prefill_tokens": "19", "max_queue_tokens": "20"}
-    odd |= {"admission": "reserve", "batching": "alternate"}
+    odd |= {"admission": "optimistic", "batching": "alternate", "preemption": "swap"}
     given = {name: odd.get(name, "12") for name in ServerSettings.model_fields}
     for name, value in given.items():
         monkeypatch.setenv(variable(name), value)
@@ -190,6 +190,15 @@ def test_every_fault_is_told_on_a_line_of_its_own():
             {"max_batch_prefill_tokens": 9, "max_batch_total_tokens": 8},
             "--max-batch-prefill-tokens",
         ),
+        (
+            {"preemption": "swap", "host_kv_bytes": 9},
+            "--preemption is swap: it needs --admission optimistic or past_future, not exact",
+        ),
+        (
+            {"preemption": "vllm", "admission": "past_future"},
+            "--preemption is vllm: it needs --host-kv-bytes",
+        ),
+        ({"host_kv_bytes": -1}, "--host-kv-bytes is -1: it should be greater than or equal to 0"),
         ({"waiting_served_ratio": 1.2}, "--waiting-served-ratio is 1.2: it needs --batching alt"),
         (
             {"max_waiting_tokens": 20, "batching": "mixed"},
@@ -235,6 +244,8 @@ def test_settings_at_the_edge_of_each_rule_are_fine(tmp_path):
     load_settings(max_input_tokens=8, max_total_tokens=9, max_batch_total_tokens=9)
     load_settings(max_batch_prefill_tokens=9, max_batch_total_tokens=9)
     load_settings(port=0, health_port=0)
+    load_settings(admission="optimistic", preemption="recompute")
+    load_settings(admission="optimistic", preemption="swap", host_kv_bytes=1)
     load_settings(batching="alternate", max_input_tokens=8, max_batch_prefill_tokens=8)
     load_settings(batching="alternate", waiting_served_ratio=0, max_waiting_tokens=0)
 

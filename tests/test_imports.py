@@ -34,7 +34,9 @@ WITHOUT_PROTOBUF = ("core", "scheduler", "kernels", "models")
 
 
 def modules(folder: str) -> Iterator[Path]:
-    return (path for path in (ROOT / folder).rglob("*.py") if "_pb2" not in path.name)
+    # `make wheel` leaves a copy of the client in client/build.
+    found = ((path, path.relative_to(ROOT).parts) for path in (ROOT / folder).rglob("*.py"))
+    return (path for path, parts in found if "_pb2" not in path.name and "build" not in parts[:-1])
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -12,9 +12,10 @@ import grpc
 from tokenpod_client.channel import OPTIONS, metadata_of
 from tokenpod_client.errors import ServerError
 from tokenpod_client.patience import Patience
+from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, adapter_service_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod_client.protos.tokenpod.v1 import model_pb2
+from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tokenpod_client.reading import Answer, Delta, Reading
 from tokenpod_client.requests import GenerateOptions, Prompt, generate_request
@@ -50,6 +51,7 @@ class AsyncClient:
         else:
             self._channel = grpc.aio.secure_channel(address, credentials, OPTIONS)
         self._stub: Any = GenerationServiceStub(self._channel)
+        self._adapters: Any = AdapterServiceStub(self._channel)
         self._metadata = metadata_of(token)
         self._deadline, self._attempts = deadline, attempts
 
@@ -85,6 +87,17 @@ class AsyncClient:
         found: model_pb2.Model
         found = (await self._call(self._stub.GetModel, service.GetModelRequest(), deadline)).model
         return found
+
+    async def adapters(self, *, deadline: float | None = None) -> list[adapter_pb2.Adapter]:
+        """The adapters that requests can name, by their names; `deadline` is of each page."""
+        found: list[adapter_pb2.Adapter] = []
+        request = adapter_service_pb2.ListAdaptersRequest()
+        while True:
+            page = await self._call(self._adapters.ListAdapters, request, deadline)
+            found += page.adapters
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
 
     async def load(self, *, deadline: float | None = None) -> service.GetLoadResponse:
         """What runs and waits."""

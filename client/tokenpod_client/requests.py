@@ -10,8 +10,8 @@ from tokenpod_client.protos.tokenpod.v1 import chat_pb2, generation_pb2
 
 #: The protocol's, or {"role": ..., "content": ...} with a text.
 Message = chat_pb2.ChatMessage | Mapping[str, str]
-#: A text, token ids, or the messages of a chat.
-Prompt = str | Sequence[int] | Sequence[Message]
+#: A text, token ids, the messages of a chat, or a chat with its tools.
+Prompt = str | Sequence[int] | Sequence[Message] | chat_pb2.Chat
 
 #: Parts of a request, by the names of its fields.
 PARTS: dict[str, Any] = {
@@ -22,7 +22,7 @@ PARTS: dict[str, Any] = {
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Fields of `GenerateRequest` and of its parts that have a plain value; protos say more."""
+    """Fields of `GenerateRequest` and of its parts; protos say more."""
 
     max_new_tokens: int
     min_new_tokens: int
@@ -32,6 +32,8 @@ class GenerateOptions(TypedDict, total=False):
     include_stop_sequence: bool
     #: Seconds, or a timedelta.
     time_limit: float | timedelta
+    #: Fields of `EosBoost`.
+    eos_boost: Mapping[str, float]
     do_sample: bool
     temperature: float
     top_k: int
@@ -43,6 +45,7 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
+    allowed_token_ids: Sequence[int]
     seed: int
     watermark: bool
     n: int
@@ -50,9 +53,19 @@ class GenerateOptions(TypedDict, total=False):
     #: Fields of `BeamSearch`.
     beam: Mapping[str, float]
     return_logprobs: bool
+    return_ranks: bool
+    return_text_offsets: bool
     top_n_tokens: int
     return_prompt_logprobs: bool
-    return_text_offsets: bool
+    prompt_top_n_tokens: int
+    return_final_text: bool
+    raw_text: bool
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    #: Off: the tokens of each sample at once, when all have ended.
+    stream: bool
+    #: One field of `Constraint`.
+    constraint: Mapping[str, Any]
     truncate: int
     request_id: str
     priority: int
@@ -60,6 +73,7 @@ class GenerateOptions(TypedDict, total=False):
     adapter: str
     labels: Mapping[str, str]
     cache_salt: str
+    max_draft_tokens: int
 
 
 def generate_request(prompt: Prompt, **options: Any) -> generation_pb2.GenerateRequest:
@@ -72,7 +86,9 @@ def generate_request(prompt: Prompt, **options: Any) -> generation_pb2.GenerateR
     if unknown := options.keys() - known:
         raise TypeError(f"tokenpod.v1.GenerateRequest has no field {min(unknown)}")
     request = generation_pb2.GenerateRequest(**parts, **own)
-    if isinstance(prompt, str):
+    if isinstance(prompt, chat_pb2.Chat):
+        request.chat.CopyFrom(prompt)
+    elif isinstance(prompt, str):
         request.text = prompt
     elif all(isinstance(each, int) for each in prompt):
         request.token_ids.ids.extend(cast(Sequence[int], prompt))

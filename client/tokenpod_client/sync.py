@@ -13,9 +13,10 @@ import grpc
 from tokenpod_client.channel import OPTIONS, metadata_of
 from tokenpod_client.errors import ServerError
 from tokenpod_client.patience import Patience
+from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, adapter_service_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
-from tokenpod_client.protos.tokenpod.v1 import model_pb2
+from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import AdapterServiceStub
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import GenerationServiceStub
 from tokenpod_client.reading import Answer, Delta, Reading
 from tokenpod_client.requests import GenerateOptions, Prompt, generate_request
@@ -52,6 +53,7 @@ class Client:
             self._channel = grpc.secure_channel(address, credentials, OPTIONS)
         # The stubs' types are those of asyncio's channels.
         self._stub: Any = GenerationServiceStub(cast(Any, self._channel))
+        self._adapters: Any = AdapterServiceStub(cast(Any, self._channel))
         self._metadata = metadata_of(token)
         self._deadline, self._attempts = deadline, attempts
 
@@ -87,6 +89,17 @@ class Client:
         found: model_pb2.Model
         found = self._call(self._stub.GetModel, service.GetModelRequest(), deadline).model
         return found
+
+    def adapters(self, *, deadline: float | None = None) -> list[adapter_pb2.Adapter]:
+        """The adapters that requests can name, by their names; `deadline` is of each page."""
+        found: list[adapter_pb2.Adapter] = []
+        request = adapter_service_pb2.ListAdaptersRequest()
+        while True:
+            page = self._call(self._adapters.ListAdapters, request, deadline)
+            found += page.adapters
+            if not page.next_page_token:
+                return found
+            request.page_token = page.next_page_token
 
     def load(self, *, deadline: float | None = None) -> service.GetLoadResponse:
         """What runs and waits."""

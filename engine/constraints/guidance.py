@@ -15,7 +15,7 @@ import numpy as np
 
 from tokenpod.core.constraints import Constraint, JsonSchema, Reasoned, Tagged
 from tokenpod.engine.constraints.lark import grammar_of
-from tokenpod.engine.constraints.library import LimitReached, Refused, Words
+from tokenpod.engine.constraints.library import LimitReached, Matcher, Refused, Words
 
 #: Its tree of tokens holds none that is longer; those are never drawn under a constraint.
 _MOST_TOKEN_BYTES = 255
@@ -72,6 +72,7 @@ class Guidance:
             [*known, b"<|the end of the text|>"], [*special, self._vocab], self._vocab
         )
         self._tokenizer = llguidance.LLTokenizer(wrapped, eos_token=[self._vocab])
+        self._executor: llguidance.LLExecutor | None = None
 
     def compile(self, constraint: Constraint) -> GuidanceMatcher:
         """See `Library`."""
@@ -82,6 +83,26 @@ class Guidance:
         if made.is_error():
             raise Refused(_told(made.get_error()))
         return GuidanceMatcher(made, self._vocab)
+
+    def joins(self, matcher: Matcher) -> bool:
+        """See `Library`."""
+        return type(matcher) is GuidanceMatcher
+
+    def advance(
+        self, taken: Sequence[tuple[Matcher, int]], threads: int
+    ) -> list[tuple[Words, bool] | None]:
+        """See `Library`."""
+        executor = self._executor = self._executor or llguidance.LLExecutor(threads)
+        tokens = [(_library_matcher(matcher), token) for matcher, token in taken]
+        read = executor.consume_token_par(tokens)
+        going_on = [(matcher, at) for at, (matcher, _) in enumerate(tokens) if read[at]]
+        found = np.empty((len(taken), self._vocab // 32 + 1), np.int32)
+        executor.unsafe_compute_mask_ptr(going_on, found.ctypes.data, found.strides[0], len(found))
+        made: list[tuple[Words, bool] | None] = [None] * len(taken)
+        for matcher, at in going_on:
+            if not matcher.is_error():
+                made[at] = found[at, : -(-self._vocab // 32)], _without_end(found[at], self._vocab)
+        return made
 
     def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
         grammar = grammar_of(constraint, self._special)
@@ -111,9 +132,7 @@ class GuidanceMatcher:
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, _WORD_BYTES * len(found))
         if self._matcher.is_error():
             raise LimitReached(_told(self._matcher.get_error()))
-        last, bit = divmod(self._vocab, 32)
-        ends = bool(found[last] >> bit & 1)
-        found[last] &= np.int32((1 << bit) - 1)
+        ends = _without_end(found, self._vocab)
         words[:] = found[: len(words)]
         return ends
 
@@ -121,6 +140,19 @@ class GuidanceMatcher:
     def whole(self) -> bool:
         """See `Matcher`."""
         return bool(self._matcher.is_accepting())
+
+
+def _library_matcher(matcher: Matcher) -> llguidance.LLMatcher:
+    assert isinstance(matcher, GuidanceMatcher)
+    return matcher._matcher
+
+
+def _without_end(words: Words, vocab: int) -> bool:
+    """Take the token that stands for the end out of a mask; whether it was in it."""
+    last, bit = divmod(vocab, 32)
+    ends = bool(words[last] >> bit & 1)
+    words[last] &= np.int32((1 << bit) - 1)
+    return ends
 
 
 def _loosened(constraint: Constraint) -> Constraint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -51,4 +52,22 @@ class Library(Protocol):
 
     def compile(self, constraint: Constraint) -> Matcher:
         """A matcher at the beginning of a text. Raises Refused."""
+        ...
+
+    def joins(self, matcher: Matcher) -> bool:
+        """Whether `advance` takes this matcher."""
+        ...
+
+    def advance(
+        self, taken: Sequence[tuple[Matcher, int]], threads: int
+    ) -> list[tuple[Words, bool] | None]:
+        """Go on with a token of each of several matchers.
+
+        Args:
+            taken: matchers that join, with tokens that their last masks allow.
+            threads: used at most.
+
+        Returns what `fill` says of each, its words and whether the text may end; None: it has
+        reached a limit.
+        """
         ...

@@ -1,6 +1,8 @@
 """What the step loop does for constrained sequences, in the order of a turn.
 
-look      requests that are refused or compiled; masks that were late and are there now
+look      requests that are refused or compiled; masks that were late and are there now; tokens that
+          are forced
+prepare   masks along the drafts of a step that is about to be launched
 sample    a step's masked rows, while its forward runs or once it has run
 settled   tokens go to the workers, which make the next masks
 """
@@ -14,6 +16,7 @@ import numpy as np
 
 from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import MaskCounts
+from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.masks import Masks
 from tokenpod.engine.executor import Launched
@@ -76,6 +79,17 @@ class MaskedSteps:
         for sequence_id in waiting:
             if sequence_id not in over and self._masks.is_ready(sequence_id):
                 scheduler.masked(sequence_id)
+        scheduler.forced.known = self._masks.forced()
+
+    def prepare(self, step: Step) -> None:
+        """Let masks behind a step's drafts be made; those behind forced tokens are there."""
+        plan = step.plan
+        if not len(plan.r_masked):
+            return
+        for row in np.flatnonzero((plan.r_masked != 0) & (plan.r_samples > 1)).tolist():
+            if row not in step.forced:
+                output = int(plan.r_output[row])
+                self._masks.look_along(step.sequences[row].id, output, _drafts_of(plan, row))
 
     def sample(self, step: Step, launched: Launched) -> None:
         """Sample a step's masked rows; those whose masks are late are planned again."""
@@ -83,7 +97,10 @@ class MaskedSteps:
         if not plan.r_masked.any():
             return
         rows = np.flatnonzero(plan.r_masked).tolist()
-        wanted = {row: (step.sequences[row].id, int(plan.r_output[row])) for row in rows}
+        wanted = {
+            row: (step.sequences[row].id, int(plan.r_output[row]), _drafts_of(plan, row))
+            for row in rows
+        }
         until = now + int(_BEYOND * self._usual_ns)
         if self._overlap:
             until = max(self._began_at + int(_WITHIN * self._usual_ns), until)
@@ -96,14 +113,28 @@ class MaskedSteps:
 
     def settled(self, settled: Settled) -> dict[int, bool]:
         """Take a step's tokens; whether the texts that end are whole, by sequence id."""
+        taken: dict[int, list[int]] = {}
         satisfied = {}
         tokens = zip(settled.sequence_ids, settled.token_ids, settled.finishes, strict=True)
         for sequence_id, token, finish in tokens:
             if sequence_id not in self._masks:
                 continue
+            some = taken.setdefault(sequence_id, [])
+            if token >= 0:
+                some.append(token)
             if finish:
-                satisfied[sequence_id] = self._masks.ended(sequence_id, token, finish)
-            else:
-                self._masks.took(sequence_id, token)
+                satisfied[sequence_id] = self._masks.ended(sequence_id, some, finish)
+                del taken[sequence_id]
+        self._masks.took(taken)
         self._masks.forget(failure.sequence_id for failure in settled.failures)
         return satisfied
+
+
+def _drafts_of(plan: StepPlan, row: int) -> list[int]:
+    """What a row of a plan drafts."""
+    drafts = int(plan.r_samples[row]) - 1
+    if not drafts:
+        return []
+    end = int(plan.r_tokens[: row + 1].sum())
+    found: list[int] = plan.t_token[end - drafts : end].tolist()
+    return found

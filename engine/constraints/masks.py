@@ -6,8 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,8 +16,10 @@ from tokenpod.core.messages import Vocabulary
 from tokenpod.core.outputs import FinishCode, MaskCounts
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import CompileCache, Compiled
+from tokenpod.engine.constraints.compiling import Compiling
 from tokenpod.engine.constraints.library import Library, LimitReached, Refused, Words
 from tokenpod.engine.constraints.text import ConstrainedText
+from tokenpod.engine.constraints.together import read_together
 from tokenpod.engine.constraints.workers import Workers
 
 log = logging.getLogger("tokenpod.engine")
@@ -26,19 +27,6 @@ log = logging.getLogger("tokenpod.engine")
 #: A mask that takes longer sends the next one of its sequence to the slow workers.
 _SLOW_NS = 5_000_000
 _NEVER = "this model's vocabulary can't be used for constraints"
-
-
-@dataclass(slots=True)
-class _Compiling:
-    """A request whose constraint is being compiled."""
-
-    request: Request
-    asked_at: int
-    texts: list[ConstrainedText] | None = None
-    problem: str = ""
-    done: bool = False
-    #: Sequences that are over already.
-    gone: set[int] = field(default_factory=set)
 
 
 class Masks:
@@ -67,10 +55,10 @@ class Masks:
         self._workers: Workers | None = None
         self._cache = CompileCache(limits.cache_bytes)
         self._texts: dict[int, ConstrainedText] = {}
-        self._compiling: deque[_Compiling] = deque()
-        #: Guards `_awaited`, the texts whose masks the loop waits for.
+        self._compiling: deque[Compiling] = deque()
+        #: Guards texts' jobs, and `_awaited`: the texts that the loop waits for, and until when.
         self._lock = threading.Lock()
-        self._awaited: set[ConstrainedText] = set()
+        self._awaited: dict[ConstrainedText, Callable[[], bool]] = {}
         self._all_there = threading.Event()
         self._needed = self._late = self._nanoseconds = self._refused = 0
 
@@ -87,7 +75,7 @@ class Masks:
         """Compile a request's constraint; see `refusals` and `ready`."""
         if self._workers is None:
             self._workers = Workers(self._limits.workers)
-        job = _Compiling(request, self._clock())
+        job = Compiling(request, self._clock())
         self._compiling.append(job)
         self._workers.run(partial(self._compile, job), "compile")
 
@@ -96,7 +84,7 @@ class Masks:
         if not self._compiling:
             return []
         found: list[tuple[Request, str]] = []
-        left: deque[_Compiling] = deque()
+        left: deque[Compiling] = deque()
         most = self._limits.compile_seconds
         for job in self._compiling:
             late = self._clock() - job.asked_at > most * 1e9
@@ -127,25 +115,62 @@ class Masks:
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._texts
 
-    def took(self, sequence_id: int, token: int) -> None:
-        """A sequence has got a token and goes on: make its next mask."""
-        text = self._texts[sequence_id]
-        assert text.ready, f"sequence {sequence_id} was sampled without a mask"
-        assert self._workers is not None
-        text.ready = False
-        kind = "slow" if text.slow else "fast"
-        self._workers.run(partial(self._advance, text, token), kind)
+    def took(self, taken: Mapping[int, Sequence[int]]) -> None:
+        """Sequences have got tokens, each of them allowed, and go on: make their next masks."""
+        assert self._library is not None or not taken
+        together = []
+        for sequence_id, tokens in taken.items():
+            text = self._texts[sequence_id]
+            assert text.ready, f"sequence {sequence_id} was sampled without a mask"
+            self._needed += len(tokens)
+            unread = text.took(tokens)
+            if len(unread) == 1 and self._joins(text):
+                together.append((text, unread[0]))
+            elif unread:
+                self._do(text, text.read(unread))
+        if len(together) == 1:
+            [(text, token)] = together
+            self._do(text, text.read([token]))
+        elif together:
+            assert self._workers is not None
+            for text, _ in together:
+                text.busy = True
+            self._workers.run(partial(self._work_together, together), "fast")
 
-    def ended(self, sequence_id: int, token: int, finish: FinishCode) -> bool:
-        """A sequence has ended, with this token or (-1) without; whether its text is whole."""
+    def look_along(self, sequence_id: int, output: int, drafts: Sequence[int]) -> None:
+        """Make the masks behind drafts that are to be checked, from output number `output` on."""
+        text = self._texts.get(sequence_id)
+        if text is not None and not text.knows(drafts):
+            self._do(text, text.look_along(output, drafts))
+
+    def forced(self) -> dict[int, tuple[int, list[int]]]:
+        """By sequence, as far as there are any: an output's number, and what it and the next are.
+
+        Their masks allow nothing else, and the mask behind them is there.
+        """
+        return {
+            sequence_id: (text.taken, text.forced)
+            for sequence_id, text in self._texts.items()
+            if len(text.masks) > 1
+        }
+
+    def ended(self, sequence_id: int, tokens: Sequence[int], finish: FinishCode) -> bool:
+        """A sequence has ended, with these tokens more or without any; whether its text is whole.
+
+        Tokens are those of its last step.
+        """
         text = self._texts.pop(sequence_id)
+        self._needed += len(tokens)
         if finish in (FinishCode.EOS, FinishCode.STOP_TOKEN):
             return True
         if not text.ready:
             # A worker has it: it was ended by a limit, or by the clock.
             return False
+        # Masks behind forced tokens may be under way.
+        told = partial(text.tells_whole, tokens)
+        self._wait({text: told}, self._clock() + int(self._limits.mask_seconds * 1e9))
         try:
-            return text.whole if token < 0 else text.whole_with(token)
+            return told() and text.whole_with(tokens)
         except LimitReached:
             return False
 
@@ -167,29 +192,37 @@ class Masks:
                 found.append(sequence_id)
         return found
 
-    def masks(self, wanted: dict[int, tuple[int, int]], until: int) -> dict[int, Words]:
+    def masks(
+        self, wanted: Mapping[int, tuple[int, int, Sequence[int]]], until: int
+    ) -> dict[int, Words]:
         """Masks of a step's rows, as far as they are there at a moment; the loop waits that long.
 
         Args:
-            wanted: by row of the plan, a sequence and the number of its output token.
+            wanted: by row of the plan, a sequence, the number of its output token, and the drafts
+                from there on.
             until: nanoseconds.
 
-        Returns by row: [1, words].
+        Returns by row: [masks, words], one and one more for each draft that the one before allows.
         """
-        texts = {}
-        for row, (sequence_id, output) in wanted.items():
+        found: dict[int, Words] = {}
+        texts: dict[int, tuple[ConstrainedText, Sequence[int]]] = {}
+        for row, (sequence_id, output, drafts) in wanted.items():
             text = self._texts.get(sequence_id)
             # A row whose last token was not sampled is planned one too far.
-            if text is not None and output - text.taken <= (not text.ready):
-                texts[row] = text, output
-        self._wait({text for text, _ in texts.values() if not text.ready}, until)
-        self._needed += len(texts)
-        found = {
-            row: text.words[None]
-            for row, (text, output) in texts.items()
-            if text.ready and text.taken == output and not text.over
-        }
-        self._late += len(texts) - len(found)
+            if text is None or output != text.taken:
+                continue
+            if text.masks and not drafts and not text.masks[0].over:
+                found[row] = text.masks[0].words[None]
+            else:
+                texts[row] = text, drafts
+        if texts:
+            self._wait({text: partial(text.knows, some) for text, some in texts.values()}, until)
+        for row, (text, drafts) in texts.items():
+            if not text.over and (masks := text.masks_of(drafts)):
+                found[row] = np.stack(masks)
+        late = len(texts.keys() - found.keys())
+        self._late += late
+        self._needed += late
         return found
 
     @property
@@ -200,15 +233,31 @@ class Masks:
             self._needed, self._late, self._nanoseconds, cache.hits, cache.misses, self._refused
         )
 
-    def _wait(self, texts: set[ConstrainedText], until: int) -> None:
+    def _wait(self, texts: dict[ConstrainedText, Callable[[], bool]], until: int) -> None:
+        """Wait until what is asked of these texts is so; workers look after each mask."""
         with self._lock:
-            self._awaited = {text for text in texts if not text.ready}
+            self._awaited = {text: there for text, there in texts.items() if not there()}
             if not self._awaited:
                 return
             self._all_there.clear()
         self._all_there.wait(max(until - self._clock(), 0) / 1e9)
         with self._lock:
-            self._awaited = set()
+            self._awaited = {}
+
+    def _do(self, text: ConstrainedText, job: Iterator[None]) -> None:
+        """Let a worker do a job, behind those that this text has already."""
+        assert self._workers is not None
+        with self._lock:
+            text.jobs.append(job)
+            if text.busy:
+                return
+            text.busy = True
+        self._workers.run(partial(self._work, text), "slow" if text.slow else "fast")
+
+    def _joins(self, text: ConstrainedText) -> bool:
+        """Whether a text's next mask is made together with others'."""
+        apart = text.busy or text.slow or text.suspect
+        return not apart and self._library is not None and self._library.joins(text.matcher)
 
     # -- in workers ----------------------------------------------------------------------------
 
@@ -219,7 +268,7 @@ class Masks:
             log.error("constraints are off", extra={"reason": str(error)[:200]})
         self._known.set()
 
-    def _compile(self, job: _Compiling) -> None:
+    def _compile(self, job: Compiling) -> None:
         constraint = job.request.constraint
         assert constraint is not None
         try:
@@ -243,21 +292,59 @@ class Masks:
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         return Compiled(matcher, words, matcher.fill(words))
 
-    def _advance(self, text: ConstrainedText, token: int) -> None:
-        text.began_at = began = self._clock()
+    def _work_together(self, texts: list[tuple[ConstrainedText, int]]) -> None:
+        """Read a token of each text, then do the jobs that have come meanwhile.
+
+        None of them is timed by itself, so no clock ends one here: the library's limits do.
+        """
+        assert self._library is not None
+        assert self._workers is not None
+        began = self._clock()
         try:
-            text.advance(token)
-        except LimitReached:
-            text.over = text.broken = True
+            for made in read_together(self._library, texts, self._workers.fast):
+                self._tell(made)
         except BaseException as error:
-            log.error("a mask was not made", extra={"reason": type(error).__name__})
-            text.over = text.broken = True
+            log.error("masks were not made", extra={"reason": type(error).__name__})
+            for text, _ in texts:
+                text.end()
         took = self._clock() - began
-        text.slow = took > _SLOW_NS
+        self._tell([text for text, _ in texts], took)
+        for text, _ in texts:
+            text.suspect = took > _SLOW_NS
+            self._work(text)
+
+    def _work(self, text: ConstrainedText) -> None:
+        """Do a text's jobs, until it has none."""
+        while True:
+            with self._lock:
+                if not text.jobs:
+                    text.busy = False
+                    return
+                job = text.jobs.popleft()
+            text.began_at = self._clock()
+            try:
+                for _ in job:
+                    text.slow = self._made(text) > _SLOW_NS
+                    text.suspect = False
+            except BaseException as error:
+                log.error("a mask was not made", extra={"reason": type(error).__name__})
+                text.end()
+            self._made(text)
+            text.began_at = 0
+
+    def _made(self, text: ConstrainedText) -> int:
+        """A mask has been made, or a job is done; the nanoseconds that it took."""
+        now = self._clock()
+        took, text.began_at = now - text.began_at, now
+        self._tell([text], took)
+        return took
+
+    def _tell(self, texts: Iterable[ConstrainedText], took: int = 0) -> None:
+        """Tell the loop, if it waits, that these texts have masks more; count what they took."""
         with self._lock:
             self._nanoseconds += took
-            text.began_at = 0
-            text.ready = True
-            self._awaited.discard(text)
-            if not self._awaited:
-                self._all_there.set()
+            for text in texts:
+                if text in self._awaited and self._awaited[text]():
+                    del self._awaited[text]
+                    if not self._awaited:
+                        self._all_there.set()

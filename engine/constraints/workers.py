@@ -34,8 +34,10 @@ class Workers:
     def __init__(self, count: int = 0) -> None:
         sys.setswitchinterval(_SWITCH_SECONDS)
         cores = len(os.sched_getaffinity(0))
+        #: How many make fast masks.
+        self.fast = count or max(1, min(cores // 2, _MOST_WORKERS))
         kinds = {
-            "fast": count or max(1, min(cores // 2, _MOST_WORKERS)),
+            "fast": self.fast,
             "slow": _SLOW_WORKERS,
             "compile": max(1, min(cores // 4, _MOST_COMPILERS)),
         }

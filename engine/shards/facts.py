@@ -17,7 +17,7 @@ PROTOCOL = 3
 #: Options that each rank may have its own way. A new option must agree unless it is named here.
 _LOCAL = frozenset(
     {"model_folder", "device", "threads", "memory_fraction", "placement"}
-    | {"adapters", "adapter_folder"}
+    | {"adapters", "adapter_folder", "draft_folder"}
 )
 _DIGITS = 12
 _INDEX = "model.safetensors.index.json"
@@ -34,6 +34,7 @@ def facts_of(options: EngineOptions) -> dict[str, str]:
         "release": tokenpod.__version__,
         "config.json": _digest(_canonical(folder / "config.json")),
         "weights": _weights(folder),
+        "draft model": _draft(options.draft_folder),
         "device": options.device.partition(":")[0],
         "adapters": ", ".join(f"{name} {_adapter(folder)}" for name, folder in options.adapters),
         **{
@@ -42,6 +43,13 @@ def facts_of(options: EngineOptions) -> dict[str, str]:
             if name not in _LOCAL
         },
     }
+
+
+def _draft(folder: str | None) -> str:
+    if folder is None:
+        return "none"
+    config = _digest(_canonical(Path(folder) / "config.json"))
+    return f"{config}, {_weights(Path(folder))}"
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str], rank: int) -> str | None:

@@ -6,8 +6,9 @@ import torch
 
 from tokenpod.kernels.attention_ops import KVScales
 from tokenpod.kernels.cpu.pointwise import rms_norm
+from tokenpod.kernels.kv_rounding import quantise_each
 from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.reference.rotary import Rotation, quantise_each, rotate
+from tokenpod.kernels.reference.rotary import Rotation, rotate
 
 __all__ = ["refuse_other_scales", "rotate", "store_key_value"]
 

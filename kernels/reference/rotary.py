@@ -7,11 +7,9 @@ from typing import NamedTuple
 import torch
 
 from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.kv_rounding import store
 from tokenpod.kernels.pointwise_ops import HeadNorm
 from tokenpod.kernels.reference.pointwise import rms_norm
-
-#: A head whose numbers are all smaller is stored as zeros: what it is divided by would be infinite.
-LEAST_LARGEST = 1e-36
 
 
 class Rotation(NamedTuple):
@@ -60,34 +58,3 @@ def store_key_value(
     store(k, keys, t_slot, scales and scales.keys)
     store(v, values, t_slot, scales and scales.values)
     return apply_rotation(q, rotation)
-
-
-def store(
-    x: torch.Tensor, pool: torch.Tensor, t_slot: torch.Tensor, scale: torch.Tensor | None
-) -> None:
-    """Write x [T, K, D] to slots t_slot [T] of a pool, see `KVScales`."""
-    if scale is None:
-        pool[t_slot] = x
-    elif pool.dtype == torch.int8:
-        pool[t_slot], scale[t_slot] = quantise_each(x)
-    else:
-        pool[t_slot] = quantise(x, scale)
-
-
-def quantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """X [T, K, D] as e4m3 multiples of scale [K]; what is too large becomes the largest."""
-    most = torch.finfo(torch.float8_e4m3fn).max
-    return (x.float() / scale[:, None]).clamp(-most, most).to(torch.float8_e4m3fn)
-
-
-def quantise_each(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """X [T, K, D] as int8 multiples of a scale [T, K] for each head of each token.
-
-    A head with a number that is not finite has a scale that is not, so it reads as such.
-    """
-    wide = x.float()
-    largest = wide.abs().amax(-1)
-    usable = largest.isfinite() & (largest > LEAST_LARGEST)
-    inverse = torch.where(usable, 127 / largest, 0.0)
-    numbers = (wide * inverse[..., None]).nan_to_num(0).round()
-    return numbers.to(torch.int8), largest / 127

@@ -15,6 +15,7 @@ def offer(
     index: torch.Tensor,
     drawn: torch.Tensor,
     before: torch.Tensor,
+    t_token: torch.Tensor,
     drafts: torch.Tensor,
 ) -> torch.Tensor:
     """[m, vocab] rows of logits; -inf behind a wrong draft, so that nothing is drawn.
@@ -24,7 +25,8 @@ def offer(
         index: [m] int64 rows of `logits`.
         drawn: [samples] int64 tokens of the rounds before.
         before: [m] int64: which of `drawn` must be the row's draft; negative: none.
-        drafts: [m] int64.
+        t_token: [T] int64: the step's tokens.
+        drafts: [m] int64: which of them is the row's draft.
     """
     m, vocab_size = len(index), logits.shape[1]
     scores = logits.new_empty((m, vocab_size))
@@ -34,6 +36,7 @@ def offer(
         index,
         drawn,
         before,
+        t_token,
         drafts,
         scores,
         vocab_size,
@@ -50,6 +53,7 @@ def _offer(
     index,
     drawn,
     before,
+    t_token,
     drafts,
     scores,
     vocab_size,
@@ -60,7 +64,8 @@ def _offer(
     there = token < vocab_size
     last = tl.load(before + b)
     drawn_last = tl.load(drawn + last, mask=last >= 0, other=0)
-    right = there & ((last < 0) | (drawn_last == tl.load(drafts + b)))
+    draft = tl.load(t_token + tl.load(drafts + b), mask=last >= 0, other=0)
+    right = there & ((last < 0) | (drawn_last == draft))
     score = tl.load(
         logits + tl.load(index + b) * logits_stride + token, mask=right, other=-float("inf")
     )

@@ -140,10 +140,11 @@ def summarise(
     MOST_EDITS: tl.constexpr,
     SPLITS: tl.constexpr,
     GROUPS: tl.constexpr,
+    NOTE: tl.constexpr,
 ):
     """Join the splits; draw for greedy rows; tell `race` what it may leave out.
 
-    SPLITS is a power of two that holds `splits`.
+    SPLITS is a power of two that holds `splits`. NOTE: drawn tokens enter their rows' history.
     """
     b = tl.program_id(0)
     row = tl.load(b_row_ptr + b).to(tl.int64)
@@ -171,9 +172,10 @@ def summarise(
         log_mass = precise_log(tl.where(drawable, total, 1.0).to(tl.float32))
         tl.store(logprob_ptr + b, -log_mass)
         tl.store(stats_ptr + LOG_MASS, log_mass.to(tl.float64))
-        if drawable & ((flags & PROCESSED_TOPS) == 0):
-            counts_ptr += row * vocab_size
-            note(words_ptr, counts_ptr, row, edit_id_ptr, edit_value_ptr, token, MOST_EDITS)
+        if NOTE:  # noqa: SIM102 - known when it is compiled
+            if drawable & ((flags & PROCESSED_TOPS) == 0):
+                counts_ptr += row * vocab_size
+                note(words_ptr, counts_ptr, row, edit_id_ptr, edit_value_ptr, token, MOST_EDITS)
     elif flags & CUTS:
         moment = tl.load(moment_ptr + at, mask=there, other=0.0).to(tl.float64)
         moment += mass * tl.where(scale > 0, below, 0.0)
@@ -295,8 +297,9 @@ def finish(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PIVOTS: tl.constexpr,
+    NOTE: tl.constexpr,
 ):
-    """Rows that sample: the winner of all splits, or of what the cuts leave."""
+    """Rows that sample: the winner of all splits, or of what the cuts leave. NOTE: as above."""
     b = tl.program_id(0)
     row = tl.load(b_row_ptr + b).to(tl.int64)
     words_ptr += row * WORDS
@@ -345,6 +348,7 @@ def finish(
     tl.store(token_ptr + b, token.to(tl.int64))
     tl.store(logprob_ptr + b, score - log_mass)
     tl.store(stats_ptr + LOG_MASS, log_mass.to(tl.float64))
-    if (flags & PROCESSED_TOPS) == 0:
-        counts_ptr += row * vocab_size
-        note(words_ptr, counts_ptr, row, edit_id_ptr, edit_value_ptr, token, MOST_EDITS)
+    if NOTE:  # noqa: SIM102
+        if (flags & PROCESSED_TOPS) == 0:
+            counts_ptr += row * vocab_size
+            note(words_ptr, counts_ptr, row, edit_id_ptr, edit_value_ptr, token, MOST_EDITS)

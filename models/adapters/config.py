@@ -10,11 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from tokenpod.core.adapter_files import CONFIG
 from tokenpod.models.errors import ModelError
-from tokenpod.models.fields import Fields, read_fields
+from tokenpod.models.fields import Fields
 
 #: Fields that say nothing about what is computed from the saved tensors.
 _NEUTRAL = frozenset(
@@ -65,13 +63,8 @@ class LoraConfig:
         return alpha / (rank**0.5 if self.by_root else rank)
 
 
-def read_lora(folder: Path) -> LoraConfig:
-    """The config of the LoRA adapter in `folder`.
-
-    Raises ModelError for another kind of adapter, and for fields that are not understood.
-    """
-    fields = read_fields(folder / CONFIG)
-    fields.only("peft_type", "LORA")
+def read_lora(fields: Fields) -> LoraConfig:
+    """What a LoRA adapter's config says. Raises ModelError for fields that are not understood."""
     fields.only("bias", "none", "all", "lora_only")
     fields.only("init_lora_weights", *_INITIAL)
     _refuse_others(fields)

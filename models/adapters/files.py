@@ -14,11 +14,20 @@ from pathlib import Path
 import torch
 
 from tokenpod.core.adapter_files import CONFIG, WEIGHTS, digest_of
+from tokenpod.core.adapters import AdapterKind
 from tokenpod.models.adapters.config import LoraConfig, read_lora
 from tokenpod.models.adapters.targets import Place, Product, Targets
+from tokenpod.models.adapters.virtual import (
+    KINDS,
+    Virtual,
+    VirtualBase,
+    read_tensor,
+    read_virtual,
+)
 from tokenpod.models.errors import ModelError
+from tokenpod.models.fields import read_fields
 from tokenpod.models.shard import Shard
-from tokenpod.models.tensor_file import DTYPES, TensorFile
+from tokenpod.models.tensor_file import TensorFile
 from tokenpod.models.weights import Division
 
 _PREFIX = "base_model.model."
@@ -56,21 +65,26 @@ class Base:
     products: dict[str, Product]
     shard: Shard
     dtype: torch.dtype
-    #: Largest rank that fits into a slot.
+    #: Largest rank that fits into a slot; 0: there are no slots.
     max_rank: int
     #: The base's own biases, by product; [out] float32.
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
+    #: What virtual tokens must fit; None: they are not taken.
+    virtual: VirtualBase | None = None
 
 
-def read_adapter(folder: Path, base: Base) -> HostAdapter:
-    """This rank's part of the LoRA adapter in `folder`.
+def read_adapter(folder: Path, base: Base) -> HostAdapter | Virtual:
+    """This rank's part of the adapter in `folder`.
 
     Raises ModelError, in one line, for what is not understood, for an adapter of another base, and
     for ranks above the largest.
     """
     if not (folder / CONFIG).is_file():
         raise ModelError(f"{folder}: there is no {CONFIG}: it is no adapter in PEFT's layout")
-    config = read_lora(folder)
+    fields = read_fields(folder / CONFIG)
+    kind = fields.choice("peft_type", {"LORA": AdapterKind.LORA, **KINDS})
+    if kind is AdapterKind.LORA and not base.max_rank:
+        raise ModelError(f"{fields.source}: there are no slots for LoRA (--max-adapters is 0)")
     if not (folder / WEIGHTS).is_file():
         others = sorted(path.name for path in folder.glob("adapter_model.*"))
         found = f"; {', '.join(others)} is not read" if others else ""
@@ -81,7 +95,10 @@ def read_adapter(folder: Path, base: Base) -> HostAdapter:
         raise ModelError(f"{folder}: can't be read ({error.strerror})") from None
     file = TensorFile(folder / WEIGHTS)
     try:
-        return _Reader(file, config, base).read(digest)
+        if kind is AdapterKind.LORA:
+            return _Reader(file, read_lora(fields), base).read(digest)
+        assert base.virtual is not None, "whoever makes a store says what virtual tokens must fit"
+        return read_virtual(file, fields, digest, base.virtual)
     finally:
         file.close()
 
@@ -219,12 +236,7 @@ class _Reader:
         return Factors(down, up, bias)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        entry = self._file.entries[name]
-        if entry.kind not in ("F32", "F16", "BF16"):
-            raise ModelError(f"{self._file.name}: {name} holds {entry.kind} numbers")
-        target = torch.empty(entry.shape, dtype=DTYPES[entry.kind])
-        self._file.read(target, name, 0, entry.shape[1:])
-        return target
+        return read_tensor(self._file, name)
 
 
 def _module_name(name: str) -> str:

@@ -10,16 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from tokenpod.core.adapters import AdapterKind
 from tokenpod.kernels.adapter_ops import AdapterWeights
 from tokenpod.kernels.batch import ForwardBatch
 from tokenpod.kernels.ops import Operations
+from tokenpod.kernels.pool import KVPool
 from tokenpod.models.adapters.files import Base, read_adapter
 from tokenpod.models.adapters.targets import Targets, aligned, products_of, slot_shape
+from tokenpod.models.adapters.virtual import Virtual, VirtualBase
 from tokenpod.models.linear import Read, Weights
-from tokenpod.models.shard import Shard
 from tokenpod.models.weights import Weight
+
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class Packed:
     digest: str
     #: [rows, numbers] as `targets.slot_shape`, without ranks that it does not have.
     numbers: torch.Tensor
+    kind: AdapterKind = AdapterKind.LORA
+    virtual_tokens: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +76,9 @@ class AdapterStore:
         self._slots = torch.empty(shape, dtype=base.dtype, device=device).zero_()
         self._weights = self._views(self._slots)
         #: By the number that requests have.
-        self._read: dict[int, Packed] = {}
+        self._read: dict[int, Packed | Virtual] = {}
+        #: How many there are.
+        self.slots = space.slots
 
     @property
     def nbytes(self) -> int:
@@ -95,9 +105,11 @@ class AdapterStore:
 
     # -- adapters on the host ------------------------------------------------------------------
 
-    def read(self, folder: Path) -> Packed:
+    def read(self, folder: Path) -> Packed | Virtual:
         """This rank's part of an adapter. Any thread may read. Raises ModelError."""
         adapter = read_adapter(folder, self._base)
+        if isinstance(adapter, Virtual):
+            return adapter
         shape = slot_shape(self._base.products.values(), adapter.rank)
         # Pinned, so that its copy to a GPU need not wait for the host.
         pinned = self._device.type == "cuda"
@@ -111,7 +123,7 @@ class AdapterStore:
                 weights.bias[0] = factors.bias
         return Packed(adapter.rank, adapter.digest, numbers)
 
-    def keep(self, number: int, adapter: Packed) -> None:
+    def keep(self, number: int, adapter: Packed | Virtual) -> None:
         """Know an adapter by its number from now on."""
         self._read[number] = adapter
 
@@ -124,8 +136,30 @@ class AdapterStore:
     def put(self, slot: int, number: int) -> None:
         """Put an adapter into a slot, from 1, in the order of the device's queue."""
         adapter, at = self._read[number], slot - 1
+        assert isinstance(adapter, Packed), "virtual tokens have no slots"
         self._slots[at, : len(adapter.numbers)].copy_(adapter.numbers, non_blocking=True)
         self._ranks[at : at + 1].fill_(adapter.rank)
+
+    # -- virtual tokens ------------------------------------------------------------------------
+
+    def embeddings(self, numbers: Ints, indices: Ints) -> torch.Tensor:
+        """[n, width] on the host: which virtual tokens of which adapters."""
+        width = self._virtual(int(numbers[0])).numbers.shape[1]
+        made = torch.empty(len(numbers), width, dtype=self._base.dtype)
+        for number, at in _places(numbers):
+            made[at] = self._virtual(number).numbers[torch.from_numpy(indices[at]).long()]
+        return made
+
+    def fill(self, pool: KVPool, slots: Ints, numbers: Ints, indices: Ints) -> None:
+        """Write the keys and values of virtual tokens to slots [n], in the order of the queue."""
+        for number, at in _places(numbers):
+            which = torch.from_numpy(indices[at]).long()
+            pool.write(torch.from_numpy(slots[at]), self._virtual(number).numbers[:, :, which])
+
+    def _virtual(self, number: int) -> Virtual:
+        adapter = self._read[number]
+        assert isinstance(adapter, Virtual), f"adapter {number} has no virtual tokens"
+        return adapter
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -143,12 +177,17 @@ class AdapterStore:
         return None if weights is None else self._ops.adapt(x(), weights, step.adapters)
 
 
+def _places(numbers: Ints) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    """Adapters, and where each of them is named."""
+    return [(int(number), np.flatnonzero(numbers == number)) for number in np.unique(numbers)]
+
+
 def store_of(
     targets: Targets,
     weights: Sequence[Weight],
     tensors: Weights,
     space: Space,
-    shard: Shard,
+    virtual: VirtualBase,
     ops: Operations,
 ) -> AdapterStore:
     """An empty store for a rank's part of a model, all of its memory taken.
@@ -158,15 +197,16 @@ def store_of(
         weights: of the model.
         tensors: what this rank has read of them.
         space: how many slots, of which rank.
-        shard: whose part it is.
+        virtual: whose part it is, and what virtual tokens must fit.
         ops: the model's.
     """
-    table = tensors["embedding"]
+    table, shard = tensors["embedding"], virtual.shard
     assert isinstance(table, torch.Tensor)
     products = {product.name: product for product in products_of(weights, shard)}
     named = {name: tensors[f"{name}_bias"] for name, p in products.items() if p.has_bias}
     biases = {
         name: bias.float().cpu() for name, bias in named.items() if isinstance(bias, torch.Tensor)
     }
-    base = Base(targets, products, shard, table.dtype, space.rank, biases)
+    max_rank = space.rank if space.slots else 0
+    base = Base(targets, products, shard, table.dtype, max_rank, biases, virtual)
     return AdapterStore(base, space, ops, table.device)

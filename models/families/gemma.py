@@ -30,7 +30,7 @@ def gemma_decoder(
         assert isinstance(layer.attention, Attention)
         return replace(changed(layer, qk_norm=layer.attention.qk_norm and norm), norms=own)
 
-    embedding = Embedding(scale=spec.hidden_size**0.5)
+    embedding = Embedding(scale=spec.hidden_size**0.5, scales_given=False)
     return replace(each_layer(spec, layer), norm=norm, embedding=embedding)
 
 

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tokenpod.models.fields import Fields
+from tokenpod.models.tier.bounds import check_bounds
 from tokenpod.models.tier.errors import NotServed
 
 #: Fields of a config.json that say how to run code, or what to do besides the model's arithmetic.
@@ -46,6 +47,7 @@ def config_of(found: type[PreTrainedModel], fields: Fields) -> PreTrainedConfig:
     """The class's config. Raises NotServed for what can't be served."""
     kind = found.config_class
     assert kind is not None
+    check_bounds(fields.values)
     asked = fields.text("model_type", kind.model_type)
     if asked != kind.model_type:
         raise NotServed(f"model_type is {asked}; {found.__name__} has {kind.model_type}")

@@ -196,6 +196,8 @@ def widest_of(model: Any) -> int:
         for weight in model.parameters()
         if weight.ndim > 1 and id(weight) not in tables
     ]
+    if not widths:
+        raise NotServed("its config.json has no layers")
     return max(widths)
 
 

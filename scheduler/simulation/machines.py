@@ -19,6 +19,8 @@ class Machine:
         prefill_tokens: prompt tokens of a step, by default.
         positions: longest sequence.
         overlap: whether a step is planned while the one before runs.
+        slot_bytes: of a token's keys and values.
+        copy_rate: bytes per second between them and the host's memory, one way at a time.
     """
 
     name: str
@@ -28,6 +30,8 @@ class Machine:
     prefill_tokens: int
     positions: int
     overlap: bool
+    slot_bytes: int
+    copy_rate: float
 
     @property
     def step_times(self) -> StepTimes:
@@ -59,6 +63,9 @@ _H200 = Machine(
     prefill_tokens=4096,
     positions=131_072,
     overlap=True,
+    slot_bytes=128 << 10,
+    # Not measured: what is usual for the 63 GB/s of PCIe 5.0 x16.
+    copy_rate=50e9,
 )
 
 #: The embedded model in float32 on one thread of a two-core machine that others used too
@@ -84,6 +91,9 @@ _CPU = Machine(
     prefill_tokens=512,
     positions=2048,
     overlap=False,
+    slot_bytes=8 << 10,
+    # Copies are memory to memory there; of a single thread, not measured.
+    copy_rate=2e9,
 )
 
 #: --gpu.

@@ -12,12 +12,14 @@ are taken in one jump (`SkippingScheduler.skip`); what comes out is the same as 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tokenpod.core.outputs import Load
+from tokenpod.core.plan import StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.scheduler import Step
@@ -77,6 +79,7 @@ class Simulator:
         max_new_tokens: of requests that don't say.
         max_input_tokens: a request with a longer prompt is refused; None: what fits is served.
         overlap: a step is planned while the one before runs.
+        copy_seconds: of a token's keys and values, to the host's memory or from it.
         jumps: take uneventful runs of steps at once.
         on_step: called with each step that has settled, and when; with `jumps` not for skipped
             ones.
@@ -88,6 +91,7 @@ class Simulator:
     max_new_tokens: int
     max_input_tokens: int | None = None
     overlap: bool = False
+    copy_seconds: float = 0.0
     jumps: bool = True
     on_step: Callable[[Step, int], None] | None = None
     _now: int = 0
@@ -99,6 +103,9 @@ class Simulator:
     _cached: dict[int, int] = field(default_factory=dict)
     _refused: set[int] = field(default_factory=set)
     _prompt_tokens: int = 0
+    #: When the queue of copies is empty, and when those of steps have come in.
+    _copied: int = 0
+    _coming: deque[tuple[int, int]] = field(default_factory=deque)
     _steps: int = 0
     _skipped: int = 0
     _use: float = 0.0
@@ -174,7 +181,7 @@ class Simulator:
 
     def _launch(self, step: Step, previous: _Flying | None) -> None:
         size = _size(step)
-        begin = max(self._now, previous.end if previous else 0)
+        begin = self._copy(step.plan, max(self._now, previous.end if previous else 0))
         self._flying = _Flying(step, begin + self.step_times.nanoseconds(size), size)
         self._steps += 1
         self._prompt_tokens += step.prompt_tokens
@@ -182,12 +189,31 @@ class Simulator:
         self._use += float((self._flying.end - begin) * used)
         self._most_used = max(self._most_used, used)
 
+    def _copy(self, plan: StepPlan, begin: int) -> int:
+        """When a step begins whose copies are queued then: later, if it waits for some."""
+        if len(plan.copy_from):
+            each = round(_SECOND * self.copy_seconds)
+            self._copied = max(self._copied, begin) + each * len(plan.copy_from)
+            if plan.copy_from[-1] > self.scheduler.kv.total:
+                self._coming.append((plan.step, self._copied))
+        for behind in plan.awaited.tolist():
+            while self._coming and self._coming[0][0] <= plan.step - behind:
+                begin = max(begin, self._coming.popleft()[1])
+        return begin
+
+    @property
+    def _arrived(self) -> int | None:
+        """The last step whose copies are there; None: all are."""
+        while self._coming and self._coming[0][1] <= self._now:
+            self._coming.popleft()
+        return self._coming[0][0] - 1 if self._coming else None
+
     def _settle(self, flying: _Flying) -> None:
         self._now = flying.end
         step, plan = flying.step, flying.step.plan
         ends = plan.r_output + flying.later + 1 == self._due[step.places]
         tokens = ends[plan.r_samples > 0].astype(np.int64).tolist()
-        settled = self.scheduler.settle(step, tokens, self._now)
+        settled = self.scheduler.settle(step, tokens, self._now, arrived=self._arrived)
         if settled.sequence_ids:
             whose = np.array(settled.sequence_ids, np.int64)
             self._came.append((np.array([self._now]), whose))

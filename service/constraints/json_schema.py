@@ -11,6 +11,7 @@ import math
 from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
+from tokenpod.service.constraints.formats import spell_format
 from tokenpod.service.constraints.regex import problem_of
 
 #: Keywords whose value is a schema, a list of schemas, or schemas by name.
@@ -73,7 +74,7 @@ def read_schema(text: str) -> dict[str, Any]:
 def check_schema(schema: dict[str, Any]) -> Generator[None]:
     """Raise SchemaError for what is not served; yields now and then.
 
-    Keywords with neutral values are taken out.
+    Keywords with neutral values are taken out, and some formats become patterns.
     """
     draft = schema.get("$schema")
     if draft is not None and not (isinstance(draft, str) and any(d in draft for d in _DRAFTS)):
@@ -93,6 +94,7 @@ def check_schema(schema: dict[str, Any]) -> Generator[None]:
             raise SchemaError(place, f"a schema is an object, not {_kind(each)}")
         for keyword in [name for name, neutral in _NEUTRAL.items() if each.get(name) is neutral]:
             del each[keyword]
+        spell_format(each)
         for keyword, value in each.items():
             waiting += _below(keyword, value, f"{place}/{_escaped(keyword)}", depth)
 

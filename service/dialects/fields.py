@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from tokenpod.service.rpc.errors import FieldError
+from tokenpod.service.rpc.errors import FieldError, InvalidArgument
 
 #: Token ids that are copied before others get their turn: some milliseconds.
 _SLICE_IDS = 32_768
@@ -81,3 +82,26 @@ def within(path: str) -> Iterator[None]:
         inside = "" if error.field.startswith("metadata ") else f"{path}."
         error.rename(f"{inside}{error.field}")
         raise
+
+
+@contextlib.contextmanager
+def field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Let InvalidArgument name fields as a dialect's clients know them.
+
+    Args:
+        names: the dialect's path of a field or of a message, by ours; others stay as they are.
+    """
+    try:
+        yield
+    except InvalidArgument as error:
+        error.rename(_renamed(error.field, names))
+        raise
+
+
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    """`field` with the longest part of its path that has another name replaced."""
+    ends = [len(field), *(match.start() for match in reversed([*re.finditer(r"[.\[]", field)]))]
+    for end in ends:
+        if field[:end] in names:
+            return names[field[:end]] + field[end:]
+    return field

@@ -1,36 +1,30 @@
 """Every limit on what clients send, in one place.
 
 Each check names the field, its value and the limit, and raises InvalidArgument. Fields have the
-names that `serving/calls.py` and generate.v3 give them; a dialect with other names passes
-`field_names` a map. Zero is neutral: a proto3 client cannot tell 0 from "not set", so both mean the
-same where a field is not `optional`.
+names that `serving/calls.py` and generate.v3 give them; a dialect with other names passes a map to
+`field_names` of `fields.py`. Zero is neutral: a proto3 client cannot tell 0 from "not set", so both
+mean the same where a field is not `optional`. TGI's shard protocol has `tgi/checks.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenpod.core.requests import BeamParams
 from tokenpod.core.sampling import MOST_TOP_TOKENS, TABLE
+from tokenpod.service.dialects.bounds import at_most, between, few_entries, refuse
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
     AskedConstraint,
     ConstraintKind,
     GenerateCall,
     Sampling,
-    ShardBatch,
-    ShardRequest,
     Stopping,
     TokensCall,
 )
 from tokenpod.service.serving.chats import ChatPrompt
 
-#: Routers enforce a limit of their own on stop sequences; this one only bounds the work of a token.
-SHARD_STOP_SEQUENCES = 256
 MOST_PRIORITY = 100
 #: Of a beam search, on length.
 MOST_PENALTY = 10
@@ -90,20 +84,6 @@ class PromptTooLong(NeverFits):
         )
 
 
-@contextlib.contextmanager
-def field_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Let InvalidArgument name fields as a dialect's clients know them.
-
-    Args:
-        names: the dialect's path of a field or of a message, by ours; others stay as they are.
-    """
-    try:
-        yield
-    except InvalidArgument as error:
-        error.rename(_renamed(error.field, names))
-        raise
-
-
 def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     """Everything that can be said before the prompt is tokenised."""
     _check_prompt(call, limits)
@@ -115,10 +95,10 @@ def check_generate(call: GenerateCall, limits: RequestLimits) -> None:
     _check_stopping(call.stopping, limits)
     most = min(limits.max_top_n_tokens, limits.vocab_size)
     for field in ("top_n_tokens", "prompt_top_n_tokens"):
-        _at_most(f"output.{field}", getattr(call.output, field), most, "--max-top-n-tokens")
-    _at_most("max_draft_tokens", call.max_draft_tokens or 0, limits.drafts, "--speculate")
+        at_most(f"output.{field}", getattr(call.output, field), most, "--max-top-n-tokens")
+    at_most("max_draft_tokens", call.max_draft_tokens or 0, limits.drafts, "--speculate")
     if abs(call.priority) > MOST_PRIORITY:
-        _refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
+        refuse("priority", call.priority, f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}")
     check_request_id(call.request_id)
     if call.constraint is not None:
         check_constraint(call.constraint, limits)
@@ -175,17 +155,28 @@ def check_request_id(request_id: str, field: str = "request_id") -> None:
 
 
 def max_new_tokens(
-    prompt_tokens: int, wanted: int | None, limits: RequestLimits, *, shorten: bool = False
+    prompt_tokens: int,
+    wanted: int | None,
+    limits: RequestLimits,
+    *,
+    shorten: bool = False,
+    virtual_tokens: int = 0,
 ) -> int:
     """How many tokens a sequence may generate; checks prompt and output together.
 
-    `shorten`: what does not fit is left out, and not refused.
+    `shorten`: what does not fit is left out, and not refused. `virtual_tokens`: of the adapter,
+    before the prompt.
     """
     if prompt_tokens == 0:
         raise InvalidArgument("prompt", "has no tokens; at least 1 is needed")
     if prompt_tokens > limits.max_input_tokens:
         raise PromptTooLong(prompt_tokens, limits.max_input_tokens)
-    room = limits.max_total_tokens - prompt_tokens
+    room = limits.max_total_tokens - prompt_tokens - virtual_tokens
+    if room < 1 and virtual_tokens:
+        problem = f"has {prompt_tokens} tokens; {beside(virtual_tokens)} leave no room for an"
+        raise NeverFits(
+            "prompt", f"{problem} answer (--max-total-tokens {limits.max_total_tokens})"
+        )
     if wanted is None:
         return room
     if wanted > room and shorten:
@@ -193,8 +184,8 @@ def max_new_tokens(
     if wanted > room:
         raise NeverFits(
             "stopping.max_new_tokens",
-            f"is {wanted}; with {prompt_tokens} prompt tokens at most {room} are possible"
-            f" (--max-total-tokens {limits.max_total_tokens})",
+            f"is {wanted}; with {prompt_tokens} prompt tokens{and_virtual(virtual_tokens)}"
+            f" at most {room} are possible (--max-total-tokens {limits.max_total_tokens})",
         )
     return wanted
 
@@ -235,7 +226,7 @@ def beam_tops(beam: BeamParams, ends: int, limits: RequestLimits) -> int:
     width, most = beam.width, min(MOST_TOP_TOKENS, limits.vocab_size)
     if width + ends > most:
         problem = f"with {ends} tokens that end the text at most {max(most - ends, 0)} are possible"
-        _refuse("sampling.beam.width", width, problem)
+        refuse("sampling.beam.width", width, problem)
     return width + ends
 
 
@@ -269,7 +260,7 @@ def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
     for column in TABLE.columns:
         value, knob = getattr(sampling, column.name, None), column.knob
         if value is not None and knob.low is not None:
-            _within(f"sampling.{column.name}", value, knob.low, knob.high)
+            between(f"sampling.{column.name}", value, knob.low, knob.high)
     field, allowed = "sampling.allowed_token_ids", sampling.allowed_token_ids
     few_entries(field, len(allowed), limits.max_logit_bias, "--max-logit-bias")
     _check_token_ids(field, allowed, limits)
@@ -282,31 +273,31 @@ def _check_sampling(sampling: Sampling, limits: RequestLimits) -> None:
     for token, bias in sampling.logit_bias.items():
         if token >= limits.vocab_size:
             _refuse_token(f"sampling.logit_bias[{token}]", token, limits)
-        _within(f"sampling.logit_bias[{token}]", bias, -100, 100)
+        between(f"sampling.logit_bias[{token}]", bias, -100, 100)
 
 
 def _check_samples(call: GenerateCall, limits: RequestLimits) -> None:
     n = call.sampling.n or 1
     best_of = call.sampling.best_of or n
     most = min(limits.max_samples, limits.rows)
-    _at_most("sampling.n", n, most, "--max-best-of")
-    _at_most("sampling.best_of", best_of, most, "--max-best-of")
+    at_most("sampling.n", n, most, "--max-best-of")
+    at_most("sampling.best_of", best_of, most, "--max-best-of")
     if best_of < n:
-        _refuse("sampling.best_of", best_of, f"must be at least sampling.n, {n}")
+        refuse("sampling.best_of", best_of, f"must be at least sampling.n, {n}")
     if best_of > n and call.output.stream:
         problem = f"more than sampling.n ({n}) can only be compared at the end"
-        _refuse("sampling.best_of", best_of, f"{problem}: set output.stream false")
+        refuse("sampling.best_of", best_of, f"{problem}: set output.stream false")
 
 
 def _check_beam(beam: BeamParams, limits: RequestLimits) -> None:
     if beam.width < 2:
-        _refuse("sampling.beam.width", beam.width, "at least 2 are needed")
+        refuse("sampling.beam.width", beam.width, "at least 2 are needed")
     most = min(limits.max_samples, limits.rows)
-    _at_most("sampling.beam.width", beam.width, most, "--max-best-of")
+    at_most("sampling.beam.width", beam.width, most, "--max-best-of")
     if not 1 <= beam.n <= beam.width:
         problem = f"must be from 1 to sampling.beam.width, {beam.width}"
-        _refuse("sampling.beam.n", beam.n, problem)
-    _within("sampling.beam.length_penalty", beam.length_penalty, -MOST_PENALTY, MOST_PENALTY)
+        refuse("sampling.beam.n", beam.n, problem)
+    between("sampling.beam.length_penalty", beam.length_penalty, -MOST_PENALTY, MOST_PENALTY)
 
 
 def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
@@ -314,7 +305,7 @@ def _check_stopping(stopping: Stopping, limits: RequestLimits) -> None:
         raise InvalidArgument("stopping.max_new_tokens", "is 0; at least 1 is needed")
     most_new = stopping.max_new_tokens or limits.max_total_tokens
     if stopping.min_new_tokens > most_new:
-        _refuse("stopping.min_new_tokens", stopping.min_new_tokens, f"must be at most {most_new}")
+        refuse("stopping.min_new_tokens", stopping.min_new_tokens, f"must be at most {most_new}")
     field, stops = "stopping.stop_sequences", stopping.stop_sequences
     few_entries(field, len(stops), limits.max_stop_sequences, "--max-stop-sequences")
     _check_texts(field, stops, limits)
@@ -334,108 +325,17 @@ def _check_texts(field: str, texts: Sequence[str], limits: RequestLimits) -> Non
             raise InvalidArgument(f"{field}[{at}]", problem)
 
 
-# -- the shard protocol ------------------------------------------------------------------------
-
-
-def check_shard_batch(batch: ShardBatch) -> None:
-    """A Prefill's batch as a whole."""
-    if not batch.requests:
-        raise InvalidArgument("batch.requests", "is empty; at least one request is needed")
-    if len({request.id for request in batch.requests}) < len(batch.requests):
-        raise InvalidArgument("batch.requests", "holds two requests with the same id")
-
-
-def check_shard_request(request: ShardRequest, at: int, limits: RequestLimits) -> None:
-    """Request number `at` of a Prefill's batch, before its prompt is tokenised."""
-    field = f"batch.requests[{at}]"
-    if request.constraint is not None:
-        check_constraint(request.constraint, limits)
-    if not request.inputs:
-        raise InvalidArgument(f"{field}.inputs", "is empty")
-    parameters = f"{field}.parameters"
-    _within(f"{parameters}.temperature", request.temperature, 0, math.inf)
-    _within(f"{parameters}.top_p", request.top_p, 0, 1)
-    _within(f"{parameters}.typical_p", request.typical_p, 0, 1)
-    _within(f"{parameters}.repetition_penalty", request.repetition_penalty, 0, math.inf)
-    _within(f"{parameters}.frequency_penalty", request.frequency_penalty, -2, 2)
-    if request.max_new_tokens == 0:
-        problem = "is 0; at least 1 is needed"
-        raise InvalidArgument(f"{field}.stopping_parameters.max_new_tokens", problem)
-    stops = f"{field}.stopping_parameters.stop_sequences"
-    few_entries(stops, len(request.stop_sequences), SHARD_STOP_SEQUENCES)
-    most_top = min(MOST_TOP_TOKENS, limits.vocab_size)
-    _at_most(f"{field}.top_n_tokens", request.top_n_tokens, most_top, None)
-    if request.chunk_len == 0:
-        raise InvalidArgument(f"{field}.chunk_len", "is 0; at least 1 is needed")
-
-
-def check_shard_length(
-    request: ShardRequest, at: int, prompt_tokens: int, limits: RequestLimits
-) -> None:
-    """A tokenised prompt and its bound."""
-    field = f"batch.requests[{at}]"
-    if prompt_tokens == 0:
-        raise InvalidArgument(f"{field}.inputs", "has no tokens; at least 1 is needed")
-    total = prompt_tokens + request.max_new_tokens
-    if total > limits.max_total_tokens:
-        raise InvalidArgument(
-            f"{field}.stopping_parameters.max_new_tokens",
-            f"is {request.max_new_tokens}; with {prompt_tokens} prompt tokens at most"
-            f" {max(limits.max_total_tokens - prompt_tokens, 0)} are possible"
-            f" (--max-total-tokens {limits.max_total_tokens})",
-        )
-
-
-def check_warmup(
-    max_input_tokens: int | None, max_total_tokens: int | None, limits: RequestLimits
-) -> tuple[int, int]:
-    """A router's limits on prompt and total, or where it names none this server's."""
-    if max_total_tokens is not None and max_total_tokens < 2:
-        problem = f"is {max_total_tokens}; a prompt and its output have at least 2 tokens"
-        raise InvalidArgument("max_total_tokens", problem)
-    total = max_total_tokens or limits.max_total_tokens
-    _at_most("max_total_tokens", total, limits.max_total_tokens, "--max-total-tokens")
-    most_in = max_input_tokens or min(limits.max_input_tokens, total - 1)
-    _at_most("max_input_tokens", most_in, limits.max_input_tokens, "--max-input-tokens")
-    if most_in >= total:
-        _refuse("max_input_tokens", most_in, f"it must be below max_total_tokens, {total}")
-    return most_in, total
-
-
 # -- shared ------------------------------------------------------------------------------------
 
 
-def _renamed(field: str, names: Mapping[str, str]) -> str:
-    """`field` with the longest part of its path that has another name replaced."""
-    ends = [len(field), *(match.start() for match in reversed([*re.finditer(r"[.\[]", field)]))]
-    for end in ends:
-        if field[:end] in names:
-            return names[field[:end]] + field[end:]
-    return field
+def beside(virtual_tokens: int) -> str:
+    """What an adapter takes of a request's room."""
+    return f"{virtual_tokens} virtual tokens of the adapter"
 
 
-def _within(field: str, value: float, low: float, high: float) -> None:
-    if not (math.isfinite(value) and low <= value <= high):
-        bounds = f"from {low} to {high}" if math.isfinite(high) else f"finite and at least {low}"
-        _refuse(field, value, f"must be {bounds}")
-
-
-def _at_most(field: str, value: int, most: int, flag: str | None) -> None:
-    if value > most:
-        source = f" ({flag})" if flag else ""
-        raise InvalidArgument(field, f"is {value}; this server allows at most {most}{source}")
-
-
-def few_entries(field: str, count: int, most: int, flag: str | None = None) -> None:
-    """At most so many. `flag`: where an operator allows more."""
-    if count > most:
-        source = f" ({flag})" if flag else ""
-        raise InvalidArgument(field, f"has {count} entries; this server allows {most}{source}")
-
-
-def _refuse(field: str, value: object, problem: str) -> None:
-    shown = f"{value:g}" if isinstance(value, float) else value
-    raise InvalidArgument(field, f"is {shown}; {problem}")
+def and_virtual(virtual_tokens: int) -> str:
+    """The same behind a number of tokens; empty without any."""
+    return f" and {beside(virtual_tokens)}" if virtual_tokens else ""
 
 
 def _check_token_ids(field: str, ids: Sequence[int], limits: RequestLimits) -> None:
@@ -446,4 +346,4 @@ def _check_token_ids(field: str, ids: Sequence[int], limits: RequestLimits) -> N
 
 
 def _refuse_token(field: str, token: int, limits: RequestLimits) -> None:
-    _refuse(field, token, f"token ids of this model are below {limits.vocab_size}")
+    refuse(field, token, f"token ids of this model are below {limits.vocab_size}")

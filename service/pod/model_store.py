@@ -45,6 +45,17 @@ def model_folder(settings: ServerSettings) -> Path:
         bar.close()
 
 
+def draft_folder(settings: ServerSettings) -> Path | None:
+    """The folder of what --draft-model names. Raises ModelNotFound."""
+    name = settings.draft_model
+    if name is None or name == EMBEDDED:
+        return None if name is None else _embedded()
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = snapshot_of(name, "main", f"--draft-model is {name}")
+    return _checked(folder)
+
+
 def resolve_model(model_id: str, revision: str | None = None) -> Path:
     """The folder of a model: the embedded one, a local folder, or a snapshot in the hub's cache.
 

@@ -15,11 +15,15 @@ from tokenpod.service.config import ServerSettings, host_of
 
 
 def lone_options(
-    settings: ServerSettings, model_folder: Path, adapters: Sequence[tuple[str, str]] = ()
+    settings: ServerSettings,
+    model_folder: Path,
+    adapters: Sequence[tuple[str, str]] = (),
+    draft: Path | None = None,
 ) -> EngineOptions:
     """The options of an engine without a group, for the model in `model_folder`.
 
-    `adapters`: names and folders of those that are loaded with it.
+    `adapters`: names and folders of those that are loaded with it; `draft`: where its draft model
+    lies, if it has one.
     """
     return EngineOptions(
         model_folder=str(model_folder),
@@ -55,6 +59,10 @@ def lone_options(
         waiting_served_ratio=settings.resolved_waiting_served_ratio,
         max_waiting_tokens=settings.resolved_max_waiting_tokens,
         speculate=settings.speculate,
+        draft_folder=None if draft is None else str(draft),
+        host_kv_bytes=settings.host_kv_bytes,
+        host_kv_least_tokens=settings.host_kv_least_tokens,
+        preemption=settings.preemption,
     )
 
 
@@ -63,9 +71,10 @@ def engine_options(
     model_folder: Path,
     address: str,
     adapters: Sequence[tuple[str, str]] = (),
+    draft: Path | None = None,
 ) -> list[EngineOptions]:
     """The options of each engine of this pod, which clients reach at `address`: one per rank."""
-    alone = lone_options(settings, model_folder, adapters)
+    alone = lone_options(settings, model_folder, adapters, draft)
     return [
         msgspec.structs.replace(
             alone,

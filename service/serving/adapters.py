@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import structs
+
+from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.messages import AdapterFacts
+from tokenpod.core.requests import Request
 from tokenpod.service.rpc.errors import NotFound
 
 #: Names that an error lists, and characters of one that it repeats.
@@ -15,12 +19,16 @@ class Adapters:
     """Adapters by name, as the engine has said last.
 
     Args:
-        slots: adapters that running sequences can have at once.
+        slots: LoRA adapters that running sequences can have at once.
         facts: of those that are loaded.
+        changing: others may be loaded while serving.
     """
 
-    def __init__(self, slots: int, facts: Iterable[AdapterFacts] = ()) -> None:
+    def __init__(
+        self, slots: int, facts: Iterable[AdapterFacts] = (), *, changing: bool = False
+    ) -> None:
         self.slots = slots
+        self._changing = changing
         self._named: dict[str, AdapterFacts] = {}
         self.take(facts)
 
@@ -31,6 +39,11 @@ class Adapters:
     def remove(self, name: str) -> None:
         """Nobody finds this adapter any more."""
         self._named.pop(name, None)
+
+    @property
+    def taken(self) -> bool:
+        """Whether requests can have adapters at all."""
+        return self.slots > 0 or self._changing or bool(self._named)
 
     @property
     def loaded(self) -> list[AdapterFacts]:
@@ -57,6 +70,17 @@ class Adapters:
         return f"{first} and {more} more" if more > 0 else first or "none"
 
 
-def salted(salt: str, adapter: AdapterFacts | None) -> str:
-    """A salt of cached prefixes for an adapter: another version of it shares nothing."""
-    return salt if adapter is None else f"adapter {adapter.digest}\0{salt}"
+def with_adapter(request: Request, adapter: AdapterFacts | None) -> Request:
+    """The same request with an adapter, if it has one.
+
+    Its cached prefixes are shared with requests of the same adapter alone, and of this version.
+    """
+    if adapter is None:
+        return request
+    return structs.replace(
+        request,
+        adapter=adapter.number,
+        salt=f"adapter {adapter.digest}\0{request.salt}",
+        virtual_tokens=adapter.virtual_tokens,
+        virtual_kv=adapter.kind is AdapterKind.PREFIX,
+    )

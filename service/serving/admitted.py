@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from tokenpod.core.messages import AdapterFacts
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.service.dialects import validate
 from tokenpod.service.rpc.admission import Admission, Place
 from tokenpod.service.rpc.errors import AlreadyExists, Unimplemented
 from tokenpod.service.rpc.memory_budget import Lease
-from tokenpod.service.serving.adapters import salted
+from tokenpod.service.serving.adapters import with_adapter
 from tokenpod.service.serving.bad_words import token_runs
 from tokenpod.service.serving.calls import ID_BYTES, GenerateCall, prompt_bytes
 from tokenpod.service.serving.generation import Generation
@@ -122,17 +123,19 @@ class AdmittedCall:
         most = serving.limits.max_input_tokens
         tokenised = await serving.encoder.encode(call.prompt, keep=min(call.truncate or most, most))
         prompt = tokenised.ids
-        try:
-            new_tokens = self._new_tokens(call, tokenised.count, len(prompt))
-        except validate.NeverFits:
-            self._admission.counters.add(ignored=1)
-            raise
+        before = serving.adapters.find(call.adapter)
+        new_tokens = self._new_tokens(call, tokenised.count, len(prompt), before)
         validate.check_prompt_tops(len(prompt), call.output.prompt_top_n_tokens)
         bad_words = await token_runs(call.sampling, serving.encoder, serving.limits)
         constraint = await serving.conforming(call, tokenised.rendered_end)
         lease.resize(lease.size + ID_BYTES * (len(prompt) + sum(map(len, bad_words))))
         self._place.queue(len(prompt))
+        # Found again at the last moment: what has been replaced meanwhile is not asked for.
+        adapter = serving.adapters.find(call.adapter)
+        if adapter is not before:
+            new_tokens = self._new_tokens(call, tokenised.count, len(prompt), adapter)
         request = self._engine_request(call, prompt, new_tokens, bad_words, deadline_at)
+        request = with_adapter(request, adapter)
         if constraint is not None and call.beam is not None:
             field = call.constraint.field if call.constraint else "chat.tool_choice"
             raise Unimplemented(field, "is not supported beside sampling.beam")
@@ -156,19 +159,27 @@ class AdmittedCall:
             generation.end()
         return generation
 
-    def _new_tokens(self, call: GenerateCall, asked: int, kept: int) -> int:
+    def _new_tokens(
+        self, call: GenerateCall, asked: int, kept: int, adapter: AdapterFacts | None
+    ) -> int:
         """How many tokens each sample may generate, of a prompt of `asked` tokens, `kept` of them.
 
         Raises NeverFits, or InvalidArgument where there is no token.
         """
         limits, stopping = self._serving.limits, call.stopping
-        new_tokens = validate.max_new_tokens(
-            min(asked, call.truncate or asked),
-            stopping.max_new_tokens,
-            limits,
-            shorten=stopping.shorten,
-        )
-        validate.check_group(kept, new_tokens, call, limits)
+        virtual = 0 if adapter is None else adapter.virtual_tokens
+        try:
+            new_tokens = validate.max_new_tokens(
+                min(asked, call.truncate or asked),
+                stopping.max_new_tokens,
+                limits,
+                shorten=stopping.shorten,
+                virtual_tokens=virtual,
+            )
+            validate.check_group(virtual + kept, new_tokens, call, limits)
+        except validate.NeverFits:
+            self._admission.counters.add(ignored=1)
+            raise
         return new_tokens
 
     def end(self, recorded: ServerCall | None) -> None:
@@ -225,8 +236,6 @@ class AdmittedCall:
         limit = stopping.time_limit_ns
         eos = frozenset() if stopping.ignore_eos else serving.tokenizer.eos_token_ids
         check_allowed(call, eos, bad_words)
-        # Found by name at the last moment: what has been replaced meanwhile is not asked for.
-        adapter = serving.adapters.find(call.adapter)
         ends = frozenset(stopping.stop_token_ids)
         top_n_tokens = call.output.top_n_tokens
         if call.beam is not None:
@@ -254,8 +263,7 @@ class AdmittedCall:
             arrived_at=self._arrived_at,
             deadline_at=deadline_at,
             begin_by=self._begin_by(deadline_at, new_tokens),
-            salt=salted(call.salt, adapter),
-            adapter=0 if adapter is None else adapter.number,
+            salt=call.salt,
             beam=call.beam,
             drafts=self.limits.drafts if call.max_draft_tokens is None else call.max_draft_tokens,
         )

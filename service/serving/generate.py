@@ -58,7 +58,8 @@ class GenerateService:
             encoder.tokenizer.template_source, settings.tool_parser, settings.reasoning_parser
         )
         told = ready.adapters if client.adapters is None else client.adapters
-        adapters = Adapters(settings.resolved_adapters, told)
+        changing = settings.adapter_token_file is not None
+        adapters = Adapters(settings.resolved_adapters, told, changing=changing)
         client.on_adapters = lambda told: adapters.take(told.loaded)
         self._serving = Serving(
             client,

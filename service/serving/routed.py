@@ -34,7 +34,7 @@ class RoutedSequence:
         self.sequence_id = request.sequence_ids[0]
         #: Tokens of KV cache that this sequence may come to need, as routers count them: the last
         #: token's keys and values are never written.
-        self.bound = len(request.prompt) + request.stopping.max_new_tokens - 1
+        self.bound = request.positions + request.stopping.max_new_tokens - 1
         #: Prompt tokens that its first step processes; 0: all.
         self.chunk = asked.chunk_len or 0
         self.stopped = False
@@ -42,8 +42,8 @@ class RoutedSequence:
         self.stopped_by_text = False
         #: It waits for a row, or for a step that has room for its prompt.
         self.waits = True
-        #: Prompt tokens that have yet to be processed.
-        self.behind = len(request.prompt)
+        #: Prompt tokens that have yet to be processed, virtual ones of its adapter among them.
+        self.behind = request.positions
         self._request = request
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(request.prompt)

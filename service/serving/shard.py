@@ -22,7 +22,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence, Set
 from typing import Any
 
-from tokenpod.service.dialects.validate import check_warmup
+from tokenpod.service.dialects.tgi.checks import check_warmup
 from tokenpod.service.rpc.admission import DRAINING, RETRY_SECONDS, Admission
 from tokenpod.service.rpc.errors import (
     InvalidArgument,

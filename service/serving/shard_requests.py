@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from tokenpod.core.constraints import Constraint
 from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.requests import Request, StoppingParams
-from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.tgi import checks
 from tokenpod.service.rpc.errors import InvalidArgument
-from tokenpod.service.serving.adapters import salted
+from tokenpod.service.serving.adapters import with_adapter
 from tokenpod.service.serving.calls import ShardBatch, ShardGeneration, ShardRequest
 from tokenpod.service.serving.routed import RoutedSequence, ended_alone
 from tokenpod.service.serving.sampling import shard_sampling_params
@@ -67,13 +67,13 @@ class ShardRequests:
 
     async def open(self, batch: ShardBatch) -> Opened:
         """All requests of a batch. Raises InvalidArgument if it makes no sense as a whole."""
-        validate.check_shard_batch(batch)
+        checks.check_batch(batch)
         limits, opened = self._serving.limits, Opened()
         good: list[tuple[int, ShardRequest]] = []
         for at, asked in enumerate(batch.requests):
             await _turn(at)
             try:
-                validate.check_shard_request(asked, at, limits)
+                checks.check_request(asked, at, limits)
                 good.append((at, asked))
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
@@ -85,20 +85,23 @@ class ShardRequests:
                 if isinstance(prompt, InvalidArgument):
                     raise prompt
                 count = min(prompt.count, asked.truncate or prompt.count)
-                validate.check_shard_length(asked, at, count, limits)
                 constraint = await self._serving.constraint_of(asked.constraint)
+                adapter = self._serving.adapters.get(asked.adapter_id)
+                virtual = 0 if adapter is None else adapter.virtual_tokens
+                checks.check_length(asked, at, count, limits, virtual)
             except InvalidArgument as problem:
                 opened.refused.append(self._refuse(asked, problem))
                 continue
             self._note_model(asked)
             request = self._request(asked, prompt.ids, constraint=constraint)
+            request = with_adapter(request, adapter)
             opened.requests.append(request)
             opened.sequences.append(RoutedSequence(asked, request, self._serving.tokenizer))
         return opened
 
     async def open_probe(self, asked: ShardRequest) -> tuple[Request, RoutedSequence]:
         """The request of a liveness probe. Raises InvalidArgument."""
-        validate.check_shard_request(asked, 0, self._serving.limits)
+        checks.check_request(asked, 0, self._serving.limits)
         text = self._text(asked, PROBE_TOKENS - 1)
         (prompt,) = await self._serving.encoder.encode_all([text], field="inputs")
         if isinstance(prompt, InvalidArgument):
@@ -134,7 +137,6 @@ class ShardRequests:
         constraint: Constraint | None = None,
     ) -> Request:
         eos = self._serving.tokenizer.eos_token_ids
-        adapter = self._serving.adapters.get(asked.adapter_id)
         return Request(
             sequence_ids=self._serving.client.new_sequence_ids(1),
             prompt=prompt,
@@ -149,8 +151,6 @@ class ShardRequests:
             prompt_logprobs=asked.prefill_logprobs,
             arrived_at=time.monotonic_ns(),
             probe=probe,
-            salt=salted("", adapter),
-            adapter=0 if adapter is None or probe else adapter.number,
             constraint=constraint,
             drafts=self._serving.limits.drafts if asked.several_tokens and not probe else 0,
         )

@@ -159,6 +159,18 @@ class Instruments:
             "Tokens whose keys and values went to the host's memory by preemptions",
         )
         counter(
+            "tokenpod.fetched_tokens",
+            observing(lambda now: now.fetched_tokens),
+            "{token}",
+            "Tokens whose keys and values came back from the host's memory",
+        )
+        gauge(
+            "tokenpod.host_kv.utilization",
+            observing(lambda now: now.host_used_slots / max(now.host_slots, 1)),
+            "1",
+            "Share of the host's memory for keys and values that is taken",
+        )
+        counter(
             "tokenpod.requests.ended",
             [lambda options: list(_ended(load()))],
             "{request}",

@@ -48,7 +48,10 @@ def _fields(config: Mapping[str, Any], wanted: tuple[str, ...]) -> Iterator[tupl
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    # Whole numbers of a file may be larger than any float.
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _within(value: float, low: float | None, high: float) -> bool:

@@ -27,6 +27,9 @@ __all__ = ["TokenizerError", "TokenizerFiles", "TokenizerPanic", "panics_named",
 
 log = logging.getLogger("tokenpod")
 
+#: Fewer than so many has a token's id.
+_DIGITS = 12
+
 _SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -124,17 +127,31 @@ def _add_configured_tokens(backend: Backend, config: dict[str, Any], named: dict
             add = backend.add_special_tokens if token.special else backend.add_tokens
             add([token])
             known[token.content] = token.special
-    specials = [*named.values(), *map(_content, config.get("additional_special_tokens") or [])]
+    specials = [*named.values(), *map(_content, _further(config))]
     backend.add_special_tokens(
         [AddedToken(token, special=True) for token in specials if token and token not in known]
     )
+
+
+def _further(config: dict[str, Any]) -> list[Any]:
+    """Special tokens without names of their own. Raises TokenizerError unless they are listed."""
+    value = config.get("additional_special_tokens") or []
+    if isinstance(value, dict):
+        return [*value.values()]
+    if not isinstance(value, list):
+        raise TokenizerError(
+            f"tokenizer_config.json: additional_special_tokens is {value!r:.80}, not a list"
+        )
+    return value
 
 
 def _configured_tokens(config: dict[str, Any]) -> Iterator[AddedToken]:
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return
-    by_id = {int(key): token for key, token in listed.items() if key.isdigit()}
+    by_id = {
+        int(key): token for key, token in listed.items() if key.isdecimal() and len(key) < _DIGITS
+    }
     for _, token in sorted(by_id.items(), key=lambda item: item[0]):
         if isinstance(token, dict) and (content := _content(token)):
             yield AddedToken(

@@ -47,6 +47,12 @@ def test_the_policies_are_those_that_are_named(
     assert run(*small, "--admission", "optimistic") == 0
     preempted = capsys.readouterr().out
     assert "preemptions: 0" not in preempted
+    assert "tokens swapped" not in preempted
+    host = ("--host-kv-bytes", str(1 << 30), "--preemption", "swap")
+    assert run(*small, "--admission", "optimistic", *host) == 0
+    swapped = capsys.readouterr().out
+    assert "tokens swapped: 0" not in swapped
+    assert "tokens swapped: " in swapped
     assert run(*small, "--admission", "reserve", "--batching", "alternate") == 0
     assert "preemptions: 0" in capsys.readouterr().out
 

@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,36 @@ def test_what_8_bits_take_is_what_the_loader_needs():
     for world in (1, 2):
         needed = bytes_needed(layout.weights, Shard(0, world), torch.bfloat16, layout.reader)
         assert footprint(demo, "int8").weight_bytes(world, 2) == needed
+
+
+def test_the_hosts_memory_holds_tokens_besides(big: Path):
+    plain = answer("--model-id", big, "--gpu", "h200")
+    found = answer("--model-id", big, "--gpu", "h200", "--host-kv-bytes", 64 << 30)
+    assert (plain["host_slots"], found["host_slots"]) == (0, (64 << 30) // (128 << 10))
+    assert found["reserve_bytes"]["copies_to_the_host"] == 320 << 20
+    # Two ranks of a pod share it, and each has half of a token.
+    halves = answer(
+        "--model-id", big, "--gpu", "h200", "--host-kv-bytes", 64 << 30, "--num-shard", 2
+    )
+    assert halves["host_slots"] == found["host_slots"]
+
+
+def test_a_draft_model_takes_its_weights_and_a_part_of_each_slot(big: Path):
+    plain, alone = (answer("--model-id", name, "--gpu", "h200") for name in (big, "demo"))
+    drafts = ("--speculate", 4, "--max-total-tokens", 2048)
+    ngrams = answer("--model-id", big, "--gpu", "h200", *drafts)
+    found = answer("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo")
+    assert found["reserve_bytes"]["draft_model"] == 2 * alone["parameters"]
+    of_demo = 8 * 2 * 2 * 64 * 2
+    assert found["kv_bytes_per_token"] == plain["kv_bytes_per_token"] + of_demo
+    assert found["kv_slots"] < ngrams["kv_slots"]
+    assert (
+        "draft model 0.0"
+        in size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "demo").stdout
+    )
+    missing = size("--model-id", big, "--gpu", "h200", *drafts, "--draft-model", "/no/where")
+    assert missing.returncode != 0
+    assert "--draft-model is /no/where" in missing.stderr
 
 
 def test_slots_for_adapters_are_counted(big: Path):
@@ -347,3 +378,14 @@ def test_a_gpu_has_a_little_less_than_its_name_says():
     assert set(GPUS) == set(said)
     for name, gb in said.items():
         assert 0.9 * gb < GPUS[name].memory / GIB < gb
+
+
+def test_the_page_says_where_each_bandwidth_comes_from():
+    page = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+    rows = re.findall(r"^\| ([a-z0-9-]+) \| ([\d,]+) \| (.+) \|$", page, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(GPUS)
+    for name, bandwidth, source in rows:
+        assert int(bandwidth.replace(",", "")) == GPUS[name].bandwidth
+        if found := re.match(r"([\d,]+) bits at ([\d.]+) Gbit/s", source):
+            bits, rate = int(found[1].replace(",", "")), float(found[2])
+            assert abs(bits * rate / 8 - int(bandwidth.replace(",", ""))) < 3

@@ -14,9 +14,18 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from tokenpod_client import AsyncClient, Client, GenerateOptions, ServerError
-from tokenpod_client.protos.tokenpod.v1 import chat_pb2, model_pb2
+from tokenpod_client.protos.tokenpod.v1 import (
+    adapter_pb2,
+    adapter_service_pb2,
+    chat_pb2,
+    model_pb2,
+)
 from tokenpod_client.protos.tokenpod.v1 import generation_pb2 as pb
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as service
+from tokenpod_client.protos.tokenpod.v1.adapter_service_pb2_grpc import (
+    AdapterServiceServicer,
+    add_AdapterServiceServicer_to_server,
+)
 from tokenpod_client.protos.tokenpod.v1.generation_service_pb2_grpc import (
     GenerationServiceServicer,
     add_GenerationServiceServicer_to_server,
@@ -28,7 +37,7 @@ PATIENCE = 60
 USAGE = pb.Usage(prompt_token_count=3, generated_token_count=2)
 
 
-class Scripted(GenerationServiceServicer):
+class Scripted(GenerationServiceServicer, AdapterServiceServicer):
     """Answers by the prompt, on threads."""
 
     def __init__(self) -> None:
@@ -71,6 +80,12 @@ class Scripted(GenerationServiceServicer):
     def GetModel(self, request, context):
         return service.GetModelResponse(model=model_pb2.Model(name="some"))
 
+    def ListAdapters(self, request, context):
+        names = {"": ("law", "more"), "more": ("sql", "")}
+        name, token = names[request.page_token]
+        page = [adapter_pb2.Adapter(name=name)]
+        return adapter_service_pb2.ListAdaptersResponse(adapters=page, next_page_token=token)
+
     def GetLoad(self, request, context):
         return service.GetLoadResponse(running_sequence_count=3)
 
@@ -99,6 +114,7 @@ def server() -> Iterator[Scripted]:
     scripted = Scripted()
     running = grpc.server(futures.ThreadPoolExecutor(8))
     add_GenerationServiceServicer_to_server(scripted, running)
+    add_AdapterServiceServicer_to_server(scripted, running)
     scripted.address = f"127.0.0.1:{running.add_insecure_port('127.0.0.1:0')}"
     running.start()
     yield scripted
@@ -199,6 +215,7 @@ def test_the_other_calls(client):
     assert made.tokenize("abc") == [4, 3]
     assert made.detokenize([1, 2]) == "1 2"
     assert (made.model().name, made.load().running_sequence_count) == ("some", 3)
+    assert [each.name for each in made.adapters()] == ["law", "sql"]
 
 
 def test_a_call_that_is_refused_with_a_hint_is_sent_again(client, server):
@@ -270,12 +287,17 @@ def test_prompts_are_texts_ids_or_chats():
     chat = generate_request([{"role": "system", "content": "Be."}, ours]).chat
     assert [each.role for each in chat.messages] == ["system", "user"]
     assert chat.messages[0].content[0].text == "Be."
+    tools = chat_pb2.Chat(messages=[ours], tools=[chat_pb2.Tool(name="f")])
+    assert generate_request(tools).chat == tools
     assert generate_request("x", time_limit=1.5).stopping.time_limit.ToMilliseconds() == 1500
 
 
 def test_every_option_has_a_field_and_others_are_refused():
     messages = [pb.GenerateRequest, *PARTS.values()]
     fields = {name for kind in messages for name in kind.DESCRIPTOR.fields_by_name}
-    assert set(GenerateOptions.__annotations__) <= fields
+    prompts = {
+        field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["prompt"].fields
+    }
+    assert set(GenerateOptions.__annotations__) == fields - prompts - PARTS.keys()
     with pytest.raises(TypeError, match=r"tokenpod\.v1\.GenerateRequest has no field max_tokens"):
         generate_request("x", max_tokens=3)

@@ -54,7 +54,7 @@ def test_every_number_arrives(step: int, rows: list[PlanRow], freed: list[int]) 
     assert plan.freed.tolist() == freed
     new = [row for row in rows if row.new]
     assert plan.n_row.tolist() == [row.row for row in new]
-    assert plan.n_draws.tolist() == [row.new.request.sampling.do_sample for row in new if row.new]
+    assert plan.n_flags.tolist() == [row.new.flags for row in new if row.new]
     assert plan.n_prefix.tolist() == [len(row.prefix) for row in new]
     assert plan.prefix_slot.tolist() == [slot for row in new for slot in row.prefix]
     assert not plan.asks
@@ -64,7 +64,7 @@ def test_a_follower_is_not_told_prompts_or_parameters() -> None:
     biased = SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0))
     new = NewRow(Request([1], [7] * 5000, biased, StoppingParams(1)), stream=0)
     plan = plan_of(1, [PlanRow(0, 4999, [3], [7], new=new, prefix=[1, 2])])
-    assert len(plan.to_bytes()) < 120
+    assert len(plan.to_bytes()) <= 120
 
 
 @pytest.mark.parametrize("cut", [0, 4, 30, -4, 1])

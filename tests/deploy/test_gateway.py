@@ -1,7 +1,10 @@
 """The gateway of the chart: what it may do, whom it finds, and who finds it.
 
 SMG_VENV names a virtual environment with the package smg, which is no dependency of this project.
-With it the unmodified gateway runs by the chart's own arguments, before pods that run by theirs.
+With it the unmodified gateway runs by the chart's own arguments, before pods that run by theirs. It
+runs as its container would, which takes root, and an environment outside of /tmp that all users may
+read: as the chart's user, without capabilities, on a read-only root, with what a kubelet gives pods
+for the API server.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import http.client
 import json
 import os
+import ssl
 import subprocess
 import sys
 import threading
@@ -21,9 +25,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-import yaml
 from harness import free_port, wait_for
 
+from deploy.certificates import Authority
 from deploy.helm import NAMESPACE, Helm, Object
 from deploy.manifests import container_of, pod_of, settings_of
 
@@ -129,14 +133,49 @@ def test_policies_let_it_reach_pods_and_its_clients_reach_it(helm: Helm) -> None
 
 # -- the gateway itself --------------------------------------------------------------------------
 
+TOKEN = "of the service account"
+ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
+#: The container's mounts: $1 is its service account's folder, $2 its /tmp, $3 its user.
+CONTAINED = f"""
+set -e
+mount -t tmpfs tmpfs /run
+mkdir -p {ACCOUNT}
+cp "$1"/* {ACCOUNT}
+mount --bind "$2" /tmp
+mount -o remount,bind,ro /
+user=$3
+shift 3
+cd /
+exec setpriv --reuid "$user" --regid "$user" --clear-groups --no-new-privs \\
+  --bounding-set -all --inh-caps -all -- "$@"
+"""
+
+
+def contained(rendered: Any, folder: Path, authority: Path, command: list[str]) -> list[str]:
+    """`command` as the gateway's container runs it."""
+    account, scratch = folder / "account", folder / "scratch"
+    account.mkdir()
+    (account / "ca.crt").write_bytes((authority / "ca.crt").read_bytes())
+    (account / "token").write_text(TOKEN)
+    (account / "namespace").write_text(NAMESPACE)
+    scratch.mkdir(mode=0o777)
+    scratch.chmod(0o777)
+    user = pod_of(rendered.one("Deployment", NAME))["spec"]["securityContext"]["runAsUser"]
+    assert gateway_of(rendered)["securityContext"]["readOnlyRootFilesystem"]
+    around = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CONTAINED, "sh"]
+    return [*around, str(account), str(scratch), str(user), *command]
+
 
 class PodList(ThreadingHTTPServer):
     """As much of the Kubernetes API as the gateway may use: list and watch pods of a namespace."""
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Api)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate / "tls.crt", certificate / "tls.key")
+        self.socket = context.wrap_socket(self.socket, server_side=True)
         self.pods: dict[str, Object] = {}
         self.changes: list[tuple[str, Object]] = []
         self.asked: set[str] = set()
@@ -171,7 +210,9 @@ class _Api(BaseHTTPRequestHandler):
         query = parse_qs(url.query)
         watches = query.get("watch") in (["true"], ["1"])
         self.server.asked.add(f"{'watch' if watches else 'list'} {url.path}")
-        if url.path != f"/api/v1/namespaces/{NAMESPACE}/pods":
+        if self.headers.get("authorization") != f"Bearer {TOKEN}":
+            self.send_error(401)
+        elif url.path != f"/api/v1/namespaces/{NAMESPACE}/pods":
             self.send_error(403)
         elif watches:
             self._watch(int(query.get("resourceVersion", ["0"])[0] or 0))
@@ -234,6 +275,7 @@ def answered(port: int, path: str, body: Object | None = None) -> tuple[int, Any
 
 
 @pytest.mark.skipif(VENV is None, reason="SMG_VENV names no environment with smg")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a container's mounts need root")
 def test_the_unmodified_gateway_serves_the_pods_that_it_finds(helm: Helm, tmp_path: Path) -> None:
     ports = {"grpc": free_port(), "health": free_port()}
     own = {"http": free_port(), "health": free_port(), "metrics": free_port()}
@@ -248,24 +290,15 @@ def test_the_unmodified_gateway_serves_the_pods_that_it_finds(helm: Helm, tmp_pa
         return status, worker
 
     with contextlib.ExitStack() as stack:
-        api = PodList()
+        authority = Authority(tmp_path / "secrets").issue("api", "IP:127.0.0.1")
+        api = PodList(authority)
         stack.callback(api.server_close)
         stack.callback(api.shutdown)
         threading.Thread(target=api.serve_forever, args=(0.05,), daemon=True).start()
-        cluster = {"server": f"http://127.0.0.1:{api.server_port}"}
-        kubeconfig = tmp_path / "kubeconfig"
-        kubeconfig.write_text(
-            yaml.safe_dump(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "clusters": [{"name": "c", "cluster": cluster}],
-                    "users": [{"name": "c", "user": {"token": "t"}}],
-                    "contexts": [{"name": "c", "context": {"cluster": "c", "user": "c"}}],
-                    "current-context": "c",
-                }
-            )
-        )
+        cluster = {
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+            "KUBERNETES_SERVICE_PORT": str(api.server_port),
+        }
         for number in (2, 3):
             serve = [sys.executable, "-P", "-m", "tokenpod", *container_of(server)["command"][1:]]
             command = [*serve, *container_of(server)["args"], f"--hostname=127.0.0.{number}"]
@@ -273,8 +306,9 @@ def test_the_unmodified_gateway_serves_the_pods_that_it_finds(helm: Helm, tmp_pa
         gateway = gateway_of(rendered)
         program = str(Path(VENV or "") / "bin" / gateway["command"][0])
         command = [program, *gateway["command"][1:], *gateway["args"]]
-        log = tmp_path / "gateway.log"
-        stack.enter_context(running(command, log, KUBECONFIG=str(kubeconfig), HOME=str(tmp_path)))
+        (home,) = (each["value"] for each in gateway["env"] if each["name"] == "HOME")
+        command = contained(rendered, tmp_path, authority, command)
+        stack.enter_context(running(command, tmp_path / "gateway.log", HOME=home, **cluster))
         wait_for(lambda: answered(own["health"], "/liveness")[0] == 200, 60)
         assert answered(own["health"], "/readiness")[0] == 503, "it knows no pod yet"
         api.put("other", "127.0.0.9", {**labels, "app.kubernetes.io/component": "test"})

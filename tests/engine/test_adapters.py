@@ -61,9 +61,7 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
     layouts = model.config.kv_layouts
     pool = KVPool(slots=4 * ROOM, layouts=layouts, dtype=model.dtype, device=CPU)
     if kind == "host":
-        return HostExecutor(
-            model, pool, rows=4, vocab_size=VOCABULARY, group=None, put_adapter=store.put
-        )
+        return HostExecutor(model, pool, rows=4, vocab_size=VOCABULARY, group=None, adapters=store)
     from tokenpod.engine import device_sampler
     from tokenpod.engine.device_executor import DeviceExecutor
     from tokenpod.engine.device_sampler import Tiles
@@ -83,8 +81,8 @@ def executor_of(kind: str, base: Path, adapters: list[Path]):
         max_positions=ROOM,
         max_tokens=20,
         device=CPU,
-        adapters=True,
-        put_adapter=store.put,
+        adapted=True,
+        adapters=store,
     )
     # Interpreted, each program takes its time.
     few = ((1 << 31, AdapterTiles(16, 64, 1, 64, 4)),)
@@ -172,7 +170,7 @@ class OtherRanks:
 
 @pytest.fixture
 def book(base: Path, adapters: list[Path]):
-    store = executor_of("host", base, [])._put_adapter.__self__
+    store = executor_of("host", base, [])._adapters
     others, slots, told = OtherRanks(), AdapterSlots(2), []
     made = Adapters(
         store,

@@ -12,6 +12,7 @@ import torch
 from guessing import drafting
 from interpreted import DEVICE
 
+from tokenpod.core.messages import PROBE_TOKENS
 from tokenpod.core.outputs import FailureCode, StepOutputs
 from tokenpod.core.plan import LAST, PlanRow, plan_of
 from tokenpod.core.requests import BeamParams, Request, StoppingParams
@@ -25,11 +26,13 @@ from tokenpod.engine.integers import Counts, fill, pad, views
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.kernels import cpu, reference, triton
 from tokenpod.kernels.attention_ops import KVScales
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.families.qwen2 import QWEN2
 from tokenpod.models.fields import Fields
 from tokenpod.models.names import Names, weights_of
+from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
@@ -126,9 +129,17 @@ def pool(device, scales=None):
     )
 
 
-def engine(executor, overlap, drafting=None):
-    limits = Limits(slots=SLOTS, max_rows=ROWS, max_positions=POSITIONS, prefill_tokens=PREFILL)
-    link, scheduler = Recorder(), Scheduler(limits, drafting=drafting)
+def engine(executor, overlap, drafting=None, host_slots=0):
+    limits = Limits(
+        slots=SLOTS - PROBE_TOKENS,
+        max_rows=ROWS,
+        max_positions=POSITIONS,
+        prefill_tokens=PREFILL,
+        host_slots=host_slots,
+        host_block=4,
+    )
+    swap = PREEMPTIONS["swap"](1)
+    link, scheduler = Recorder(), Scheduler(limits, drafting=drafting, preemption=swap)
     return EngineLoop(link, scheduler, executor, overlap=overlap), link
 
 
@@ -137,7 +148,10 @@ def on_host():
     return engine(executor, overlap=False)
 
 
-def on_device(overlap, captured=True, poison=None, scales=None, ops=OPERATIONS, guesses=None):
+def on_device(
+    overlap, captured=True, poison=None, scales=None, ops=OPERATIONS, guesses=None, host_slots=0
+):
+    host = HostPool(host_slots, 512, pinned=DEVICE.type == "cuda") if host_slots else None
     executor = DeviceExecutor(
         model(ops, DEVICE, poison),
         pool(DEVICE, scales),
@@ -153,10 +167,11 @@ def on_device(overlap, captured=True, poison=None, scales=None, ops=OPERATIONS, 
         max_tokens=ROWS + PREFILL,
         device=DEVICE,
         drafts=3 * ROWS if guesses else 0,
+        host=host,
     )
     if captured:
         executor.capture()
-    return engine(executor, overlap, guesses)
+    return engine(executor, overlap, guesses, host_slots)
 
 
 def on_guessing_device():
@@ -187,7 +202,7 @@ def requests():
     yield Request([20, 21], prompts[2], SAMPLED, StoppingParams(max_new_tokens=4), logprobs=True)
 
 
-def run(loop, link, preempted=None, drafts=0):
+def run(loop, link, preempted=None, drafts=0, each_turn=lambda: None):
     """Answer the requests; before turns, by turn, some sequences are preempted."""
     waiting = [msgspec.structs.replace(request, drafts=drafts) for request in requests()]
     # The last one comes when the prompt that it shares is in the cache.
@@ -200,6 +215,7 @@ def run(loop, link, preempted=None, drafts=0):
         if turn > 8 and len(link.finished) == 6:
             assert not link.failures
             return link
+        each_turn()
         loop.turn()
     raise AssertionError(f"only {link.finished} finished")
 
@@ -242,9 +258,15 @@ def test_drafts_change_nothing_of_what_is_sampled(kind, expected):
 
 
 @pytest.mark.gpu
-def test_preempted_rows_sample_what_they_would_have_sampled(expected):
+@pytest.mark.parametrize("host_slots", [0, 200], ids=["computed again", "swapped"])
+def test_preempted_rows_sample_what_they_would_have_sampled(expected, host_slots):
+    loop, link = on_device(overlap=True, host_slots=host_slots)
+    kv = loop.scheduler.kv
     # In the middle of a prompt that is scored, after it, and one of two samples.
-    got = run(*on_device(overlap=True), preempted={3: [13], 4: [11, 12], 8: [13], 12: [21]})
+    preempted = {3: [13], 4: [11, 12], 8: [13], 12: [21]}
+    forgotten = kv.total if host_slots else 0
+    got = run(loop, link, preempted, each_turn=lambda: kv.evict(forgotten))
+    assert (loop.scheduler.load().fetched_tokens > 20) == (host_slots > 0)
     assert dict(got.tokens) == dict(expected.tokens)
     assert dict(got.tops) == dict(expected.tops)
     for sequence, logprobs in expected.logprobs.items():

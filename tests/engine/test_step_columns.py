@@ -18,8 +18,10 @@ from interpreted import DEVICE
 from ranks import CPU
 from step_scenes import SCENES, Scene, Told
 
+from tokenpod.engine.executor import Executor
+
 #: Those that are run where kernels are interpreted, and take seconds there.
-INTERPRETED_SCENES = ("overlapped_drafts", "masks", "copies")
+INTERPRETED_SCENES = ("overlapped_drafts", "found_drafts", "masks", "copies")
 
 
 def cases() -> Iterator[Any]:
@@ -53,10 +55,18 @@ def adapted(on_host) -> Told:
 
 
 @pytest.fixture(scope="module")
-def scene(request, folder, expected) -> Scene:
-    executor = step_scenes.make(request.param, folder, DEVICE)
-    tops = DEVICE.type == "cuda" or request.param in ("fast", "cpu")
-    return Scene(executor, expected.tokens, step_scenes.table_of(folder), tops)
+def executors() -> dict[str, Executor]:
+    """By kind: pytest would make one for each scene."""
+    return {}
+
+
+@pytest.fixture
+def scene(request, folder, expected, executors) -> Scene:
+    kind = request.param
+    if kind not in executors:
+        executors[kind] = step_scenes.make(kind, folder, DEVICE)
+    tops = DEVICE.type == "cuda" or kind in ("fast", "cpu")
+    return Scene(executors[kind], expected.tokens, step_scenes.table_of(folder), tops)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("device", marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.attention_ops import NO_OPTIONS, AttentionOptions, KVScales
 from tokenpod.kernels.cpu import compiled
-from tokenpod.kernels.reference.rotary import quantise_each
+from tokenpod.kernels.kv_rounding import quantise_each
 
 SLOTS = 700
 

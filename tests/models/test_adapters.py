@@ -242,6 +242,7 @@ def _store(base, shard, lora):
     from tokenpod.kernels import reference
     from tokenpod.models.adapters.store import store_of
     from tokenpod.models.adapters.targets import targets_of
+    from tokenpod.models.adapters.virtual import VirtualBase
     from tokenpod.models.load import _read_config
 
     read = _read_config(base, MAX_POSITIONS, None)
@@ -251,8 +252,10 @@ def _store(base, shard, lora):
     for weight in layout.weights:
         if weight.name.endswith("_bias"):
             tensors[weight.name] = torch.zeros(sum(shard.length(s.axes[0]) for s in weight.sources))
+    virtual = VirtualBase(spec, shard, torch.float32, MAX_POSITIONS)
+    operations = reference.OPERATIONS
     store = store_of(
-        targets_of(family, spec), layout.weights, tensors, Space(1, 8), shard, reference.OPERATIONS
+        targets_of(family, spec), layout.weights, tensors, Space(1, 8), virtual, operations
     )
     store.keep(1, store.read(lora.folder))
     store.put(1, 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from scheduler_driver import request
 
+from tokenpod.core.constraints import Regex
 from tokenpod.core.plan import LAST, UNSAMPLED
 from tokenpod.scheduler.drafting import MOST_ROWS, Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
@@ -20,10 +21,14 @@ RIGHT, WRONG = 7, 8
 
 
 class Source:
-    """Each guess is right with this chance, and there are any with that."""
+    """Each guess is right with this chance, and there are any with that.
 
-    def __init__(self, right: float, some: float = 1.0) -> None:
+    `small`: milliseconds that each guess takes, if an executor's draft model makes it.
+    """
+
+    def __init__(self, right: float, some: float = 1.0, small: float | None = None) -> None:
         self.right, self.some = right, some
+        self.watched, self.small = small is None, small or 0.0
         self.chance = random.Random(5)
         self.asked = 0
 
@@ -59,12 +64,16 @@ class Machine:
             if step is not None:
                 now += int(self.host / 2 * MILLISECOND)
                 took = int((self.fixed + self.token * step.plan.tokens) * MILLISECOND)
-                free = max(now, free) + took
-                flying.append((step, free))
+                small = 0
+                if step.drafting and not source.watched:
+                    most = int(step.plan.r_samples.max()) - 1
+                    small = int(source.small * most * MILLISECOND)
+                free = max(now, free) + took + small
+                flying.append((step, free, small))
             if flying and (len(flying) > 1 or step is None or not self.overlap):
-                done, end = flying.pop(0)
+                done, end, small = flying.pop(0)
                 now = max(now, end)
-                settled = scheduler.settle(done, drawn(done.plan), now)
+                settled = scheduler.settle(done, drawn(done.plan), now, drafting_ns=small)
                 made += len(settled.token_ids)
                 now += int(self.host / 2 * MILLISECOND)
         assert made == rows * tokens
@@ -107,6 +116,31 @@ def test_right_guesses_make_it_faster(machine, rows, right, least):
     assert faster / plain > least
 
 
+@pytest.mark.parametrize(
+    ("machine", "rows", "right", "small", "least"),
+    [
+        (GPU, 1, 0.75, 0.3, 2.0),
+        (GPU, 16, 0.75, 0.5, 1.6),
+        (GPU, 1, 0.75, 3.0, 0.98),
+        (GPU, 1, 0.1, 0.3, 0.98),
+        (CPU, 1, 0.3, 0.5, 0.98),
+        (BUSY, 32, 0.5, 1.0, 0.98),
+    ],
+)
+def test_a_draft_model_is_used_where_its_own_time_pays(machine, rows, right, small, least):
+    """Nobody can watch it, so it is tried, and again now and then."""
+    plain, _ = machine.rate(rows, 1000)
+    faster, drafted = machine.rate(rows, 1000, Source(right, small=small))
+    assert drafted > 0
+    assert faster / plain > least
+
+
+def test_a_draft_model_that_was_given_up_is_tried_again():
+    source = Source(0.0, small=0.3)
+    counts = [GPU.rate(1, tokens, source)[1] for tokens in (500, 2900)]
+    assert 0 < counts[0] < counts[1]
+
+
 @pytest.mark.parametrize("machine", [GPU, CPU, BUSY], ids=["gpu", "cpu", "busy"])
 @pytest.mark.parametrize("rows", [1, 8, MOST_ROWS])
 @pytest.mark.parametrize(
@@ -140,6 +174,22 @@ def test_a_request_that_wants_no_drafts_has_none():
             most[sequence.id] = max(most[sequence.id], samples)
         scheduler.settle(step, drawn(step.plan), 0)
     assert most == {1: 1, 2: 3}
+
+
+@pytest.mark.parametrize(("small", "expected"), [(None, {1: 3, 2: 3}), (0.1, {1: 1, 2: 3})])
+def test_a_constrained_row_has_no_drafts_that_are_not_known_yet(small, expected):
+    limits = Limits(slots=200, max_rows=2, max_positions=100, prefill_tokens=64)
+    source = Source(1.0, small=small)
+    scheduler = Scheduler(limits, drafting=lambda kv: Drafting(source, MOST, kv))
+    scheduler.submit(request(1, [1, 2], max_new_tokens=9, drafts=2, constraint=Regex("a+")))
+    scheduler.submit(request(2, [1, 2], max_new_tokens=9, drafts=2))
+    scheduler.masked(1)
+    most = {1: 0, 2: 0}
+    while (step := scheduler.plan(0)) is not None:
+        for sequence, samples in zip(step.sequences, step.plan.r_samples.tolist(), strict=True):
+            most[sequence.id] = max(most[sequence.id], samples)
+        scheduler.settle(step, drawn(step.plan), 0)
+    assert most == expected
 
 
 def test_nothing_is_drafted_while_memory_is_promised_to_others():

@@ -36,6 +36,11 @@ def stops(draw):
     }
 
 
+def virtual(adapter):
+    """Of adapters 4 and 5: embeddings of virtual tokens, and their keys and values."""
+    return {4: {"virtual_tokens": 3}, 5: {"virtual_tokens": 5, "virtual_kv": True}}.get(adapter, {})
+
+
 class SchedulerLife(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 1 << 30),
@@ -81,7 +86,7 @@ class SchedulerLife(RuleBasedStateMachine):
             prefill_tokens=prefill,
             prefix_caching=caching,
             adapter_slots=2,
-            adapters=frozenset({1, 2, 3}),
+            adapters=frozenset(range(1, 6)),
             admission=ADMISSIONS[admission],
             batching=batching("alternate" if alternate else "mixed", max_waiting_tokens=4),
             **({"drafting": partial(Drafting, Guesses(seed), drafts)} if drafts else {}),
@@ -99,7 +104,7 @@ class SchedulerLife(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.integers(0, 1),
         salt=st.sampled_from(["", "", "tenant"]),
-        adapter=st.sampled_from([0, 0, 1, 2, 3]),
+        adapter=st.sampled_from([0, 0, 1, 2, 3, 4, 5]),
         score=st.sampled_from([False, False, False, True]),
         deadline=st.none() | st.integers(1, 60),
         limit=st.none() | st.integers(1, 60),
@@ -115,6 +120,7 @@ class SchedulerLife(RuleBasedStateMachine):
                 priority=priority,
                 salt=f"{salt} {adapter}" if adapter else salt,
                 adapter=adapter,
+                **virtual(adapter),
                 prompt_logprobs=score,
                 drafts=self.drafts,
                 deadline_at=None if deadline is None else now + deadline,
@@ -154,7 +160,10 @@ class SchedulerLife(RuleBasedStateMachine):
         self.turns(turns)
 
     @rule(
-        starts=st.lists(st.tuples(prompts(), stops(), st.integers(0, 12)), max_size=3),
+        starts=st.lists(
+            st.tuples(prompts(), stops(), st.integers(0, 12), st.sampled_from([0, 0, 0, 1, 4, 5])),
+            max_size=3,
+        ),
         pick=st.randoms(use_true_random=False),
         waits=st.booleans(),
         turns=st.integers(0, 6),
@@ -164,10 +173,18 @@ class SchedulerLife(RuleBasedStateMachine):
         self.driver.advance(
             1000 + len(self.driver.ops),
             [
-                request(self.new_ids(1), prompt, **stops, drafts=self.drafts)
-                for prompt, stops, _ in starts
+                request(
+                    self.new_ids(1),
+                    prompt,
+                    **stops,
+                    drafts=self.drafts,
+                    adapter=adapter,
+                    salt=str(adapter) if adapter else "",
+                    **virtual(adapter),
+                )
+                for prompt, stops, _, adapter in starts
             ],
-            [end for _, _, end in starts],
+            [end for _, _, end, _ in starts],
             pick.sample(held, pick.randint(0, len(held))),
             waits=waits,
         )

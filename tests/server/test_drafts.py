@@ -195,3 +195,27 @@ async def test_batches_of_a_router_are_joined_and_filtered_between_drafts(
     assert ids[2] == alone
     assert ids[1] == alone[: len(ids[1])]
     await client.close()
+
+
+# -- a draft model -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def modelled() -> Iterator[ServerProcess]:
+    """The served model drafts for itself: every draft of a text without penalties is right."""
+    with serve("--speculate", str(MOST), "--draft-model", "demo", "--dtype", "float32") as server:
+        yield server
+
+
+def test_a_draft_model_finds_what_a_text_has_not_repeated(modelled: ServerProcess) -> None:
+    api = GenerationServiceStub(modelled.channel())
+    model = api.GetModel(service.GetModelRequest(), timeout=30).model
+    assert (model.limits.max_draft_tokens, model.draft_method) == (MOST, "draft_model")
+    assert modelled.stub().Info(v3.InfoRequest(), timeout=30).speculate == MOST
+    drawn = {"temperature": 0.8, "seed": 3}
+    drafted, _ = both(api, text="def read(path):", sampling=drawn)
+    usage = drafted[-1].completed.usage
+    # Whether it pays is learned from what steps take: it is tried in any case.
+    assert usage.drafted_token_count >= usage.accepted_token_count > 0
+    load = api.GetLoad(service.GetLoadRequest(), timeout=30)
+    assert load.drafted_token_count == usage.drafted_token_count

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 from harness import serve
 from public_api import ask, once
 
@@ -28,8 +29,12 @@ def told(api: Any, number: int, stops: list[str]) -> tuple[str, int]:
     return result.text, result.finish_reason
 
 
-def test_preempted_streams_say_the_same_and_end_at_the_same_stops() -> None:
-    flags = ("--admission", "optimistic", "--max-batch-total-tokens", "220")
+SWAPPED = ("--host-kv-bytes", str(32 << 20), "--preemption", "swap")
+
+
+@pytest.mark.parametrize("more", [(), SWAPPED], ids=["computed again", "swapped"])
+def test_preempted_streams_say_the_same_and_end_at_the_same_stops(more: tuple[str, ...]) -> None:
+    flags = ("--admission", "optimistic", "--max-batch-total-tokens", "220", *more)
     with serve(*flags, "--max-total-tokens", "200") as server:
         api = GenerationServiceStub(server.channel())
         plain = [told(api, number, [])[0] for number in range(10)]
@@ -38,13 +43,16 @@ def test_preempted_streams_say_the_same_and_end_at_the_same_stops() -> None:
             [text[2 * len(text) // 3 :][:7]] if at < 4 else [] for at, text in enumerate(plain)
         ]
         calm = [told(api, number, stops[number]) for number in range(10)]
-        load = service.GetLoadRequest()
+        load, asks = service.GetLoadRequest(), service.GetModelRequest()
         assert api.GetLoad(load).preemption_count == 0
         with ThreadPoolExecutor(10) as pool:
             crowded = [*pool.map(lambda number: told(api, number, stops[number]), range(10))]
         after = api.GetLoad(load)
         assert after.preemption_count > 0
-        assert after.swapped_token_count == 0
+        assert (after.swapped_token_count > 0) == (after.fetched_token_count > 0) == bool(more)
+        assert after.swapped_count == 0
+        assert after.host_total_token_count == api.GetModel(asks).model.host_token_count
+        assert after.host_total_token_count == (4096 if more else 0)
         # In steps of other shapes numbers are rounded otherwise, which may decide one token.
         assert sum(ours != theirs for ours, theirs in zip(calm, crowded, strict=True)) <= 1
         assert after.stopped_request_count == 8

@@ -144,6 +144,13 @@ def test_a_chat_is_counted_as_it_is_generated_from(api: Any) -> None:
     assert "input" in violations(error)
 
 
+@pytest.mark.parametrize("field", ["return_token_ids", "return_offsets"])
+def test_a_list_that_is_too_long_is_refused_by_who_asks_for_it(api: Any, field: str) -> None:
+    many = service.TokenizeRequest(text="word " * 140_000, **{field: True})
+    error = refused(grpc.StatusCode.INVALID_ARGUMENT, api.Tokenize, many)
+    assert "280001" in violations(error)[field]
+
+
 def test_ids_of_no_token_have_no_text(api: Any) -> None:
     asked = service.DetokenizeRequest(token_ids=[5, 4096])
     error = refused(grpc.StatusCode.INVALID_ARGUMENT, api.Detokenize, asked)

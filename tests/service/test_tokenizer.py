@@ -1,6 +1,7 @@
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from tokenpod.service.text.chat_template import (
     ChatTemplateError,
     roles_of,
 )
+from tokenpod.service.text.draft_vocabulary import check_draft
 from tokenpod.service.text.tokenizer import Tokenizer, TokenizerError
 
 CHAT = (
@@ -182,6 +184,26 @@ def test_a_wrong_end_of_sequence_id_is_refused(folder):
     write(folder / "generation_config.json", {"eos_token_id": "</s>"})
     with pytest.raises(TokenizerError, match="eos_token_id is '</s>'"):
         Tokenizer.load(folder)
+
+
+def test_a_draft_model_needs_the_vocabulary_of_the_served_one(folder, tmp_path):
+    served = Tokenizer.load(folder)
+    check_draft(served, folder)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    file = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = file["model"]["vocab"]
+    one, two = sorted(vocabulary, key=vocabulary.get)[-2:]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").write_text(json.dumps(file))
+    with pytest.raises(
+        TokenizerError, match=r"--draft-model is .*other: its token [0-9]+ is "
+    ) as no:
+        check_draft(served, other)
+    assert repr(one) in str(no.value)
+    assert repr(two) in str(no.value)
+    with pytest.raises(TokenizerError, match=r"--draft-model is .*nothing: "):
+        check_draft(served, tmp_path / "nothing")
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path):

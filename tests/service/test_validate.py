@@ -11,6 +11,8 @@ from chats import turns
 
 from tokenpod.core.requests import BeamParams
 from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.fields import field_names
+from tokenpod.service.dialects.tgi import checks
 from tokenpod.service.dialects.validate import RequestLimits
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.calls import (
@@ -283,23 +285,23 @@ def test_divisors_stay_where_float32_holds_the_quotient(value: float) -> None:
 def test_a_routers_field_is_refused_by_its_path(field: str, fields: dict[str, Any]) -> None:
     bad = dataclasses.replace(SHARD, id=2, **fields)
     with pytest.raises(InvalidArgument) as caught:
-        validate.check_shard_request(bad, 1, LIMITS)
+        checks.check_request(bad, 1, LIMITS)
     assert caught.value.field == f"batch.requests[1].{field}"
 
 
 def test_a_routers_batch_has_requests_of_different_ids() -> None:
-    validate.check_shard_batch(ShardBatch(7, [SHARD]))
+    checks.check_batch(ShardBatch(7, [SHARD]))
     for requests in ([], [SHARD, SHARD]):
         with pytest.raises(InvalidArgument, match=r"batch\.requests"):
-            validate.check_shard_batch(ShardBatch(7, requests))
+            checks.check_batch(ShardBatch(7, requests))
 
 
 def test_a_routers_prompt_and_bound_fit_together() -> None:
-    validate.check_shard_length(SHARD, 0, 45, LIMITS)
+    checks.check_length(SHARD, 0, 45, LIMITS)
     with pytest.raises(InvalidArgument, match="--max-total-tokens 50"):
-        validate.check_shard_length(SHARD, 0, 46, LIMITS)
+        checks.check_length(SHARD, 0, 46, LIMITS)
     with pytest.raises(InvalidArgument, match="has no tokens"):
-        validate.check_shard_length(SHARD, 0, 0, LIMITS)
+        checks.check_length(SHARD, 0, 0, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_a_routers_prompt_and_bound_fit_together() -> None:
 )
 def test_a_dialect_tells_its_own_names_of_fields(field: str, told: str) -> None:
     names = {"sampling": "params.sampling", "sampling.logit_bias": "params.bias"}
-    with pytest.raises(InvalidArgument) as refused, validate.field_names(names):
+    with pytest.raises(InvalidArgument) as refused, field_names(names):
         raise InvalidArgument(field, "is 2; must be from 0 to 1")
     assert refused.value.field == told
     assert refused.value.message == f"{told} is 2; must be from 0 to 1"

@@ -9,7 +9,7 @@ import torch
 from tokenpod.kernels import reference
 from tokenpod.kernels.attention_ops import NO_OPTIONS, KVScales
 from tokenpod.kernels.batch import ForwardBatch, PagedRows
-from tokenpod.kernels.reference.rotary import quantise
+from tokenpod.kernels.kv_rounding import quantise
 from tokenpod.kernels.triton.attention import attention, plan_attention
 
 #: ‖error‖ / ‖result‖. Compiled, float32 is multiplied as three products of TF32.

@@ -36,7 +36,9 @@ END = TOKENIZER.backend.token_to_id("<|end|>")
 RANDOM = {"do_sample": True, "temperature": 60.0}
 
 
-def ask(number, constraint, *, n=1, new=60, prompt=(5, 6, 7), stopping=None, **sampling):
+def ask(
+    number, constraint, *, n=1, new=60, prompt=(5, 6, 7), stopping=None, reports=None, **sampling
+):
     """A request of sequences `number` and up."""
     return Request(
         list(range(number, number + n)),
@@ -46,6 +48,7 @@ def ask(number, constraint, *, n=1, new=60, prompt=(5, 6, 7), stopping=None, **s
             **{"max_new_tokens": new, "eos_token_ids": frozenset({END})} | (stopping or {})
         ),
         constraint=constraint,
+        **(reports or {}),
     )
 
 
@@ -64,6 +67,9 @@ class Client:
         if routed:
             self.inbox.append(Advance(1, list(routed), [0] * len(routed), [], waits=False))
         self.tokens, self.failures = defaultdict(list), {}
+        #: By sequence, for each token: log probability, top tokens and theirs, rank.
+        self.logprobs, self.tops = defaultdict(list), defaultdict(dict)
+        self.steps = 0
         self.finishes, self.satisfied = {}, {}
         self.empty_decodes = 0
         self.load = None
@@ -75,12 +81,18 @@ class Client:
 
     def send(self, message):
         assert isinstance(message, StepOutputs)
-        self.load = message.load
+        self.load, self.steps = message.load, message.step
+        for top in message.tops:
+            sequence = message.sequence_ids[top.at]
+            before = message.sequence_ids[: top.at].count(sequence)
+            at = len(self.tokens[sequence]) + before
+            self.tops[sequence][at] = top.token_ids, top.logprobs, top.rank
         for failure in message.failures:
             self.failures[failure.sequence_id] = failure.message
             self.left.discard(failure.sequence_id)
         for i, sequence in enumerate(message.sequence_ids):
             self.tokens[sequence].append(message.token_ids[i])
+            self.logprobs[sequence].append(message.logprobs[i])
             if message.finishes[i]:
                 self.finishes[sequence] = FinishCode(message.finishes[i])
                 self.left.discard(sequence)
@@ -113,10 +125,13 @@ class LateMasks(Masks):
 
 
 class LateSteps(MaskedSteps):
-    """Says which rows may be late."""
+    """Says which rows may be late, and counts tokens that were forced."""
+
+    jumped = 0
 
     def sample(self, step, launched):
         plan = step.plan
+        self.jumped += sum(map(step.drafts_of, step.forced))
         firsts = plan.r_tokens.cumsum() - plan.r_tokens
         self._masks.decoding = frozenset(np.flatnonzero(plan.t_token[firsts] == LAST).tolist())
         super().sample(step, launched)
@@ -135,11 +150,18 @@ def serve(
     library=Guidance,
     limits=None,
     each_turn=lambda loop: None,
+    forced=8,
+    drafting=None,
+    executor=None,
 ):
-    """Answer a client's requests; by chance masks are late, and sequences preempted."""
+    """Answer a client's requests; by chance masks are late, and sequences preempted.
+
+    `client.jumped` is then how many tokens were sampled behind others because they were forced.
+    """
     kv = KVPool(slots=slots, layouts=[alike(2, 64)] * 8, dtype=torch.float32, device=CPU)
-    executor = HostExecutor(model, kv, rows=rows, vocab_size=VOCABULARY)
-    scheduler = Scheduler(Limits(slots - 16, rows - 1, POSITIONS, prefill))
+    executor = executor or HostExecutor(model, kv, rows=rows, vocab_size=VOCABULARY)
+    resources = Limits(slots - 16, rows - 1, POSITIONS, prefill, forced=forced)
+    scheduler = Scheduler(resources, drafting=drafting)
     masks = LateMasks(library, VOCABULARY, limits or ConstraintLimits(workers=1))
     masks.late = late
     # Wait for every mask but those that are late on purpose: seconds of a usual step.
@@ -159,4 +181,5 @@ def serve(
     scheduler.check()
     assert not scheduler.busy
     assert not masks._texts, "texts that nobody forgot"
+    client.jumped = masked.jumped
     return client

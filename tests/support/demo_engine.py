@@ -16,18 +16,22 @@ from tokenpod.core.outputs import StepOutputs
 from tokenpod.core.plan import NewRow, PlanRow, plan_of
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import DRAWS, SamplingParams
+from tokenpod.engine.draft import SmallModel
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.host_sampler import HostSampler, counters, tempered
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.rng import vocabulary_noise
+from tokenpod.kernels.host_pool import HostPool
 from tokenpod.kernels.pool import KVPool, alike
 from tokenpod.models import load as loading
 from tokenpod.scheduler.exact import Exact
+from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
 DEMO = Path(tokenpod.models.demo.__file__).parent
 SLOTS, POSITIONS, VOCABULARY = 1200, 400, 4096
+LAYOUTS = [alike(2, 64)] * 8
 
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(do_sample=True, temperature=0.9, seed=5)
@@ -49,7 +53,7 @@ def load(operations):
 
 
 def pool(slots):
-    return KVPool(slots=slots, layouts=[alike(2, 64)] * 8, dtype=torch.float32, device=CPU)
+    return KVPool(slots=slots, layouts=LAYOUTS, dtype=torch.float32, device=CPU)
 
 
 class Recorder:
@@ -65,7 +69,7 @@ class Recorder:
         self.scored: dict[int, list[float]] = {}
         self.started: list[int] = []
         self.finished: set[int] = set()
-        self.preemptions = self.steps = 0
+        self.preemptions = self.steps = self.cached = self.swapped = self.fetched = 0
         #: Drafted tokens and accepted ones: of all, and by sequence.
         self.drafted = (0, 0)
         self.drafts: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(2, int))
@@ -85,7 +89,9 @@ class Recorder:
         assert isinstance(message, StepOutputs)
         assert not message.failures
         self.preemptions = message.load.preemptions
+        self.swapped, self.fetched = message.load.swapped_tokens, message.load.fetched_tokens
         self.steps = message.step
+        self.cached = message.load.cached_tokens
         self.drafted = (message.load.drafted_tokens, message.load.accepted_tokens)
         for draft in message.drafted:
             self.drafts[draft.sequence_id] += (draft.drafted, draft.accepted)
@@ -109,15 +115,34 @@ class Recorder:
 
 
 def serve(
-    model, link, *, rows, prefill, overlap, preempt=0.0, slots=SLOTS, drafting=None, admission=Exact
+    model,
+    link,
+    *,
+    rows,
+    prefill,
+    overlap,
+    preempt=0.0,
+    slots=SLOTS,
+    drafting=None,
+    admission=Exact,
+    draft=None,
+    host_slots=0,
 ):
     """Answer a recorder's requests; before each turn every sequence is preempted by chance.
 
-    The admission policy may preempt more.
+    The admission policy may preempt more. `draft`: a draft model of the same shape. With
+    `host_slots` what is preempted is swapped, and the pool forgets at once what only the cache
+    holds.
     """
-    executor = HostExecutor(model, pool(slots), rows=rows, vocab_size=VOCABULARY)
-    limits = Limits(slots - 16, rows - 1, POSITIONS, prefill)
-    scheduler = Scheduler(limits, drafting=drafting, admission=admission)
+    own = draft and SmallModel(draft, pool(slots), VOCABULARY, VOCABULARY, most=8)
+    kept, made = pool(slots), None
+    if host_slots:
+        slot_bytes = (1 + bool(draft)) * KVPool.bytes_per_slot(layouts=LAYOUTS, dtype=torch.float32)
+        made = HostPool(host_slots, slot_bytes, pinned=False)
+    executor = HostExecutor(model, kept, rows=rows, vocab_size=VOCABULARY, draft=own, host=made)
+    limits = Limits(slots - 16, rows - 1, POSITIONS, prefill, host_slots=host_slots, host_block=4)
+    preemption = PREEMPTIONS["swap" if host_slots else "recompute"](1)
+    scheduler = Scheduler(limits, drafting=drafting, admission=admission, preemption=preemption)
     loop = EngineLoop(link, scheduler, executor, overlap=overlap)
     chance, preempted = random.Random(3), 0
     for _ in range(5000):
@@ -126,6 +151,8 @@ def serve(
         for sequence in [*link.requests, *link.routed]:
             if chance.random() < preempt:
                 preempted += scheduler.preempt(sequence)
+        if host_slots:
+            scheduler.kv.evict(scheduler.kv.tree.tokens)
         loop.turn()
     assert link.done
     assert link.preemptions == preempted or admission is not Exact
@@ -186,7 +213,9 @@ def many_requests(sequences, tokens):
 def scores(model, request, outputs):
     """[vocab] what the next token is the highest of: penalties, temperature and noise included."""
     known = [*request.prompt, *outputs]
-    executor = HostExecutor(model, pool(len(known)), rows=1, vocab_size=VOCABULARY)
+    layouts = model.config.kv_layouts
+    own = KVPool(slots=len(known), layouts=layouts, dtype=torch.float32, device=CPU)
+    executor = HostExecutor(model, own, rows=1, vocab_size=VOCABULARY)
     noted = Noting(rows=1, vocab_size=VOCABULARY)
     executor._sampler = noted
     new = NewRow(request, 0, tuple(outputs))

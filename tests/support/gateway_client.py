@@ -42,7 +42,7 @@ def constrained(client: Any) -> str:
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     answer = client.chat.completions.create(
-        messages=CHAT, temperature=0, max_tokens=60, response_format=form
+        messages=CHAT, response_format=form, **GREEDY | {"max_tokens": 60}
     )
     return str(answer.choices[0].message.content)
 

@@ -76,7 +76,7 @@ def make_golden(
 
 def golden_config(name: str) -> dict[str, Any]:
     """What the config.json of a kind's checkpoint has, without making the checkpoint."""
-    kind = KINDS[name]
+    kind = {**KINDS, **TIER_KINDS, **PADDED_KINDS}[name]
     config = json.loads(_config(kind, {}).to_json_string())
     config["architectures"] = [_class_name(kind)]
     if kind.disguise is not None:

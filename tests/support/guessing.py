@@ -22,6 +22,8 @@ class Guessing:
         vocabulary: a wrong guess is another token below this.
     """
 
+    watched = True
+
     def __init__(self, expected: Mapping[int, list[int]], right: float, vocabulary: int) -> None:
         self._expected, self._right, self._vocabulary = expected, right, vocabulary
         self._chance = random.Random(4)

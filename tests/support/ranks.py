@@ -37,6 +37,7 @@ from tokenpod.models.load import load_model
 from tokenpod.models.shard import Shard
 from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.kv import KV
+from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CPU = torch.device("cpu")
@@ -55,6 +56,8 @@ class Said(msgspec.Struct):
     scored: dict[int, list[float]] = {}
     failures: list[int] = []
     preemptions: int = 0
+    #: Tokens that came back from the host's memory.
+    fetched: int = 0
     #: Drafted tokens, and accepted ones.
     drafted: tuple[int, int] = (0, 0)
 
@@ -155,8 +158,12 @@ def answer(
         max_rows=options.max_batch_size,
         max_positions=positions,
         prefill_tokens=options.max_batch_prefill_tokens,
+        host_slots=ready.host_slots,
+        host_block=4,
     )
-    link, scheduler = Recorder(requests), Scheduler(limits, drafting=drafting)
+    preemption = PREEMPTIONS[options.preemption](1)
+    link = Recorder(requests)
+    scheduler = Scheduler(limits, drafting=drafting, preemption=preemption)
     executor = ready.executor if group is None or group.rank == 0 else FromBytes(ready.executor)
     loop = EngineLoop(link, scheduler, executor, overlap=ready.overlap)  # type: ignore[arg-type]
     chance = random.Random(8)
@@ -166,7 +173,10 @@ def answer(
         for sequence in sorted(link.left):
             if chance.random() < preempt:
                 scheduler.preempt(sequence)
+        if ready.host_slots:
+            scheduler.kv.evict(scheduler.kv.tree.tokens)
         loop.turn()
+    link.said.fetched = scheduler.load().fetched_tokens
     link.said.slots = ready.slots
     link.said.weight_bytes = model.weight_bytes
     link.said.parameters = model.parameters_count

@@ -15,16 +15,17 @@ from itertools import islice
 
 from tokenpod.core.messages import PROBE_TOKENS, Advance
 from tokenpod.core.outputs import Advanced, Failure, FailureCode, FinishCode
-from tokenpod.core.plan import LAST, UNSAMPLED, NewRow, StepPlan
+from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, NewRow, StepPlan
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.scheduler.exact import Exact
+from tokenpod.scheduler.given import VIRTUAL
 from tokenpod.scheduler.reserve import Reserve
 from tokenpod.scheduler.scheduler import Limits, Scheduler, Settled, Step
 from tokenpod.scheduler.sequence import Sequence
 
 SECOND = 1_000_000_000
-POLICIES = ("admission", "batching", "drafting")
+POLICIES = ("admission", "batching", "drafting", "preemption")
 
 
 def request(ids, prompt, *, max_new_tokens=4, **options) -> Request:
@@ -48,6 +49,8 @@ class Guesses:
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
+
+    watched = True
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
         return [self._chance.randint(1, 2) for _ in range(self._chance.randint(0, most))]
@@ -93,7 +96,7 @@ def works_of(step: Step | None) -> list[Work]:
                 sequence,
                 int(plan.r_row[at]),
                 int(plan.r_start[at]),
-                plan.t_token[tokens].tolist(),
+                [_with_id(plan, sequence, token) for token in plan.t_token[tokens].tolist()],
                 plan.t_slot[tokens].tolist(),
                 int(plan.r_samples[at]),
                 int(plan.r_output[at]),
@@ -101,6 +104,15 @@ def works_of(step: Step | None) -> list[Work]:
         )
     assert [work.sequence for work in works for _ in range(work.samples)] == step.sampled
     return works
+
+
+def _with_id(plan: StepPlan, sequence: Sequence, token: int) -> int:
+    """A token as the tree has it: virtual ones have the ids of their adapter's."""
+    if token > GIVEN:
+        return token
+    at = GIVEN - token - len(plan.given)
+    assert plan.soft_adapter[at] == sequence.request.adapter
+    return VIRTUAL - int(plan.soft_index[at])
 
 
 @dataclass
@@ -117,6 +129,8 @@ class Row:
     slots: list[int]
     #: Positions from here on were written by this row, and no good token has followed yet.
     unproven_from: int
+    #: Of an adapter whose keys and values are ready: what it puts before the prompt.
+    ready: list[int]
 
 
 class ReferenceExecutor:
@@ -133,12 +147,23 @@ class ReferenceExecutor:
         self.users: Counter[int] = Counter()
         #: By slot.
         self.adapters = {0: 0}
+        #: Copies from the host's memory that have not arrived: of which step, slot and mark.
+        self.coming: list[tuple[int, int, int]] = []
+        self.arrived = 0
+        self.chance = random.Random(1)
+        self.restored = 0
 
     def launch(self, step: Step) -> list[int]:
         """Run a step; the tokens it samples, one for each sample of each work."""
         plan = step.plan
         for number in plan.freed.tolist():
             self.users.subtract(self.rows.pop(number).slots)
+        self._copy(plan)
+        for slot, adapter, index in zip(
+            plan.ready_slot.tolist(), plan.ready_adapter.tolist(), plan.ready_index, strict=True
+        ):
+            assert self.users[slot] == 0, "a slot is filled that a row attends to"
+            self.memory[slot] = hash((adapter, int(index)))
         prefix = iter(plan.prefix_slot.tolist())
         for number, ask, cached in zip(
             plan.n_row.tolist(), plan.asks, plan.n_prefix.tolist(), strict=True
@@ -153,20 +178,54 @@ class ReferenceExecutor:
             self._write(work, shared)
         return [token for work in works for token in self._sample_each(work, shared)]
 
+    def _copy(self, plan: StepPlan) -> None:
+        """First what goes out, at once; what comes in takes its time, unless it is waited for."""
+        base = self.scheduler.kv.total + 1
+        pairs = [*zip(plan.copy_from.tolist(), plan.copy_to.tolist(), strict=True)]
+        awaited = [plan.step - behind for behind in plan.awaited.tolist()]
+        # They arrive in order; some at once, some late.
+        if self.chance.random() < 0.5:
+            awaited.append(plan.step - self.chance.randint(0, 3))
+        self.arrived = max(self.arrived, *awaited, 0)
+        self._arrive()
+        out = [(self.memory[source], to) for source, to in pairs if source < base]
+        assert all(to >= base for _, to in out)
+        assert len({to for _, to in pairs}) == len(pairs)
+        self.memory.update((to, mark) for mark, to in out)
+        for source, to in pairs[len(out) :]:
+            assert source >= base > to, "what comes in stands behind what goes out"
+            assert self.users[to] == 0
+            self.coming.append((plan.step, to, self.memory[source]))
+            self.memory.pop(to, None)
+            self.restored += 1
+        self._arrive()
+
+    def _arrive(self) -> None:
+        while self.coming and self.coming[0][0] <= self.arrived:
+            _, to, mark = self.coming.pop(0)
+            self.memory[to] = mark
+
     def _check_adapters(self, plan: StepPlan, works: list[Work]) -> None:
         self.adapters |= zip(plan.put_slot.tolist(), plan.put_adapter.tolist(), strict=True)
         slots = plan.r_adapter.tolist() or [0] * len(works)
         for work, slot in zip(works, slots, strict=True):
-            assert self.adapters[slot] == work.sequence.request.adapter
+            asked = work.sequence.request
+            assert self.adapters[slot] == (0 if asked.virtual_tokens else asked.adapter)
 
     def _add_row(self, number: int, ask: NewRow, prefix: list[int]) -> None:
         rows, request = self.scheduler.limits.max_rows, ask.request
         assert number == rows if request.probe else 0 <= number < rows
-        assert number not in self.rows, "a row with two sequences"
-        sequence_id, tokens = request.sequence_ids[ask.stream], [*request.prompt, *ask.outputs]
+        sequence_id, count = request.sequence_ids[ask.stream], request.virtual_tokens
+        if before := self.rows.pop(number, None):
+            assert before.sequence_id == sequence_id, "a row with two sequences"
+            self.users.subtract(before.slots)
+        virtual = [VIRTUAL - i for i in range(count)]
+        tokens = [*virtual, *request.prompt, *ask.outputs]
+        ready = [hash((request.adapter, i)) for i in range(count * request.virtual_kv)]
+        assert len(prefix) >= len(ready)
         assert len(prefix) < len(tokens)
         assert list(ask.outputs) == self.outputs[sequence_id], "not the outputs that it had"
-        row = Row(sequence_id, tokens, len(request.prompt), len(tokens), [], [], 0)
+        row = Row(sequence_id, tokens, request.positions, len(tokens), [], [], 0, ready)
         row.marks.append(zlib.crc32(request.salt.encode()))
         row.slots, row.unproven_from = prefix, len(prefix)
         self._mark(row)
@@ -177,7 +236,9 @@ class ReferenceExecutor:
     def _mark(row: Row) -> None:
         # marks[p + 1] is the fingerprint of tokens[: p + 1].
         while len(row.marks) <= len(row.tokens):
-            row.marks.append(hash((row.marks[-1], row.tokens[len(row.marks) - 1])))
+            at = len(row.marks) - 1
+            mark = hash((row.marks[-1], row.tokens[at]))
+            row.marks.append(row.ready[at] if at < len(row.ready) else mark)
 
     def _check_shape(self, works: list[Work]) -> None:
         assert works
@@ -280,6 +341,8 @@ class Driver:
         self.waiting: dict[int, list[int]] = {}
         self.last_step: Step | None = None
         self._flying: tuple[Step, list[int]] | None = None
+        #: By step under way: the last one whose copies had arrived.
+        self.arrived: dict[int, int] = {}
 
     # -- what clients do -----------------------------------------------------------------------
 
@@ -328,6 +391,7 @@ class Driver:
         if step is not None:
             self.steps += 1
             self._flying = (step, self.executor.launch(step))
+            self.arrived[step.plan.step] = self.executor.arrived
         if previous is not None:
             self._settle(*previous)
         if self._flying is not None and not self.overlap:
@@ -373,7 +437,8 @@ class Driver:
     # -- what comes back -----------------------------------------------------------------------
 
     def _settle(self, step: Step, tokens: list[int]) -> None:
-        settled = self.scheduler.settle(step, tokens, self.now)
+        arrived = self.arrived.pop(step.plan.step)
+        settled = self.scheduler.settle(step, tokens, self.now, arrived=arrived)
         sampled = [sequence.id for sequence in step.sampled]
         assert settled.samples == sorted(set(settled.samples))
         for at, sequence_id, token in zip(
@@ -418,13 +483,13 @@ class Driver:
             if self.sequences[sequence_id].ended:
                 continue
             owed, behind = self.sequences[sequence_id], advanced.behind.get(sequence_id, 0)
-            assert 0 <= behind <= len(owed.request.prompt)
+            assert 0 <= behind <= owed.request.positions
             assert bool(owed.tokens) == (not behind), "complete without its tokens"
             assert behind or sequence_id not in advanced.waiting, "it waited and has begun"
         untouched = [
             i
             for i in advanced.waiting
-            if advanced.behind.get(i) == len(self.sequences[i].request.prompt)
+            if advanced.behind.get(i) == self.sequences[i].request.positions
         ]
         assert not op.waits or not named or set(untouched) < named, "nobody was stepped"
 

@@ -11,7 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,8 @@ from ranks import CPU, TIMEOUT, interpreted_operations
 from safetensors.torch import load_file
 from stepping import ROOM, VOCABULARY, Row
 
-from tokenpod.core.plan import GIVEN, UNSAMPLED, NewRow, plan_of
+from tokenpod.core.plan import GIVEN, LAST, UNSAMPLED, NewRow, plan_of
+from tokenpod.engine.draft import SmallModel, draft_of
 from tokenpod.engine.executor import Executor, Words
 from tokenpod.engine.host_executor import HostExecutor
 from tokenpod.engine.join import join_group
@@ -36,6 +37,7 @@ from tokenpod.kernels.group import Group
 from tokenpod.kernels.ops import Operations
 from tokenpod.kernels.pool import KVPool
 from tokenpod.kernels.registry import operations_for
+from tokenpod.models import eagle
 from tokenpod.models import load as loading
 from tokenpod.models.decoder import Decoder
 from tokenpod.models.linear import Weights
@@ -76,6 +78,8 @@ class Scene:
     table: torch.Tensor
     #: Whether a row asks for top tokens; interpreted, they take minutes.
     tops: bool = True
+    #: Whether its draft model is one that is right now and then.
+    guesses_well: bool = True
 
     def rows(self) -> list[Row]:
         return stepping.rows_of(stepping.requests(tops=self.tops))
@@ -102,6 +106,26 @@ def overlapped_drafts(scene: Scene) -> list[Row]:
     rows = scene.rows()
     stepping.begin(scene.executor, rows)
     stepping.go_on(scene.executor, rows, stepping.guesses(scene.expected), overlap=True)
+    return rows
+
+
+def found_drafts(scene: Scene) -> list[Row]:
+    """Drafts that the executor finds, of some rows, and more of one than of another.
+
+    Its draft model differs a little from the served one, so most of them are right.
+    """
+    rows = scene.rows()
+    stepping.begin(scene.executor, rows)
+    found = 0
+
+    def drafts(row: int, outputs: list[int]) -> list[int]:
+        nonlocal found
+        found += 1
+        return [LAST] * [2, 0, 3, 1][(row + found) % 4]
+
+    stepping.go_on(scene.executor, rows, drafts)
+    if scene.guesses_well:
+        assert found < sum(map(len, (row.outputs for row in rows))) - len(rows), "some were right"
     return rows
 
 
@@ -152,7 +176,10 @@ def adapter(scene: Scene) -> list[Row]:
 
 
 def masks(scene: Scene) -> list[Row]:
-    """Two rows are told what to say, one of them twice too late, the other once behind drafts."""
+    """Two rows are told what to say, one of them twice too late, the other once behind drafts.
+
+    Behind the last of these there is no mask.
+    """
     rows = scene.rows()
     stepping.begin(scene.executor, rows)
     done_at = {}
@@ -167,7 +194,7 @@ def masks(scene: Scene) -> list[Row]:
         planned.sort(key=lambda pair: len(pair[1].slots) > 1)
         launched = scene.executor.launch(plan_of(turn, [row for _, row in planned]))
         given = {
-            at: np.stack([only(token) for token in forced(row, planned_row.samples)])
+            at: np.stack([only(token) for token in forced(row, min(planned_row.samples, 2))])
             for at, (row, planned_row) in enumerate(planned)
             if planned_row.masked and not (turn in (1, 3) and row.row == 0)
         }
@@ -178,7 +205,7 @@ def masks(scene: Scene) -> list[Row]:
         tokens = [UNSAMPLED if token == -1 else token for token in result.tokens]
         stepping.take(planned, replace(result, tokens=tokens))
         done_at |= {row.row: turn for row, _ in planned if not row.left}
-    assert done_at == {0: 6, 1: 4, 2: 2}
+    assert done_at == {0: 6, 1: 4, 2: 3}
     return rows
 
 
@@ -206,7 +233,7 @@ ADAPTED = 1
 
 SCENES = {
     scene.__name__: scene
-    for scene in (plain, drafts, overlapped_drafts, given, copies, adapter, masks)
+    for scene in (plain, drafts, overlapped_drafts, found_drafts, given, copies, adapter, masks)
 }
 
 
@@ -236,7 +263,7 @@ class Adapters:
         return Decoder(config, weights, ops, delta=self, **more)
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, layers: int = 1) -> Path:
     """A model whose vocabulary two ranks can't divide."""
     # Ranks need no more than what is saved, and start sooner without it.
     import transformers
@@ -245,7 +272,7 @@ def save_model(folder: Path) -> Path:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
@@ -256,7 +283,31 @@ def save_model(folder: Path) -> Path:
     )
     torch.manual_seed(2)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    save_draft(folder)
     return folder
+
+
+def draft_folder(folder: Path) -> Path:
+    """Where the draft model lies."""
+    return folder / "draft"
+
+
+def save_draft(folder: Path) -> None:
+    """The served model with other weights in its layer, heads of another shape, and fewer tokens.
+
+    Its layer adds little to the stream, so it says mostly what the served one would say without.
+    """
+    import transformers
+
+    config = transformers.LlamaConfig.from_pretrained(folder)
+    config.update({"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8})
+    config.vocab_size = VOCABULARY - 2
+    served = load_file(folder / "model.safetensors")
+    small = transformers.LlamaForCausalLM(config)
+    names = {name: t for name, t in served.items() if t.shape == small.state_dict()[name].shape}
+    ends = {n: served[n][:-2] for n in ("model.embed_tokens.weight", "lm_head.weight")}
+    small.load_state_dict({**names, **ends}, strict=False)
+    small.save_pretrained(draft_folder(folder))
 
 
 def table_of(folder: Path) -> torch.Tensor:
@@ -274,13 +325,29 @@ def operations(kind: str, device: torch.device) -> object:
     return importlib.import_module(f"tokenpod.kernels.{package}").OPERATIONS
 
 
-def make(kind: str, folder: Path, device: torch.device, group: Group | None = None) -> Executor:
-    """An executor of one of the kinds: reference and device are a GPU's, the others a CPU's."""
+def make(
+    kind: str,
+    folder: Path,
+    device: torch.device,
+    group: Group | None = None,
+    head: Path | None = None,
+) -> Executor:
+    """An executor of one of the kinds: reference and device are a GPU's, the others a CPU's.
+
+    `head`: where an EAGLE-3 head lies that finds drafts; None: a small model does.
+    """
     on_device = kind in ("device", "reference")
     device = device if on_device else CPU
     with ExitStack() as patches:
         chosen = operations(kind, device)
         patches.enter_context(patch.object(loading, "operations_for", lambda d, t: chosen))
+        small = load_model(
+            draft_folder(folder),
+            dtype=None,
+            device=device,
+            progress=lambda done, total: None,
+            max_total_tokens=ROOM,
+        )
         patches.enter_context(patch.object(loading, "Decoder", Adapters().decoder))
         model = load_model(
             folder,
@@ -291,15 +358,20 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
             group=group,
             max_total_tokens=ROOM,
         )
-    config = model.config
-    pool = KVPool(
-        slots=SLOTS,
-        layouts=config.kv_layouts,
-        dtype=model.dtype,
-        device=device,
+        if head is not None:
+            patches.enter_context(patch.object(eagle, "operations_for", lambda d, t: chosen))
+            found = eagle.load_eagle(head, model, positions=ROOM, device=device)
+    pool, own = (
+        KVPool(slots=SLOTS, layouts=each.config.kv_layouts, dtype=each.dtype, device=device)
+        for each in (model, small if head is None else found)
     )
+    if head is not None:
+        draft = draft_of(found, model, own, most=3)
+    else:
+        whole = small if kind in ("cpu", "fast", "device") else Uncaptured(small)
+        draft = SmallModel(whole, own, small.config.vocab_size, VOCABULARY, most=3)
     if not on_device:
-        return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group)
+        return HostExecutor(model, pool, rows=ROWS, vocab_size=VOCABULARY, group=group, draft=draft)
     from tokenpod.engine import device_sampler
     from tokenpod.engine.device_executor import DeviceExecutor
     from tokenpod.engine.device_sampler import Tiles
@@ -315,10 +387,12 @@ def make(kind: str, folder: Path, device: torch.device, group: Group | None = No
         sampler,
         rows=ROWS,
         max_positions=ROOM,
-        max_tokens=ROWS + PREFILL,
+        # With a head there are more layers: few sizes are captured.
+        max_tokens=ROWS + (PREFILL if head is None else 5),
         device=device,
         drafts=DRAFTS,
-        adapters=True,
+        adapted=head is None,
+        draft=draft,
     )
     if kind == "device":
         executor.capture()
@@ -350,6 +424,8 @@ class Job(msgspec.Struct):
     folder: str
     scenes: list[str]
     expected: list[list[int]]
+    #: Of a head that finds drafts, which guesses at random; empty: a small model does.
+    head: str = ""
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
@@ -368,10 +444,16 @@ def start(job: Job) -> subprocess.Popen[bytes]:
     return process
 
 
-def run(kind: str, folder: Path, port: int, expected: list[list[int]]) -> list[dict[str, Told]]:
+def run(
+    kind: str,
+    folder: Path,
+    port: int,
+    expected: list[list[int]],
+    names: Sequence[str] = tuple(SCENES),
+    head: str = "",
+) -> list[dict[str, Told]]:
     """What each of two ranks came to, by scene."""
-    names = list(SCENES)
-    jobs = [Job(rank, port, kind, str(folder), names, expected) for rank in range(2)]
+    jobs = [Job(rank, port, kind, str(folder), [*names], expected, head) for rank in range(2)]
     told = []
     for process in [start(job) for job in jobs]:
         out, errors = process.communicate(timeout=280)
@@ -385,8 +467,10 @@ def main() -> None:
     job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
     folder = Path(job.folder)
     group = join_group(job.rank, 2, "127.0.0.1", job.port, device=CPU, timeout=TIMEOUT)
-    executor = make(job.kind, folder, CPU, group)
-    scene = Scene(executor, job.expected, table_of(folder), tops=job.kind != "device")
+    head = Path(job.head) if job.head else None
+    executor = make(job.kind, folder, CPU, group, head)
+    tops = job.kind != "device"
+    scene = Scene(executor, job.expected, table_of(folder), tops, guesses_well=head is None)
     told = {name: Told.by(SCENES[name](scene)) for name in job.scenes}
     group.close()
     sys.stdout.buffer.write(msgspec.msgpack.encode(told))

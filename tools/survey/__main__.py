@@ -1,7 +1,8 @@
 """Try every class of transformers' causal mapping; what came of it goes to commands/models.json.
 
-Each is tried in a process of its own, with limits on memory and time: a tiny random checkpoint is
-saved and loaded as a server would load it, self-check included.
+Each is tried in a fork of this process, which has imported all that they share, with limits on
+memory and time: a tiny random checkpoint is saved and loaded as a server would load it, self-check
+included. There are as many at a time as processors.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import json
 import os
 import re
 import resource
+import select
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +48,11 @@ def main() -> int:
     wanted = sys.argv[1:] or names
     # What children would each import again.
     _outcome("ApertusForCausalLM")
-    classes = {}
-    for name in wanted:
-        began = time.monotonic()
-        found = {"served": "native"} if name in native else _apart(name)
-        classes[name] = {**found, "example": _example(name)}
-        print(f"{name:44}{time.monotonic() - began:5.1f} s  {found}", flush=True)
+    found = {name: {"served": "native"} for name in wanted if name in native}
+    for name, outcome, seconds in _tried([name for name in wanted if name not in native]):
+        found[name] = outcome
+        print(f"{name:44}{seconds:5.1f} s  {outcome}", flush=True)
+    classes = {name: {**found[name], "example": _example(name)} for name in wanted}
     if not sys.argv[1:]:
         told = {"transformers": transformers.__version__, "classes": classes}
         DATA.write_text(json.dumps(told, indent=1) + "\n")
@@ -57,23 +60,53 @@ def main() -> int:
     return int(untried > len(classes) / 10)
 
 
-def _apart(name: str) -> dict[str, Any]:
-    """What came of a class, tried in a fork of this process."""
+@dataclass
+class _Trial:
+    """A class that is being tried in a fork of this process."""
+
+    name: str
+    process: int
+    began: float
+    said: bytes = b""
+
+    def outcome(self) -> dict[str, Any]:
+        """What came of it, once it has said all."""
+        os.waitpid(self.process, 0)
+        if not self.said:
+            limits = f"{SECONDS} s and {BYTES >> 30} GiB"
+            return {"served": "untried", "reason": f"not done within {limits}"}
+        found: dict[str, Any] = json.loads(self.said)
+        return found
+
+
+def _tried(names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], float]]:
+    """Each class, what came of it and the seconds that it took, as they are done."""
+    waiting, running = deque(names), dict[int, _Trial]()
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            answers, trial = _begin(waiting.popleft(), [*running])
+            running[answers] = trial
+        for answers in select.select([*running], [], [])[0]:
+            part = os.read(answers, 1 << 16)
+            running[answers].said += part
+            if not part:
+                os.close(answers)
+                trial = running.pop(answers)
+                yield trial.name, trial.outcome(), time.monotonic() - trial.began
+
+
+def _begin(name: str, others: Sequence[int]) -> tuple[int, _Trial]:
+    """Where the answers of a new fork come, beside those of others."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(read)
+        for end in (read, *others):
+            os.close(end)
         _limit()
         os.write(write, json.dumps(_outcome(name)).encode())
         os._exit(0)
     os.close(write)
-    with os.fdopen(read) as answers:
-        said = answers.read()
-    os.waitpid(child, 0)
-    if not said:
-        return {"served": "untried", "reason": f"not done within {SECONDS} s and {BYTES >> 30} GiB"}
-    found: dict[str, Any] = json.loads(said)
-    return found
+    return read, _Trial(name, child, time.monotonic())
 
 
 def _limit() -> None:

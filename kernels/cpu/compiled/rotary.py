@@ -24,8 +24,9 @@ from tokenpod.kernels.cpu.compiled.loops import (
 )
 from tokenpod.kernels.cpu.compiled.pointwise import norm_factor
 from tokenpod.kernels.cpu.rotary import refuse_other_scales
+from tokenpod.kernels.kv_rounding import LEAST_LARGEST
 from tokenpod.kernels.pointwise_ops import HeadNorm
-from tokenpod.kernels.reference.rotary import LEAST_LARGEST, Rotation
+from tokenpod.kernels.reference.rotary import Rotation
 
 _F = np.float32
 _LEAST, _ONE_PART = _F(LEAST_LARGEST), _F(1 / 127)
@@ -62,7 +63,7 @@ def store_key_value(
 
 @inlined()
 def quantise(source, numbers, scales, slot, head):
-    """Write a head's numbers to a pool of int8; see `reference.rotary.quantise_each`."""
+    """Write a head's numbers to a pool of int8; see `kv_rounding.quantise_each`."""
     largest, nothing = _F(0), _F(0)
     for d in range(len(source)):
         x = wide(source[d])

@@ -48,7 +48,7 @@ def adapter_of(
         NotFound: it has none of that name.
     """
     for field in ("adapter_id", "prefix_id"):
-        if getattr(request, field) and not adapters.slots:
+        if getattr(request, field) and not adapters.taken:
             raise Refused(field, "adapter_id supplied but no adapter store was configured")
     name: str = request.adapter_id or request.prefix_id
     adapters.find(name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.fmaas.checks import (
     MOST_STOP_BYTES,
     MOST_STOPS,
@@ -77,7 +78,7 @@ async def tokenize(
     listed = 0
     for at, each in enumerate(request.requests):
         await asyncio.sleep(0)
-        with validate.field_names({"text": f"requests[{at}].text", "return_ids": "return_tokens"}):
+        with field_names({"text": f"requests[{at}].text", "return_ids": "return_tokens"}):
             tokenised = await backend.generate.tokens(
                 TokensCall(
                     each.text,
@@ -151,7 +152,7 @@ async def _submitted(
     )
     names = {**FIELDS, "text": prompt.field, "prompt": prompt.field}
     try:
-        with validate.field_names(names):
+        with field_names(names):
             call = replace(
                 generate_call(prompt.text, params, stream=stream), adapter=prompt.adapter
             )

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.struct_pb2 import Struct, Value
 
 from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.bounds import few_entries
 from tokenpod.service.rpc.errors import InvalidArgument
 from tokenpod.service.serving.chats import ChatMessage, ChatPrompt, Tool, ToolCall
 from tokenpod_client.protos.tokenpod.v1 import chat_pb2 as pb
@@ -31,7 +32,7 @@ async def chat_prompt(chat: pb.Chat) -> ChatPrompt:
     Raises InvalidArgument for what no template could be given.
     """
     validate.check_chat_length(len(chat.messages))
-    validate.few_entries("chat.tools", len(chat.tools), MOST_TOOLS)
+    few_entries("chat.tools", len(chat.tools), MOST_TOOLS)
     messages: list[ChatMessage] = []
     for at, message in enumerate(chat.messages):
         if at % _SLICE == _SLICE - 1:
@@ -61,7 +62,7 @@ def _unless_unset(message: Any, field: str) -> bool:
 
 
 def _message(message: pb.ChatMessage, path: str) -> ChatMessage:
-    validate.few_entries(f"{path}.tool_calls", len(message.tool_calls), MOST_CALLS)
+    few_entries(f"{path}.tool_calls", len(message.tool_calls), MOST_CALLS)
     parts = enumerate(message.content)
     return ChatMessage(
         message.role,

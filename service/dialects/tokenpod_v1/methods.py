@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from tokenpod.service.dialects.fields import copied, within
+from tokenpod.service.dialects.fields import copied, field_names, within
 from tokenpod.service.dialects.streams import REQUEST_ID_KEY, request_id_of, write_all
 from tokenpod.service.dialects.tokenpod_v1.codec import generate_call, skips_special, tokens_call
 from tokenpod.service.dialects.tokenpod_v1.model import load_of, model_of
@@ -80,7 +80,9 @@ async def tokenize(
     """Count, or list, the tokens of a text or chat."""
     call = await tokens_call(request)
     backend.generate.check_model(request.model)
-    tokenised = await backend.generate.tokens(call)
+    asked = "return_token_ids" if call.return_ids else "return_offsets"
+    with field_names({"return_ids": asked}):
+        tokenised = await backend.generate.tokens(call)
     response = pb.TokenizeResponse(token_count=tokenised.count)
     if call.return_ids:
         await _extend(response.token_ids, tokenised.ids)

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from tokenpod.core.adapters import AdapterKind
 from tokenpod.core.messages import AdapterFacts
 from tokenpod.service.dialects import validate
 from tokenpod.service.dialects.tokenpod_v1.features import features
@@ -15,8 +16,11 @@ from tokenpod.service.text.chat_template import roles_of, takes_tools
 from tokenpod_client.protos.tokenpod.v1 import adapter_pb2, generation_pb2, model_pb2
 from tokenpod_client.protos.tokenpod.v1 import generation_service_pb2 as pb
 
-#: How tokens are drafted.
-_NGRAMS = "ngram"
+_KINDS = {
+    AdapterKind.LORA: adapter_pb2.ADAPTER_KIND_LORA,
+    AdapterKind.PROMPT: adapter_pb2.ADAPTER_KIND_PROMPT,
+    AdapterKind.PREFIX: adapter_pb2.ADAPTER_KIND_PREFIX,
+}
 
 
 def model_of(serving: Serving) -> model_pb2.Model:
@@ -32,7 +36,7 @@ def model_of(serving: Serving) -> model_pb2.Model:
         features=features(
             chats=template is not None,
             tools=_tools(serving),
-            adapters=bool(adapters.slots),
+            adapters=adapters.taken,
             constraints=tokenizer.tells_bytes,
         ),
         eos_token_ids=sorted(tokenizer.eos_token_ids),
@@ -46,7 +50,8 @@ def model_of(serving: Serving) -> model_pb2.Model:
         adapter_count=len(adapters.loaded),
         max_adapters=adapters.slots,
         max_adapter_rank=serving.settings.max_adapter_rank if adapters.slots else 0,
-        draft_method=_NGRAMS if ready.speculate else "",
+        draft_method=ready.draft_method,
+        host_token_count=ready.host_slots,
         sampling_defaults=generation_pb2.SamplingOptions(**serving.encoder.defaults),
     )
     if template is not None:
@@ -61,10 +66,11 @@ def adapter_of(facts: AdapterFacts) -> adapter_pb2.Adapter:
     """What is told of an adapter."""
     return adapter_pb2.Adapter(
         name=facts.name,
-        kind=adapter_pb2.ADAPTER_KIND_LORA,
+        kind=_KINDS[facts.kind],
         digest=f"sha256:{facts.digest}",
         lora_rank=facts.rank,
         size_bytes=facts.nbytes,
+        virtual_token_count=facts.virtual_tokens,
     )
 
 
@@ -97,6 +103,9 @@ def load_of(serving: Serving, admission: Admission) -> pb.GetLoadResponse:
         oversized_request_count=ended.ignored,
         drafted_token_count=load.drafted_tokens,
         accepted_token_count=load.accepted_tokens,
+        fetched_token_count=load.fetched_tokens,
+        host_used_token_count=load.host_used_slots,
+        host_total_token_count=serving.ready.host_slots,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import common_pb2 as common
 
-from tokenpod.service.dialects import validate
+from tokenpod.service.dialects.fields import field_names
 from tokenpod.service.dialects.streams import request_id_of, write_all
 from tokenpod.service.dialects.vllm.cache import flush_cache, subscribe
 from tokenpod.service.dialects.vllm.codec import FIELDS, MOST_TOP_TOKENS, generate_call
@@ -39,7 +39,7 @@ async def generate(backend: Backend, request: pb.GenerateRequest, context: Conte
     """Write token ids as they come, or all of them at the end."""
     with backend.generate.admit(context.time_remaining()) as admitted:
         limits = replace(admitted.limits, max_top_n_tokens=MOST_TOP_TOKENS)
-        with validate.field_names(FIELDS):
+        with field_names(FIELDS):
             call = await generate_call(request, limits)
             admitted.check(call, limits)
             request_id = request_id_of(call.request_id, context)

@@ -42,6 +42,7 @@ from tokenpod.kernels.triton import (
     product,
     quantised,
     rotary,
+    slots,
     steps,
 )
 from tokenpod.kernels.triton.quantised import products as quantised_products
@@ -264,6 +265,9 @@ def others() -> None:
     pointwise.activate(draw(3, HIDDEN), Activation.GELU)
     one, table = torch.zeros(3, dtype=torch.int64), torch.zeros((4, 64), dtype=torch.int32)
     steps.remember(steps.resolve(one, one, one, one, table, one), one, one)
+    moved, rows = slots.SlotRows([draw(6, 2, 64)]), torch.zeros((3, 256), dtype=torch.uint8)
+    moved.gather(one, rows)
+    moved.scatter(rows, one)
     buffers = peers.SymmetricBuffers.at([0, 0], 0, peers.BLOCK, CPU)
     buffers.add(draw(peers.BLOCK), draw(peers.BLOCK))
     buffers.tell(torch.zeros(3, dtype=torch.int64))
@@ -284,7 +288,7 @@ def sample_under_masks() -> None:
 
 def offer_drafts() -> None:
     two = torch.zeros(2, dtype=torch.int64)
-    offers.offer(draw(4, 5000), two, two, two, two)
+    offers.offer(draw(4, 5000), two, two, two, two, two)
 
 
 FAMILIES: dict[str, Callable[[], None]] = {

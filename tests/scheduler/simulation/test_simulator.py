@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tokenpod.scheduler.policies import ADMISSIONS, BATCHINGS, batching
+from tokenpod.scheduler.preemption import PREEMPTIONS
 from tokenpod.scheduler.simulation.machines import MACHINES
 from tokenpod.scheduler.simulation.simulator import Simulator
 from tokenpod.scheduler.simulation.skipping import SkippingScheduler
@@ -38,20 +39,34 @@ def load(requests, seed, *, rate=400.0):
     return made
 
 
-def simulated(admission, turns, arrivals, *, overlap=False, jumps=True, slots=1200, **more):
+def simulated(
+    admission, turns, arrivals, *, overlap=False, jumps=True, slots=1200, copy_seconds=0.0, **more
+):
     scheduler = SkippingScheduler(
-        Limits(slots, 40, 400, 64, **more),
+        Limits(slots, 40, 400, 64, host_block=8, **more),
         admission=ADMISSIONS[admission],
         batching=batching(turns, max_waiting_tokens=5),
+        preemption=PREEMPTIONS["swap"](1),
     )
-    simulator = Simulator(scheduler, TIMES, arrivals, 100, overlap=overlap, jumps=jumps)
+    simulator = Simulator(
+        scheduler,
+        TIMES,
+        arrivals,
+        100,
+        overlap=overlap,
+        copy_seconds=copy_seconds,
+        jumps=jumps,
+    )
     outcome = simulator.run()
     scheduler.check()
     return outcome
 
 
-def check(outcome):
-    """Nothing lost, nothing twice, never over capacity, first come first served, all ended."""
+def check(outcome, *, copies=False):
+    """Nothing lost, nothing twice, never over capacity, first come first served, all ended.
+
+    `copies`: those that wait for copies from the host's memory let others compute meanwhile.
+    """
     arrivals = outcome.arrivals
     assert not outcome.refused
     assert [len(came) for came in outcome.tokens] == [
@@ -59,7 +74,7 @@ def check(outcome):
     ]
     assert all((np.diff(came) > 0).all() for came in outcome.tokens)
     assert 0 < outcome.most_use <= 1
-    for priority in {each.priority for each in arrivals}:
+    for priority in set() if copies else {each.priority for each in arrivals}:
         began = [outcome.began[i] for i, each in enumerate(arrivals) if each.priority == priority]
         assert began == sorted(began)
     due = np.array([round(each.at * 1e9) for each in arrivals])
@@ -80,6 +95,19 @@ def walk(admission, turns, requests, seed):
     assert outcome.wasted_tokens >= outcome.load.preemptions
 
 
+def test_what_is_swapped_is_not_computed_again():
+    arrivals = load(1500, 11)
+    plain = simulated("optimistic", "mixed", arrivals, overlap=True)
+    # A token takes as long to copy as ten to compute, and the host's memory is short, too.
+    for host_slots, copy_seconds in ((20_000, 0.0), (1600, 2e-5)):
+        more = {"host_slots": host_slots, "copy_seconds": copy_seconds}
+        swapped = simulated("optimistic", "mixed", arrivals, overlap=True, **more)
+        check(swapped, copies=True)
+        assert swapped.load.swapped_tokens > 1000
+        assert swapped.load.fetched_tokens > 1000
+        assert swapped.wasted_tokens < plain.wasted_tokens
+
+
 #: Ours, TGI's, vLLM's and LightLLM's; the others take as long.
 USUAL = [("exact", "mixed"), ("reserve", "alternate"), ("optimistic", "mixed")]
 USUAL += [("past_future", "mixed")]
@@ -98,8 +126,11 @@ def test_so_do_a_hundred_thousand(admission, turns):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["settled at once", "overlapped"])
-@pytest.mark.parametrize(("admission", "turns"), PAIRS)
-def test_jumps_change_nothing(admission, turns, overlap):
+@pytest.mark.parametrize(
+    ("admission", "turns", "host_slots"),
+    [*((*pair, 0) for pair in PAIRS), ("optimistic", "mixed", 900), ("exact", "mixed", 900)],
+)
+def test_jumps_change_nothing(admission, turns, host_slots, overlap):
     chance, at, arrivals = random.Random(7), 0.0, []
     # Few at a time, with outputs long enough that many steps are alike.
     for _ in range(50):
@@ -107,7 +138,16 @@ def test_jumps_change_nothing(admission, turns, overlap):
         new = chance.choice([5, 60, 200])
         arrivals.append(Arrival(at, chance.randint(1, 100), new, max_new_tokens=new + 20))
     ways = [
-        simulated(admission, turns, arrivals, overlap=overlap, jumps=jumps, slots=700)
+        simulated(
+            admission,
+            turns,
+            arrivals,
+            overlap=overlap,
+            jumps=jumps,
+            slots=700,
+            host_slots=host_slots,
+            copy_seconds=1e-5,
+        )
         for jumps in (True, False)
     ]
     jumped, stepped = ways

@@ -1,0 +1,254 @@
+"""A draft model: a small one beside the served one, which guesses what that says next.
+
+    propose   k small steps: of rows with drafts, the last token and then draft after draft
+    follow    every step's tokens, after the served model has computed them
+
+Its keys and values lie at the slots of the served model's, in a pool of its own. As it follows all
+steps (prompts, single tokens, drafts once more), a slot that is written in one pool is written in
+the other: prefixes, copies and preemption need to know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import pad
+
+from tokenpod.core.errors import EngineError
+from tokenpod.core.messages import EngineOptions
+from tokenpod.engine.eagle_draft import EagleDraft
+from tokenpod.engine.executor import CapturableModel, Model
+from tokenpod.kernels.attention_ops import StepTiles
+from tokenpod.kernels.batch import ForwardBatch, RaggedRows
+from tokenpod.kernels.pool import KVLayout, KVPool
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.eagle import EagleHead, is_eagle, load_eagle
+from tokenpod.models.errors import ModelError
+from tokenpod.models.facts import LoadedModel, ModelFacts
+from tokenpod.models.load import load_model, read_config
+
+#: Tokens by which vocabularies of one tokenizer may differ, for the sake of even shapes.
+_PADDING = 1024
+
+
+class Draft(Protocol):
+    """What finds drafts: a model or a head, and its keys and values."""
+
+    #: With as many slots as the served model's.
+    pool: KVPool
+    #: Drafts of one row in a step.
+    most: int
+
+    def compute(
+        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+    ) -> torch.Tensor:
+        """Run a step of the served model, [T, hidden], and follow it.
+
+        `own`: the same step, with tiles of its own if it is captured.
+        """
+        ...
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """[n, vocabulary] what may follow the tokens of a small step, one token for each row."""
+        ...
+
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """See `CapturableModel`."""
+        ...
+
+    def tile_rows(self, rows: RaggedRows) -> RaggedRows:
+        """A step's rows as its own tiles are to have them."""
+        ...
+
+
+class DraftModel(Protocol):
+    """What is asked of a draft model when its pool is made: see `LoadedModel`."""
+
+    @property
+    def pool_class(self) -> type[KVPool]:
+        """Of the pool that it runs with."""
+        ...
+
+    @property
+    def config(self) -> DraftFacts:
+        """What is known of it."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        ...
+
+
+class DraftFacts(Protocol):
+    """See `ModelFacts`."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
+
+    @property
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
+        """What each layer's pool has for a token."""
+        ...
+
+
+@dataclass(slots=True)
+class SmallModel:
+    """A draft model of a family of ours; see `Draft`.
+
+    Args:
+        model: whole on every rank.
+        pool: with as many slots as the served model's.
+        vocabulary: tokens that the draft model has; those beyond are never drafted.
+        wanted: tokens of the served model.
+        most: drafts of one row in a step.
+    """
+
+    model: CapturableModel
+    pool: KVPool
+    vocabulary: int
+    wanted: int
+    most: int
+
+    def compute(
+        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+    ) -> torch.Tensor:
+        """See `Draft.compute`."""
+        hidden = served.forward(batch, pool)
+        self.model.forward(self._own(own), self.pool)
+        return hidden
+
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """See `CapturableModel`."""
+        return self.model.prepare_capture(rows)
+
+    def tile_rows(self, rows: RaggedRows) -> RaggedRows:
+        """See `Draft.tile_rows`."""
+        return rows
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """See `Draft.logits`."""
+        batch = self._own(batch)
+        found = self.model.logits(self.model.forward(batch, self.pool), batch)[:, : self.wanted]
+        if found.shape[1] == self.wanted:
+            return found
+        return pad(found, (0, self.wanted - found.shape[1]), value=-torch.inf)
+
+    def _own(self, batch: ForwardBatch) -> ForwardBatch:
+        """The step without what is the served model's alone: adapters, given embeddings."""
+        t_token = batch.t_token
+        if self.vocabulary < self.wanted:  # ids without a text, which only padding or chance bring
+            t_token = t_token.clamp(max=self.vocabulary - 1)
+        return replace(batch, t_token=t_token, given=None, t_adapter=None, adapters=None)
+
+
+def load_draft(
+    options: EngineOptions, served: LoadedModel, positions: int, device: torch.device
+) -> DraftModel | None:
+    """The draft model or head that the options name, in the served model's dtype; None: none.
+
+    `positions`: tokens of the longest sequence. Raises EngineError with one line for what can't
+    draft for the served model.
+    """
+    if options.draft_folder is None:
+        return None
+    folder = Path(options.draft_folder)
+    try:
+        if is_eagle(folder):
+            return _eagle(options, served, positions, device)
+        facts = read_config(folder)
+        problem = _problem(facts, served, positions)
+        if problem is None:
+            return load_model(
+                folder,
+                dtype=served.dtype,
+                device=device,
+                progress=lambda done, total: None,
+                max_total_tokens=positions,
+                require_manifest=options.require_manifest,
+            )
+    except ModelError as error:
+        problem = str(error)
+    raise EngineError(f"draft_model is {folder}: {problem}")
+
+
+def _eagle(
+    options: EngineOptions, served: LoadedModel, positions: int, device: torch.device
+) -> EagleHead:
+    if not isinstance(served, Decoder):
+        raise ModelError(
+            f"a head reads the served model's layers, and {served.config.architecture} is computed"
+            f" by {served.config.runs_on}"
+        )
+    return load_eagle(
+        Path(options.draft_folder or ""),
+        served,
+        positions=positions,
+        device=device,
+        require_manifest=options.require_manifest,
+    )
+
+
+def _problem(facts: ModelFacts, served: LoadedModel, positions: int) -> str | None:
+    """Why a model can't draft for the served one; None: it can."""
+    if facts.runs_on != "tokenpod":
+        return f"{facts.architecture} is computed by {facts.runs_on}, and can't draft"
+    if facts.max_positions < positions:
+        return (
+            f"its context has {facts.max_positions} tokens, and sequences may have {positions} "
+            "(--max-total-tokens)"
+        )
+    # Files of one tokenizer are padded differently; more are other tokenizers'.
+    more, fewer = facts.vocab_size, served.config.vocab_size
+    if abs(more - fewer) > _PADDING:
+        return f"its vocabulary has {more} tokens, and that of the served model {fewer}"
+    return None
+
+
+def draft_of(model: DraftModel, served: LoadedModel, pool: KVPool, most: int) -> Draft:
+    """What an executor drafts with: a model that `load_draft` has loaded."""
+    if isinstance(model, EagleHead):
+        return EagleDraft(model, pool, most)
+    assert isinstance(model, Decoder)
+    return SmallModel(model, pool, model.config.vocab_size, served.config.vocab_size, most)
+
+
+@dataclass(frozen=True, slots=True)
+class BothTiles:
+    """What captured steps say of rows with several tokens, for two models of unlike heads."""
+
+    served: StepTiles
+    draft: StepTiles
+    #: The step's rows as those of the draft model are to have them.
+    own_rows: Callable[[RaggedRows], RaggedRows]
+
+    def count(self, tokens: int) -> int:
+        """See `StepTiles`."""
+        return self.served.count(tokens) + self.draft.count(tokens)
+
+    def fill(self, rows: RaggedRows, into: npt.NDArray[np.int32]) -> bool:
+        """See `StepTiles`."""
+        at = self._cut(len(into))
+        own = self.own_rows(rows)
+        return self.served.fill(rows, into[:at]) and self.draft.fill(own, into[at:])
+
+    def by_window(self, numbers: torch.Tensor) -> Mapping[int | None, torch.Tensor]:
+        """See `StepTiles`: the served model's."""
+        return self.served.by_window(numbers[: self._cut(len(numbers))])
+
+    def of_draft(self, numbers: torch.Tensor) -> Mapping[int | None, torch.Tensor]:
+        """The same of the draft model."""
+        return self.draft.by_window(numbers[self._cut(len(numbers)) :])
+
+    def _cut(self, numbers: int) -> int:
+        """Both have room for as many tiles, so their parts are as one token's are."""
+        served, draft = self.served.count(0), self.draft.count(0)
+        return numbers * served // max(served + draft, 1)

@@ -1,0 +1,161 @@
+"""An EAGLE-3 head as a draft model: see `models.eagle` for what it computes.
+
+The entry of a position p has the slot of p, so its keys and values depend on nothing but the tokens
+up to p, as the served model's do: a prefix that is found in the cache is one for both. Features lie
+in the head's pool, too. Position 0 has no entry: attention sees slots from position 1 on.
+
+    slot of position      0     1     2     3
+    feature              f0    f1    f2    f3      of the served model, or of small steps meanwhile
+    entry                 -   t1f0  t2f1  t3f2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tokenpod.engine.executor import Model
+from tokenpod.kernels.attention_ops import StepTiles
+from tokenpod.kernels.batch import ForwardBatch, RaggedRows, Run
+from tokenpod.kernels.pool import KVPool
+from tokenpod.models.decoder import Decoder
+from tokenpod.models.eagle import EagleHead
+
+
+@dataclass(slots=True)
+class EagleDraft:
+    """A head and its pool; see `draft.Draft`."""
+
+    head: EagleHead
+    pool: KVPool
+    most: int
+
+    def compute(
+        self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
+    ) -> torch.Tensor:
+        """See `Draft.compute`."""
+        assert isinstance(served, Decoder)
+        hidden, streams = served.forward_tapped(batch, pool, self.head.taps)
+        features = self.head.fuse(torch.cat(streams, dim=1))
+        self.head.features(self.pool).index_copy_(0, batch.t_slot, features)
+        entries = _entries(own)
+        if len(entries.t_token):
+            self.head.forward(entries.t_token, entries.t_before, entries.batch, self.pool)
+        return hidden
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """See `Draft.logits`."""
+        entries = _entries(batch)
+        stream = self.head.forward(entries.t_token, entries.t_before, entries.batch, self.pool)
+        self.head.features(self.pool).index_copy_(0, entries.batch.t_slot, stream)
+        return self.head.logits(stream)
+
+    def prepare_capture(self, rows: int) -> StepTiles:
+        """See `CapturableModel`."""
+        return self.head.prepare_capture(rows)
+
+    def tile_rows(self, rows: RaggedRows) -> RaggedRows:
+        """See `Draft.tile_rows`."""
+        return _without_firsts(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """What `EagleHead.forward` is given."""
+
+    t_token: torch.Tensor
+    t_before: torch.Tensor
+    batch: ForwardBatch
+
+
+def _entries(batch: ForwardBatch) -> _Entries:
+    """The entries of a step's tokens; on a device, first tokens have one that nobody reads."""
+    batch = replace(batch, given=None, t_adapter=None, adapters=None)
+    if batch.paged is None:
+        return _entries_of_runs(batch)
+    before = (batch.t_position - 1).clamp(min=0)
+    assert batch.paged.t_row is not None
+    t_before = batch.row_table[batch.paged.t_row, before].long()
+    rows = RaggedRows(batch.b_start, batch.b_context, batch.b_runs, batch.b_row, batch.single_rows)
+    if batch.paged.tiles is None and rows.rows > rows.single_rows:
+        rows = _without_firsts(rows)
+    own = replace(
+        batch,
+        t_position=before,
+        b_start=rows.b_start,
+        b_context=rows.b_context,
+        b_runs=rows.b_runs,
+        b_row=rows.b_row,
+        row_table=batch.row_table[:, 1:],
+        paged=replace(batch.paged, b_context=(batch.paged.b_context - 1).clamp(min=0)),
+    )
+    return _Entries(batch.t_token, t_before, own)
+
+
+def _without_firsts(rows: RaggedRows) -> RaggedRows:
+    """The rows without position 0: a token there becomes a row of its own, which sees nothing."""
+    b_start, b_context, b_row = [0], list[int](), list[int]()
+    b_runs: list[list[Run]] = []
+    for row, (context, runs, which) in enumerate(
+        zip(rows.b_context, rows.b_runs, rows.b_row, strict=True)
+    ):
+        first, end = rows.b_start[row], rows.b_start[row + 1]
+        if row >= rows.single_rows and context == end - first:
+            b_start.append(first + 1)
+            b_context.append(0)
+            b_runs.append([])
+            b_row.append(which)
+        b_start.append(end)
+        b_context.append(max(context - 1, 0))
+        b_runs.append(_from_second(runs))
+        b_row.append(which)
+    return RaggedRows(b_start, b_context, b_runs, b_row, rows.single_rows)
+
+
+def _entries_of_runs(batch: ForwardBatch) -> _Entries:
+    """The same where rows are known by runs of slots: first tokens are left out."""
+    kept: list[int] = []
+    before: list[np.ndarray] = []
+    b_start, b_context, b_row, singles = [0], list[int](), list[int](), 0
+    b_runs: list[list[Run]] = []
+    for row, (context, runs) in enumerate(zip(batch.b_context, batch.b_runs, strict=True)):
+        first, end = batch.b_start[row], batch.b_start[row + 1]
+        if context == end - first:
+            first += 1
+        if first == end:
+            continue
+        kept += range(first, end)
+        before.append(_slots(runs)[context - 1 - (end - first) : context - 1])
+        b_start.append(len(kept))
+        b_context.append(context - 1)
+        b_runs.append(_from_second(runs))
+        b_row.append(batch.b_row[row])
+        singles += row < batch.single_rows
+    own = replace(
+        batch,
+        t_position=batch.t_position[kept] - 1,
+        t_slot=batch.t_slot[kept],
+        b_start=b_start,
+        b_context=b_context,
+        b_runs=b_runs,
+        b_row=b_row,
+        single_rows=singles,
+    )
+    t_before = torch.from_numpy(np.concatenate([*before, np.empty(0, np.int64)]))
+    return _Entries(batch.t_token[kept], t_before, own)
+
+
+def _slots(runs: Sequence[Run]) -> np.ndarray:
+    """[positions] int64 slots."""
+    return np.concatenate([np.arange(first, end) for first, end in runs])
+
+
+def _from_second(runs: list[Run]) -> list[Run]:
+    """The runs without the first slot."""
+    if not runs:
+        return []
+    first, end = runs[0]
+    return [(first + 1, end), *runs[1:]] if end - first > 1 else runs[1:]

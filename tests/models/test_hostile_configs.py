@@ -1,0 +1,92 @@
+"""No field of a config.json, whatever it says, costs more than an error: no time, no memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from golden import golden_config
+from golden_kinds import KINDS
+from hostile_fields import HOSTILE, attack, bounded, nested
+
+from tokenpod.models.adapters.config import read_lora
+from tokenpod.models.errors import ModelError
+from tokenpod.models.families import FAMILIES
+from tokenpod.models.fields import read_fields
+from tokenpod.models.load import read_layout, tier_of
+from tokenpod.models.tier.bounds import check_bounds
+from tokenpod.models.tier.errors import NotServed
+
+
+def first_kinds() -> list[str]:
+    """A kind of each family."""
+    found: dict[str, str] = {}
+    for name in KINDS:
+        found.setdefault(golden_config(name)["architectures"][0], name)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [
+        *(("llama-yarn-mscale", 4), ("deepseek-v3", 2), ("dbrx", 2), ("gemma3-images", 1)),
+        *(pytest.param(x, len(HOSTILE), marks=pytest.mark.slow) for x in first_kinds()),
+    ],
+)
+def test_a_field_of_our_families(name, each, tmp_path):
+    path = tmp_path / "config.json"
+    assert attack(golden_config(name), path, lambda x: read_layout(x, None), ModelError, each)
+
+
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [("mamba2", 1), *(pytest.param(x, 4, marks=pytest.mark.slow) for x in ("apertus", "t5"))],
+)
+def test_a_field_of_a_family_of_transformers(name, each, tmp_path):
+    path = tmp_path / "config.json"
+    assert attack(golden_config(name), path, lambda x: tier_of(x, 256), ModelError, each)
+
+
+def test_as_many_layers_and_experts_as_there_may_be_each_are_too_many_together(tmp_path):
+    config = golden_config("mixtral") | {"num_hidden_layers": 4096, "num_local_experts": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with bounded("4,096 layers"), pytest.raises(ModelError, match="have 4,194,304 experts; at mos"):
+        read_layout(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_hidden_layers", 1025, "num_hidden_layers is 1025; at most 1,024 is read"),
+        ("mamba_chunk_size", 1 << 30, "mamba_chunk_size is 1073741824; at most 4,194,304"),
+        ("vocab_size", 1 << 32, "vocab_size is 4294967296; at most 2,147,483,648"),
+        ("num_experts", 10**4000, r"num_experts is 10000000000000000000\.\.\.; at most 32,768"),
+        ("layer_types", ["x"] * 70_000, "layer_types has 70,000 entries"),
+        ("deep", nested(100), "deep is nested more than 16 deep"),
+        ("text", {"num_layers": 1 << 40}, r"text\.num_layers is 1099511627776"),
+    ],
+)
+def test_a_number_that_a_class_of_transformers_would_trust(field, value, message):
+    with pytest.raises(NotServed, match=message):
+        check_bounds({"hidden_size": 64, field: value})
+
+
+def test_every_family_is_attacked():
+    attacked = {golden_config(name)["architectures"][0] for name in first_kinds()}
+    assert all(attacked.intersection(family.architectures) for family in FAMILIES)
+
+
+def test_a_field_of_an_adapter(tmp_path):
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "alpha_pattern": {"q_proj": 4},
+        "rank_pattern": {"q_proj": 4},
+        "use_rslora": False,
+        "bias": "none",
+        "modules_to_save": None,
+        "target_modules": ["q_proj"],
+    }
+    path = tmp_path / "adapter_config.json"
+    assert attack(config, path, lambda x: read_lora(read_fields(x / path.name)), ModelError)

@@ -99,7 +99,7 @@ def _laid_out(codes: torch.Tensor, groups: int, bits: int) -> torch.Tensor:
         -1, LANES, groups, codes.shape[1] // groups
     )
     whole = functional.pad(whole, (0, -whole.shape[3] % filled))
-    quads = whole.unflatten(3, (-1, QUAD)).permute(0, 2, 3, 1, 4).flatten(3)
+    quads: torch.Tensor = whole.unflatten(3, (-1, QUAD)).permute(0, 2, 3, 1, 4).flatten(3)
     if bits == 8:
         return quads
     return quads[:, :, 0::2] | quads[:, :, 1::2] << 4

@@ -62,12 +62,17 @@ def prompt_step(tokens: list[int]) -> ForwardBatch:
     )
 
 
-def make_pool(model: Decoder, slots: int, scales: KVScales | None = None) -> KVPool:
+def make_pool(
+    model: Decoder,
+    slots: int,
+    scales: KVScales | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> KVPool:
     config = model.config
     return KVPool(
         slots=slots,
         layouts=config.kv_layouts,
-        dtype=torch.float32 if scales is None else EIGHT_BITS,
+        dtype=dtype if scales is None else EIGHT_BITS,
         device=CPU,
         scales=scales,
     )
@@ -126,6 +131,7 @@ def main() -> None:
     cases = {
         "float32": (exact, make_pool(exact, window)),
         "bfloat16": (half, make_pool(exact, window)),
+        "int8, a scale per token": (exact, make_pool(exact, window, dtype=torch.int8)),
         "float8_e4m3fn, measured scales": (exact, make_pool(exact, window, scales)),
         "float8_e4m3fn, scales of 1": (exact, make_pool(exact, window, ones)),
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -72,7 +72,7 @@ def _check_layout(quantize: str | None, layout: PublishedLayout) -> None:
 
 
 #: That are widened to float32 at a time, while a format is made of them.
-_NUMBERS = 1 << 20
+_NUMBERS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,25 @@ class MadeAtLoad:
         rows = max(_NUMBERS // max(dense.shape[1], 1), 1)
         if not self.format.outputs_apart or len(dense) <= rows:
             return self.format.made_of(dense.float())
-        parts = [self.format.made_of(some.float()) for some in torch.split(dense, rows)]
-        joined = self.format.joined(parts)
-        assert joined is not None, "they were made alike"
-        return joined
+        made: QuantisedWeight | None = None
+        whole: dict[str, torch.Tensor] = {}
+        for start in range(0, len(dense), rows):
+            made = self.format.made_of(dense[start : start + rows].float())
+            for name, part in _tensors(made):
+                if name not in whole:
+                    whole[name] = part.new_empty((len(dense), *part.shape[1:]))
+                whole[name][start : start + rows] = part
+        assert made is not None
+        # In place: parts and a whole made of them would be there at once.
+        return replace(made, **whole)  # type: ignore[type-var]
+
+
+def _tensors(weight: QuantisedWeight) -> Iterator[tuple[str, torch.Tensor]]:
+    """Fields of a weight made while loading that are tensors: each has a row per output."""
+    for field in fields(weight):  # type: ignore[arg-type]
+        value = getattr(weight, field.name)
+        if isinstance(value, torch.Tensor):
+            yield field.name, value
 
 
 def _stored(checkpoint: Checkpoint, weight: Weight) -> torch.dtype:

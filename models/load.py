@@ -28,7 +28,7 @@ from tokenpod.models.layout import Layout, stored_table, with_head
 from tokenpod.models.layouts import layout_of
 from tokenpod.models.layouts.module import FamilyLayout, PublishedLayout
 from tokenpod.models.layouts.reader import PublishedReader
-from tokenpod.models.memory import available_bytes
+from tokenpod.models.memory import available_bytes, freed_at_once
 from tokenpod.models.names import beyond_names, head_name, weights_of
 from tokenpod.models.overrides import Overridden
 from tokenpod.models.reading import Progress, read_weights
@@ -167,6 +167,7 @@ def read_layout(
     return layout
 
 
+@freed_at_once()
 def load_model(
     folder: Path,
     *,

@@ -1,13 +1,22 @@
-"""How much memory there is for weights."""
+"""How much memory there is for weights, and how they leave no more than they take."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+
+#: glibc's names for limits of its allocator (malloc.h).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+#: Bytes of an allocation that has pages of its own while weights are made.
+_LARGE = 256 << 10
+#: The same while serving: what glibc's own limit grows to.
+_MOST_KEPT = 32 << 20
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -35,6 +44,27 @@ def use_large_pages(tensor: torch.Tensor) -> None:
     if sys.platform == "linux" and tensor.device.type == "cpu" and start < end:
         libc = ctypes.CDLL(None)
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """While weights are read, made and laid out: what is freed goes back to the system.
+
+    glibc keeps what is freed below a limit that grows up to 32 MiB, and each weight leaves gaps
+    that the next does not fit into: a model of 640 MB of int8 held 240 MB of them, and took 250
+    more at its worst. Afterwards the limits are what they grow to. Other libraries have none.
+    """
+    libc = ctypes.CDLL(None)
+    if sys.platform != "linux" or not hasattr(libc, "malloc_trim"):
+        yield
+        return
+    libc.mallopt(_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        libc.mallopt(_MMAP_THRESHOLD, _MOST_KEPT)
+        libc.mallopt(_TRIM_THRESHOLD, 2 * _MOST_KEPT)
+        libc.malloc_trim(ctypes.c_size_t(0))
 
 
 def _machine() -> int | None:

@@ -10,8 +10,9 @@ from tokenpod.kernels.compose import add_linear_of, norm_linear_of
 from tokenpod.kernels.cpu.attention import attention, plan_attention
 from tokenpod.kernels.cpu.experts import experts_of
 from tokenpod.kernels.cpu.pointwise import act_mul, activate, embed, layer_norm, rms_norm
-from tokenpod.kernels.cpu.product import prepare_int8_linear, prepare_linear
+from tokenpod.kernels.cpu.product import prepare_int4_linear, prepare_int8_linear, prepare_linear
 from tokenpod.kernels.cpu.rotary import rotate, store_key_value
+from tokenpod.kernels.formats.int4 import Int4Weight
 from tokenpod.kernels.formats.int8 import Int8Weight
 from tokenpod.kernels.latent import latent_of
 from tokenpod.kernels.ops import FormatProducts, Operations
@@ -23,7 +24,8 @@ plan_latent, attend_latent = latent_of(plan_attention, attention)
 
 #: Of formats of fewer bits that have a product of their own.
 QUANTISED: dict[type[QuantisedWeight], FormatProducts] = {
-    Int8Weight: FormatProducts(prepare_int8_linear)
+    Int8Weight: FormatProducts(prepare_int8_linear),
+    Int4Weight: FormatProducts(prepare_int4_linear),
 }
 
 #: For weights of any float type.

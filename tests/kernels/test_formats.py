@@ -8,6 +8,7 @@ import torch
 from tokenpod.kernels import cpu, reference
 from tokenpod.kernels.compose import linear_of
 from tokenpod.kernels.cpu import compiled
+from tokenpod.kernels.cpu.compiled import whole
 from tokenpod.kernels.formats import MADE_AT_LOAD
 from tokenpod.kernels.formats.fp8 import Fp8Weight
 from tokenpod.kernels.formats.int4 import Int4Weight
@@ -161,3 +162,58 @@ def test_products_multiply_rounded_inputs(ops, tokens, draw):
         exact = weight.rounding.applied(x) @ weight.dequantised(torch.float32).t() + bias + delta
         got = linear_of(ops.OPERATIONS, weight, bias)(x, delta)
         torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vnni", [True, False])
+@pytest.mark.parametrize(
+    ("inputs", "group", "zeros", "shuffled"),
+    [
+        (256, 128, True, False),
+        (200, 64, False, False),
+        (100, 100, True, False),
+        (96, 32, True, True),
+        (90, 10, True, False),
+    ],
+)
+def test_products_with_groups_of_4_bits(inputs, group, zeros, shuffled, vnni, draw, monkeypatch):
+    """Groups that words don't divide, and act-order; with the processor's dots and without."""
+    if not vnni:
+        monkeypatch.setattr(whole, "available", lambda: False)
+    index = None
+    if shuffled:
+        order = torch.randperm(inputs, generator=torch.Generator().manual_seed(2))
+        index = order // group
+    weight, exact = int4(draw, 37, inputs, group, zeros=zeros, index=index)
+    bias = draw(37)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        product = linear_of(cpu.OPERATIONS, weight, bias)
+        for tokens in (1, 3, 4, 7, 13):
+            x = draw(tokens, inputs, dtype=dtype)
+            expected = x.double() @ exact.double().t() + bias
+            got = product(x)
+            assert got.dtype == dtype
+            assert (got.double() - expected).norm() < 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+def test_tokens_of_4_bits_do_not_hang_on_each_other(draw):
+    """One that is no number is lost alone; one of zeros yields the bias."""
+    weight, _ = int4(draw, 20, 64, 32)
+    x, bias = draw(6, 64), draw(20)
+    product = linear_of(cpu.OPERATIONS, weight, bias)
+    alone = torch.cat([product(row[None]) for row in x])
+    torch.testing.assert_close(product(x), alone, rtol=1e-6, atol=1e-6)
+    x[1, 5], x[3] = float("inf"), 0
+    y = product(x)
+    assert y.isfinite().all(1).tolist() == [True, False, True, True, True, True]
+    assert torch.equal(y[3], bias)
+
+
+def test_w8a8_by_whole_numbers_is_the_definition(draw):
+    """Static scales and those of tokens, at widths that fill no word."""
+    numbers = draw(33, 70).mul(40).round().clamp(-127, 127).to(torch.int8)
+    for static in (None, torch.tensor(0.02)):
+        weight = Int8Weight(numbers, draw(33).abs(), Rounding(Number.INT8, static=static))
+        x = draw(14, 70)
+        exact = weight.rounding.applied(x).double() @ weight.dequantised(torch.float64).t()
+        got = linear_of(cpu.OPERATIONS, weight, None)(x)
+        assert (got.double() - exact).norm() < 1e-6 * exact.norm()

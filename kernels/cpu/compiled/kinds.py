@@ -20,6 +20,7 @@ KINDS: dict[torch.dtype, Any] = {
     torch.float32: numba.float32,
     torch.bfloat16: numba.uint16,
     torch.int8: numba.int8,
+    torch.int32: numba.int32,
 }
 
 

@@ -1,0 +1,31 @@
+"""What a load takes at its worst, by the kernel's count, in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import load_peak
+import pytest
+
+HIDDEN, INNER = 1024, 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+def test_weights_made_while_loading_take_little_more_than_they_keep(tmp_path):
+    """The quantised model, a tenth more, and the largest tensor as it is stored."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    load_peak.write(small, 64, 128, 1)
+    load_peak.write(large, HIDDEN, INNER, 4)
+    done = subprocess.run(
+        [sys.executable, "-P", Path(load_peak.__file__), small, large, "int8"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    model, peak, kept = map(int, done.stdout.split())
+    assert 1 << 26 < model < 1.1 * (1 << 26)
+    assert peak <= 1.1 * model + 2 * HIDDEN * INNER
+    assert kept <= 1.1 * model

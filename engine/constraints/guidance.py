@@ -90,7 +90,7 @@ class Guidance:
 
     def advance(
         self, taken: Sequence[tuple[Matcher, int]], threads: int
-    ) -> list[tuple[Words, bool] | None]:
+    ) -> tuple[Words, list[bool | None]]:
         """See `Library`."""
         executor = self._executor = self._executor or llguidance.LLExecutor(threads)
         tokens = [(_library_matcher(matcher), token) for matcher, token in taken]
@@ -98,11 +98,11 @@ class Guidance:
         going_on = [(matcher, at) for at, (matcher, _) in enumerate(tokens) if read[at]]
         found = np.empty((len(taken), self._vocab // 32 + 1), np.int32)
         executor.unsafe_compute_mask_ptr(going_on, found.ctypes.data, found.strides[0], len(found))
-        made: list[tuple[Words, bool] | None] = [None] * len(taken)
+        ends: list[bool | None] = [None] * len(taken)
         for matcher, at in going_on:
             if not matcher.is_error():
-                made[at] = found[at, : -(-self._vocab // 32)], _without_end(found[at], self._vocab)
-        return made
+                ends[at] = _without_end(found[at], self._vocab)
+        return found[:, : -(-self._vocab // 32)], ends
 
     def _compile(self, constraint: Constraint) -> llguidance.LLMatcher:
         grammar = grammar_of(constraint, self._special)

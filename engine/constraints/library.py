@@ -60,14 +60,14 @@ class Library(Protocol):
 
     def advance(
         self, taken: Sequence[tuple[Matcher, int]], threads: int
-    ) -> list[tuple[Words, bool] | None]:
+    ) -> tuple[Words, list[bool | None]]:
         """Go on with a token of each of several matchers.
 
         Args:
             taken: matchers that join, with tokens that their last masks allow.
             threads: used at most.
 
-        Returns what `fill` says of each, its words and whether the text may end; None: it has
-        reached a limit.
+        Returns what `fill` says of each: [matchers, words], and whether the text may end; None: it
+        has reached a limit.
         """
         ...

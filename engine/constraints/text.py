@@ -174,10 +174,23 @@ class ConstrainedText:
         except LimitReached:
             self.end()
 
-    def add_behind(self, words: Words, whole: bool, *, may_force: bool) -> Mask:
-        """Add the mask behind a token that the matcher has just read."""
+    def narrow_behind(self, words: Words, *, whole: bool) -> None:
+        """Narrow the mask behind a token that the matcher has just read."""
         self._read += 1
-        return self._add(words, whole=whole, may_force=may_force)
+        self._narrow(words, self._read, may_end=whole)
+
+    def add(self, words: Words, allowed: int, *, whole: bool, may_force: bool) -> Mask:
+        """Add a narrowed mask, which allows so many tokens, behind what the matcher has read."""
+        forced = -1
+        if may_force and allowed == 1:
+            at = int(words.argmax()) if words.max() else int(words.argmin())
+            token = 32 * at + (int(words[at]) & 0xFFFFFFFF).bit_length() - 1
+            # An end is no token of the text, and nothing comes behind it.
+            if token not in self._ending:
+                forced = token
+        mask = Mask(words, forced, whole, over=not allowed)
+        self.masks.append(mask)
+        return mask
 
     def end(self) -> None:
         """The matcher is of no use any more: there is no token behind the masks that are there."""
@@ -230,16 +243,7 @@ class ConstrainedText:
         """Add a mask, behind what the matcher has read."""
         self._narrow(words, self._read, may_end=whole)
         allowed = int(np.bitwise_count(words.view(np.uint32)).sum())
-        forced = -1
-        if may_force and allowed == 1:
-            at = int(words.argmax()) if words.max() else int(words.argmin())
-            token = 32 * at + (int(words[at]) & 0xFFFFFFFF).bit_length() - 1
-            # An end is no token of the text, and nothing comes behind it.
-            if token not in self._ending:
-                forced = token
-        mask = Mask(words, forced, whole, over=not allowed)
-        self.masks.append(mask)
-        return mask
+        return self.add(words, allowed, whole=whole, may_force=may_force)
 
     def _narrow(self, words: Words, output: int, *, may_end: bool) -> None:
         """Put in the tokens that end the sequence, and what else the request says of tokens."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from tokenpod.engine.constraints.library import Library
 from tokenpod.engine.constraints.text import MOST_AHEAD, ConstrainedText
 
@@ -26,13 +28,18 @@ def read_together(
     Yields the texts that have a mask more, after each call.
     """
     for ahead in range(MOST_AHEAD + 1):
-        found = library.advance([(text.matcher, token) for text, token in texts], threads)
+        words, ends = library.advance([(text.matcher, token) for text, token in texts], threads)
+        for (text, _), row, whole in zip(texts, words, ends, strict=True):
+            if whole is not None:
+                text.narrow_behind(row, whole=whole)
+        # At once: each call on a long row lets go of the interpreter's lock, and must wait for it.
+        allowed = np.bitwise_count(words.view(np.uint32)).sum(axis=1).tolist()
         forced = []
-        for (text, _), made in zip(texts, found, strict=True):
-            if made is None:
+        for (text, _), row, whole, count in zip(texts, words, ends, allowed, strict=True):
+            if whole is None:
                 text.end()
                 continue
-            mask = text.add_behind(*made, may_force=ahead < MOST_AHEAD)
+            mask = text.add(row, count, whole=whole, may_force=ahead < MOST_AHEAD)
             if mask.forced >= 0:
                 forced.append((text, mask.forced))
         yield [text for text, _ in texts]

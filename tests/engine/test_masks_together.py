@@ -85,9 +85,9 @@ def test_a_limit_ends_one_text_and_an_error_those_that_were_read_with_it(model):
         calls = 0
 
         def advance(self, taken, threads):
-            made = super().advance(taken, threads)
+            words, ends = super().advance(taken, threads)
             Limited.calls += 1
-            return [None, *made[1:]] if Limited.calls == 3 else made
+            return words, [None, *ends[1:]] if Limited.calls == 3 else ends
 
     class Broken(Guidance):
         def advance(self, taken, threads):

@@ -133,9 +133,7 @@ class Masks:
             self._do(text, text.read([token]))
         elif together:
             assert self._workers is not None
-            for text, _ in together:
-                text.busy = True
-            self._workers.run(partial(self._work_together, together), "fast")
+            self._read_together(together, self._workers)
 
     def look_along(self, sequence_id: int, output: int, drafts: Sequence[int]) -> None:
         """Make the masks behind drafts that are to be checked, from output number `output` on."""
@@ -259,6 +257,27 @@ class Masks:
         apart = text.busy or text.slow or text.suspect
         return not apart and self._library is not None and self._library.joins(text.matcher)
 
+    def _read_together(self, texts: list[tuple[ConstrainedText, int]], workers: Workers) -> None:
+        """Read a token of each text and make the next masks, in the loop's thread.
+
+        Nothing is quicker: between threads the interpreter's lock changes hands several times a
+        mask, while the loop plans. None is timed by itself, so no clock ends a text here: the
+        library's limits do.
+        """
+        assert self._library is not None
+        began = self._clock()
+        try:
+            read_together(self._library, texts, workers.fast)
+        except BaseException as error:
+            log.error("masks were not made", extra={"reason": type(error).__name__})
+            for text, _ in texts:
+                text.end()
+        took = self._clock() - began
+        with self._lock:
+            self._nanoseconds += took
+        for text, _ in texts:
+            text.suspect = took > _SLOW_NS
+
     # -- in workers ----------------------------------------------------------------------------
 
     def _learn(self, tokens: list[bytes], special: list[int]) -> None:
@@ -292,27 +311,6 @@ class Masks:
         words = np.zeros(-(-self._vocab_size // 32), np.int32)
         return Compiled(matcher, words, matcher.fill(words))
 
-    def _work_together(self, texts: list[tuple[ConstrainedText, int]]) -> None:
-        """Read a token of each text, then do the jobs that have come meanwhile.
-
-        None of them is timed by itself, so no clock ends one here: the library's limits do.
-        """
-        assert self._library is not None
-        assert self._workers is not None
-        began = self._clock()
-        try:
-            for made in read_together(self._library, texts, self._workers.fast):
-                self._tell(made)
-        except BaseException as error:
-            log.error("masks were not made", extra={"reason": type(error).__name__})
-            for text, _ in texts:
-                text.end()
-        took = self._clock() - began
-        self._tell([text for text, _ in texts], took)
-        for text, _ in texts:
-            text.suspect = took > _SLOW_NS
-            self._work(text)
-
     def _work(self, text: ConstrainedText) -> None:
         """Do a text's jobs, until it has none."""
         while True:
@@ -336,15 +334,10 @@ class Masks:
         """A mask has been made, or a job is done; the nanoseconds that it took."""
         now = self._clock()
         took, text.began_at = now - text.began_at, now
-        self._tell([text], took)
-        return took
-
-    def _tell(self, texts: Iterable[ConstrainedText], took: int = 0) -> None:
-        """Tell the loop, if it waits, that these texts have masks more; count what they took."""
         with self._lock:
             self._nanoseconds += took
-            for text in texts:
-                if text in self._awaited and self._awaited[text]():
-                    del self._awaited[text]
-                    if not self._awaited:
-                        self._all_there.set()
+            if text in self._awaited and self._awaited[text]():
+                del self._awaited[text]
+                if not self._awaited:
+                    self._all_there.set()
+        return took

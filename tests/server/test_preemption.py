@@ -50,7 +50,7 @@ def test_preempted_streams_say_the_same_and_end_at_the_same_stops(more: tuple[st
         after = api.GetLoad(load)
         assert after.preemption_count > 0
         assert (after.swapped_token_count > 0) == (after.fetched_token_count > 0) == bool(more)
-        assert after.swapped_count == 0
+        assert after.swapped_sequence_count == 0
         assert after.host_total_token_count == api.GetModel(asks).model.host_token_count
         assert after.host_total_token_count == (4096 if more else 0)
         # In steps of other shapes numbers are rounded otherwise, which may decide one token.

@@ -246,8 +246,8 @@ def experts_with_everything() -> None:
             add(draw(tokens, HIDDEN))
 
 
-def stored_experts() -> None:
-    """Of every format; experts of few tokens and of many."""
+def stored_experts(every: bool = False) -> None:
+    """Experts of few tokens and of many, of one format or of every one."""
     rows = torch.ones((8 * 2 * HIDDEN, HIDDEN))
     index = (torch.arange(HIDDEN) // 32).to(torch.int32)
     codes = torch.zeros((len(rows), HIDDEN // 2), dtype=torch.uint8)
@@ -266,12 +266,16 @@ def stored_experts() -> None:
         GroupedWeight(codes, exponents, index, table=torch.linspace(-1, 1, 16)),
     )
     norm = RowNorm(draw(HIDDEN), 1e-6)
-    for rows in formats:
+    for rows in formats if every else formats[:1]:
         stack = StackedWeight(rows, 8)
         weights = ExpertWeights(draw(8, HIDDEN), stack, stack)
         add = experts.prepare_experts(weights, norm, Activation.SILU, Routing(2, True))
         for tokens in (1, 300):
             add(draw(tokens, HIDDEN))
+
+
+def stored_experts_of_every_format() -> None:
+    stored_experts(every=True)
 
 
 def latents() -> None:
@@ -354,6 +358,7 @@ FAMILIES: dict[str, Callable[[], None]] = {
         experts_block,
         experts_with_everything,
         stored_experts,
+        stored_experts_of_every_format,
         latents,
         adapted,
         others,
@@ -370,7 +375,7 @@ RARER = (
     attend_many_heads,
     multiply_quantised_with_every_tile,
     experts_with_everything,
-    stored_experts,
+    stored_experts_of_every_format,
     sample_under_masks,
 )
 

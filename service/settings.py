@@ -243,7 +243,7 @@ class Settings(BaseSettings):
     host_kv_bytes: int = _memory(0, ge=0)
     """Memory of this pod's host, all ranks together, for keys and values that the KV cache has no
     room for: prefixes that it forgets, and requests that made room for others. 0: none."""
-    host_kv_least_tokens: int = _memory(256, ge=1)
+    host_kv_least_tokens: int = _memory(512, ge=1)
     """Fewer tokens than this are computed again, and not copied from the host's memory: where
     copying takes as long as computing."""
     preemption: Literal["auto", "vllm", "recompute", "swap"] = _memory("auto")

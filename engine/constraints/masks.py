@@ -268,7 +268,9 @@ class Masks:
         began = self._clock()
         try:
             read_together(self._library, texts, workers.fast)
-        except BaseException as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # what the library raises when it panics is no Exception
             log.error("masks were not made", extra={"reason": type(error).__name__})
             for text, _ in texts:
                 text.end()

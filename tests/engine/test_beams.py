@@ -204,6 +204,7 @@ def test_beams_run_beside_others_in_pieces_and_on_cached_prefixes(golden, model)
             assert link.tokens[sequence] == tokens
 
 
+@pytest.mark.slow
 def test_beams_and_samples_over_a_pool_of_int8(golden, model):
     """Forks read their scales where they read their numbers, whoever wrote them."""
     executor, planner = host(model, kv_dtype=torch.int8), scheduler(prefill=8)

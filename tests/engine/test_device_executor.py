@@ -276,6 +276,7 @@ def test_preempted_rows_sample_what_they_would_have_sampled(expected, host_slots
         assert got.scored[sequence] == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_search_on_the_device_finds_what_one_on_the_host_finds():
     def searched(loop, link):
         beam = Request(

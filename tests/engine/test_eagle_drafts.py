@@ -151,6 +151,7 @@ def test_sampled_rows_say_the_same_with_a_head(tmp_path, served):
 SMALL = eagle_heads.Sizes(32, 4, 2, 24, 20, stepping.VOCABULARY, 64)
 
 
+@pytest.mark.slow
 def test_a_device_drafts_what_a_host_drafts(tmp_path):
     folder = step_scenes.save_model(tmp_path / "served", layers=3)
     head = eagle_heads.save(tmp_path / "head", sizes=SMALL)

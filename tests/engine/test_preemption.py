@@ -107,7 +107,13 @@ def test_a_sequence_that_is_preempted_at_every_step_gets_on(exact, undisturbed):
 # -- ranks -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host_kv_bytes", [0, 1 << 22], ids=["computed again", "swapped"])
+@pytest.mark.parametrize(
+    "host_kv_bytes",
+    [
+        pytest.param(0, id="computed again", marks=pytest.mark.slow),
+        pytest.param(1 << 22, id="swapped"),
+    ],
+)
 def test_two_ranks_preempt_as_one_does(host_kv_bytes):
     options = EngineOptions(
         model_folder="",

@@ -32,7 +32,13 @@ def told(api: Any, number: int, stops: list[str]) -> tuple[str, int]:
 SWAPPED = ("--host-kv-bytes", str(32 << 20), "--preemption", "swap")
 
 
-@pytest.mark.parametrize("more", [(), SWAPPED], ids=["computed again", "swapped"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="computed again", marks=pytest.mark.slow),
+        pytest.param(SWAPPED, id="swapped"),
+    ],
+)
 def test_preempted_streams_say_the_same_and_end_at_the_same_stops(more: tuple[str, ...]) -> None:
     flags = ("--admission", "optimistic", "--max-batch-total-tokens", "220", *more)
     with serve(*flags, "--max-total-tokens", "200") as server:

@@ -1,1 +1,1 @@
-"""Masks of constrained sequences: made by workers beside the step loop."""
+"""Masks of constrained sequences: quick ones by the step loop, slow ones by workers beside it."""

@@ -4,7 +4,7 @@ look      requests that are refused or compiled; masks that were late and are th
           are forced
 prepare   masks along the drafts of a step that is about to be launched
 sample    a step's masked rows, while its forward runs or once it has run
-settled   tokens go to the workers, which make the next masks
+settled   tokens are read and the next masks made: quick ones here, the others by workers
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Threads beside the step loop: some make masks, some compile.
 
-    fast    masks, most often in microseconds
+    fast    masks that are made one by one, most often in microseconds
     slow    those of matchers whose last mask took long: nobody else waits behind them
     compile constraints with their first masks, one at a time on small machines
 
-The library lets go of the interpreter's lock while it works, so that threads are enough (measured
-by benchmarks/constraints.py). None has a lower priority: one that is preempted while it has that
+Masks that have been quick need none of them (`together`). The library lets go of the interpreter's
+lock while it works (measured by benchmarks/constraints.py). None has a lower priority: one that is preempted while it has that
 lock would hold up the step loop (measured: streams stood still for a second).
 """
 

@@ -4,9 +4,10 @@
     slow    those of matchers whose last mask took long: nobody else waits behind them
     compile constraints with their first masks, one at a time on small machines
 
-Masks that have been quick need none of them (`together`). The library lets go of the interpreter's
-lock while it works (measured by benchmarks/constraints.py). None has a lower priority: one that is preempted while it has that
-lock would hold up the step loop (measured: streams stood still for a second).
+Texts whose masks have been quick need none of them (`together`). The library lets go of the
+interpreter's lock while it works (measured by benchmarks/constraints.py). No thread has a lower
+priority: one that is preempted while it has that lock would hold up the step loop (measured:
+streams stood still for a second).
 """
 
 from __future__ import annotations

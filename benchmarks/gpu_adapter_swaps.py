@@ -6,7 +6,7 @@
 A real engine process over its own link: 64 streams (--streams) of 1,024 tokens of context decode
 while 100 adapters (--adapters, rank 8 on all products: 4.2 GB) are loaded from files one after the
 other (--at-once more), and as long again without. Each pair begins with the same prompts, cached.
-What is told of each pair: p50, p99 and the longest of the gaps between a stream's tokens, by the
+Printed of each pair: p50, p99 and the longest of the gaps between a stream's tokens, by the
 engine's clock, and what the load took.
 
     aim: the median of five pairs' ratios of p99 is at most 1.10

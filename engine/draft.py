@@ -117,13 +117,26 @@ class SmallModel:
     vocabulary: int
     wanted: int
     most: int
+    #: Where captured steps have the draft model's part: beside the served model's.
+    _beside: torch.cuda.Stream | None = None
 
     def compute(
         self, served: Model, batch: ForwardBatch, pool: KVPool, own: ForwardBatch
     ) -> torch.Tensor:
         """See `Draft.compute`."""
+        if not (own.t_slot.is_cuda and torch.cuda.is_current_stream_capturing()):
+            hidden = served.forward(batch, pool)
+            self.model.forward(self._own(own), self.pool)
+            return hidden
+        # The draft model's kernels are many and small, and neither model reads what the other
+        # writes: as a branch of the graph they run while the served model's read weights.
+        self._beside = self._beside or torch.cuda.Stream(own.t_slot.device)
+        here = torch.cuda.current_stream()
+        self._beside.wait_stream(here)
+        with torch.cuda.stream(self._beside):
+            self.model.forward(self._own(own), self.pool)
         hidden = served.forward(batch, pool)
-        self.model.forward(self._own(own), self.pool)
+        here.wait_stream(self._beside)
         return hidden
 
     def prepare_capture(self, rows: int) -> StepTiles:

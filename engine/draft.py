@@ -130,7 +130,7 @@ class SmallModel:
             return hidden
         # The draft model's kernels are many and small, and neither model reads what the other
         # writes: as a branch of the graph they run while the served model's read weights.
-        self._beside = self._beside or torch.cuda.Stream(own.t_slot.device)
+        self._beside = self._beside or torch.cuda.Stream(own.t_slot.device)  # type: ignore[no-untyped-call]
         here = torch.cuda.current_stream()
         self._beside.wait_stream(here)
         with torch.cuda.stream(self._beside):

@@ -13,8 +13,9 @@ The models are those of gpu_draft_model.py. Two tables for each draft model:
               the next launch (settling, publishing, planning), and `launch` is the launch itself,
               most of which the device does not wait for. `decided` lets the cost model choose
 
-With --profile the kernels of a small step and of a check that take most, by name. With --behind the
-draft model follows behind the served model in captured steps, instead of beside it.
+With --profile the kernels of a small step and of a check that take most, by name. With --waits the
+host waits for results in other ways (asleep; looking now and then, as it does; looking always), and
+with --behind the draft model follows behind the served model instead of beside it: for comparison.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -36,6 +38,7 @@ from gpu_draft_model import CASES, POSITIONS, PREFILL, ROWS, engines
 from gpu_drafts import Client
 
 from tokenpod.core.plan import StepPlan
+from tokenpod.engine import mailbox
 from tokenpod.engine.assemble import Assembled
 from tokenpod.engine.draft import SmallModel
 from tokenpod.engine.executor import Launched, Masks, Model, StepResult
@@ -106,10 +109,9 @@ def main() -> None:
     parser.add_argument("--right", type=float, default=0.75)
     parser.add_argument("--speculate", type=int, default=8)
     parser.add_argument("--behind", action="store_true")
+    parser.add_argument("--waits", action="store_true")
     parser.add_argument("--profile", type=int, default=0, metavar="KERNELS")
     options = parser.parse_args()
-    if options.behind:
-        SmallModel.compute = behind  # type: ignore[method-assign]
     for draft in options.drafts:
         began = time.perf_counter()
         options.draft = draft
@@ -121,8 +123,34 @@ def main() -> None:
             found = steps(drafting, chain, options)
             found["ratio"] = round(found["tokens/s"] / without, 3)
             print(json.dumps({"draft": draft} | found), flush=True)
+        if options.waits:
+            waits(drafting, options)
+        if options.behind and draft != "eagle3":
+            with patch.object(SmallModel, "compute", behind):
+                del plain, drafting
+                torch.cuda.empty_cache()
+                plain, drafting = engines(options)
+            print("behind:", flush=True)
+            graphs(drafting, options)
+            print(json.dumps(steps(drafting, options.chains[-1], options)), flush=True)
         del plain, drafting
         torch.cuda.empty_cache()
+
+
+def waits(made: Assembled, options: argparse.Namespace) -> None:
+    """The same steps with other ways to wait for results."""
+
+    def asleep(self: Any, *, urgent: bool) -> None:
+        self._event.synchronize()
+
+    for name, change in (
+        ("asleep", patch.object(mailbox._Mark, "wait", asleep)),
+        ("looking always", patch.object(mailbox, "LOOK_SECONDS", 0)),
+        ("looking now and then", patch.object(mailbox, "LOOK_SECONDS", mailbox.LOOK_SECONDS)),
+    ):
+        with change:
+            found = steps(made, options.chains[-1], options)
+        print(json.dumps({"wait": name} | found), flush=True)
 
 
 def behind(
@@ -137,11 +165,11 @@ def behind(
 def graphs(made: Assembled, options: argparse.Namespace) -> None:
     """What captured steps take alone."""
     executor: Any = made.executor
-    _, decode, drafted = executor._graphs[False]
+    _, decode, drafted, _ = executor._graphs[False]
     small = executor._proposals._graphs
     found: dict[str, float] = {"small step": alone(small.fitting(1))}
     found["plain"] = alone(decode.fitting(1))
-    for size in sorted({drafted.fitting(n + 1).counts.tokens for n in (1, 2, 4, 8, 16)}):
+    for size in sorted({drafted.fitting(n + 1).counts.tokens for n in (1, 3, 6, 8, 16)}):
         found[f"check {size}"] = alone(drafted.fitting(size))
     print(json.dumps(found), flush=True)
     if options.profile:

@@ -234,11 +234,12 @@ def measure(
     """One case, with and without drafts by turns."""
     rates: dict[bool, list[float]] = {True: [], False: []}
     drafted = accepted = 0
-    timed = Timed(drafting.executor)
+    timed, costs = Timed(drafting.executor), Costs()
     for turn in range(options.rounds + 1):
         for drafts in (True, False) if turn % 2 else (False, True):
             made = drafting if drafts else plain
-            rate, client = answer(made, timed if drafts else plain.executor, name, turn, options)
+            executor = timed if drafts else plain.executor
+            rate, client = answer(made, executor, name, turn, costs, options)
             if turn:  # the first one warms up
                 rates[drafts].append(rate)
                 drafted, accepted = drafted + client.drafted, accepted + client.accepted
@@ -269,16 +270,21 @@ def measure(
 
 
 def answer(
-    made: Assembled, executor: Any, name: str, seed: int, options: argparse.Namespace
+    made: Assembled,
+    executor: Any,
+    name: str,
+    seed: int,
+    costs: Costs,
+    options: argparse.Namespace,
 ) -> tuple[float, Client]:
-    """Tokens per second of one case."""
+    """Tokens per second of one case; `costs`: what is known of steps by then, as in a server."""
     made.executor.release(range(ROWS + 1))
     requests = CASES[name](seed)
     client = Client(requests)
     limits = Limits(made.slots, ROWS, POSITIONS, PREFILL)
 
     def drafting(kv: Any) -> Drafting:
-        return Drafting(ModelDrafts(), options.speculate, kv, Costs())
+        return Drafting(ModelDrafts(), options.speculate, kv, costs)
 
     chosen = drafting if isinstance(executor, Timed) else None
     scheduler = Scheduler(limits, drafting=chosen)

@@ -20,9 +20,9 @@ from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.draft import BothTiles, Draft
 from tokenpod.engine.executor import CapturableModel
-from tokenpod.engine.graphs import Captured, Graphs, decode_counts, mixed_counts
+from tokenpod.engine.graphs import Captured, Graphs, decode_counts, flat_counts, mixed_counts
 from tokenpod.engine.host_copies import pools_of
-from tokenpod.engine.integers import Counts, Integers, pad, views
+from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
 from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Unknown, unmasked_rounds
@@ -40,6 +40,9 @@ _DEPTH = 3
 _MOST_CAPTURED_TOKENS = 1024
 #: Of the captured steps with drafts: as many tokens as drafts, and rows that have them.
 _MOST_DRAFTED_TOKENS = 384
+#: In those of fewer tokens each is a row of its own, whose context many programs share: a row of a
+#: few tokens would walk along its context alone. More would read contexts too often.
+_MOST_FLAT_TOKENS = 32
 
 
 class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
@@ -101,15 +104,18 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             )
         self._drafts, self._adapted = drafts, adapted
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
-        words = Counts(max_tokens, rows, rows, most, drafts, adapters=True).words
+        counts = [Counts(max_tokens, rows, rows, most, drafts, adapters=True)]
+        if drafts:
+            counts += _adapted(flat_counts(rows, _MOST_FLAT_TOKENS, drafts), True).values()
+        words = max(each.words for each in counts)
         self._words = torch.empty(words, dtype=torch.int64, device=device)
         found = self._proposals.room if self._proposals else (0, 0)
         self._mailboxes = [Mailbox(rows + drafts, words, device, found) for _ in range(_DEPTH)]
         self._turn = 0
         self._max_tokens = max_tokens
         #: By whether some row has an adapter: of mixed steps, of those that decode alone, and of
-        #: those with drafts.
-        self._graphs: dict[bool, tuple[Graphs, Graphs, Graphs | None]] = {}
+        #: those with drafts, few and many.
+        self._graphs: dict[bool, tuple[Graphs, Graphs, Graphs | None, Graphs | None]] = {}
 
     def use(self, pool: KVPool, of_draft: KVPool | None = None) -> None:
         """Keep keys and values there from now on. No step is under way, no row is taken."""
@@ -131,16 +137,19 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             drafted = {
                 size: replace(counts, drafts=min(self._drafts, size))
                 for size, counts in mixed.items()
-                if size <= _MOST_DRAFTED_TOKENS
+                if _MOST_FLAT_TOKENS < size <= _MOST_DRAFTED_TOKENS
             }
+            flat = flat_counts(self._rows, min(most, _MOST_FLAT_TOKENS), self._drafts)
+            flat = _adapted(flat, adapted)
             with torch.inference_mode():
                 first = Graphs(self._forward_mixed, mixed, self._padding, memory)
                 memory = first.memory
                 second = Graphs(self._forward_decode, decode, self._padding, memory)
-                third = None
+                third = fourth = None
                 if self._drafts:
-                    third = Graphs(self._forward_mixed, drafted, self._padding, memory)
-            self._graphs[adapted] = first, second, third
+                    third = Graphs(self._forward_flat, flat, self._padding, memory)
+                    fourth = Graphs(self._forward_mixed, drafted, self._padding, memory)
+            self._graphs[adapted] = first, second, third, fourth
         if self._proposals is not None:
             with torch.inference_mode():
                 self._proposals.capture(memory)
@@ -218,11 +227,12 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         graphs = self._graphs.get(len(plan.r_adapter) > 0)
         if graphs is None or len(plan.scored_token) or plan.embeds:
             return None
-        mixed, decode, drafted = graphs
+        mixed, decode, few, many = graphs
         if plan.rows == plan.tokens and plan.r_samples.all():
             captured = decode.fitting(plan.rows)
         elif (plan.r_samples > 1).any():
-            captured = drafted.fitting(plan.tokens) if drafted else None
+            captured = few.fitting(plan.tokens) if few else None
+            captured = captured or (many.fitting(plan.tokens) if many else None)
         else:
             captured = mixed.fitting(plan.tokens)
         if captured is None:
@@ -232,7 +242,14 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if captured.counts.tiles and not self._tiles.fill(self._ragged(host, plan), host.tiles):
             return None
         pad(host, plan, padding_row=self._rows, sink=self._pool.sink)
+        if captured.counts.flat:
+            flatten(host, plan)
         return captured
+
+    def _forward_flat(self, counts: Counts, integers: Integers) -> torch.Tensor:
+        """The captured part of steps with few drafts: each token is a row."""
+        rows = RaggedRows(list(range(counts.rows + 1)), *_unknown(counts.rows), counts.rows)
+        return self._computed(self._batch(integers, rows), integers)
 
     def _forward_decode(self, counts: Counts, integers: Integers) -> torch.Tensor:
         """The captured part of steps in which every row decodes."""

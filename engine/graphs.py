@@ -113,6 +113,15 @@ def decode_counts(rows: int) -> dict[int, Counts]:
     return {size: Counts.decode(size) for size in ladder(rows)}
 
 
+def flat_counts(rows: int, tokens: int, drafts: int) -> dict[int, Counts]:
+    """Steps of up to `tokens` tokens of `rows` rows with drafts, in which each token is a row."""
+    return {
+        size: Counts(size, size, min(size, rows), drafts=min(drafts, size), flat=True)
+        for size in ladder(tokens)
+        if size > 1
+    }
+
+
 def mixed_counts(rows: int, tokens: int, numbers_of: Callable[[int], int]) -> dict[int, Counts]:
     """Steps of up to `tokens` tokens, some of them prompts'.
 

@@ -36,6 +36,8 @@ class Counts:
     drafts: int = 0
     #: Whether there is a column of adapters.
     adapters: bool = False
+    #: Whether each token is a row, see `flatten`.
+    flat: bool = False
 
     @property
     def words(self) -> int:
@@ -184,6 +186,18 @@ def pad(into: Integers, plan: StepPlan | None, *, padding_row: int, sink: int) -
     into.b_row[singles:] = padding_row
     into.b_context[singles:] = 0
     into.b_start[singles:] = singles
+
+
+def flatten(into: Integers, plan: StepPlan) -> None:
+    """Make each token a row of its own, whose context ends with it: fields are filled and padded.
+
+    Keys and values of a step are stored before any is read.
+    """
+    n = plan.tokens
+    into.b_row[:n] = into.t_row[:n]
+    np.add(into.t_position[:n], 1, out=into.b_context[:n], casting="same_kind")
+    into.b_start[:n] = np.arange(n)
+    into.b_start[n:] = n
 
 
 def _words(bits: int, length: int) -> int:

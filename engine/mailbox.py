@@ -17,6 +17,9 @@ from tokenpod.engine.prompt_scores import PromptScores
 from tokenpod.engine.rounds import Drawing, Unknown, masked_rounds, masks_there, row_after_row
 from tokenpod.engine.sampler import Samples
 
+#: How often results that are urgent are looked for.
+LOOK_SECONDS = 20e-6
+
 
 @dataclass(frozen=True, slots=True)
 class Posted:
@@ -100,9 +103,12 @@ class Mailbox:
         self._done.record()
         return Posted(samples, tops > 0, ranks, hosted)
 
-    def receive(self, posted: Posted) -> StepResult:
-        """Wait for the copies; samples as they were drawn, round after round."""
-        self._done.wait()
+    def receive(self, posted: Posted, *, urgent: bool = False) -> StepResult:
+        """Wait for the copies; samples as they were drawn, round after round.
+
+        `urgent`: the device has nothing else to do until the host has seen them.
+        """
+        self._done.wait(urgent=urgent)
         drawn = self._samples(posted.samples)
         ranks = drawn.ranks if posted.ranks else None
         return StepResult(
@@ -197,7 +203,9 @@ class Flight:
         """The result, once the device has it; once, and before the mailbox's next step."""
         self.sample({})
         assert self._posted is not None
-        result = self._mailbox.receive(self._posted)
+        # What follows a row with drafts is launched when these are known.
+        urgent = bool((self.plan.r_samples > 1).any())
+        result = self._mailbox.receive(self._posted, urgent=urgent)
         if self.unknown is not None:
             tokens = self.unknown.tokens
             self.plan.t_token[tokens] = self._mailbox.received_drafts(len(tokens))
@@ -221,9 +229,13 @@ class _Mark:
             self._event.record()
         self._at = time.monotonic_ns()
 
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+    def wait(self, *, urgent: bool) -> None:
+        if self._event is None:
+            return
+        # A thread that sleeps is woken late; to look now and then costs some of a core.
+        while urgent and not self._event.query():
+            time.sleep(LOOK_SECONDS)
+        self._event.synchronize()
 
     def nanoseconds_to(self, later: _Mark) -> int:
         """Both must have been passed."""

@@ -145,8 +145,6 @@ class Drafting:
         self._odds = Odds(hopeful=not source.watched)
         #: Choices since something was drafted.
         self._idle = 0
-        #: Steps with drafts whose times are known, since the source was last taken to be good.
-        self._tries = 0
         self._choice: _Choice | None = None
         #: Steps with drafts since there was one without.
         self._streak = 0
@@ -220,7 +218,6 @@ class Drafting:
         if self._costs is not None and not step.prompt_tokens:
             drafts = bool((step.plan.r_samples > 1).any())
             self._costs.note(step.plan.tokens, took - drafting_ns, drafts=drafts, gap=step.gap)
-            self._tries += drafts
             if drafting_ns:
                 most = max(int(step.plan.r_samples[row]) for row, _ in step.drafting) - 1
                 self._costs.note_small(len(step.drafting), drafting_ns // most)
@@ -290,8 +287,8 @@ class Drafting:
             return chosen
         if not self._source.watched:
             if self._idle >= _TRIED_AGAIN:
-                self._odds, self._idle, self._tries = Odds(hopeful=True), 0, 0
-            if self._tries < _TRIES:
+                self._odds, self._idle, self._costs.tries = Odds(hopeful=True), 0, 0
+            if self._costs.tries < _TRIES:
                 return may, min(_TRIED_WITH, self._most)
         odds = self._odds.of(places)
         for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):

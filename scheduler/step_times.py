@@ -71,6 +71,8 @@ class Costs:
     def __init__(self) -> None:
         #: Nanoseconds between two steps that don't overlap.
         self.gap = 0.0
+        #: Steps with drafts that were noted since this was last set to 0.
+        self.tries = 0
         self._with, self._without = StepTimes(), StepTimes()
         #: Of a draft model's small steps.
         self._small = StepTimes()
@@ -87,6 +89,7 @@ class Costs:
         """
         for times in (self._with, self._without, self._small):
             times.passed()
+        self.tries += drafts
         (self._with if drafts else self._without).note(tokens, nanoseconds)
         if gap is not None:
             self.gap += (min(gap, 2 * self.gap + 100_000) - self.gap) / 8

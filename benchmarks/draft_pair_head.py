@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT / "tools")]
 from demo_model.network import Decoder, GatedMlp, Shape, rotate  # noqa: E402
 
 #: Of the feed-forward block; and how many guesses behind one another are trained.
-INNER, DEPTH = 768, 5
+INNER, DEPTH = 768, 4
 
 
 def streams_of(model: Decoder, ids: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -53,6 +53,12 @@ class Head(nn.Module):
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm, self.norm = norms
         self.lm_head = nn.Linear(width, len(guesses), bias=False)
         self.register_buffer("guesses", guesses)
+
+    @torch.no_grad()
+    def begin_with(self, target: Decoder) -> None:
+        """Let what makes scores of streams begin as the target's."""
+        self.norm.weight.copy_(target.norm.weight)
+        self.lm_head.weight.copy_(target.embed_tokens.weight[self.guesses])
 
     def loss(self, target: Decoder, ids: Tensor) -> Tensor:
         """Of ids [rows, length]: the mean over depths of the cross entropy with the target."""

@@ -77,7 +77,7 @@ def make(folder: Path, options: Options) -> None:
     batches = windows(stream, options)
 
     target = Decoder(options.target, 0.0).to(options.device)
-    train("target", target, lambda: target(next(batches)), 0.55, 2e-3, options)
+    train("target", target, lambda: target(next(batches)), 0.4, 2e-3, options)
     target.requires_grad_(False)
     save(folder / "target", target, options.target)
 
@@ -90,12 +90,14 @@ def make(folder: Path, options: Options) -> None:
         said = streams_of(student, ids)[1]
         return functional.cross_entropy(said.flatten(0, 1), wanted.flatten(0, 1))
 
-    train("draft", student, distilled, 0.15, 3e-3, options)
+    train("draft", student, distilled, 0.2, 3e-3, options)
     save(folder / "draft", student, shape)
 
     share = torch.bincount(stream, minlength=options.target.vocab_size).topk(GUESSES).indices
     head = Head(options.target, share.sort().values).to(options.device)
-    train("eagle", head, lambda: head.loss(target, next(batches)[:, :-1]), 0.3, 1e-3, options)
+    head.begin_with(target)
+    half = options.length // 2  # memory and time go with its square
+    train("eagle", head, lambda: head.loss(target, next(batches)[:, :half]), 0.4, 1e-3, options)
     head.save(folder / "eagle")
     tell(torch.tensor(unseen[: 64 * options.length]), target, student, head, options)
 

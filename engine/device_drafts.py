@@ -61,7 +61,9 @@ class Proposals:
         words = Counts.decode(self._rows).words
         #: Drafts of a step, and words of all its small steps.
         self.room = min(MOST_DRAFTS, draft.most * self._rows), draft.most * words
-        self._words = torch.empty(words, dtype=torch.int64, device=last_token.device)
+        #: Of all small steps, and which is the next.
+        self._words = last_token.new_zeros(draft.most * words)
+        self._place = last_token.new_zeros(1)
         self._graphs: Graphs | None = None
 
     def capture(self, memory: object) -> None:
@@ -77,21 +79,19 @@ class Proposals:
         Returns which tokens of the step the drafts are, row after row, and the drafts: [n] int64
         each. The mailbox gets them too.
         """
-        m = len(unknown.rows)
+        m, most = len(unknown.rows), unknown.most
         captured = self._graphs.fitting(m) if self._graphs else None
         counts = captured.counts if captured else Counts.decode(m)
-        each = counts.words
+        words = mailbox.draft_words[: most * counts.words]
+        self._fill(views(words.numpy().reshape(most, -1), counts), plan, unknown)
         self._before.copy_(self._last_token)
-        for place in range(unknown.most):
-            # While the device takes one small step, the next one's integers are filled in.
-            words = mailbox.draft_words[place * each : (place + 1) * each]
-            self._fill(views(words.numpy(), counts), plan, unknown, place)
+        self._words[: len(words)].copy_(words, non_blocking=True)
+        self._place.zero_()
+        for _ in range(most):
             if captured is not None:
-                drafts = captured.replay(words)
+                captured.run()
             else:
-                self._words[:each].copy_(words, non_blocking=True)
-                drafts = self._small_step(counts, views(self._words[:each], counts))
-            self._found[place, :m].copy_(drafts[:m])
+                self._small_step(counts)
         columns = np.arange(m).repeat(unknown.counts)
         numbers = np.stack([unknown.tokens, unknown.places * self._rows + columns])
         at, source = self._upload(numbers.astype(np.int64))
@@ -101,8 +101,15 @@ class Proposals:
 
     # -- small steps ---------------------------------------------------------------------------
 
-    def _small_step(self, counts: Counts, integers: Integers) -> torch.Tensor:
-        """[n] what follows the tokens of a small step."""
+    def _small_step(self, counts: Counts, first: Integers | None = None) -> torch.Tensor:
+        """Find what follows the tokens of the next small step, [n] drafts.
+
+        The device counts which one that is: one graph does for all, and nothing is copied between
+        two of them. `first`: what a graph of its own integers would read.
+        """
+        del first
+        each = self._words[: len(self._found) * counts.words].view(-1, counts.words)
+        integers = views(each.index_select(0, self._place)[0], counts)
         t_token = resolve(
             integers.t_token,
             integers.t_row,
@@ -114,30 +121,38 @@ class Proposals:
         logits = self._draft.logits(self._make_batch(integers, t_token))
         drafts = self._sampler.propose(logits, integers.sample_row, integers.sample_position)
         remember(drafts, integers.sample_row, self._before)
+        self._found[:, : len(drafts)].index_copy_(0, self._place, drafts[None])
+        self._place.add_(1)
         return drafts
 
-    def _fill(self, into: Integers, plan: StepPlan, unknown: Unknown, place: int) -> None:
-        """The integers of a small step; rows that have all their drafts are padding in it."""
+    def _fill(self, into: Integers, plan: StepPlan, unknown: Unknown) -> None:
+        """The integers of all small steps; rows that have all their drafts are padding."""
         self._pad(into)
-        which = np.flatnonzero(unknown.counts > place)
-        rows, at = unknown.rows[which], unknown.firsts[which] + place
+        column, place = np.arange(len(unknown.rows)).repeat(unknown.counts), unknown.places
+        rows = unknown.rows[column]
         # Behind the first one: what the small step before drew.
-        into.t_token[which] = plan.t_token[at] if place == 0 else LAST
-        into.t_position[which] = plan.r_start[rows] + place
-        into.t_slot[which] = plan.t_slot[at]
-        into.t_row[which] = into.sample_row[which] = into.b_row[which] = plan.r_row[rows]
-        into.sample_position[which] = plan.r_output[rows] + place
-        into.b_context[which] = plan.r_start[rows] + place + 1
+        first = plan.t_token[unknown.firsts[column]]
+        into.t_token[place, column] = np.where(place == 0, first, LAST)
+        into.t_position[place, column] = plan.r_start[rows] + place
+        into.t_slot[place, column] = plan.t_slot[unknown.firsts[column] + place]
+        row = plan.r_row[rows]
+        into.t_row[place, column] = into.sample_row[place, column] = row
+        into.b_row[place, column] = row
+        into.sample_position[place, column] = plan.r_output[rows] + place
+        into.b_context[place, column] = plan.r_start[rows] + place + 1
 
     def _pad(self, into: Integers) -> None:
         for column in (into.t_token, into.t_position, into.sample_position, into.b_context):
             column[:] = 0
         into.t_slot[:] = self._draft.pool.sink
         into.t_row[:] = into.sample_row[:] = into.b_row[:] = self._padding_row
-        into.logit_index[:] = np.arange(len(into.logit_index))
-        into.b_start[:] = np.arange(len(into.b_start))
+        into.logit_index[:] = np.arange(into.logit_index.shape[-1])
+        into.b_start[:] = np.arange(into.b_start.shape[-1])
 
     def _padding(self, counts: Counts) -> torch.Tensor:
+        """Integers that captures run on, at the beginning of those of small steps."""
         words = np.zeros(counts.words, np.int64)
         self._pad(views(words, counts))
-        return torch.from_numpy(words).to(self._words.device)
+        self._words[: counts.words] = torch.from_numpy(words)
+        self._place.zero_()
+        return self._words[: counts.words]

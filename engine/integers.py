@@ -91,13 +91,13 @@ class Integers:
 
 
 def views(words: Array, counts: Counts) -> Integers:
-    """The fields in an int64 numpy array or tensor of at least `counts.words`."""
+    """The fields in an int64 numpy array or tensor of at least `counts.words`, its last axis."""
     narrow = torch.int32 if isinstance(words, torch.Tensor) else np.int32
     at, fields = 0, []
     for bits, length in counts.fields:
         end = at + _words(bits, length)
-        field = words[at:end] if bits == 64 else words[at:end].view(narrow)
-        fields.append(field[:length])
+        field = words[..., at:end]
+        fields.append((field if bits == 64 else field.view(narrow))[..., :length])
         at = end
     return Integers(*fields)
 

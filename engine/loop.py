@@ -108,14 +108,9 @@ class EngineLoop:
             self.adapters.settle()
         if self.masked is not None:
             self.masked.look(self.scheduler)
-        step = self.scheduler.plan(self.clock())
         previous, self._flying = self._flying, None
         # What waits for the step in flight to settle (rows with drafts) can run after that.
-        self._stuck = step is None and previous is None
-        if step is not None:
-            if self.masked is not None:
-                self.masked.prepare(step)
-            self._flying = _InFlight(step, self.executor.launch(step.plan))
+        self._stuck = not self._launch() and previous is None
         if previous is not None:
             self._settle(previous)
         if self._flying is not None and self.masked is not None:
@@ -186,6 +181,16 @@ class EngineLoop:
 
     # -- a step --------------------------------------------------------------------------------
 
+    def _launch(self) -> bool:
+        """Plan the next step and launch it, if there is one."""
+        step = self.scheduler.plan(self.clock())
+        if step is None:
+            return False
+        if self.masked is not None:
+            self.masked.prepare(step)
+        self._flying = _InFlight(step, self.executor.launch(step.plan))
+        return True
+
     def _settle(self, flying: _InFlight) -> None:
         result = flying.launched.wait()
         if self.masked is not None:
@@ -212,7 +217,11 @@ class EngineLoop:
             arrived=result.arrived,
         )
         self._settled = flying.step.plan.step
-        self._publish(settled, flying.step, result)
+        satisfied = self.masked.settled(settled) if self.masked is not None else {}
+        if self.overlap and self._flying is None:
+            # All that runs has waited for these tokens: the device must not wait for messages, too.
+            self._launch()
+        self._publish(settled, flying.step, result, satisfied=satisfied)
 
     # -- out -----------------------------------------------------------------------------------
 
@@ -239,13 +248,13 @@ class EngineLoop:
         step: Step | None = None,
         result: StepResult | None = None,
         advanced: list[Advanced] | None = None,
+        satisfied: dict[int, bool] | None = None,
     ) -> None:
         now = self._sent_at = self.clock()
         self._asked = False
         load = self._sent_load = self.scheduler.load()
-        satisfied: dict[int, bool] = {}
         if self.masked is not None:
-            satisfied = self.masked.settled(settled)
+            satisfied = self.masked.settled(settled) if satisfied is None else satisfied
             load = msgspec.structs.replace(load, masks=self.masked.counts)
         logprobs = [0.0] * len(settled.sequence_ids)
         tops: list[Top] = []
@@ -284,7 +293,7 @@ class EngineLoop:
                 tops=tops,
                 failures=settled.failures,
                 advanced=finished + (advanced or []),
-                satisfied=satisfied,
+                satisfied=satisfied or {},
                 drafted=settled.drafted,
             )
         )

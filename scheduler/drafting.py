@@ -282,18 +282,25 @@ class Drafting:
         """[n] who is to draft, and how many tokens at most."""
         if self._costs is None:
             return may, self._most
-        best, chosen = self._costs.plain(len(places)) * _MARGIN, (np.zeros_like(may), 0)
-        if best == 0 or (self._source.watched and self._odds.cases < _WATCHED_FIRST):
+        least, chosen = self._costs.plain(len(places)) * _MARGIN, (np.zeros_like(may), 0)
+        if least == 0 or (self._source.watched and self._odds.cases < _WATCHED_FIRST):
             return chosen
         if not self._source.watched:
             if self._idle >= _TRIED_AGAIN:
                 self._odds, self._idle, self._costs.tries = Odds(hopeful=True), 0, 0
             if self._costs.tries < _TRIES:
                 return may, min(_TRIED_WITH, self._most)
-        odds = self._odds.of(places)
+        # What pays even if chance was kind is eligible. Of that a draft model does what is likely
+        # to pay most; a source of which there is only now and then a guess what is sure to.
+        sure = self._odds.of(places)
+        likely = sure if self._source.watched else self._odds.of(places, cautious=False)
+        best = 0.0
         for most in sorted({1, 2, 3, *range(4, self._most, 2), self._most}):
-            if most <= self._most:
-                rate, draws = self._rate(len(places), may, odds, most)
+            if most > self._most:
+                continue
+            rate, draws = self._rate(len(places), may, sure, most)
+            if rate > least:
+                rate, _ = self._rate(len(places), draws, likely, most)
                 if rate > best:
                     best, chosen = rate, (draws, most)
         self._idle = 0 if chosen[1] else self._idle + 1

@@ -36,14 +36,18 @@ class Odds:
         """How many guesses, or steps without any, are counted."""
         return float(self._all[0, 1]) - 1
 
-    def of(self, places: Ints) -> tuple[Floats, Floats, Floats]:
-        """[n] each: the shares, less what chance may have added to them (one standard error)."""
+    def of(self, places: Ints, *, cautious: bool = True) -> tuple[Floats, Floats, Floats]:
+        """[n] each: the shares; or, `cautious`, less what chance may have added to them.
+
+        That is one standard error.
+        """
         self._grow(int(places.max(initial=0)))
         prior = (self._all[:, 0] / self._all[:, 1])[:, None]
         yes, cases = self._counts[:, 0, places], self._counts[:, 1, places]
         shares = (yes + _PRIOR * prior) / (cases + _PRIOR)
         known = cases + np.minimum(self._all[:, 1], _PRIOR**2)[:, None]
-        shares -= np.sqrt(shares * (1 - shares) / known)
+        if cautious:
+            shares -= np.sqrt(shares * (1 - shares) / known)
         some, first, further = shares.clip(0, 0.99)
         return some, first, further
 

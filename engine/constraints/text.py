@@ -43,7 +43,7 @@ class ConstrainedText:
     """The text of one sequence as far as it is known.
 
     The step loop takes masks from the front, and one worker at a time, which runs a job, adds some
-    behind. Jobs yield after each mask.
+    behind. Jobs yield before each mask.
 
     Args:
         request: the sequence's.
@@ -58,8 +58,8 @@ class ConstrainedText:
         #: What workers have to do, in this order, and whether one is at it.
         self.jobs: deque[Iterator[None]] = deque()
         self.busy = False
-        #: When the mask was begun that is being made, in nanoseconds; 0: none is.
-        self.began_at = 0
+        #: When the mask was begun that is being made, in nanoseconds; None: none is.
+        self.began_at: int | None = None
         #: Its last mask took long, so that others must not wait behind its next one.
         self.slow = False
         #: It was read together with others, which took long: who is slow is yet to be found out.
@@ -159,18 +159,17 @@ class ConstrainedText:
     def read(self, tokens: Sequence[int]) -> Iterator[None]:
         """Read tokens, and make the next mask and those behind it that are forced."""
         try:
-            for token in tokens:
-                self.matcher.take(token)
-                self._read += 1
             for ahead in range(MOST_AHEAD + 1):
+                yield
+                for token in tokens:
+                    self.matcher.take(token)
+                    self._read += 1
                 words = np.empty_like(self._words)
                 whole = self.matcher.fill(words)
                 mask = self._add(words, whole=whole, may_force=ahead < MOST_AHEAD)
-                yield
                 if mask.forced < 0:
                     return
-                self.matcher.take(mask.forced)
-                self._read += 1
+                tokens = [mask.forced]
         except LimitReached:
             self.end()
 
@@ -189,12 +188,12 @@ class ConstrainedText:
             if token not in self._ending:
                 forced = token
         mask = Mask(words, forced, whole, over=not allowed)
-        self.masks.append(mask)
+        self._put(mask)
         return mask
 
     def end(self) -> None:
         """The matcher is of no use any more: there is no token behind the masks that are there."""
-        self.masks.append(Mask(np.zeros_like(self._words), -1, whole=False, over=True))
+        self._put(Mask(np.zeros_like(self._words), -1, whole=False, over=True))
 
     def look_along(self, output: int, drafts: Sequence[int]) -> Iterator[None]:
         """Make masks behind drafts, the first of which is to be output number `output`.
@@ -212,18 +211,23 @@ class ConstrainedText:
                     break
                 if matcher is None and known[at].forced == draft:
                     words = known[at + 1].words
+                elif self.slow:
+                    break
                 else:
+                    yield
                     matcher = matcher or self.matcher.copy()
                     words = self._behind(matcher, draft, output + at + 1)
-                    if self.slow:
-                        break
                 if not words.any():
                     break
                 along.found.append(words)
-                yield
         along.done = True
 
     # -- parts ---------------------------------------------------------------------------------
+
+    def _put(self, mask: Mask) -> None:
+        # First of all: the loop may take the mask at once, and ask how long the next one takes.
+        self.began_at = None
+        self.masks.append(mask)
 
     def _behind(self, matcher: Matcher, draft: int, output: int) -> Words:
         """The mask of output number `output`, behind a draft; where it fails, nothing is allowed.

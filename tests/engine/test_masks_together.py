@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
-from constrained import CPU, DEMO, RANDOM, Client, ask, serve
+from constrained import CPU, DEMO, RANDOM, Client, Clock, ask, serve
 
 from tokenpod.core.constraints import Choice, JsonSchema, Regex
 from tokenpod.core.outputs import FinishCode
-from tokenpod.engine.constraints import masks
 from tokenpod.engine.constraints.guidance import Guidance, GuidanceMatcher
 from tokenpod.models import load as loading
 
@@ -57,30 +54,36 @@ def test_tokens_are_the_same_as_with_masks_that_are_made_apart(model):
 
 
 def test_texts_that_took_long_together_are_timed_one_by_one_and_then_join_again(model, monkeypatch):
-    calls = []
+    clock, calls = Clock(), []
     take = GuidanceMatcher.take
 
     def counted(matcher, token):
-        calls.append("alone")
+        calls.append({matcher})
         take(matcher, token)
 
     monkeypatch.setattr(GuidanceMatcher, "take", counted)
-    # Far from what a busy machine may add to a mask.
-    monkeypatch.setattr(masks, "_SLOW_NS", 500_000_000)
 
     class SlowOnce(Guidance):
+        slow = None
+
         def advance(self, taken, threads):
-            if "together" not in calls:
-                time.sleep(0.7)
-            calls.append("together")
+            matchers = {matcher for matcher, _ in taken}
+            if self.slow is None:
+                SlowOnce.slow = len(calls), matchers
+                clock.now += 6_000_000
+            calls.append(matchers)
             return super().advance(taken, threads)
 
     requests = [ask(i, Regex("[ab]{20}"), new=30) for i in range(1, 5)]
-    client = serve(model, Client(requests), library=SlowOnce)
+    client = serve(model, Client(requests), library=SlowOnce, clock=clock)
     assert set(client.finishes.values()) == {FinishCode.EOS}
-    first = calls.index("together")
-    assert calls[first + 1 : first + 5] == ["alone"] * 4
-    assert "together" in calls[first + 5 :]
+    at, matchers = SlowOnce.slow
+    assert len(matchers) > 1
+    for matcher in matchers:
+        sizes = [len(each) for each in calls[at:] if matcher in each]
+        assert sizes[0] > 1
+        assert sizes[1] == 1
+        assert max(sizes[2:]) > 1
 
 
 def test_a_limit_ends_one_text_and_an_error_those_that_were_read_with_it(model):

@@ -47,6 +47,7 @@ from tokenpod.core.outputs import MaskCounts
 from tokenpod.core.requests import Request, StoppingParams
 from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.assemble import Assembled, assemble
+from tokenpod.engine.constraints import guidance_batch
 from tokenpod.engine.constraints import masks as masks_of_texts
 from tokenpod.engine.constraints.guidance import Guidance
 from tokenpod.engine.constraints.masked_steps import MaskedSteps
@@ -301,30 +302,32 @@ def assembled(model: LoadedModel, asked: argparse.Namespace, device: torch.devic
 
 
 def threads(known: tuple[list[bytes], list[int]], n: int) -> None:
-    """Masks of n texts by one call, after random tokens, by how many threads make them."""
+    """Masks of n texts by one call, after random tokens: by the library's threads and what the
+    caller's thread makes itself.
+    """
     library, width = Guidance(*known), len(known[0])
-    for kind in ("cold", "one"):
-        for count in (1, 4, 8, 16):
-            library._executor = None
-            random, parts = np.random.default_rng(7), []
-            matchers = [library.compile(schema(i if kind == "cold" else 0)) for i in range(n)]
-            masks = np.zeros((n, -(-width // 32)), np.int32)
-            for matcher, mask in zip(matchers, masks, strict=True):
-                matcher.fill(mask)
-            for _ in range(64):
-                allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-                found = map(np.flatnonzero, allowed)
-                tokens = [int(some[random.integers(len(some))]) for some in found]
-                began = time.perf_counter()
-                masks, _ = library.advance(list(zip(matchers, tokens, strict=True)), count)
-                parts.append((time.perf_counter() - began) * 1e3)
-            early, late = np.array(parts[:24]), np.array(parts[24:])
-            print(
-                f"threads   {kind} {count:3}: first 24 tokens mean {early.mean():6.2f} median "
-                f"{np.median(early):6.2f}; then mean {late.mean():6.2f} median "
-                f"{np.median(late):6.2f} p95 {np.percentile(late, 95):6.2f} ms",
-                flush=True,
-            )
+    for count, alone in ((1, 10**10), (1, -1), (2, -1), (4, -1), (8, -1), (14, -1), (8, 500_000)):
+        library._batches, guidance_batch._ALONE_NS = None, alone
+        random, parts = np.random.default_rng(7), []
+        matchers = [library.compile(schema(i)) for i in range(n)]
+        masks = np.zeros((n, -(-width // 32)), np.int32)
+        for matcher, mask in zip(matchers, masks, strict=True):
+            matcher.fill(mask)
+        for _ in range(64):
+            allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+            found = map(np.flatnonzero, allowed)
+            tokens = [int(some[random.integers(len(some))]) for some in found]
+            began = time.perf_counter()
+            masks = library.advance(list(zip(matchers, tokens, strict=True)), count).words
+            parts.append((time.perf_counter() - began) * 1e3)
+        early, late = np.array(parts[:24]), np.array(parts[24:])
+        print(
+            f"threads   {count:3}, {max(alone, 0) / 1e6:5.1f} ms alone: first 24 tokens mean "
+            f"{early.mean():6.2f} median {np.median(early):6.2f}; then mean {late.mean():6.2f} "
+            f"median {np.median(late):6.2f} p95 {np.percentile(late, 95):6.2f} ms",
+            flush=True,
+        )
+    guidance_batch._ALONE_NS = 500_000
 
 
 def timed(bench: Bench) -> TurnTimes:

@@ -17,15 +17,13 @@ from tokenpod.core.outputs import FinishCode, MaskCounts
 from tokenpod.core.requests import Request
 from tokenpod.engine.constraints.cache import CompileCache, Compiled
 from tokenpod.engine.constraints.compiling import Compiling
-from tokenpod.engine.constraints.library import Library, LimitReached, Refused, Words
+from tokenpod.engine.constraints.library import SLOW_NS, Library, LimitReached, Refused, Words
 from tokenpod.engine.constraints.text import ConstrainedText
 from tokenpod.engine.constraints.together import read_together
 from tokenpod.engine.constraints.workers import Workers
 
 log = logging.getLogger("tokenpod.engine")
 
-#: A mask that takes longer sends the next one of its sequence to the slow workers.
-_SLOW_NS = 5_000_000
 _DONE = object()
 _NEVER = "this model's vocabulary can't be used for constraints"
 
@@ -262,24 +260,21 @@ class Masks:
         """Read a token of each text and make the next masks, in the loop's thread.
 
         Nothing is quicker: between threads the interpreter's lock changes hands several times a
-        mask, while the loop plans. None is timed by itself, so no clock ends a text here: the
-        library's limits do.
+        mask, while the loop plans. No clock ends a text here: the library's limits do.
         """
         assert self._library is not None
         began = self._clock()
         try:
-            read_together(self._library, texts, workers.fast)
+            for text in read_together(self._library, texts, workers.fast):
+                text.suspect = True
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # what the library raises when it panics is no Exception
             log.error("masks were not made", extra={"reason": type(error).__name__})
             for text, _ in texts:
                 text.end()
-        took = self._clock() - began
         with self._lock:
-            self._nanoseconds += took
-        for text, _ in texts:
-            text.suspect = took > _SLOW_NS
+            self._nanoseconds += self._clock() - began
 
     # -- in workers ----------------------------------------------------------------------------
 
@@ -337,7 +332,7 @@ class Masks:
             began = text.began_at = self._clock()
             more = next(job, _DONE) is not _DONE
             took, text.began_at = self._clock() - began, None
-            text.slow, text.suspect = took > _SLOW_NS, False
+            text.slow, text.suspect = took > SLOW_NS, False
             self._tell(text, took)
 
     def _tell(self, text: ConstrainedText, took: int = 0) -> None:

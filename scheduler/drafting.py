@@ -212,8 +212,8 @@ class Drafting:
         """
         found: dict[int, Landed] = {}
         if self._costs is not None and not step.prompt_tokens:
-            drafts = bool((step.plan.r_samples > 1).any())
-            self._costs.note(step.plan.tokens, took - drafting_ns, drafts=drafts, gap=step.gap)
+            plan = step.plan
+            self._costs.note(plan.tokens, took - drafting_ns, drafts=plan.drafts > 0, gap=step.gap)
             if drafting_ns:
                 most = max(int(step.plan.r_samples[row]) for row, _ in step.drafting) - 1
                 self._costs.note_small(len(step.drafting), drafting_ns // most)

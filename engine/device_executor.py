@@ -202,16 +202,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             last_token=self._last_token,
             upload=self._upload,
         )
-        if self._draws_together(plan, n):
-            drawing.draw_together()
-            return self._finish(flight, drawing, [])
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
-
-    def _draws_together(self, plan: StepPlan, firsts: int) -> bool:
-        """Whether samples behind all drafts can be drawn at once: a few launches, not some each."""
-        if len(plan.r_masked) or int(plan.r_samples.sum()) - firsts > self._rows:
-            return False
-        return not self._sampler.edits(plan.r_row[plan.r_samples > 1].tolist())
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""

@@ -306,8 +306,10 @@ def threads(known: tuple[list[bytes], list[int]], n: int) -> None:
     caller's thread makes itself.
     """
     library, width = Guidance(*known), len(known[0])
-    for count, alone in ((1, 10**10), (1, -1), (2, -1), (4, -1), (8, -1), (14, -1), (8, 500_000)):
-        library._batches, guidance_batch._ALONE_NS = None, alone
+    few = guidance_batch._FEW
+    for count, most in ((1, n), (1, few), (4, few), (8, few), (12, few), (16, few)):
+        library._batches, guidance_batch._FEW = None, most
+        guidance_batch._ALONE_NS = 500_000 if most == few else 10**10
         random, parts = np.random.default_rng(7), []
         matchers = [library.compile(schema(i)) for i in range(n)]
         masks = np.zeros((n, -(-width // 32)), np.int32)
@@ -322,12 +324,11 @@ def threads(known: tuple[list[bytes], list[int]], n: int) -> None:
             parts.append((time.perf_counter() - began) * 1e3)
         early, late = np.array(parts[:24]), np.array(parts[24:])
         print(
-            f"threads   {count:3}, {max(alone, 0) / 1e6:5.1f} ms alone: first 24 tokens mean "
+            f"threads   {count if most == few else 0:3}: first 24 tokens mean "
             f"{early.mean():6.2f} median {np.median(early):6.2f}; then mean {late.mean():6.2f} "
             f"median {np.median(late):6.2f} p95 {np.percentile(late, 95):6.2f} ms",
             flush=True,
         )
-    guidance_batch._ALONE_NS = 500_000
 
 
 def timed(bench: Bench) -> TurnTimes:

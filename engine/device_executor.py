@@ -175,23 +175,31 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if logits is None or not plan.r_samples.any():
             flight.send(None)
             return flight
-        return self._draw(flight, logits, integers, is_begun=captured is not None)
+        return self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
 
     def _draw(
-        self, flight: Flight, logits: torch.Tensor, integers: Integers, *, is_begun: bool
+        self,
+        flight: Flight,
+        logits: torch.Tensor,
+        integers: Integers,
+        mailbox: Mailbox,
+        *,
+        is_begun: bool,
     ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
         plan = flight.plan
         n = int(np.count_nonzero(plan.r_samples))
         firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
-        if not is_begun:
-            self._sampler.begin(firsts, rows, positions)
-        drawn = self._sampler.finish(firsts, rows, positions)
-        if not is_begun or self._sampler.draws:
-            remember(drawn.tokens, rows, self._last_token)
-        if int(plan.r_samples.sum()) == n and not len(plan.r_masked):
-            flight.send(drawn)
-            return flight
+        drawn = None
+        if not plan.waits_for_masks:
+            if not is_begun:
+                self._sampler.begin(firsts, rows, positions)
+            drawn = self._sampler.finish(firsts, rows, positions)
+            if not is_begun or self._sampler.draws:
+                remember(drawn.tokens, rows, self._last_token)
+            if int(plan.r_samples.sum()) == n and not len(plan.r_masked):
+                flight.send(drawn)
+                return flight
         drawing = DeviceDrawing(
             plan,
             logits,
@@ -200,7 +208,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.t_token,
             sampler=self._sampler,
             last_token=self._last_token,
-            upload=self._upload,
+            staging=mailbox.staging,
         )
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,8 @@ import torch
 from tokenpod.core.plan import StepPlan
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.executor import Masks
-from tokenpod.engine.rounds import Drawing, Ints, Round, allowed, drafts_at, rounds
+from tokenpod.engine.mailbox import Staging
+from tokenpod.engine.rounds import Drawing, Ints, Round, allowed, drafts_at, mask_words, rounds
 from tokenpod.engine.sampler import LeaderTokens, Samples
 from tokenpod.kernels.triton.offers import offer
 from tokenpod.kernels.triton.steps import remember
@@ -24,11 +25,11 @@ class DeviceDrawing(Drawing):
         logits: [n + drafts, vocab]: of rows' first samples, of which there may be room for more,
             and then of the others, round after round.
         first_draft: where the logits of the others begin.
-        first: the first round's samples.
+        first: the first round's samples; None: all wait for masks.
         t_token: [T] int64, the step's tokens, drafts among them.
         sampler: of all rows.
         last_token: [rows] int64, where drawn tokens go too.
-        upload: to the device.
+        staging: the step's way to the device.
     """
 
     def __init__(
@@ -36,23 +37,22 @@ class DeviceDrawing(Drawing):
         plan: StepPlan,
         logits: torch.Tensor,
         first_draft: int,
-        first: Samples,
+        first: Samples | None,
         t_token: torch.Tensor,
         *,
         sampler: DeviceSampler | LeaderTokens,
         last_token: torch.Tensor,
-        upload: Callable[[np.ndarray], torch.Tensor],
+        staging: Staging,
     ) -> None:
-        n, tops = first.top_ids.shape
-        ranks = first.ranks is not None
-        room = Samples.nothing(int(plan.r_samples.sum()), tops, logits.device, ranks=ranks)
-        super().__init__(plan, logits, room)
-        room.tokens[:n], room.logprobs[:n] = first.tokens, first.logprobs
-        if room.ranks is not None and first.ranks is not None:
-            room.ranks[:n] = first.ranks
-        room.top_ids[:n], room.top_logprobs[:n] = first.top_ids, first.top_logprobs
-        self._sampler, self._last_token, self._upload = sampler, last_token, upload
+        n = int(np.count_nonzero(plan.r_samples))
+        super().__init__(plan, logits, Samples.nothing(0, 0, logits.device))
+        self._sampler, self._last_token, self._staging = sampler, last_token, staging
         self._shift, self._t_token = first_draft - n, t_token
+        self._total = int(plan.r_samples.sum())
+        #: Nothing but what is under masks is drawn.
+        self._alone = first is None
+        if first is not None:
+            self._enter(first, slice(0, n))
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """See `Drawing.draw`."""
@@ -75,10 +75,8 @@ class DeviceDrawing(Drawing):
             numbers[3] += self._shift
         numbers[4] = turn.before if turn.place else -1
         numbers[5] = drafts_at(plan, turn)
-        rows, positions, at, index, before, drafts = self._upload(numbers)
-        bits = None
-        if masks is not None:  # where there is none, nothing is allowed
-            bits = self._upload(allowed(masks, turn, self.logits.shape[1]))
+        rows, positions, at, index, before, drafts = self._staging.upload(numbers)
+        bits = None if masks is None else self._bits([turn], masks)
         if turn.place:
             scores = offer(self.logits, index, self.drawn.tokens, before, self._t_token, drafts)
         else:
@@ -86,7 +84,7 @@ class DeviceDrawing(Drawing):
         self._sampler.begin(scores, rows, positions, bits)
         drawn = self._sampler.finish(scores, rows, positions, masks=bits)
         remember(drawn.tokens, rows, self._last_token)
-        self._put(drawn, _stretch(numbers[2], at))
+        self._enter(drawn, _stretch(numbers[2], at))
 
     # -- several rounds ------------------------------------------------------------------------
 
@@ -116,15 +114,12 @@ class DeviceDrawing(Drawing):
                 which + np.where(places > 0, self._shift, 0),
             ]
         ).astype(np.int64)
-        rows, positions, at, index = self._upload(numbers)
-        bits = None
-        if masks is not None:
-            vocab = self.logits.shape[1]
-            bits = self._upload(np.concatenate([allowed(masks, turn, vocab) for turn in turns]))
+        rows, positions, at, index = self._staging.upload(numbers)
+        bits = None if masks is None else self._bits(turns, masks)
         scores = self._logits_at(numbers[3], index)
         self._sampler.begin(scores, rows, positions, bits)
         drawn = self._sampler.finish(scores, rows, positions, masks=bits)
-        self._put(drawn, _stretch(which, at))
+        self._enter(drawn, _stretch(which, at))
         self._remember_last(np.unique(drawing))
 
     def _remember_last(self, rows: Ints) -> None:
@@ -143,11 +138,32 @@ class DeviceDrawing(Drawing):
             at[turn.place, which] = turn.at
             if turn.place:
                 behind[turn.place, which] = drafts_at(plan, turn)
-        uploaded = self._upload(np.concatenate([at, behind[1:], plan.r_row[rows][None]]))
+        uploaded = self._staging.upload(np.concatenate([at, behind[1:], plan.r_row[rows][None]]))
         own, drafts = tokens[uploaded[: len(turns)]], uploaded[len(turns) : -1]
         right = (own[:-1] == self._t_token[drafts.clamp(min=0)]) & (drafts >= 0) & (own[1:] >= 0)
         last = right.to(torch.int64).cumprod(0).sum(0, keepdim=True)
         remember(own.gather(0, last)[0], uploaded[-1], self._last_token)
+
+    def _bits(self, turns: Sequence[Round], masks: Masks) -> torch.Tensor:
+        """The masks of these rounds' samples."""
+        words = mask_words(self.logits.shape[1])
+        host, own = self._staging.room((sum(len(turn.rows) for turn in turns), words), np.int32)
+        done = 0
+        for turn in turns:
+            allowed(masks, turn, host[done : done + len(turn.rows)])
+            done += len(turn.rows)
+        return self._staging.send(own)
+
+    def _enter(self, samples: Samples, at: torch.Tensor | slice) -> None:
+        """Enter what was drawn as samples `at`: a copy, where the sampler draws others besides."""
+        if self._alone and at == slice(0, self._total):
+            self.drawn = samples
+            return
+        if len(self.drawn.tokens) < self._total:
+            tops, ranks = samples.top_ids.shape[1], samples.ranks is not None
+            room = Samples.nothing(self._total, tops, self.logits.device, ranks=ranks)
+            self.drawn = room
+        self._put(samples, at)
 
     def _logits_at(self, host_index: Ints, index: torch.Tensor) -> torch.Tensor:
         """[m, vocab] these rows of the logits; not copied where they lie together."""

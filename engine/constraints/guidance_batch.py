@@ -57,7 +57,7 @@ class Batches:
         """In the caller's thread: which have reached a limit, and which are left."""
         until = time.monotonic_ns() + _ALONE_NS
         address, size = found.ctypes.data, found.strides[0]
-        over = []
+        over: list[int] = []
         for done, at in enumerate(wanted):
             matcher, token = taken[at]
             if time.monotonic_ns() + matcher.took > until:

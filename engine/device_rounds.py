@@ -44,15 +44,13 @@ class DeviceDrawing(Drawing):
         last_token: torch.Tensor,
         staging: Staging,
     ) -> None:
-        n = int(np.count_nonzero(plan.r_samples))
         super().__init__(plan, logits, Samples.nothing(0, 0, logits.device))
         self._sampler, self._last_token, self._staging = sampler, last_token, staging
-        self._shift, self._t_token = first_draft - n, t_token
-        self._total = int(plan.r_samples.sum())
+        self._shift, self._t_token = first_draft - plan.sampling, t_token
         #: Nothing but what is under masks is drawn.
         self._alone = first is None
         if first is not None:
-            self._enter(first, slice(0, n))
+            self._enter(first, slice(0, plan.sampling))
 
     def draw(self, turns: Sequence[Round], masks: Masks | None = None) -> None:
         """See `Drawing.draw`."""
@@ -156,12 +154,12 @@ class DeviceDrawing(Drawing):
 
     def _enter(self, samples: Samples, at: torch.Tensor | slice) -> None:
         """Enter what was drawn as samples `at`: a copy, where the sampler draws others besides."""
-        if self._alone and at == slice(0, self._total):
+        if self._alone and at == slice(0, self.plan.samples):
             self.drawn = samples
             return
-        if len(self.drawn.tokens) < self._total:
+        if len(self.drawn.tokens) < self.plan.samples:
             tops, ranks = samples.top_ids.shape[1], samples.ranks is not None
-            room = Samples.nothing(self._total, tops, self.logits.device, ranks=ranks)
+            room = Samples.nothing(self.plan.samples, tops, self.logits.device, ranks=ranks)
             self.drawn = room
         self._put(samples, at)
 

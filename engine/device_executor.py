@@ -20,7 +20,14 @@ from tokenpod.engine.device_rounds import DeviceDrawing
 from tokenpod.engine.device_sampler import DeviceSampler
 from tokenpod.engine.draft import BothTiles, Draft
 from tokenpod.engine.executor import CapturableModel
-from tokenpod.engine.graphs import Captured, Graphs, decode_counts, flat_counts, mixed_counts
+from tokenpod.engine.graphs import (
+    Captured,
+    Graphs,
+    decode_counts,
+    flat_counts,
+    mixed_counts,
+    with_adapters,
+)
 from tokenpod.engine.host_copies import pools_of
 from tokenpod.engine.integers import Counts, Integers, flatten, pad, views
 from tokenpod.engine.mailbox import Flight, Mailbox
@@ -106,7 +113,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         most = self._tiles.count(min(max_tokens, _MOST_CAPTURED_TOKENS))
         counts = [Counts(max_tokens, rows, rows, most, drafts, adapters=True)]
         if drafts:
-            counts += _adapted(flat_counts(rows, _MOST_FLAT_TOKENS, drafts), True).values()
+            counts += with_adapters(flat_counts(rows, _MOST_FLAT_TOKENS, drafts), True).values()
         words = max(each.words for each in counts)
         self._words = torch.empty(words, dtype=torch.int64, device=device)
         found = self._proposals.room if self._proposals else (0, 0)
@@ -131,8 +138,8 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         memory = None
         # Steps in which no row has an adapter do without the launches for them.
         for adapted in (False, True)[: 1 + self._adapted]:
-            mixed = _adapted(mixed_counts(self._rows, most, self._tiles.count), adapted)
-            decode = _adapted(decode_counts(self._rows), adapted)
+            mixed = with_adapters(mixed_counts(self._rows, most, self._tiles.count), adapted)
+            decode = with_adapters(decode_counts(self._rows), adapted)
             # Each draft is a token of the step.
             drafted = {
                 size: replace(counts, drafts=min(self._drafts, size))
@@ -140,7 +147,7 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
                 if _MOST_FLAT_TOKENS < size <= _MOST_DRAFTED_TOKENS
             }
             flat = flat_counts(self._rows, min(most, _MOST_FLAT_TOKENS), self._drafts)
-            flat = _adapted(flat, adapted)
+            flat = with_adapters(flat, adapted)
             with torch.inference_mode():
                 first = Graphs(self._forward_mixed, mixed, self._padding, memory)
                 memory = first.memory
@@ -158,7 +165,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
 
     def _free_mailbox(self, plan: StepPlan) -> Mailbox:
         self._turn += 1
-        return self._mailboxes[self._turn % _DEPTH]
+        mailbox = self._mailboxes[self._turn % _DEPTH]
+        mailbox.staging.begin()
+        return mailbox
 
     def _propose(self, plan: StepPlan, mailbox: Mailbox, unknown: Unknown, draft: Draft) -> None:
         assert self._proposals is not None
@@ -181,26 +190,34 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         mailbox.forwarded()
         flight = Flight(mailbox, plan, scored, unknown=self._unknown)
         self._found = self._unknown = None
-        if logits is None or not plan.r_samples.any():
+        if logits is None or not plan.sampling:
             flight.send(None)
             return flight
-        return self._draw(flight, logits, integers, is_begun=captured is not None)
+        return self._draw(flight, logits, integers, mailbox, is_begun=captured is not None)
 
     def _draw(
-        self, flight: Flight, logits: torch.Tensor, integers: Integers, *, is_begun: bool
+        self,
+        flight: Flight,
+        logits: torch.Tensor,
+        integers: Integers,
+        mailbox: Mailbox,
+        *,
+        is_begun: bool,
     ) -> Flight:
         """Draw round after round; a captured step has begun the first."""
         plan = flight.plan
-        n = int(np.count_nonzero(plan.r_samples))
+        n = plan.sampling
         firsts, rows, positions = logits[:n], integers.sample_row[:n], integers.sample_position[:n]
-        if not is_begun:
-            self._sampler.begin(firsts, rows, positions)
-        drawn = self._sampler.finish(firsts, rows, positions)
-        if not is_begun or self._sampler.draws:
-            remember(drawn.tokens, rows, self._last_token)
-        if int(plan.r_samples.sum()) == n and not len(plan.r_masked):
-            flight.send(drawn)
-            return flight
+        drawn = None
+        if not plan.waits_for_masks:
+            if not is_begun:
+                self._sampler.begin(firsts, rows, positions)
+            drawn = self._sampler.finish(firsts, rows, positions)
+            if not is_begun or self._sampler.draws:
+                remember(drawn.tokens, rows, self._last_token)
+            if not plan.drafts and not len(plan.r_masked):
+                flight.send(drawn)
+                return flight
         drawing = DeviceDrawing(
             plan,
             logits,
@@ -209,18 +226,9 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.t_token,
             sampler=self._sampler,
             last_token=self._last_token,
-            upload=self._upload,
+            staging=mailbox.staging,
         )
-        if self._draws_together(plan, n):
-            drawing.draw_together()
-            return self._finish(flight, drawing, [])
         return self._finish(flight, drawing, unmasked_rounds(plan)[1:])
-
-    def _draws_together(self, plan: StepPlan, firsts: int) -> bool:
-        """Whether samples behind all drafts can be drawn at once: a few launches, not some each."""
-        if len(plan.r_masked) or int(plan.r_samples.sum()) - firsts > self._rows:
-            return False
-        return not self._sampler.edits(plan.r_row[plan.r_samples > 1].tolist())
 
     def _captured(self, plan: StepPlan, mailbox: Mailbox) -> Captured | None:
         """The graph for this step, if there is one, its integers in the mailbox."""
@@ -228,16 +236,16 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         if graphs is None or len(plan.scored_token) or plan.embeds:
             return None
         mixed, decode, few, many = graphs
-        if plan.rows == plan.tokens and plan.r_samples.all():
+        if plan.rows == plan.tokens == plan.sampling:
             captured = decode.fitting(plan.rows)
-        elif (plan.r_samples > 1).any():
+        elif plan.drafts:
             captured = few.fitting(plan.tokens) if few else None
             captured = captured or (many.fitting(plan.tokens) if many else None)
         else:
             captured = mixed.fitting(plan.tokens)
         if captured is None:
             return None
-        host = views(mailbox.host_words, captured.counts)
+        host = mailbox.integers.of(captured.counts)
         self._fill(host, plan)
         if captured.counts.tiles and not self._tiles.fill(self._ragged(host, plan), host.tiles):
             return None
@@ -302,9 +310,12 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
             integers.b_row, integers.b_start, integers.b_context, tiles, integers.t_row
         )
 
-    def _integers(self, mailbox: Mailbox, words: int) -> torch.Tensor:
+    def _integers(self, plan: StepPlan, mailbox: Mailbox) -> tuple[Integers, Integers]:
+        counts = Counts.of(plan)
+        host, words = mailbox.integers.of(counts), counts.words
+        self._fill(host, plan)
         self._words[:words].copy_(mailbox.words[:words], non_blocking=True)
-        return self._words[:words]
+        return host, views(self._words, counts)
 
     def _note_slots(self, plan: StepPlan) -> None:
         """Note where prompts' tokens go; where the KV of rows that decode lies is not needed here.
@@ -340,10 +351,6 @@ class DeviceExecutor(StepExecutor[DeviceSampler | LeaderTokens]):
         host = np.zeros(counts.words, np.int64)
         pad(views(host, counts), None, padding_row=self._rows, sink=self._pool.sink)
         return torch.from_numpy(host).to(self._device)
-
-
-def _adapted(ladder: dict[int, Counts], adapters: bool) -> dict[int, Counts]:
-    return {size: replace(counts, adapters=adapters) for size, counts in ladder.items()}
 
 
 def _unknown(rows: int) -> tuple[list[int], list[list[Run]], list[int]]:

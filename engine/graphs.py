@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,3 +135,8 @@ def mixed_counts(rows: int, tokens: int, numbers_of: Callable[[int], int]) -> di
         for size in ladder(tokens)
         if size >= min(LEAST_MIXED, tokens)
     }
+
+
+def with_adapters(ladder: dict[int, Counts], adapters: bool) -> dict[int, Counts]:
+    """The same with a column of adapters, or without."""
+    return {size: replace(counts, adapters=adapters) for size, counts in ladder.items()}

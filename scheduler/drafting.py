@@ -216,7 +216,7 @@ class Drafting:
         """
         found: dict[int, Landed] = {}
         if self._costs is not None and not step.prompt_tokens:
-            drafts = bool((step.plan.r_samples > 1).any())
+            drafts = step.plan.drafts > 0
             self._costs.note(step.plan.tokens, took - drafting_ns, drafts=drafts, gap=step.gap)
             if drafting_ns:
                 most = max(int(step.plan.r_samples[row]) for row, _ in step.drafting) - 1

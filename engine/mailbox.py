@@ -277,7 +277,7 @@ class _Mark:
         if self._event is None:
             return
         # A thread that sleeps is woken late; to look now and then costs some of a core.
-        while urgent and not self._event.query():
+        while urgent and not self._event.query():  # type: ignore[no-untyped-call]
             time.sleep(LOOK_SECONDS)
         self._event.synchronize()
 

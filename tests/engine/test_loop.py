@@ -15,6 +15,7 @@ from tokenpod.core.sampling import SamplingParams
 from tokenpod.engine.executor import StepResult, scored_rows
 from tokenpod.engine.loop import EngineLoop
 from tokenpod.engine.prompt_scores import PromptScores
+from tokenpod.scheduler.drafting import Drafting
 from tokenpod.scheduler.scheduler import Limits, Scheduler
 
 CHUNK = 4
@@ -159,3 +160,43 @@ def test_the_loop_ends_with_its_link(pod):
     pod.hang_up()
     with pytest.raises(LinkClosed):
         pod.loop.run()
+
+
+class Ones:
+    """Guesses what is sampled."""
+
+    watched = True
+
+    def propose(self, sequence, most):
+        return [1] * most
+
+    def forget(self, sequence):
+        pass
+
+
+def test_what_has_waited_for_tokens_is_launched_before_they_are_told():
+    """A row with drafts gives up overlap; the device then waits for as little as may be."""
+    order: list[str] = []
+
+    class Noting(Counting):
+        def launch(self, plan):
+            order.append("launch")
+            return super().launch(plan)
+
+    inbox = [Request([1], [5, 6], SamplingParams(), StoppingParams(9), drafts=2)]
+
+    class End:
+        def receive(self, seconds):
+            messages = [*inbox]
+            inbox.clear()
+            return messages
+
+        def send(self, message):
+            order.append("tell")
+
+    limits = Limits(slots=200, max_rows=2, max_positions=100, prefill_tokens=CHUNK)
+    scheduler = Scheduler(limits, drafting=lambda kv: Drafting(Ones(), 2, kv))
+    loop = EngineLoop(End(), scheduler, Noting(), overlap=True, clock=lambda: 1)
+    for _ in range(4):
+        loop.turn()
+    assert order[:5] == ["launch", "launch", "tell", "launch", "tell"]
